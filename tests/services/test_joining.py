@@ -68,7 +68,11 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     ("flags", "code", "line"),
     [
         ([], 2, "--engine-socket: the address of the router to join"),
-        (["--engine-socket=tcp://10.0.0.9:5"], 2, "10.0.0.9 is not this machine, which needs --cu"),
+        (
+            ["--engine-socket=tcp://10.0.0.9:5"],
+            2,
+            "10.0.0.9 is another machine, which requires --cu",
+        ),
         (
             ["--engine-socket=tcp://10.0.0.9:5", "--curve-dir=/nowhere"],
             78,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from engine.model.rotation import stretched_context
+
 DEFAULT_CONTEXT_LENGTH = 32_768
 """For models whose config names none (recurrent ones)."""
 
@@ -15,7 +17,22 @@ _KEYS += "seq_length n_ctx model_max_length".split()
 def context_length(config: dict[str, Any]) -> int:
     """Return the longest sequence that a model with ``config`` was made for."""
     sizes = (config_int(config, key) for key in _KEYS)
-    return next((size for size in sizes if size > 0), DEFAULT_CONTEXT_LENGTH)
+    size = next((size for size in sizes if size > 0), 0) or _usual_context(config)
+    inner = config.get("text_config")
+    parts = (config, inner if isinstance(inner, dict) else {})
+    return max(size or DEFAULT_CONTEXT_LENGTH, *map(stretched_context, parts))
+
+
+def _usual_context(config: dict[str, Any]) -> int:
+    """Return what transformers means by a config that names none, as that of Gemma 3 4B; 0: it does
+    not say."""
+    from transformers import AutoConfig
+
+    try:
+        known = AutoConfig.for_model(config["model_type"]).get_text_config()
+    except Exception:  # code for other models: whatever it raises, it knows nothing of this one
+        return 0
+    return config_int(vars(known), _KEYS[0])
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
@@ -36,6 +53,19 @@ def max_cached_positions(model: Any) -> float:
     from mlx_lm.models.cache import make_prompt_cache
 
     return _kept(make_prompt_cache(model))
+
+
+def vocabulary_size(model: Any, config: dict[str, Any]) -> int:
+    """Return the width of the logits of ``model``; 0: it is not known.
+
+    The arguments that the model was made with come first: they have the defaults of its class where
+    ``config`` says nothing, as that of Gemma 3 4B."""
+    args = getattr(model, "args", None)
+    for part in (getattr(args, "text_config", None), args):
+        fields = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        if size := config_int(fields, "vocab_size"):
+            return size
+    return config_int(config, "vocab_size")
 
 
 def config_int(config: dict[str, Any], key: str) -> int:

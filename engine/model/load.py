@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.model import adapter, multimodal, sharding
-from engine.model.context import config_int, context_length, served_context
+from engine.model import adapter, multimodal, rotation, sharding
+from engine.model.context import context_length, served_context, vocabulary_size
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
 from engine.model.hub import download_with_log
+from engine.model.tiktoken import tokenizer_directory
 from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
 
@@ -111,6 +112,7 @@ def load(
     )
     parameters = get_total_parameters(model)
     model.deep_layers = multimodal.deep_layers(config)
+    tokenizer_path = tokenizer_directory(path)
     if group is not None:
         sharding.shard(model, group, str(path))
     if adapter_path is not None:
@@ -127,10 +129,15 @@ def load(
         fingerprint=fingerprint(path),
         adapter="" if adapter_path is None else adapter.fingerprint(adapter_path),
         context_length=served_context(model, context_length(config), max_kv_size),
-        vocab_size=config_int(config, "vocab_size") or len(tokenizer.vocab),
+        vocab_size=vocabulary_size(model, config) or len(tokenizer.vocab),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         parameters=parameters,
-        tokenizer_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
+        tokenizer_files={
+            name: folder / name
+            for folder in (path, tokenizer_path)  # the second one goes first
+            for name in TOKENIZER_FILES
+            if (folder / name).is_file()
+        },
     )
 
 
@@ -165,22 +172,37 @@ def _weight_files(path: Path) -> list[Path]:
 def _load_with_mlx_lm(
     path: Path, options: TokenizerOptions, trust: bool, *, lazy: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    from mlx_lm.utils import load_config, load_model, load_tokenizer
+    from mlx_lm.utils import load_tokenizer
 
     names = ("eos_token", "bos_token", "pad_token")
     given: dict[str, Any] = {name: token for name in names if (token := getattr(options, name))}
     if trust:
         given["trust_remote_code"] = True
     try:
-        classes = multimodal.text_classes(load_config(path))
-        own = {} if classes is None else {"get_model_classes": classes}
-        model, config = load_model(path, lazy=lazy, trust_remote_code=trust, **own)
+        model, config = load_weights(path, lazy=lazy, trust=trust)
         eos_token_ids = config.get("eos_token_id")
-        tokenizer = load_tokenizer(path, given, eos_token_ids=eos_token_ids)
+        tokenizer = load_tokenizer(tokenizer_directory(path), given, eos_token_ids=eos_token_ids)
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
     return model, tokenizer, config
+
+
+def load_weights(
+    path: Path, *, lazy: bool, trust: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model in ``path`` and its config. With ``lazy`` an array is read when it is used.
+    Raises `LOAD_ERRORS`."""
+    from mlx_lm.utils import load_config, load_model
+
+    config = load_config(path)
+    classes = multimodal.text_classes(config)
+    own = {} if classes is None else {"get_model_classes": classes}
+    added = rotation.older_names(config)
+    found: tuple[nn.Module, dict[str, Any]] = load_model(
+        path, lazy=lazy, trust_remote_code=trust, model_config=added, **own
+    )
+    return found
 
 
 def _checked(path: Path) -> Path:

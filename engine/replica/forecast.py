@@ -27,7 +27,7 @@ from engine.executor.base import ExecutorSpec
 from engine.executor.spec import spec_of
 from engine.model.context import context_length, served_context
 from engine.model.errors import ModelUnavailable
-from engine.model.load import LOAD_ERRORS
+from engine.model.load import LOAD_ERRORS, load_weights
 from engine.replica.adapters import places_in
 from engine.replica.build import longest_pass
 from engine.replica.memory import MIN_BLOCKS, EngineMemory, MemorySizes, sizes_beside
@@ -80,11 +80,9 @@ class MemoryForecast:
 
 def forecast(path: Path, settings: Settings) -> MemoryForecast:
     """Return what fits beside the model in the directory ``path``. Raises `ModelUnavailable`."""
-    from mlx_lm.utils import load_model
-
     device.prepare()
     try:
-        model, config = load_model(path, lazy=True)
+        model, config = load_weights(path, lazy=True)
         own = EngineMemory.of(settings)
         packed = 0
         if device.uses_host() and not graphs.unusable():

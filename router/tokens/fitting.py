@@ -9,10 +9,12 @@ prompt goes on as the shorter one did and its prefix is found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.tokens.parsing.calls import JSON
+from router.tokens.parsing.grammars import CALL_TEMPLATES
 from router.tokens.parsing.json_texts import decoded_json
 
 _Json = dict[str, Any]
@@ -44,6 +46,8 @@ class TemplateLimits:
     """Take text beside a call. It becomes a message before it."""
     plain_content: bool = False
     """Take content that is text. It becomes a list with one part."""
+    calls: bool = False
+    """Show calls. They become text of the assistant's, as the model writes them."""
 
 
 def _user(text: str) -> _Json:
@@ -93,6 +97,7 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
     one, two = _CALLS
     called = (hello, _said("", one), _result("PROBE-R", one))
     tool = fails(*called)
+    hides_calls = not tool and fails(*called, show_calls=True)
     following = _user("PROBE-V")
     system = (
         fails(_SYSTEM, hello)
@@ -106,7 +111,7 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
         later_system=system or fails(_SYSTEM, hello, reply, second, following),
         users_in_a_row=fails(hello, following),
         tool_messages=tool,
-        several_calls=not (tool or fails(*called, show_calls=True))
+        several_calls=not (tool or hides_calls)
         and fails(
             *(hello, _said("", one, two), _result("PROBE-R", one), _result("PROBE-S", two)),
             show_calls=True,
@@ -116,6 +121,7 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
         and fails(hello, _said("PROBE-T", one), _result("PROBE-R", one))
         and not fails(hello, _said("PROBE-T"), _said("", one), _result("PROBE-R", one), reply),
         plain_content=parts,
+        calls=hides_calls,
     )
 
 
@@ -255,3 +261,39 @@ def _text_apart(message: _Json) -> list[_Json]:
         return [message]
     text = {key: value for key, value in message.items() if key != "tool_calls"}
     return [text, {**message, "content": ""}]
+
+
+# -- calls as text ---------------------------------------------------------------
+
+
+def written_calls(parser: str, functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls, each with ``name`` and ``arguments``, as the tool parser ``parser`` reads
+    them; as plain JSON where how they are written is not known."""
+    if parser == "pythonic":
+        return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
+    template = CALL_TEMPLATES.get(parser)
+    if template is None or template.argument:
+        template = CALL_TEMPLATES[JSON.name]
+    calls = [
+        template.begin.replace("{number}", str(number)).replace("{name}", function["name"])
+        + _json(function["arguments"])
+        + template.end
+        for number, function in enumerate(functions)
+    ]
+    return template.before + template.between.join(calls) + template.after
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _pythonic(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        return f"{function['name']}({arguments})"
+    shown = (f"{key}={_literal(value)}" for key, value in arguments.items())
+    return f"{function['name']}({', '.join(shown)})"
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

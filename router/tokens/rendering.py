@@ -18,6 +18,7 @@ from typing import Any, cast
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
 from router.tokens.image_prompts import Prompt, expanded
 from router.tokens.model_replies import ModelReplies
+from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReplyFormat, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
 from router.tokens.tokenization_cache import LengthCheck, PrefixComparison, TokenizationCache
@@ -73,6 +74,7 @@ class Renderer:
             template_args,
             has_reasoning=not format.is_plain,
             image_tokens=_image_tokens(tokenizer, vision),
+            call_syntax=JSON.name if format.tools is None else format.tools.name,
         )
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)

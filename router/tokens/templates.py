@@ -10,14 +10,16 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
 from router.schemas.images import ImageContent, ModelImage
-from router.tokens.fitting import TemplateLimits, fitted, limits_of
+from router.tokens.fitting import TemplateLimits, fitted, limits_of, written_calls
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
+from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.json_texts import decoded_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class ChatTemplate:
 
     ``template_args`` are the operator's arguments for it. ``has_reasoning`` says whether the model
     marks its reasoning. ``image_tokens`` are the texts of tokens that stand for images, the
-    placeholder first; empty: the model takes none.
+    placeholder first; empty: the model takes none. ``call_syntax`` is the name of the parser of its
+    calls.
     """
 
     def __init__(
@@ -72,13 +75,17 @@ class ChatTemplate:
         *,
         has_reasoning: bool,
         image_tokens: Sequence[str] = (),
+        call_syntax: str = JSON.name,
     ) -> None:
         self._tokenizer = tokenizer
+        self._write_calls = partial(written_calls, call_syntax)
         self._template_args = dict(template_args)
         # For models whose markers it does not know, mlx-lm passes false by default.
         unknown_markers = has_reasoning and not tokenizer.has_thinking
         self._defaults = {"enable_thinking": True} if unknown_markers else {}
         source = str(tokenizer.chat_template or "")
+        # As in those of DeepSeek V3.1, Kimi K2.5 and Granite 3.3.
+        self._calls_it_thinking = "enable_thinking" not in source and "thinking" in source
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
         """Whether ids are nine letters and digits: Mistral's templates take no others."""
@@ -133,6 +140,7 @@ class ChatTemplate:
             images = marks.images_in(conversation)
             if marks:
                 conversation = [self._with_images(message, marks) for message in conversation]
+            conversation = [self._with_calls(message) for message in conversation]
             schemas = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
             args = self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
@@ -160,6 +168,18 @@ class ChatTemplate:
         if message["role"] in self._image_texts.in_parts:
             return {**message, "content": marks.in_parts(content)}
         return {**message, "content": marks.replaced(content, self._image_texts.text)}
+
+    def _with_calls(self, message: _Json) -> _Json:
+        """Return ``message`` with its calls where the template shows them. It is done last: markers
+        of calls are not the client's."""
+        if not (self.limits.calls and message.get("tool_calls")):
+            return message
+        content = message["content"]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        written = self._write_calls([each["function"] for each in message["tool_calls"]])
+        if isinstance(content, str):
+            return {**kept, "content": content + written}
+        return {**kept, "content": [*content, {"type": "text", "text": written}]}
 
     def _render(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
@@ -201,6 +221,8 @@ class ChatTemplate:
     ) -> str:
         # Only where it is true: templates that are functions do not know the argument.
         continued = {"continue_final_message": True} if ending == "open_message" else {}
+        if self._calls_it_thinking and "enable_thinking" in args:
+            args = {"thinking": args["enable_thinking"], **args}
         return str(
             self._tokenizer.apply_chat_template(
                 messages,

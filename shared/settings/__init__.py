@@ -16,7 +16,7 @@ from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, argument_parser, flags_of, resolve
 from shared.settings.adapters import adapters_of
 from shared.settings.checks import check, is_loopback
-from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
+from shared.settings.groups import Settings
 from shared.settings.models import (
     CONFIG_VARIABLE,
     ModelEntry,
@@ -28,6 +28,7 @@ from shared.settings.models import (
     overlay,
     serving_options,
 )
+from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.secrets import (
     SECRETS_VARIABLE,
     secret_variables,

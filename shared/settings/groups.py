@@ -18,33 +18,10 @@ from shared.settings.adapters import AdapterSettings
 from shared.settings.batches import BatchesSettings
 from shared.settings.images import ImageSettings
 from shared.settings.machines import ClusterSettings, DistributedSettings
+from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.speculation import SpeculationSettings
 
 _model_flag = partial(flag, None, shown_default="model default")
-
-ToolParserName = Literal[
-    "auto",
-    "none",
-    "json",
-    "harmony",
-    "function_gemma",
-    "gemma4",
-    "glm47",
-    "json_tools",
-    "kimi_k2",
-    "kimi_k3",
-    "laguna",
-    "longcat",
-    "minicpm5",
-    "minimax_m2",
-    "mistral",
-    "muse_spark",
-    "pythonic",
-    "qwen3_coder",
-]
-ReasoningParserName = Literal[
-    "auto", "none", "harmony", "think", "gemma4", "kimi_k3", "longcat", "mistral", "seed_oss"
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,17 @@ def _listed(
     )
 
 
+def _dsml(section_end: str) -> _ArgumentForm:
+    return _tagged(
+        '<｜DSML｜invoke name="NAME">',
+        "<｜DSML｜parameter ",
+        '<｜DSML｜parameter name="KEY" string="(?:true|false)">',
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        section_end,
+    )
+
+
 _GLM = _tagged(
     "NAME",
     "<arg_key>",
@@ -100,6 +111,16 @@ _FORMS = {
         "</parameter>",
         "</function>",
     ),
+    "seed_oss": _tagged(
+        "<function=NAME>",
+        "<parameter=",
+        "<parameter=KEY>",
+        "</parameter>",
+        "</function>",
+        "</seed:tool_call>",
+    ),
+    "deepseek_v32": _dsml("</｜DSML｜function_calls>"),
+    "deepseek_v4": _dsml("</｜DSML｜tool_calls>"),
     "glm47": _GLM,
     "laguna": _GLM,
     "longcat": _tagged(

@@ -25,22 +25,39 @@ def _form(begin: str, between: str) -> _Form:
     return _Form(re.compile(begin.replace("NAME", _NAME) + r"\s*+(?=\{)"), re.compile(between))
 
 
+_OBJECTS = _form(
+    r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
+    r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;]*+',  # such as its id
+)
 _FORMS = {
     "json": _form(
-        r"\s*+(?:```(?:json|tool_call|tool_code)?\s*+)?(?:<\|python_tag\|>\s*+)?(?:\[\s*+)?\{\s*+"
+        r"\s*+(?:```(?:json|tool_call|tool_code)?\s*+)?(?:<\|python_(?:tag|start|end)\|>\s*+)*+"
+        r"(?:\[\s*+)?\{\s*+"
         r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?(?:"function"\s*+:\s*+\{\s*+)?'
         r'"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
-        r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;`]*+',
+        r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;`]*+(?:<\|python_end\|>)?\s*+',
     ),
-    "json_tools": _form(
-        r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
-        r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;]*+',  # such as its id
+    "json_tools": _OBJECTS,
+    "granite": _OBJECTS,
+    "jamba": _OBJECTS,
+    "nemotron": _OBJECTS,
+    "phi4_mini": _OBJECTS,
+    "deepseek_v3": _form(
+        r"\s*+(?:<｜tool▁call▁begin｜>)?\s*+function<｜tool▁sep｜>NAME\s*+```(?:json)?",
+        r"\s*+(?:```)?\s*+(?:<｜tool▁call▁end｜>)?\s*+",
+    ),
+    "deepseek_v31": _form(
+        r"\s*+(?:<｜tool▁call▁begin｜>)?\s*+NAME\s*+<｜tool▁sep｜>",
+        r"\s*+(?:<｜tool▁call▁end｜>)?\s*+",
     ),
     "harmony": _form(
         r"(?s:.{0,200}?)(?:\A|\s)to=(?:functions\.)?NAME(?=[\s<])(?s:.{0,200}?)<\|message\|>",
         r"\s*+",
     ),
-    "mistral": _form(r"\s*+NAME\s*+\[ARGS\]", r"\s*+(?:\[TOOL_CALLS\])?"),
+    "mistral": _form(
+        r"\s*+NAME\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]{1,64}+)\s*+)?\[ARGS\]",
+        r"\s*+(?:\[TOOL_CALLS\])?",
+    ),
     "kimi_k2": _form(
         r"\s*+(?:<\|tool_call_begin\|>)?\s*+(?P<id>(?:functions\.)?NAME:\d+)\s*+"
         r"<\|tool_call_argument_begin\|>",

@@ -37,10 +37,13 @@ _SHORTEST_START = 3
 """The characters of the shortest beginning."""
 _FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?")
 _BETWEEN = re.compile(r"[\s;,]*")
-_PYTHON_TAG = "<|python_tag|>"
+_PYTHON_TAGS = "<|python_tag|>", "<|python_start|>"
+"""Before calls of Llama 3 and of Llama 4."""
+_PYTHON_END = "<|python_end|>"
+_BEFORE_CALLS = (*_PYTHON_TAGS, _PYTHON_TAGS[1] + _PYTHON_END)
 _BEGINNINGS = tuple(
     prefix + "{" + key
-    for prefix in ("", "[", "```json", "```json[", "```", "```[", _PYTHON_TAG)
+    for prefix in ("", "[", "```json", "```json[", "```", "```[", *_BEFORE_CALLS)
     for key in ('"name":"', '"type":"function"', '"function":', '"parameters":', '"arguments":')
 )
 _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
@@ -115,7 +118,7 @@ def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[Parse
     if len(text) > MAX_CALL_CHARS:
         return [], text
     names = {tool["function"]["name"] for tool in tools}
-    body = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+    body = _without_tags(text)
     calls: list[ParsedCall] = []
     end = 0
     try:
@@ -177,12 +180,19 @@ def may_become_json_calls(start: str) -> bool:
 
 def _parse_json(text: str, tools: Any, *, mend: bool = False) -> list[Any]:
     """Return the items of consecutive JSON values, which may stand in a code fence."""
-    text = text.strip().removeprefix(_PYTHON_TAG).strip()
+    text = _without_tags(text).rstrip().removesuffix(_PYTHON_END).rstrip()
     fence = _FENCE.match(text)
     if fence:
         # Not part of the expression: next to a lazy match, whitespace takes quadratic time.
         text = text[fence.end() :].removesuffix("```").strip()
     return [each for value, _ in _json_values(text, mend=mend) for each in _listed(value)]
+
+
+def _without_tags(text: str) -> str:
+    text = text.lstrip()
+    for tag in (*_PYTHON_TAGS, _PYTHON_END):
+        text = text.removeprefix(tag)
+    return text.lstrip()
 
 
 def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:

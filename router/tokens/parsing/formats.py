@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from router.tokens.parsing.calls import JSON, ToolSyntax
+from router.tokens.parsing.syntaxes import detected_syntax, syntax_named, template_source
 
 
 class ReplyState(enum.Enum):
@@ -135,6 +135,8 @@ def _reasoning(tokenizer: Any, vocabulary: Mapping[str, int], name: str) -> Reas
     for other in _ALSO_DETECTED:
         if all(marker in vocabulary for marker in REASONING[other]):
             return REASONING[other]
+    if REASONING["think"].end in template_source(tokenizer):  # spelled out in several tokens
+        return REASONING["think"]
     return None
 
 
@@ -144,18 +146,8 @@ def _tools(tokenizer: Any, name: str) -> ToolSyntax | None:
     if name == "harmony":
         return HARMONY_CALLS
     if name == "auto":
-        if tokenizer.tool_parser is None:
-            return JSON
-        name = tokenizer.init_kwargs.get("tool_parser_type", "")
-        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        return ToolSyntax(name, start, end, tokenizer.tool_parser)
-    return JSON if name == "json" else mlx_lm_syntax(name)
-
-
-def mlx_lm_syntax(name: str) -> ToolSyntax:
-    """Return the syntax of mlx-lm's tool parser ``name``. Raises `ImportError`."""
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    return ToolSyntax(name, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+        name = detected_syntax(tokenizer) or "json"
+    return JSON if name == "json" else syntax_named(name)
 
 
 # -- gpt-oss -------------------------------------------------------------------

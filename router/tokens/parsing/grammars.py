@@ -28,7 +28,8 @@ _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 class CallTemplate(NamedTuple):
     """How calls are written: each is ``begin``, its arguments, ``end``. In these texts ``{name}``
-    and ``{key}`` stand for names, ``{number}`` for any number."""
+    and ``{key}`` stand for names, ``{number}`` for any number, and ``{is_text}`` for true or false:
+    whether an argument is text, and not JSON."""
 
     begin: str
     end: str
@@ -47,7 +48,27 @@ _GLM = CallTemplate(
     argument="<arg_key>{key}</arg_key>\n<arg_value>",
     argument_end="</arg_value>\n",
 )
-_MISTRAL_LIST = _PLAIN._replace(before="[TOOL_CALLS][", between=", ", after="]")
+
+
+def _listed(before: str, after: str = "") -> CallTemplate:
+    """Make the template of a list of JSON objects between markers."""
+    return _PLAIN._replace(before=f"{before}[", between=", ", after=f"]{after}")
+
+
+def _dsml(block: str) -> CallTemplate:
+    """Make the template of calls in DeepSeek's markup, in an element named ``block``."""
+    return CallTemplate(
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>\n",
+        before=f"<｜DSML｜{block}>\n",
+        after=f"</｜DSML｜{block}>",
+        argument='<｜DSML｜parameter name="{key}" string="{is_text}">',
+        argument_end="</｜DSML｜parameter>\n",
+    )
+
+
+_MISTRAL_LIST = _listed("[TOOL_CALLS]")
+_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 CALL_TEMPLATES: Mapping[str, CallTemplate] = {
     "json": _PLAIN._replace(between="\n"),
@@ -94,6 +115,28 @@ CALL_TEMPLATES: Mapping[str, CallTemplate] = {
         argument='<parameter name="{key}">',
         argument_end="</parameter>\n",
     ),
+    "seed_oss": CallTemplate(
+        "<seed:tool_call>\n<function={name}>\n",
+        "</function>\n</seed:tool_call>",
+        "\n",
+        argument="<parameter={key}>",
+        argument_end="</parameter>\n",
+    ),
+    "deepseek_v3": CallTemplate(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        *_DEEPSEEK_SECTION,
+    ),
+    "deepseek_v31": CallTemplate(
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", *_DEEPSEEK_SECTION
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "granite": _listed("<|tool_call|>"),
+    "jamba": _listed("<tool_calls>", "</tool_calls>"),
+    "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
+    "phi4_mini": _listed("<|tool_call|>", "<|/tool_call|>"),
     "minicpm5": CallTemplate(
         '<function name="{name}">',
         "</function>",
@@ -268,6 +311,7 @@ def _arguments(
         expressions.append(name if key in required else f"{name}?")
         own = schema if isinstance(schema, dict) else {}
         choices = own.get("enum")
+        is_text = True
         if isinstance(function, TextFunction):
             value = _text_of_grammar(function, template.argument_end, tokens)
         elif choices and all(isinstance(each, str) for each in choices):
@@ -277,10 +321,12 @@ def _arguments(
             value = f"{name}_value"
             rules.append(_text_up_to(value, template.argument_end, tokens))
         else:
+            is_text = False
             value = f"{name}_value {end}"
             shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
             rules.append(f"{name}_value: {_json({**shared, **own}, function)}")
-        opening = tokens.to_lark(template.argument.replace("{key}", key))
+        written = template.argument.replace("{is_text}", json.dumps(is_text))
+        opening = tokens.to_lark(written.replace("{key}", key))
         rules.append(f"{name}: {opening} {value}")
     return expressions, rules
 

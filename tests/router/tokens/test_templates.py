@@ -134,6 +134,41 @@ def test_thinking_is_on_if_mlx_lm_does_not_know_the_markers(tmp_path: Path) -> N
     assert rendered(tokenizer, hi, thinks=False).endswith(off)
 
 
+def test_thinking_is_switched_by_the_name_that_the_template_has(tmp_path: Path) -> None:
+    """DeepSeek V3.1, Kimi K2.5 and Granite 3.3 call it ``thinking``."""
+    template = "{% if thinking is defined %}{{ thinking }}{% else %}unset{% endif %}"
+    tokenizer = loaded(tmp_path, template)
+    hi = ChatMessage(role="user", content="hi")
+    assert rendered(tokenizer, hi) == rendered(tokenizer, hi, thinks=True) == "unset"
+    for wanted in (True, False):
+        assert rendered(tokenizer, hi, enable_thinking=wanted) == str(wanted)
+    assert rendered(tokenizer, hi, enable_thinking=True, thinking="so") == "so"
+
+
+@pytest.mark.parametrize(
+    ("parser", "expected"),
+    [
+        ("json", 'Hm{"name": "f", "arguments": {"a": "x"}}\n{"name": "g", "arguments": {}}'),
+        ("granite", 'Hm<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}, '
+         '{"name": "g", "arguments": {}}]'),
+        ("pythonic", 'Hm<|tool_call_start|>[f(a="x"), g()]<|tool_call_end|>'),
+        ("deepseek_v31", "Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+         '{"a": "x"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+         "<｜tool▁calls▁end｜>"),
+    ],
+)  # fmt: skip
+def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
+    tmp_path: Path, parser: str, expected: str
+) -> None:
+    """As those of LFM2, SmolLM3, Granite 3 and DeepSeek R1 do."""
+    tokenizer = loaded(tmp_path, "{% for m in messages %}{{ m.content }}|{% endfor %}")
+    template = ChatTemplate(tokenizer, {}, has_reasoning=False, call_syntax=parser)
+    calls = [ToolCall(FunctionCall("f", '{"a": "x"}')), ToolCall(FunctionCall("g", ""))]
+    result = ChatMessage(role="tool", content="done")
+    messages = [ChatMessage(role="assistant", content="Hm", tool_calls=calls), result]
+    assert template.render(messages, [], {}) == f"{expected}|done|"
+
+
 def test_control_tokens_in_text_of_clients_are_broken_up_everywhere(tmp_path: Path) -> None:
     tokenizer = loaded(tmp_path)
     evil = "<|im_end|>"

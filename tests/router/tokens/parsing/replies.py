@@ -179,6 +179,119 @@ REPLIES = [
         _weather(BERLIN),
     ),
     Reply(
+        "deepseek_v3",
+        "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Berlin", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>'
+        'function<｜tool▁sep｜>get_weather\n```json\n{"city": "東京 🗼"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        _weather(BERLIN, TOKYO),
+        "Let me look.",
+    ),
+    Reply(
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>write_file\n```json\n"
+        '{"path": "a.md", "text": "```json\\n{}\\n```"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        [("write_file", {"path": "a.md", "text": "```json\n{}\n```"})],
+    ),
+    Reply(
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Berlin", "days": 3}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather'
+        '<｜tool▁sep｜>{"city": "東京 🗼"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "deepseek_v32",
+        'I look it up.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Berlin</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="write_file">\n'
+        '<｜DSML｜parameter name="path" string="true">a</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="text" string="true">{"a": [1]}\n</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        [*_weather(BERLIN), ("write_file", {"path": "a", "text": '{"a": [1]}\n'})],
+        "I look it up.",
+    ),
+    Reply(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Berlin</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="units" string="false">["C", "F"]</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        _weather({"city": "Berlin", "units": ["C", "F"]}),
+    ),
+    Reply(
+        "granite",
+        '<|tool_call|> [\n  {"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}},\n'
+        '  {"name": "get_weather", "arguments": {"city": "東京 🗼"}}\n]',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "granite",
+        '<|tool_call|>[{"arguments": {"city": "Berlin", "days": 3}, "name": "get_weather"}]',
+        _weather(BERLIN),
+    ),
+    Reply(
+        "jamba",
+        ' Sure!<tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "Berlin",'
+        ' "days": 3}},\n    {"name": "get_weather", "arguments": {"city": "東京 🗼"}}\n]'
+        "</tool_calls>",
+        _weather(BERLIN, TOKYO),
+        " Sure!",
+    ),
+    Reply(
+        "nemotron",
+        'Let me check that.<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Berlin",'
+        ' "days": 3}}, {"name": "get_weather", "arguments": {"city": "東京 🗼"}}]</TOOLCALL>\n',
+        _weather(BERLIN, TOKYO),
+        "Let me check that.",
+    ),
+    Reply(
+        "nemotron",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": "{\\"city\\": \\"東京 🗼\\"}"}]'
+        "</TOOLCALL>",
+        _weather(TOKYO),
+    ),
+    Reply(
+        "phi4_mini",
+        '<|tool_call|>[{"type": "function", "function": {"name": "get_weather", "arguments":'
+        ' {"city": "Berlin", "days": 3}}}]<|/tool_call|>',
+        _weather(BERLIN),
+    ),
+    Reply(
+        "phi4_mini",
+        '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}'
+        '<|/tool_call|><|tool_call|>{"name": "get_weather", "arguments": {"city": "東京 🗼"}}'
+        "<|/tool_call|>",
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "seed_oss",
+        "I'll check.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Berlin"
+        "</parameter>\n<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+        _weather(BERLIN),
+        "I'll check.",
+    ),
+    Reply(
+        "mistral",
+        '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Berlin", "days": 3}'
+        '[TOOL_CALLS]get_weather[CALL_ID]b1b2c3d4e[ARGS]{"city": "東京 🗼"}',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "json",
+        '<|python_start|>{"type": "function", "name": "get_weather", "parameters":'
+        ' {"city": "Berlin", "days": 3}}<|python_end|>',
+        _weather(BERLIN),
+    ),
+    Reply(
+        "json",
+        '<|python_start|><|python_end|>{"name": "get_weather", "parameters": {"city": "Berlin",'
+        ' "days": 3}}{"name": "get_weather", "parameters": {"city": "東京 🗼"}}',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
         "harmony",
         "<|channel|>analysis<|message|>Weather, so I ask.<|end|><|start|>assistant<|channel|>"
         "commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary"
@@ -232,6 +345,19 @@ BROKEN = [
     ("function_gemma", "<start_function_call>call:get_weather{city}<end_function_call>"),
     ("muse_spark", "<atem:function_calls></atem:function_calls>"),
     ("minicpm5", '<function name="get_weather"</function>'),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>get_weather\n<｜tool▁calls▁end｜>",
+    ),
+    ("deepseek_v31", '<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{"x":1}<｜tool▁calls▁end｜>'),
+    ("deepseek_v31", "Now.<｜tool▁calls▁begin｜>get_weather"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f"</｜DSML｜function_calls>'),
+    ("deepseek_v4", "<｜DSML｜tool_calls></｜DSML｜tool_calls>"),
+    ("granite", '<|tool_call|> [{"name": "get_weather", "arguments": ['),
+    ("jamba", "<tool_calls>[]</tool_calls>"),
+    ("nemotron", '<TOOLCALL>[{"name": "broken", "arguments": {}</TOOLCALL>'),
+    ("phi4_mini", "<|tool_call|>tool<|/tool_call|>"),
+    ("seed_oss", "<seed:tool_call><function=x></seed:tool_call>"),
     ("json", '{"name": "get_weather", "arguments": ["city"'),
 ]
 """Text that looks like calls but is none: the name of a parser, and the text."""

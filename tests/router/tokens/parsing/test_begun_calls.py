@@ -13,7 +13,10 @@ from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
 from tests.router.tokens.parsing.test_marked import BEGUN, TAGGED, format_of, named, read
 
-WHOLE = ('"{\\"', "[TOOL_CALLS][", "<|open|>argument", '"Ada"', '\n{"city"')
+WHOLE = (
+    *('"{\\"', "[TOOL_CALLS][", "<|open|>argument", '"Ada"', '\n{"city"', '[{"arguments"'),
+    '<|tool_call|>[{"type"',
+)
 """In replies whose first call has its arguments otherwise than as one object of JSON."""
 STREAMED = [
     reply

@@ -46,6 +46,18 @@ FUNCTIONS = [WEATHER, NOTHING]
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
          for f in FUNCTIONS]  # fmt: skip
 
+LISTED = '[{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}]'
+
+
+def dsml(block: str) -> str:
+    return (
+        f'<｜DSML｜{block}>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">B<</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        f"</｜DSML｜invoke>\n</｜DSML｜{block}>"
+    )
+
+
 CALLS = {
     "json": '{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}',
     "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}\n'
@@ -72,6 +84,18 @@ CALLS = {
     '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
     "minicpm5": '<function name="get_weather"><param name="city">B<</param>'
     '<param name="days">3</param></function>',
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>B<</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    '```json\n{"city": "B<", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"city": "B<", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v32": dsml("function_calls"),
+    "deepseek_v4": dsml("tool_calls"),
+    "granite": f"<|tool_call|>{LISTED}",
+    "jamba": f"<tool_calls>{LISTED}</tool_calls>",
+    "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>",
+    "phi4_mini": f"<|tool_call|>{LISTED}<|/tool_call|>",
 }
 
 

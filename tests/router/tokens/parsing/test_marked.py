@@ -23,9 +23,9 @@ from router.tokens.parsing.formats import (
     Marker,
     ReplyFormat,
     ReplyState,
-    mlx_lm_syntax,
 )
 from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.parsing.syntaxes import OWN_SYNTAXES, syntax_named
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
@@ -34,11 +34,14 @@ from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
 THINK = REASONING["think"]
-BEGUN = ("json", "json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3")
+BEGUN = (
+    *("json", "json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3", "deepseek_v3"),
+    *("deepseek_v31", "granite", "jamba", "nemotron", "phi4_mini"),
+)
 """Parsers of calls that are known as soon as their arguments begin."""
 TAGGED = (
     *("qwen3_coder", "glm47", "laguna", "longcat", "minimax_m2", "minicpm5", "muse_spark"),
-    *("gemma4", "function_gemma", "pythonic"),
+    *("gemma4", "function_gemma", "pythonic", "seed_oss", "deepseek_v32", "deepseek_v4"),
 )
 """Parsers of such calls whose arguments are shown one by one."""
 
@@ -46,7 +49,7 @@ TAGGED = (
 def format_of(parser: str) -> ReplyFormat:
     if parser == "harmony":
         return HARMONY
-    return ReplyFormat(THINK, JSON if parser == "json" else mlx_lm_syntax(parser))
+    return ReplyFormat(THINK, JSON if parser == "json" else syntax_named(parser))
 
 
 def read(
@@ -105,6 +108,23 @@ def test_calls_do_not_depend_on_the_pieces_of_a_reply(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_calls_do_not_depend_on_where_a_reply_is_divided(reply: Reply) -> None:
+    format = format_of(reply.parser)
+    for end in range(len(reply.written)):
+        parser = MarkedReplyParser(format, format.initial_state, TOOLS)
+        first, second = reply.written[:end], reply.written[end:]
+        parts = [parser.feed(first), parser.feed(second), parser.finish()]
+        assert "".join(part.text for part in parts) == reply.text
+        calls = [call for part in parts for call in part.calls]
+        texts = [
+            "".join(call.arguments for call in calls if call.number == number)
+            for number in range(len(reply.calls))
+        ]
+        names = [call.name for call in calls if call.name is not None]
+        assert list(zip(names, map(json.loads, texts), strict=True)) == reply.calls
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
 def test_reasoning_before_calls_is_separate(reply: Reply) -> None:
     if reply.parser == "harmony":
         written, reasoning = reply.written, "Weather, so I ask."
@@ -139,10 +159,11 @@ def test_the_work_of_parsing_is_known_before(reply: Reply, monkeypatch: pytest.M
         parsed.clear()
 
 
-def test_every_parser_of_mlx_lm_has_an_example_and_a_flag() -> None:
+def test_every_parser_has_an_example_and_a_flag() -> None:
     shipped = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
-    assert shipped <= {reply.parser for reply in REPLIES}
-    assert {*shipped, "auto", "none", "json", "harmony"} == set(get_args(ToolParserName))
+    known = {*shipped, *OWN_SYNTAXES}
+    assert known <= {reply.parser for reply in REPLIES}
+    assert {*known, "auto", "none", "json", "harmony"} == set(get_args(ToolParserName))
     assert {*REASONING, "auto", "none", "harmony"} == set(get_args(ReasoningParserName))
 
 
@@ -293,7 +314,7 @@ def test_mlx_lms_own_response_formats_are_followed() -> None:
         ReplyState(state): tuple(Marker(text, ReplyState(to)) for text, to in edges)
         for state, edges in RESPONSE_FORMAT["transitions"].items()
     }
-    format = ReplyFormat(None, mlx_lm_syntax("muse_spark"), transitions, ReplyState.HEADER)
+    format = ReplyFormat(None, syntax_named("muse_spark"), transitions, ReplyState.HEADER)
     written = (
         "to=self<|message|>Let me see.<|eom|><|start|>assistant to=user<|message|>One moment."
         "<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>"

@@ -1,0 +1,148 @@
+"""Ways of writing calls that mlx-lm has no parser for, and how to tell them by a tokenizer.
+
+Formats: the chat templates of the models, and https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Container
+from types import SimpleNamespace
+from typing import Any
+
+from router.tokens.parsing.calls import JSON, ToolSyntax
+
+_CALL_ID = re.compile(r"\s*\[CALL_ID\][\s\w-]{0,64}(?=\[ARGS\])")
+_FENCE = re.compile(r"```(?:json)?")
+
+
+def syntax_named(name: str) -> ToolSyntax:
+    """Return the syntax of the tool parser ``name``, ours or mlx-lm's. Raises `ImportError`."""
+    return OWN_SYNTAXES[name] if name in OWN_SYNTAXES else _mlx_lm_syntax(name)
+
+
+def detected_syntax(tokenizer: Any) -> str:
+    """Return the name of the tool parser of ``tokenizer``, mlx-lm's wrapper; empty: unknown."""
+    if tokenizer.tool_parser is not None:
+        return str(tokenizer.init_kwargs.get("tool_parser_type", ""))
+    source, vocabulary = template_source(tokenizer), tokenizer.get_vocab()
+    if not isinstance(tokenizer.chat_template, str):  # mlx-lm looks at single templates only
+        from mlx_lm.tokenizer_utils import _infer_tool_parser
+
+        either = SimpleNamespace(chat_template=source, get_vocab=lambda: vocabulary)
+        if found := _infer_tool_parser(either):
+            return str(found)
+    return next((name for name, known in _SIGNS if known(source, vocabulary)), "")
+
+
+def template_source(tokenizer: Any) -> str:
+    """Return the text of the chat template, of several the one that is used with tools."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use", template.get("default"))
+    return template if isinstance(template, str) else ""
+
+
+def _mlx_lm_syntax(name: str) -> ToolSyntax:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    parse: Callable[[str, Any], Any] = module.parse_tool_call
+
+    def without_ids(text: str, tools: Any) -> Any:
+        return parse(_CALL_ID.sub("", text), tools)
+
+    own = without_ids if name == "mistral" else parse
+    return ToolSyntax(name, module.tool_call_start, module.tool_call_end, own)
+
+
+# -- DeepSeek --------------------------------------------------------------------
+
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_INVOKE, _PARAMETER = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="'
+
+
+def _deepseek_calls(text: str, tools: Any) -> list[dict[str, Any]]:
+    """Read the calls of V3 and R1 (the kind, a name, and arguments in a fence) and of V3.1 (a name,
+    and arguments)."""
+    calls = []
+    for piece in text.split(_CALL)[1:]:
+        name, found, arguments = piece.partition(_CALL_END)[0].partition(_SEPARATOR)
+        if not found:
+            raise ValueError("no separator")
+        if (fence := _FENCE.search(arguments)) is not None and name.strip() == "function":
+            name, arguments = arguments[: fence.start()], arguments[fence.end() :]
+            arguments = arguments.strip().removesuffix("```")
+        calls.append({"name": name.strip(), "arguments": arguments.strip()})
+    return calls
+
+
+def _dsml_calls(text: str, tools: Any) -> Any:
+    """Read the calls of V3.2 and V4: elements whose names begin with a token of their own."""
+    calls = []
+    for invoke in text.split(_INVOKE)[1:]:
+        name, found, body = invoke.partition('">')
+        if not found:
+            raise ValueError("no name")
+        arguments = {}
+        for parameter in body.partition("</｜DSML｜invoke>")[0].split(_PARAMETER)[1:]:
+            key, _, rest = parameter.partition('"')
+            kind, found, value = rest.partition(">")
+            if not found:
+                raise ValueError("no value")
+            value = value.partition("</｜DSML｜parameter>")[0]
+            arguments[key] = value if 'string="true"' in kind else _decoded(value)
+        calls.append({"name": name, "arguments": arguments})
+    return calls[0] if len(calls) == 1 else calls
+
+
+def _decoded(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _seed_oss_call(text: str, tools: Any) -> Any:
+    return _mlx_lm_syntax("qwen3_coder").parse(text.strip(), tools)
+
+
+def _listed(name: str, start: str, end: str) -> ToolSyntax:
+    """Make the syntax of a list of JSON objects between markers."""
+    return ToolSyntax(name, start, end, JSON.parse)
+
+
+_DEEPSEEK_MARKERS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+OWN_SYNTAXES = {
+    syntax.name: syntax
+    for syntax in (
+        ToolSyntax("deepseek_v3", *_DEEPSEEK_MARKERS, _deepseek_calls),
+        ToolSyntax("deepseek_v31", *_DEEPSEEK_MARKERS, _deepseek_calls),
+        ToolSyntax(
+            "deepseek_v32", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _dsml_calls
+        ),
+        ToolSyntax("deepseek_v4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _dsml_calls),
+        _listed("granite", "<|tool_call|>", ""),
+        _listed("jamba", "<tool_calls>", "</tool_calls>"),
+        _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+        _listed("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),
+        ToolSyntax("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _seed_oss_call),
+    )
+}
+"""By the name of `--tool-parser`."""
+
+_Known = Callable[[str, Container[str]], bool]
+_SIGNS: tuple[tuple[str, _Known], ...] = (
+    ("deepseek_v4", lambda source, _: "DSML｜" in source and "function_calls" not in source),
+    ("deepseek_v32", lambda source, vocabulary: "DSML｜" in source or "｜DSML｜" in vocabulary),
+    ("deepseek_v3", lambda source, _: _DEEPSEEK_MARKERS[0] in source and "```json" in source),
+    ("deepseek_v31", lambda source, _: _DEEPSEEK_MARKERS[0] in source),
+    ("seed_oss", lambda source, _: "<seed:tool_call>" in source),
+    ("nemotron", lambda source, _: "<TOOLCALL>" in source),
+    ("jamba", lambda source, _: "<tool_calls>" in source),
+    # Templates that only tell the model how to call, such as SmolLM3's.
+    ("json_tools", lambda source, _: "<tool_call>" in source),
+    ("phi4_mini", lambda _, vocabulary: "<|/tool_call|>" in vocabulary),
+    ("granite", lambda source, _: "<|tool_call|>" in source),
+)
+"""By what mlx-lm does not know a format: of its template's text, or of its vocabulary."""

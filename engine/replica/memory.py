@@ -72,7 +72,9 @@ def sizes_beside(
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
     slot_states_bytes = num_slots * spec.state_bytes
-    tables_bytes = table_bytes(num_slots, context_length)
+    tables_bytes = table_bytes(
+        num_slots, _longest(weights_bytes + slot_states_bytes, spec, context_length, settings, own)
+    )
     other_bytes = weights_bytes + slot_states_bytes + tables_bytes
     max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
     if spec.keeps_kv:
@@ -163,6 +165,18 @@ def max_buffers() -> int | None:
     if mx.default_device() != mx.gpu:
         return None
     return int(mx.device_info().get("resource_limit", 0)) or None
+
+
+def _longest(
+    held_bytes: int, spec: ExecutorSpec, context_length: int, settings: Settings, own: EngineMemory
+) -> int:
+    """Return the longest sequence there can be: some models were made for ten million positions,
+    of which a fraction fits beside ``held_bytes``."""
+    if not spec.keeps_kv:
+        return context_length
+    room = own.room_bytes(held_bytes) // spec.block_token_bytes
+    blocks = settings.num_blocks or MIN_BLOCKS
+    return min(context_length, max(room, blocks * settings.block_size))
 
 
 def table_bytes(sequences: int, context_length: int) -> int:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine.executor.base import ExecutorSpec
 from engine.replica import memory
 from engine.replica.memory import EngineMemory
 from shared.settings import Settings
@@ -238,6 +239,31 @@ def test_the_pool_gets_the_memory_that_the_weights_leave(
     assert 2 * (shared * 10**6 + 10 * GB) < 64 * GB
     on_a_device(monkeypatch, 64 * GB, gpu=False)
     assert blocks_of(1) < alone / 2
+
+
+def test_a_context_that_does_not_fit_reserves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 Scout was made for ten million positions."""
+    on_a_device(monkeypatch, 64 * GB, gpu=True)
+    settings = Settings()
+    spec = ExecutorSpec(
+        batching="",
+        look_ahead=True,
+        batches_decodes=True,
+        batches_chunks=True,
+        max_sequences=None,
+        prefix_cache=True,
+        keeps_kv=True,
+        kv_bits=8,
+        block_token_bytes=60_000,
+        slot_token_bytes=60_000,
+        state_bytes=0,
+    )
+
+    def blocks(context: int) -> int:
+        own = EngineMemory.of(settings)
+        return memory.sizes_beside(40 * GB, spec, context, settings, own).num_blocks
+
+    assert blocks(10_485_760) > 0.99 * blocks(131_072)
 
 
 def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(

@@ -33,6 +33,7 @@ from engine.embedding.padded import padded_decoder, padded_encoder
 from engine.model.context import config_int
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LOAD_ERRORS, fingerprint
+from engine.model.rotation import older_names
 from shared.safetensors_header import read_header
 from shared.wire import TOKENIZER_FILES, Task, TextTask
 
@@ -139,7 +140,7 @@ def _decoder(
 
 def _load_decoder(checkpoint: TextCheckpoint) -> Any:
     """Load a decoder of mlx-lm, also one without the layer that makes logits."""
-    from mlx_lm.utils import _get_classes, load_model
+    from mlx_lm.utils import _get_classes, load_config, load_model
 
     names = {name for file in _weight_files(checkpoint.path) for name in read_header(file)[1]}
     headless = not any("lm_head" in name for name in names)
@@ -160,7 +161,8 @@ def _load_decoder(checkpoint: TextCheckpoint) -> Any:
     try:
         model, _ = load_model(
             checkpoint.path,
-            model_config={"tie_word_embeddings": True} if headless else {},
+            model_config=older_names(load_config(checkpoint.path))
+            | ({"tie_word_embeddings": True} if headless else {}),
             get_model_classes=classes,
         )
     except LOAD_ERRORS as error:

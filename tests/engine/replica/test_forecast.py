@@ -163,3 +163,18 @@ def test_large_models_fit_on_macs_as_the_arithmetic_says(
     for sequences in (1, 8):
         by_hand = kv_bytes // sequences // (16 * large.slot_token_bytes) * 16
         assert found.context(sequences) == (min(by_hand, found.context_length) if fits else 0)
+
+
+def test_a_checkpoint_with_a_vision_tower_has_a_forecast(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """mlx-lm knows only the language model in it."""
+    text = json.loads((tiny_model("llama") / "config.json").read_text())
+    config = {"model_type": "idefics3", "text_config": text, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded: Any = mx.load(str(tiny_model("llama") / "model.safetensors"))
+    weights = {name.replace("model.", "model.text_model.", 1): loaded[name] for name in loaded}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    given = Settings(memory_gb=1.2)
+    alone = forecast(tiny_model("llama"), given)
+    assert forecast(tmp_path, given).weights_bytes == alone.weights_bytes

@@ -137,10 +137,6 @@ def _ttft(level: Level) -> float | None:
     return level.ttft_ms.p50 / 1000 if level.ttft_ms else None
 
 
-def _worst_ttft(level: Level) -> float | None:
-    return level.ttft_ms.max / 1000 if level.ttft_ms else None
-
-
 def _gap(level: Level) -> float | None:
     gap = level.join and level.join.longest_gap_ms
     return gap.max / 1000 if gap else None
@@ -162,12 +158,6 @@ _TABLES: tuple[tuple[str, tuple[str, ...], Value, bool], ...] = (
         "Seconds to the first token, median (less is better)",
         ("fixed", "mixed", "shared-prefix", "multi-turn"),
         _ttft,
-        False,
-    ),
-    (
-        "Seconds to the first token, the longest",
-        ("fixed", "mixed", "shared-prefix", "multi-turn"),
-        _worst_ttft,
         False,
     ),
     (

@@ -21,19 +21,20 @@ and when a sequence starts from the blocks and the state of another. Logits are 
 by more than {tolerance:g} of their standard deviation. The largest difference of a right one is
 {worst:.0e}.
 
-When a server first starts with a model, it proves the model again. If the proof fails, the next slower
-way of computing is used. A passed proof is remembered (`--prove once`, see
-[the design](design/slots-and-slabs.md)).
+When a server first starts with a model, it proves the model again. If the proof fails, the next
+slower way of computing is used. A passed proof is remembered (`--prove once`, see [the
+design](design/slots-and-slabs.md)).
 
-INT8 is the default: keys and values are rounded to 8 bits when they are written, and the comparison
-differs. Two ways of computing a key differ by rounding in fp32, which occasionally gives another code,
-and logits that differ by much more. Each row in a slot therefore has to be a rounding of what mlx-lm
-computes from the rows before it as the slot has them, and logits have to be mlx-lm's over the same
-codes, as exactly as without quantization. The largest difference of a right one is {worst_int8:.0e}.
+INT8 is the default: keys and values are rounded to 8 bits when they are written, and the
+comparison differs. Two ways of computing a key differ by rounding in fp32, which occasionally
+gives another code, and logits that differ by much more. Each row in a slot therefore has to be a
+rounding of what mlx-lm computes from the rows before it as the slot has them, and logits have to
+be mlx-lm's over the same codes, as exactly as without quantization. The largest difference of a
+right one is {worst_int8:.0e}.
 
-The column "as on a GPU" is a second run with a GPU's batches, shared slabs that grow and shrink, and
-steps dispatched before the last one is read, but computed on the same CPU. It says what is not right,
-or how the model is batched; Metal itself computes with other kernels.
+The column "as on a GPU" is a second run with a GPU's batches, shared slabs that grow and shrink,
+and steps dispatched before the last one is read, but computed on the same CPU. It says what is
+not right, or how the model is batched; Metal itself computes with other kernels.
 
 The column "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two processes
 compute each of them on the CPU, through the same stages, and are compared with the whole model.

@@ -2,28 +2,14 @@
 
 import json
 
+import harness as h
 import ollama
-from harness import (
-    ANSWER,
-    CALLER,
-    CITIES,
-    CITY_SCHEMA,
-    KEY,
-    LONG,
-    MODEL,
-    QUESTION,
-    URL,
-    aborts,
-    check,
-    check_aborted,
-    run,
-)
 
-HEADERS = {"authorization": f"Bearer {KEY}"}
+HEADERS = {"authorization": f"Bearer {h.KEY}"}
 FEW = {"num_predict": 60, "temperature": 0}
-client = ollama.Client(URL, headers=HEADERS)
-caller = ollama.Client(CALLER, headers=HEADERS)
-asked = [{"role": "user", "content": QUESTION}]
+client = ollama.Client(h.URL, headers=HEADERS)
+caller = ollama.Client(h.CALLER, headers=HEADERS)
+asked = [{"role": "user", "content": h.QUESTION}]
 
 
 def weather(city: str) -> str:
@@ -44,73 +30,81 @@ def failure(action: object, **fields: object) -> ollama.ResponseError:
 
 
 def chat() -> None:
-    answer = client.chat(MODEL, asked, options=FEW)
-    check(ANSWER in answer.message.content and answer.done_reason == "stop", answer)
-    check(answer.eval_count > 0 and answer.eval_duration > 0 and answer.total_duration > 0, answer)
-    first = client.generate(MODEL + ":latest", QUESTION, options=FEW)
-    check(ANSWER in first.response and first.context, first)
-    again = client.generate(MODEL, "And of Italy?", options=FEW, context=first.context)
-    check(again.prompt_eval_count > len(first.context), again)
+    answer = client.chat(h.MODEL, asked, options=FEW)
+    h.check(h.ANSWER in answer.message.content and answer.done_reason == "stop", answer)
+    h.check(
+        answer.eval_count > 0 and answer.eval_duration > 0 and answer.total_duration > 0, answer
+    )
+    first = client.generate(h.MODEL + ":latest", h.QUESTION, options=FEW)
+    h.check(h.ANSWER in first.response and first.context, first)
+    again = client.generate(h.MODEL, "And of Italy?", options=FEW, context=first.context)
+    h.check(again.prompt_eval_count > len(first.context), again)
     names = [model.model for model in client.list().models]
-    check(MODEL + ":latest" in names, names)
-    shown = client.show(MODEL)
-    check("completion" in shown.capabilities and shown.details.family == "llama", shown)
+    h.check(h.MODEL + ":latest" in names, names)
+    shown = client.show(h.MODEL)
+    h.check("completion" in shown.capabilities and shown.details.family == "llama", shown)
     (running, *_) = client.ps().models
-    check(running.context_length > 0 and running.expires_at, running)
-    check(client.generate(MODEL).done_reason == "load", "an empty prompt loads")
+    h.check(running.context_length > 0 and running.expires_at, running)
+    h.check(client.generate(h.MODEL).done_reason == "load", "an empty prompt loads")
 
 
 def stream() -> None:
-    *parts, last = client.chat(MODEL, asked, stream=True, options=FEW)
-    check(ANSWER in "".join(part.message.content for part in parts), parts)
-    check(last.done and last.prompt_eval_count > 0, last)
-    *parts, last = client.generate(MODEL, QUESTION, stream=True, options=FEW)
-    check(ANSWER in "".join(part.response for part in parts) and last.done, parts)
+    *parts, last = client.chat(h.MODEL, asked, stream=True, options=FEW)
+    h.check(h.ANSWER in "".join(part.message.content for part in parts), parts)
+    h.check(last.done and last.prompt_eval_count > 0, last)
+    *parts, last = client.generate(h.MODEL, h.QUESTION, stream=True, options=FEW)
+    h.check(h.ANSWER in "".join(part.response for part in parts) and last.done, parts)
 
 
 def tools() -> None:
     question = [{"role": "user", "content": "Tell me the weather in Rome."}]
     for is_streamed in (False, True):
-        made = caller.chat(MODEL, question, tools=[weather], stream=is_streamed)
+        made = caller.chat(h.MODEL, question, tools=[weather], stream=is_streamed)
         messages = [part.message for part in made] if is_streamed else [made.message]
         (call,) = [call for message in messages for call in message.tool_calls or ()]
-        check(call.function.name == "weather" and call.function.arguments == {"city": "Rome"}, call)
+        h.check(
+            call.function.name == "weather" and call.function.arguments == {"city": "Rome"}, call
+        )
     result = {
         "role": "tool",
         "content": weather(**call.function.arguments),
         "tool_name": call.function.name,
     }
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    last = caller.chat(MODEL, [*question, reply, result], tools=[weather])
-    check(last.message.content == "It is sunny.", last)
-    thought = caller.chat(MODEL, [{"role": "user", "content": "Think of Rome."}], think=True)
-    check(thought.message.thinking and thought.message.content == "Rome it is.", thought)
+    last = caller.chat(h.MODEL, [*question, reply, result], tools=[weather])
+    h.check(last.message.content == "It is sunny.", last)
+    thought = caller.chat(h.MODEL, [{"role": "user", "content": "Think of Rome."}], think=True)
+    h.check(thought.message.thinking and thought.message.content == "Rome it is.", thought)
 
 
 def structured() -> None:
-    answer = client.chat(MODEL, asked, format=CITY_SCHEMA, options=FEW)
-    check(json.loads(answer.message.content)["city"] in CITIES, answer)
-    whole = client.generate(MODEL, QUESTION, format="json", options={"num_predict": 200})
-    check(whole.response.startswith("{"), whole)
+    answer = client.chat(h.MODEL, asked, format=h.CITY_SCHEMA, options=FEW)
+    h.check(json.loads(answer.message.content)["city"] in h.CITIES, answer)
+    whole = client.generate(h.MODEL, h.QUESTION, format="json", options={"num_predict": 200})
+    h.check(whole.response.startswith("{"), whole)
 
 
 def errors() -> None:
     missing = failure(client.chat, model="nobody", messages=asked)
-    check(missing.status_code == 404 and "nobody" in missing.error, missing)
-    wrong = failure(client.chat, model=MODEL, messages=asked, options={"temperature": -1})
-    check(wrong.status_code == 400 and "options.temperature" in wrong.error, wrong)
-    stranger = ollama.Client(URL, headers={"authorization": "Bearer wrong"})
-    check(failure(stranger.chat, model=MODEL, messages=asked).status_code == 401, "the wrong key")
-    check(failure(client.embed, model=MODEL, input="a text").status_code == 501, "no embeddings")
+    h.check(missing.status_code == 404 and "nobody" in missing.error, missing)
+    wrong = failure(client.chat, model=h.MODEL, messages=asked, options={"temperature": -1})
+    h.check(wrong.status_code == 400 and "options.temperature" in wrong.error, wrong)
+    stranger = ollama.Client(h.URL, headers={"authorization": "Bearer wrong"})
+    h.check(
+        failure(stranger.chat, model=h.MODEL, messages=asked).status_code == 401, "the wrong key"
+    )
+    h.check(
+        failure(client.embed, model=h.MODEL, input="a text").status_code == 501, "no embeddings"
+    )
 
 
 def cancel() -> None:
-    before = aborts()
+    before = h.aborts()
     options = {"num_predict": 1500, "ignore_eos": True}
-    parts = client.generate(MODEL, LONG, stream=True, options=options)
+    parts = client.generate(h.MODEL, h.LONG, stream=True, options=options)
     next(parts)
     parts.close()
-    check_aborted(before)
+    h.check_aborted(before)
 
 
-run(chat, stream, tools, structured, errors, cancel)
+h.run(chat, stream, tools, structured, errors, cancel)

@@ -3,45 +3,36 @@
 import json
 from typing import Any
 
+import harness as h
 import openai
-from harness import (
-    ANSWER,
-    CITIES,
-    CITY_SCHEMA,
-    KEY,
-    LONG,
-    MODEL,
-    QUESTION,
-    URL,
-    aborts,
-    check,
-    check_aborted,
-    run,
-)
 
 # Any: an answer without the part that a scenario reads fails the scenario.
-client: Any = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
-asked = [{"role": "user", "content": QUESTION}]
+client: Any = openai.OpenAI(base_url=h.URL + "/v1", api_key=h.KEY, max_retries=0)
+asked = [{"role": "user", "content": h.QUESTION}]
 tool: Any = {
     "type": "function",
-    "function": {"name": "weather", "description": "Weather of a city", "parameters": CITY_SCHEMA},
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": h.CITY_SCHEMA,
+    },
 }
 flat_tool = {"type": "function", **tool["function"], "strict": True}
 
 
 def chat() -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=asked, temperature=0, max_tokens=20
+        model=h.MODEL, messages=asked, temperature=0, max_tokens=20
     )
-    check(ANSWER in answer.choices[0].message.content, answer)
-    check(answer.choices[0].finish_reason == "stop", answer)
-    check(answer.usage.total_tokens > answer.usage.completion_tokens > 0, answer)
+    h.check(h.ANSWER in answer.choices[0].message.content, answer)
+    h.check(answer.choices[0].finish_reason == "stop", answer)
+    h.check(answer.usage.total_tokens > answer.usage.completion_tokens > 0, answer)
 
 
 def stream() -> None:
     chunks = list(
         client.chat.completions.create(
-            model=MODEL,
+            model=h.MODEL,
             messages=asked,
             temperature=0,
             max_tokens=20,
@@ -50,133 +41,133 @@ def stream() -> None:
         )
     )
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    check(ANSWER in text, text)
-    check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
+    h.check(h.ANSWER in text, text)
+    h.check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
 
 
 def tools() -> None:
-    fields = {"model": MODEL, "tools": [tool], "temperature": 0, "max_tokens": 60}
+    fields = {"model": h.MODEL, "tools": [tool], "temperature": 0, "max_tokens": 60}
     first = client.chat.completions.create(messages=asked, tool_choice="required", **fields)
     message = first.choices[0].message
     call = message.tool_calls[0]
-    check(json.loads(call.function.arguments)["city"] in CITIES, call)
-    check(first.choices[0].finish_reason == "tool_calls", first)
+    h.check(json.loads(call.function.arguments)["city"] in h.CITIES, call)
+    h.check(first.choices[0].finish_reason == "tool_calls", first)
     with client.chat.completions.stream(messages=asked, tool_choice="required", **fields) as events:
         streamed = events.get_final_completion().choices[0].message.tool_calls[0]
-    check(streamed.function.arguments == call.function.arguments, streamed)
+    h.check(streamed.function.arguments == call.function.arguments, streamed)
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     last = client.chat.completions.create(messages=[*asked, message, result], **fields)
-    check(last.choices[0].message.content is not None, last)
+    h.check(last.choices[0].message.content is not None, last)
 
 
 def structured() -> None:
-    schema = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
+    schema = {"name": "city", "schema": h.CITY_SCHEMA, "strict": True}
     answer = client.chat.completions.create(
-        model=MODEL,
+        model=h.MODEL,
         messages=asked,
         temperature=0,
         max_tokens=60,
         response_format={"type": "json_schema", "json_schema": schema},
     )
-    check(json.loads(answer.choices[0].message.content)["city"] in CITIES, answer)
+    h.check(json.loads(answer.choices[0].message.content)["city"] in h.CITIES, answer)
 
 
 def errors() -> None:
     try:
         client.chat.completions.create(model="nobody", messages=asked)
-        check(False, "no error")
+        h.check(False, "no error")
     except openai.NotFoundError as error:
-        check(error.code == "model_not_found", error.code)
+        h.check(error.code == "model_not_found", error.code)
     try:
-        client.chat.completions.create(model=MODEL, messages=asked, temperature=5)
-        check(False, "no error")
+        client.chat.completions.create(model=h.MODEL, messages=asked, temperature=5)
+        h.check(False, "no error")
     except openai.BadRequestError as error:
-        check(error.param == "temperature", error.param)
+        h.check(error.param == "temperature", error.param)
     try:
         client.with_options(api_key="wrong").models.list()
-        check(False, "no error")
+        h.check(False, "no error")
     except openai.AuthenticationError:
         pass
 
 
 def cancel() -> None:
-    before = aborts()
+    before = h.aborts()
     with client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": LONG}],
+        model=h.MODEL,
+        messages=[{"role": "user", "content": h.LONG}],
         max_tokens=1500,
         stream=True,
         extra_body={"ignore_eos": True},
     ) as chunks:
         next(iter(chunks))
-    check_aborted(before)
+    h.check_aborted(before)
 
 
 def responses_chat() -> None:
     answer = client.responses.create(
-        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
+        model=h.MODEL, input=h.QUESTION, temperature=0, max_output_tokens=20
     )
-    check(ANSWER in answer.output_text, answer)
-    check(answer.status == "completed", answer)
+    h.check(h.ANSWER in answer.output_text, answer)
+    h.check(answer.status == "completed", answer)
     again = client.responses.create(
-        model=MODEL, input="And?", previous_response_id=answer.id, max_output_tokens=20
+        model=h.MODEL, input="And?", previous_response_id=answer.id, max_output_tokens=20
     )
-    check(again.usage.input_tokens > answer.usage.input_tokens, again)
-    check(client.responses.retrieve(answer.id).output_text == answer.output_text, "stored")
-    check(len(client.responses.input_items.list(again.id).data) == 3, "input items")
+    h.check(again.usage.input_tokens > answer.usage.input_tokens, again)
+    h.check(client.responses.retrieve(answer.id).output_text == answer.output_text, "stored")
+    h.check(len(client.responses.input_items.list(again.id).data) == 3, "input items")
     client.responses.delete(answer.id)
 
 
 def responses_stream() -> None:
     with client.responses.stream(
-        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
+        model=h.MODEL, input=h.QUESTION, temperature=0, max_output_tokens=20
     ) as events:
         text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-        check(text == events.get_final_response().output_text, text)
-    check(ANSWER in text, text)
+        h.check(text == events.get_final_response().output_text, text)
+    h.check(h.ANSWER in text, text)
 
 
 def responses_tools() -> None:
-    fields = {"model": MODEL, "tools": [flat_tool], "temperature": 0, "max_output_tokens": 60}
+    fields = {"model": h.MODEL, "tools": [flat_tool], "temperature": 0, "max_output_tokens": 60}
     first = client.responses.create(
-        input=QUESTION, tool_choice={"type": "function", "name": "weather"}, **fields
+        input=h.QUESTION, tool_choice={"type": "function", "name": "weather"}, **fields
     )
     calls = [item for item in first.output if item.type == "function_call"]
-    check(json.loads(calls[0].arguments)["city"] in CITIES, first)
+    h.check(json.loads(calls[0].arguments)["city"] in h.CITIES, first)
     result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "sunny"}
     last = client.responses.create(input=[result], previous_response_id=first.id, **fields)
-    check(last.output, last)
-    given = [{"role": "user", "content": QUESTION}, *first.output, result]
+    h.check(last.output, last)
+    given = [{"role": "user", "content": h.QUESTION}, *first.output, result]
     again = client.responses.create(input=given, store=False, **fields)
-    check(again.output, again)
+    h.check(again.output, again)
 
 
 def responses_structured() -> None:
-    form = {"type": "json_schema", "name": "city", "schema": CITY_SCHEMA, "strict": True}
+    form = {"type": "json_schema", "name": "city", "schema": h.CITY_SCHEMA, "strict": True}
     answer = client.responses.create(
-        model=MODEL, input=QUESTION, max_output_tokens=60, text={"format": form}
+        model=h.MODEL, input=h.QUESTION, max_output_tokens=60, text={"format": form}
     )
-    check(json.loads(answer.output_text)["city"] in CITIES, answer)
+    h.check(json.loads(answer.output_text)["city"] in h.CITIES, answer)
 
 
 def responses_errors() -> None:
     try:
         client.responses.retrieve("resp_nobody")
-        check(False, "no error")
+        h.check(False, "no error")
     except openai.NotFoundError as error:
-        check(error.code == "response_not_found", error.code)
+        h.check(error.code == "response_not_found", error.code)
     try:
-        client.responses.create(model=MODEL, input=QUESTION, tools=[{"type": "nonsense"}])
-        check(False, "no error")
+        client.responses.create(model=h.MODEL, input=h.QUESTION, tools=[{"type": "nonsense"}])
+        h.check(False, "no error")
     except openai.BadRequestError as error:
-        check(error.param == "tools[0].type", error.param)
+        h.check(error.param == "tools[0].type", error.param)
 
 
 def responses_cancel() -> None:
-    before = aborts()
+    before = h.aborts()
     with client.responses.create(
-        model=MODEL,
-        input=LONG,
+        model=h.MODEL,
+        input=h.LONG,
         max_output_tokens=1500,
         stream=True,
         extra_body={"ignore_eos": True},
@@ -184,10 +175,10 @@ def responses_cancel() -> None:
         for event in events:
             if event.type == "response.output_text.delta":
                 break
-    check_aborted(before)
+    h.check_aborted(before)
 
 
-run(
+h.run(
     *(chat, stream, tools, structured, errors, cancel),
     *(responses_chat, responses_stream, responses_tools, responses_structured),
     *(responses_errors, responses_cancel),

@@ -2,27 +2,15 @@
 
 from typing import Any
 
+import harness as h
 import instructor
 import openai
-from harness import (
-    ANSWER,
-    CITIES,
-    KEY,
-    LONG,
-    MODEL,
-    QUESTION,
-    URL,
-    aborts,
-    check,
-    check_aborted,
-    run,
-)
 from models import City
 
-plain = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
-asked: Any = [{"role": "user", "content": QUESTION}]
+plain = openai.OpenAI(base_url=h.URL + "/v1", api_key=h.KEY, max_retries=0)
+asked: Any = [{"role": "user", "content": h.QUESTION}]
 fields: Any = {
-    "model": MODEL,
+    "model": h.MODEL,
     "messages": asked,
     "temperature": 0,
     "max_tokens": 60,
@@ -36,42 +24,42 @@ def client(mode: Any) -> Any:
 
 def chat() -> None:
     answer = client(instructor.Mode.TOOLS).chat.completions.create(response_model=None, **fields)
-    check(ANSWER in answer.choices[0].message.content, answer)
+    h.check(h.ANSWER in answer.choices[0].message.content, answer)
 
 
 def stream() -> None:
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
         parts = list(client(mode).create_partial(response_model=City, **fields))
-        check(len(parts) > 2 and parts[-1].city in CITIES, parts)
+        h.check(len(parts) > 2 and parts[-1].city in h.CITIES, parts)
 
 
 def tools() -> None:
     answer = client(instructor.Mode.TOOLS).create(response_model=City, **fields)
-    check(answer.city in CITIES, answer)
+    h.check(answer.city in h.CITIES, answer)
 
 
 def structured() -> None:
     answer = client(instructor.Mode.JSON_SCHEMA).create(response_model=City, **fields)
-    check(answer.city in CITIES, answer)
+    h.check(answer.city in h.CITIES, answer)
 
 
 def errors() -> None:
     try:
         client(instructor.Mode.TOOLS).create(response_model=City, **fields | {"model": "nobody"})
-        check(False, "no error")
+        h.check(False, "no error")
     except Exception as error:
-        check("nobody" in str(error), error)
+        h.check("nobody" in str(error), error)
 
 
 def cancel() -> None:
-    before = aborts()
-    long: Any = {"max_tokens": 1500, "messages": [{"role": "user", "content": LONG}]}
+    before = h.aborts()
+    long: Any = {"max_tokens": 1500, "messages": [{"role": "user", "content": h.LONG}]}
     chunks = client(instructor.Mode.TOOLS).chat.completions.create(
         response_model=None, stream=True, extra_body={"ignore_eos": True}, **fields | long
     )
     next(iter(chunks))
     chunks.close()
-    check_aborted(before)
+    h.check_aborted(before)
 
 
-run(chat, stream, tools, structured, errors, cancel)
+h.run(chat, stream, tools, structured, errors, cancel)

@@ -62,7 +62,7 @@ def main() -> int:
         with serving(model, *flags) as server, serving(caller, *flags) as second:
             os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{second.port}"
             server.client.headers["authorization"] = f"Bearer {KEY}"
-            rows = [row for same in _by_script(clients) for row in _try(same, root, server, model)]
+            rows = [row for same in by_run(clients) for row in _try(same, root, server, model)]
             tested = _standard_tests(root, server, model, options.only)
         embedding = _try_embeddings(root, Path(private), options.only)
     tables = {}
@@ -89,10 +89,12 @@ def _model(name: str, private: Path) -> Path:
             return Path(name)
 
 
-def _by_script(clients: Sequence[Client]) -> list[list[Client]]:
-    """Group clients by script. One script runs once for all its APIs."""
-    scripts = dict.fromkeys(client.script for client in clients)
-    return [[client for client in clients if client.script == script] for script in scripts]
+def by_run(clients: Sequence[Client]) -> list[list[Client]]:
+    """Group clients by script and packages. Such a group is run once for all its APIs."""
+    runs: dict[tuple[str, tuple[str, ...]], list[Client]] = {}
+    for client in clients:
+        runs.setdefault((client.script, client.packages), []).append(client)
+    return list(runs.values())
 
 
 def _try_embeddings(root: Path, private: Path, only: str) -> list[Row]:

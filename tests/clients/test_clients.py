@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.__main__ import EMBEDDER, RANKER, write_config
+from tests.clients.__main__ import EMBEDDER, RANKER, by_run, write_config
 from tests.clients.environments import SCENARIOS
 from tests.clients.matrix import CLIENTS
 from tests.clients.reciter import make_reciter
@@ -83,3 +83,10 @@ def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> Non
     for script in SCENARIOS.glob("*.mjs"):
         shutil.copy(script, directory)
     check_all(server, "node", str(directory / NODE.script))
+
+
+def test_a_script_runs_once_with_each_set_of_packages() -> None:
+    runs = by_run(CLIENTS)
+    assert sum(map(len, runs)) == len(CLIENTS)
+    assert {run[0].script for run in runs if len(run) > 1} >= {"openai_python.py"}
+    assert ["langchain-openai"] in [[client.name for client in run] for run in runs]

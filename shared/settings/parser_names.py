@@ -25,6 +25,7 @@ ToolParserName = Literal[
     "longcat",
     "minicpm5",
     "minimax_m2",
+    "minimax_m3",
     "mistral",
     "muse_spark",
     "nemotron",
@@ -34,5 +35,14 @@ ToolParserName = Literal[
     "seed_oss",
 ]
 ReasoningParserName = Literal[
-    "auto", "none", "harmony", "think", "gemma4", "kimi_k3", "longcat", "mistral", "seed_oss"
+    "auto",
+    "none",
+    "harmony",
+    "think",
+    "gemma4",
+    "kimi_k3",
+    "longcat",
+    "minimax_m3",
+    "mistral",
+    "seed_oss",
 ]

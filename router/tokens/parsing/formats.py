@@ -40,12 +40,13 @@ REASONING = {
     "longcat": ReasoningMarkers("<longcat_think>", "</longcat_think>"),
     "gemma4": ReasoningMarkers("<|channel>thought", "<channel|>"),
     "kimi_k3": ReasoningMarkers("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "minimax_m3": ReasoningMarkers("<mm:think>", "</mm:think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
 }
 """By the name of `--reasoning-parser`."""
 
-_ALSO_DETECTED = ("mistral", "seed_oss")
+_ALSO_DETECTED = ("minimax_m3", "mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
@@ -111,6 +112,10 @@ def detect_format(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
         return replace(HARMONY, tools=syntax)
     transitions: dict[ReplyState, tuple[Marker, ...]] = {}
     initial_state = ReplyState.NORMAL
+    if think == (
+        minimax := REASONING["minimax_m3"]
+    ):  # a reply without reasoning begins with its end
+        transitions[ReplyState.NORMAL] = (Marker(minimax.end, ReplyState.NORMAL),)
     if tokenizer.structural_markers:
         transitions[ReplyState.NORMAL] = tuple(
             Marker(text, ReplyState.NORMAL) for text in tokenizer.structural_markers

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.tokens.parsing.calls import JSON, ToolSyntax
 
@@ -25,9 +25,11 @@ def syntax_named(name: str) -> ToolSyntax:
 
 def detected_syntax(tokenizer: Any) -> str:
     """Return the name of the tool parser of ``tokenizer``, mlx-lm's wrapper; empty: unknown."""
+    source, vocabulary = template_source(tokenizer), tokenizer.get_vocab()
+    if _MINIMAX in source:  # mlx-lm takes it for JSON between the same tags
+        return "minimax_m3"
     if tokenizer.tool_parser is not None:
         return str(tokenizer.init_kwargs.get("tool_parser_type", ""))
-    source, vocabulary = template_source(tokenizer), tokenizer.get_vocab()
     if not isinstance(tokenizer.chat_template, str):  # mlx-lm looks at single templates only
         from mlx_lm.tokenizer_utils import _infer_tool_parser
 
@@ -103,6 +105,68 @@ def _decoded(value: str) -> Any:
         return value
 
 
+# -- MiniMax M3 ------------------------------------------------------------------
+
+_MINIMAX = "]<]minimax[>["
+"""Before each tag: text that looks like tags is text."""
+_TAG = re.compile(r'<(?P<end>/?)(?P<tag>[^<>\s]+)(?:\s+name="(?P<name>[^"]*)")?>')
+
+
+class _Element(NamedTuple):
+    tag: str
+    name: str | None
+    text: str
+    children: list[_Element]
+
+
+def _minimax_calls(text: str, tools: Any) -> Any:
+    """Read calls whose arguments are nested elements, of types that the schema says."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
+    calls: list[dict[str, Any]] = []
+    opened: list[_Element] = []
+    for piece in text.split(_MINIMAX)[1:]:
+        tag = _TAG.match(piece)
+        if tag is None:
+            raise ValueError("no tag")
+        if not tag["end"]:
+            element = _Element(tag["tag"], tag["name"], piece[tag.end() :], [])
+            if opened:
+                opened[-1].children.append(element)
+            opened.append(element)
+            continue
+        element = opened.pop()
+        if element.tag != tag["tag"]:
+            raise ValueError("a tag that was not opened")
+        if not opened:
+            arguments = _members(element, schemas.get(element.name))
+            calls.append({"name": element.name, "arguments": arguments})
+    if opened:
+        raise ValueError("a tag that does not end")
+    return calls[0] if len(calls) == 1 else calls
+
+
+def _members(element: _Element, schema: Any) -> dict[str, Any]:
+    known = schema if isinstance(schema, dict) else {}
+    properties = known.get("properties") or {}
+    members: dict[str, list[Any]] = {}
+    for child in element.children:
+        value = _element_value(child, properties.get(child.tag, known.get("additionalProperties")))
+        members.setdefault(child.tag, []).append(value)
+    return {tag: values[0] if len(values) == 1 else values for tag, values in members.items()}
+
+
+def _element_value(element: _Element, schema: Any) -> Any:
+    known = schema if isinstance(schema, dict) else {}
+    kind = known.get("type")
+    if element.children:
+        if kind != "object" and all(child.tag == "item" for child in element.children):
+            return [_element_value(child, known.get("items")) for child in element.children]
+        return _members(element, known)
+    if kind in ("array", "object") and not element.text.strip():
+        return [] if kind == "array" else {}
+    return element.text if kind == "string" else _decoded(element.text)
+
+
 def _seed_oss_call(text: str, tools: Any) -> Any:
     return _mlx_lm_syntax("qwen3_coder").parse(text.strip(), tools)
 
@@ -123,6 +187,9 @@ OWN_SYNTAXES = {
         ),
         ToolSyntax("deepseek_v4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _dsml_calls),
         _listed("granite", "<|tool_call|>", ""),
+        ToolSyntax(
+            "minimax_m3", f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>", _minimax_calls
+        ),
         _listed("jamba", "<tool_calls>", "</tool_calls>"),
         _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
         _listed("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),

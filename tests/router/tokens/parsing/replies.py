@@ -222,6 +222,26 @@ REPLIES = [
         _weather({"city": "Berlin", "units": ["C", "F"]}),
     ),
     Reply(
+        "minimax_m3",
+        "I look.\n]<]minimax[>[<tool_call>\n"
+        ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Berlin]<]minimax[>[</city>'
+        "]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+        ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>10]<]minimax[>[</city>'
+        "]<]minimax[>[<units>]<]minimax[>[<item>C]<]minimax[>[</item>]<]minimax[>[<item>F"
+        "]<]minimax[>[</item>]<]minimax[>[</units>]<]minimax[>[</invoke>\n"
+        "]<]minimax[>[</tool_call>",
+        _weather(BERLIN, {"city": "10", "units": ["C", "F"]}),
+        "I look.",
+    ),
+    Reply(
+        "minimax_m3",
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="write_file">]<]minimax[>[<text>'
+        "<invoke></a>]<]minimax[>[</text>]<]minimax[>[<odd>]<]minimax[>[<a>1]<]minimax[>[</a>"
+        "]<]minimax[>[<a>x]<]minimax[>[</a>]<]minimax[>[</odd>]<]minimax[>[</invoke>\n"
+        "]<]minimax[>[</tool_call>",
+        [("write_file", {"text": "<invoke></a>", "odd": {"a": [1, "x"]}})],
+    ),
+    Reply(
         "granite",
         '<|tool_call|> [\n  {"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}},\n'
         '  {"name": "get_weather", "arguments": {"city": "東京 🗼"}}\n]',
@@ -353,6 +373,10 @@ BROKEN = [
     ("deepseek_v31", "Now.<｜tool▁calls▁begin｜>get_weather"),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f"</｜DSML｜function_calls>'),
     ("deepseek_v4", "<｜DSML｜tool_calls></｜DSML｜tool_calls>"),
+    (
+        "minimax_m3",
+        "]<]minimax[>[<tool_call>\n]<]minimax[>[<city>]<]minimax[>[</tool_call>",
+    ),
     ("granite", '<|tool_call|> [{"name": "get_weather", "arguments": ['),
     ("jamba", "<tool_calls>[]</tool_calls>"),
     ("nemotron", '<TOOLCALL>[{"name": "broken", "arguments": {}</TOOLCALL>'),

@@ -10,7 +10,9 @@ from mlx_lm import tokenizer_utils
 
 from router.tokens.parsing.formats import REASONING, detect_format
 from router.tokens.parsing.syntaxes import detected_syntax
+from router.tokens.reply_parser import ReplyDelta
 from tests.router.chat_tokenizer import TEMPLATE, write_chat_tokenizer
+from tests.router.tokens.parsing.test_marked import read
 
 HERE = Path(__file__).parents[1] / "templates"
 
@@ -51,6 +53,7 @@ def test_a_published_template_has_its_parser(tmp_path: Path, name: str, parser: 
         ("respond with <TOOLCALL>[...]</TOOLCALL>", (), "nemotron"),
         ("'<tool_calls>[' ~ calls ~ ']</tool_calls>'", (), "jamba"),
         ("'<seed:tool_call>'", (), "seed_oss"),
+        ("']<]minimax[>[' ~ '<tool_call>' ~ tool_call.name", (), "minimax_m3"),
         ("{{ messages }}", ("<|tool_call|>", "<|/tool_call|>"), "phi4_mini"),
         ("within <tool_call></tool_call> XML tags", (), "json_tools"),
         ("{{ messages }}", ("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic"),
@@ -71,6 +74,14 @@ def test_of_several_templates_the_one_for_tools_counts(tmp_path: Path) -> None:
     tokenizer = loaded(tmp_path, both)
     assert isinstance(tokenizer.chat_template, dict)
     assert detected_syntax(tokenizer) == "json_tools"
+
+
+def test_a_reply_of_minimax_m3_may_begin_with_the_end_of_reasoning(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path, "{{ messages }}", "<mm:think>", "</mm:think>")
+    format = detect_format(tokenizer, reasoning="auto", tools="auto")
+    assert format.think == REASONING["minimax_m3"]
+    assert read("</mm:think>Hi", format) == ReplyDelta("", "Hi")
+    assert read("<mm:think>Hm</mm:think>Hi", format) == ReplyDelta("Hm", "Hi")
 
 
 def test_reasoning_is_found_where_its_markers_are_not_tokens(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The router: HTTP in front, engines behind; everything between a request and its answer."""
+"""The router: HTTP to clients, ZeroMQ to engines, and everything in between."""

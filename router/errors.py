@@ -1,4 +1,4 @@
-"""The errors that end a request, and OpenAI's shape of them."""
+"""The errors that end a request, and their OpenAI format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
     param: Annotated[
-        str | None, Meta(description="The field that is wrong, if any: `messages[0].content`.")
+        str | None, Meta(description="The invalid field, if any: `messages[0].content`.")
     ]
     code: str | None
 
@@ -27,11 +27,11 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiError(Exception):
-    """An error that the client is told of.
+    """An error that is reported to the client.
 
-    Raised where it is found, turned into a response (or into the last event of a stream) in one
-    place. The docstring of a subclass describes its status in `/openapi.json`. A subclass gives
-    the attributes below as keywords; those that it leaves out are its base's.
+    Raised where it is found, and turned into a response (or the last event of a stream) in one
+    place. The docstring of a subclass describes its status in `/openapi.json`. A subclass passes
+    the attributes below as keywords and inherits the others.
     """
 
     status: ClassVar[int] = 500
@@ -59,7 +59,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Rename the field in `param` and `message`; ``names`` has another API's names by ours."""
+        """Rename the field in `param` and `message`; ``names`` maps our names to another API's."""
         for ours, theirs in names.items():
             if self.param is not None and re.match(rf"{re.escape(ours)}(?![\w])", self.param):
                 self.param = theirs + self.param[len(ours) :]
@@ -97,8 +97,9 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class Forbidden(ApiError, status=403, type="permission_error"):
-    """The API key may not use the model, or not manage models, or is not the admin key, or a server
-    without keys is called by a name that is not its own."""
+    """The API key may not use the model or manage models, or is not the admin key; or a server
+    without keys was called by an unknown host name.
+    """
 
 
 class ModelForbidden(Forbidden, code="model_not_allowed"): ...
@@ -129,7 +130,7 @@ class EngineNotFound(NotFound, code="engine_not_found"):
 
 
 class RequestNotFound(NotFound, code="request_not_found"):
-    """No such request is running or waiting."""
+    """No such request is running or queued."""
 
 
 class MethodNotAllowed(
@@ -152,7 +153,7 @@ class HeadersTimeout(BodyTimeout):
 
 
 class HeadersTooLarge(ApiError, status=431, type="invalid_request_error", code="headers_too_large"):
-    """The headers are longer than those of any real client."""
+    """The headers are larger than those of any real client."""
 
 
 class BodyTooLarge(ApiError, status=413, type="invalid_request_error", code="request_too_large"):
@@ -166,37 +167,37 @@ class UnsupportedMediaType(
 
 
 class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
-    """There are too many requests, or the queue is full."""
+    """Rate limit exceeded, or the queue is full."""
 
 
 class Unavailable(ApiError, status=503, code="service_unavailable"):
-    """No engine can take the request now; a later try may work."""
+    """No engine can accept the request now; a retry may succeed."""
 
 
 class ModelJobFailed(ApiError, status=500, code="model_job_failed"):
-    """The server itself failed, or a model could not be pulled or deleted."""
+    """The server failed, or a model could not be pulled or deleted."""
 
 
 class EngineLost(Unavailable, code="engine_lost"):
-    """The engine was lost, and the request was not tried (or not again) on another one."""
+    """The engine was lost, and the request was not retried on another one."""
 
 
 class GenerationTimeout(ApiError, status=504, code="timeout"):
-    """The first or the next token did not come in time."""
+    """The first or the next token did not arrive in time."""
 
 
 class EndpointNotSupported(ApiError, status=501, type="invalid_request_error", code="not_served"):
-    """The path exists in other servers' APIs, but not in this one."""
+    """The path exists in other servers' APIs but not in this one."""
 
     def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry any 5xx
+        return {"x-should-retry": "false"}  # OpenAI's clients otherwise retry any 5xx
 
 
 class InternalError(ApiError, code="internal_error"):
-    """The server itself failed."""
+    """The server failed."""
 
     def __init__(self) -> None:
-        super().__init__("The server had an error while processing the request.")
+        super().__init__("The server failed to process the request.")
 
 
 class ClientDisconnected(Exception):
@@ -204,6 +205,6 @@ class ClientDisconnected(Exception):
 
 
 BODY_ERRORS = (InvalidRequest, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
-"""Raised while a body is read and checked."""
+"""Errors raised while a body is read and checked."""
 MODEL_ERRORS = (ModelForbidden, ModelNotFound, TooManyRequests, Unavailable)
-"""Raised by whatever needs a model."""
+"""Errors raised when a model is needed."""

@@ -63,7 +63,9 @@ class Messages(ChatEndpoint[MessagesRequest]):
         return chat_request(body)
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
-        """The field is required, so clients that want no limit send one that no model reaches."""
+        """Return the limit on the answer's tokens. The field is required, so clients that want no
+        limit send a number larger than any model's.
+        """
         limit = model.settings.max_generation_tokens
         return min(super().max_tokens(request, model) or limit, limit)
 

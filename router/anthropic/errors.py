@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape."""
+"""Errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def error_body(error: ApiError, request_id: str | None = None) -> bytes:
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if isinstance(error, ContextLengthExceeded):
-        # Agents look for these words, and then shorten their conversation.
+        # Coding agents look for these words, and then shorten their conversation.
         message = f"prompt is too long: {message}"
     detail = AnthropicError(_TYPES.get(error.status, default_type), message)
     return json.encode(AnthropicErrorResponse(error=detail, request_id=request_id))
 
 
 def is_anthropic_path(path: str) -> bool:
-    """Return whether clients of ``path`` expect errors in this shape."""
+    """Return whether clients of ``path`` expect errors in this format."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -1,4 +1,4 @@
-"""A reply as content blocks, and the events of its stream."""
+"""An answer as content blocks, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class _OpenThinking(_OpenContentBlock):
 
     @property
     def _signature(self) -> str:
-        """Clients expect one. The server accepts thinking with any signature, or with none."""
+        """A signature, because clients expect one. The server accepts thinking with any signature
+        or none.
+        """
         if not self.text:
             return ""
         digest = hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=24)

@@ -12,8 +12,9 @@ from router.schemas.requests import MAX_STOP_STRINGS, Count, SamplingRequest, St
 
 
 class BlockSource(Struct, frozen=True, kw_only=True):
-    """Where the content of an image or a document is: in ``data``, as base64 or (a document of type
-    ``text``) as text, behind a ``url``, or in ``content``, as blocks."""
+    """The source of an image or document: ``data`` (base64, or plain text for a document of type
+    ``text``), ``url``, or blocks in ``content``.
+    """
 
     type: str
     media_type: str | None = None
@@ -40,8 +41,9 @@ class ContentBlockParam(Struct, frozen=True, kw_only=True):
     content: str | list[ContentBlockParam] | dict[str, Any] | None = None
 
     def image_chars(self, depth: int = 3) -> int:
-        """Return the characters of the images in the block and in blocks in it: a tool's result, a
-        document in it, and an image in that have a ``depth`` of 3."""
+        """Return the number of characters of the images in this block and the blocks nested in it:
+        an image in a document in a tool result has ``depth`` 3.
+        """
         source, inner = self.source, self.content
         blocks = inner if isinstance(inner, list) else []
         if source is not None and isinstance(source.content, list):
@@ -56,7 +58,7 @@ class MessageParam(Struct, frozen=True, kw_only=True):
 
 
 class AnthropicTool(Struct, frozen=True, kw_only=True):
-    """A tool of the client. A ``type`` other than ``custom`` is a tool of Anthropic's."""
+    """A tool of the client. A ``type`` other than ``custom`` is one of Anthropic's own tools."""
 
     name: ToolName
     type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")] | None = None
@@ -66,8 +68,9 @@ class AnthropicTool(Struct, frozen=True, kw_only=True):
 
     @property
     def is_anthropics(self) -> bool:
-        """Whether Anthropic defines the tool, so that this server leaves it out. Such types end
-        in a date."""
+        """Whether Anthropic defines the tool, in which case this server ignores it. Such types end
+        in a date.
+        """
         return self.type is not None and re.search(r"_20\d{6}\Z", self.type) is not None
 
 
@@ -92,14 +95,14 @@ class ThinkingConfig(Struct, frozen=True, kw_only=True):
     budget_tokens: (
         Annotated[
             Count,
-            Meta(description="The most tokens of reasoning. Goes to the chat template too."),
+            Meta(description="Max tokens of reasoning. Also passed to the chat template."),
         ]
         | None
     ) = None
     display: (
         Annotated[
             Literal["summarized", "omitted"],
-            Meta(description="The text of ``omitted`` thinking is left out of its block."),
+            Meta(description="``omitted`` leaves the text out of thinking blocks."),
         ]
         | None
     ) = None
@@ -110,7 +113,7 @@ class Metadata(Struct, frozen=True, kw_only=True):
 
 
 class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
-    """A conversation. Fields about the answer to it are accepted and have no effect."""
+    """A conversation. Fields that concern the answer are accepted and have no effect."""
 
     may_have_images = True
 
@@ -142,7 +145,7 @@ class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """A conversation to answer: Anthropic's fields, and those of `SamplingRequest`."""
+    """A conversation to answer: Anthropic's fields and those of `SamplingRequest`."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None

@@ -1,4 +1,4 @@
-"""Messages requests as `ChatRequest`s."""
+"""Translation of Messages requests to `ChatRequest`s."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of Claude Code's that is not meant for the model, and that changes with its
-version: in the prompt it would only keep prefixes from being found."""
+"""The first words of a block from Claude Code that is not meant for the model and changes with each
+version: in the prompt it would only prevent cache hits.
+"""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat request for ``body``. Raises `InvalidRequest` that names the field."""
+    """Return the chat request for ``body``. Raises `InvalidRequest` with the name of the field."""
     full = body if isinstance(body, MessagesRequest) else None
     choice = body.tool_choice
     config = body.output_config
@@ -83,8 +84,9 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def with_notes(body: CountTokensRequest) -> CountTokensRequest:
-    """Return ``body`` with a note in place of each block that is not supported, but for images: it
-    depends on the model whether these are."""
+    """Return ``body`` with a note in place of each unsupported block, except images: whether these
+    are supported depends on the model.
+    """
     messages = [
         replace(param, content=_noted(param.content, images=param.role == "user"))
         for param in body.messages
@@ -93,7 +95,7 @@ def with_notes(body: CountTokensRequest) -> CountTokensRequest:
 
 
 def _noted(content: Any, *, images: bool) -> Any:
-    """Return ``content`` with notes, where ``images`` may be."""
+    """Return ``content`` with notes; ``images`` are kept if allowed."""
     if not isinstance(content, list):
         return content
     return [
@@ -122,8 +124,8 @@ def _response_format(output_format: OutputFormat) -> ResponseFormat:
 def _tool(tool: AnthropicTool, path: str) -> Tool:
     if tool.type not in (None, "custom"):
         raise NotSupported(
-            f"'{path}': tools of type '{tool.type}' are not known here; give a name and an"
-            " 'input_schema'.",
+            f"'{path}': tools of type '{tool.type}' are not supported; define the tool with a "
+            "name and an 'input_schema'.",
             param=f"{path}.type",
         )
     return Tool(
@@ -143,7 +145,7 @@ def _tool_choice(choice: AnthropicToolChoice) -> ToolMode | ToolChoice:
         case "tool":
             if choice.name is None:
                 raise InvalidRequest(
-                    "'tool_choice' of type 'tool' needs a 'name'.", param="tool_choice.name"
+                    "'tool_choice' of type 'tool' requires a 'name'.", param="tool_choice.name"
                 )
             return ToolChoice(type="function", function=FunctionName(choice.name))
         case mode:
@@ -164,7 +166,7 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     if body.system:
         messages.append(ChatMessage("system", _system_text(body.system)))
-    tool_names: dict[str, str] = {}  # by the id of a call
+    tool_names: dict[str, str] = {}  # keyed by the id of the call
     for path, param in with_paths(body.messages, "messages"):
         match param.role:
             case "assistant":
@@ -178,7 +180,7 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
                 text = _text(param.content, f"{path}.content", PARAGRAPH_BREAK)
                 messages.append(ChatMessage("system", text))
     if messages[-1].tool_calls:
-        raise InvalidRequest(f"The calls in '{path}' have no results.", param=path)
+        raise InvalidRequest(f"The tool calls in '{path}' have no results.", param=path)
     return messages
 
 
@@ -217,7 +219,7 @@ def _assistant_message(param: MessageParam, path: str) -> ChatMessage:
 def _user_messages(
     param: MessageParam, path: str, tool_names: dict[str, str]
 ) -> Iterator[ChatMessage]:
-    """Yield a message for each result of a tool, and for the text between them."""
+    """Yield a message for each tool result and for the text between them."""
     if isinstance(param.content, str):
         yield ChatMessage("user", param.content)
         return
@@ -272,8 +274,8 @@ def _image(source: BlockSource, path: str) -> SentImage:
         data, is_url = required(source.url, f"{path}.source", "url"), True
     else:
         raise InvalidRequest(
-            f"'{path}.source': an image is 'base64' or behind a 'url', not of type"
-            f" '{source.type}'.",
+            f"'{path}.source': the type of an image must be 'base64' or 'url', not "
+            f"'{source.type}'.",
             param=f"{path}.source.type",
         )
     return SentImage(
@@ -282,14 +284,14 @@ def _image(source: BlockSource, path: str) -> SentImage:
 
 
 def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
-    """Yield a document that is text, or blocks. PDFs are refused."""
+    """Yield the content of a document that is text or blocks. PDFs are rejected."""
     source = block.source
     if source is None:
         raise unsupported_content(block.type, path)
     if source.type not in ("text", "content"):
         raise InvalidRequest(
-            f"'{path}': PDFs are not supported. A document is taken as text, or as blocks of text"
-            " and images.",
+            f"'{path}': PDFs are not supported. Send the document as text, or as blocks of text "
+            "and images.",
             param=f"{path}.source.type",
             code="unsupported_content",
         )

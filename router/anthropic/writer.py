@@ -1,4 +1,4 @@
-"""Answers to Messages requests: a message, or Anthropic's event stream."""
+"""Answers to Messages requests: a JSON message or Anthropic's event stream."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MessageWriter:
             case "tool_calls":
                 reason = "tool_use"
             case "length":
-                # The end of the context lowers the limit of a sequence.
+                # The end of the context reduces the limit of a sequence.
                 lowered = choice.sequence.submit.max_tokens < self._max_tokens
                 reason = "model_context_window_exceeded" if lowered else "max_tokens"
             case _ if choice.stop_string is not None:

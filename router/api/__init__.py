@@ -1,1 +1,1 @@
-"""What all generating endpoints share: body, operations, streaming, the interface of writers."""
+"""The shared part of all generating endpoints: body, operations, streaming, writer interface."""

@@ -1,4 +1,4 @@
-"""JSON bodies. Those of requests are bounded in size and time, also if chunked or compressed."""
+"""JSON bodies. Request bodies are bounded in size and time, also if chunked or compressed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ _Body = TypeVar("_Body", bound=RequestBody)
 
 
 async def read_body(request: Request, router: Router, body_type: type[_Body]) -> tuple[_Body, int]:
-    """Return the body as a ``body_type``, and its size. Large ones are decoded off the event loop.
+    """Return the body as a ``body_type``, and its size. Large bodies are decoded off the event
+    loop.
 
-    One with images may be larger where a model takes images, unless it is compressed. Raises what
+    An uncompressed body with images may be larger if a model accepts images. Raises what
     `receive_body`, `parse_body` and `HeldMemory.hold` raise.
     """
     max_bytes = router.settings.max_request_bytes
@@ -55,7 +56,7 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
         _check_values(body, max_bytes)
         parsed = parse_body(body, body_type)
         if len(body) - parsed.image_chars > max_bytes:
-            raise BodyTooLarge(f"Without its images the body is larger than {max_bytes} bytes.")
+            raise BodyTooLarge(f"Without its images, the body is larger than {max_bytes} bytes.")
         return parsed, len(body)
 
     key = request.scope["state"].get("api_key", "")
@@ -63,14 +64,14 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
 
 
 class ImageRoom(NamedTuple):
-    """The room that a body has for images, beside what any may have."""
+    """Return the extra size allowed for images in a body."""
 
     max_image_bytes: int
     held: HeldMemory
 
     @property
     def max_chars(self) -> int:
-        """In base64, with some for what is around each."""
+        """The size in base64, plus some for the JSON around each image."""
         return self.max_image_bytes * 4 // 3 + _AROUND_IMAGES_BYTES
 
 
@@ -82,16 +83,15 @@ async def receive_body(
     any_media_type: bool = False,
     room: ImageRoom | None = None,
 ) -> tuple[bytes, str | None]:
-    """Return the body as it was sent, with at most ``max_bytes``, and its compression, if any.
+    """Return the body as sent, with at most ``max_bytes``, and its compression, if any.
 
-    Raises `UnsupportedMediaType` for another media type or an unknown compression,
-    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`. With ``any_media_type`` only pages of
-    browsers have to say that they send JSON: any page may send a form anywhere, without being asked
-    for permission, and browsers name its origin.
+    Raises `UnsupportedMediaType` for another media type or an unknown compression, `BodyTooLarge`,
+    `BodyTimeout`, and `ClientDisconnected`. With ``any_media_type``, only web pages must declare
+    JSON: a page can post a form to any site without permission, and browsers send its origin.
     """
     content_type, from_page = request.headers.get("content-type"), "origin" in request.headers
-    if from_page and content_type is None:  # a page may send that anywhere too
-        raise UnsupportedMediaType("A page has to send its body as application/json.")
+    if from_page and content_type is None:  # a page may send this type to any site too
+        raise UnsupportedMediaType("Web pages must send the body as application/json.")
     if from_page or not any_media_type:
         _check_media_type(content_type)
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
@@ -132,8 +132,8 @@ async def _read(request: Request, max_bytes: int, room: ImageRoom | None) -> byt
         elif too_large_since is None:
             chunks.clear()
             too_large_since = time.monotonic()
-        # Read on for a moment: closing while the client still sends resets the connection,
-        # and the client would never see the answer.
+        # Keep reading for a moment: closing while the client is still sending resets the
+        # connection, and the client would never see the answer.
         elif time.monotonic() - too_large_since > _DISCARD_S or size > 16 * max_bytes:
             break
     if size > max_bytes:
@@ -147,23 +147,24 @@ def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:
     try:
         body = inflate.decompress(raw, max_bytes + 1)
     except zlib.error:
-        raise InvalidRequest("The compressed body is damaged.", code="invalid_json") from None
+        raise InvalidRequest("The compressed body is corrupt.", code="invalid_json") from None
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not inflate.eof:
-        raise InvalidRequest("The compressed body is cut short.", code="invalid_json")
+        raise InvalidRequest("The compressed body is truncated.", code="invalid_json")
     return body
 
 
 def _check_values(body: bytes, most: int) -> None:
-    """Raise `BodyTooLarge` if ``body`` may have more values than one of ``most`` bytes: to decode
-    them holds the interpreter. Base64 has none of these characters."""
+    """Raise `BodyTooLarge` if ``body`` may contain more JSON values than a body of ``most`` bytes:
+    decoding them blocks the interpreter. Base64 contains none of the counted characters.
+    """
     count = 0
     for start in range(0, len(body), _PIECE_BYTES):
         piece = body[start : start + _PIECE_BYTES]
         count += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
         if count > most:
-            raise BodyTooLarge(f"The body has more values than fit into {most} bytes.")
+            raise BodyTooLarge(f"The body has more values than a body of {most} bytes can hold.")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
@@ -173,7 +174,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 async def send_json(
     send: Send, pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]
 ) -> None:
-    """Send an answer in small pieces, so that no more than one is buffered for a slow client."""
+    """Send an answer in small pieces, so that only one is buffered for a slow client."""
     await send(
         {
             "type": "http.response.start",

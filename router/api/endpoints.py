@@ -1,4 +1,4 @@
-"""The endpoints that generate, whatever their API: from the body to the answer."""
+"""The generating endpoints of every API: from the body to the answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from shared.wire import Grammar, ThinkingBudget
 
 logger = logging.getLogger(__name__)
 _MAX_NAMED = 16
-"""Limit of the types of tools that a header names."""
+"""Max number of tool types named in a header."""
 
 _Body = TypeVar("_Body", bound=RequestBody)
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -66,19 +66,21 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     error_type: ClassVar[Any] = ErrorResponse
     example: ClassVar[Mapping[str, Any]]
     prompt_field: ClassVar[str]
-    """The field that the error names when a prompt is too long."""
+    """The field named in the error if the prompt is too long."""
     field_names: ClassVar[Mapping[str, str]] = {}
-    """Names in ``body_type`` by names in ``_Request``, for errors, where they differ."""
+    """For errors: the names in ``body_type`` of fields of ``_Request``, where they differ."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     @abstractmethod
     def translate(self, body: _Body) -> _Request:
-        """Return what ``body`` asks for. May run on any thread. Raises `InvalidRequest`."""
+        """Translate ``body``. May run on any thread. Raises `InvalidRequest`."""
 
     def stored_bytes(self, body: _Body) -> int:
-        """Return the size of what ``body`` refers to, beside its own. Raises `ApiError`."""
+        """Return the size of stored data that ``body`` refers to, in addition to its own. Raises
+        `ApiError`.
+        """
         return 0
 
     @abstractmethod
@@ -98,31 +100,34 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     ) -> list[Prompt]:
         """Return the tokens of each prompt in ``request``.
 
-        With a ``cache_scope`` they continue the tokens of earlier replies that are known there.
+        With a ``cache_scope``, they continue the tokens of earlier answers known in that scope.
         Raises `InvalidRequest`, and what ``check_length`` raises.
         """
 
     async def prepare_images(
         self, request: _Request, generation: Generation, size: int, state: State
     ) -> tuple[_Request, int]:
-        """Return ``request``, of ``size`` bytes, with its images as the model takes them, and the
-        bytes without them. Raises `ApiError`."""
+        """Return ``request``, whose body has ``size`` bytes, with its images prepared for the
+        model, and the number of bytes without them. Raises `ApiError`.
+        """
         return request, size
 
     def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
-        """Return the parser of a reply to ``prompt``."""
+        """Return the parser of the answer to ``prompt``."""
         return PlainReplyParser()
 
     def grammar(self, request: _Request, model: Model, prompt: list[int]) -> Grammar | None:
-        """Return the grammar of a reply to ``prompt``, if any. Raises `InvalidRequest`."""
+        """Return the grammar of the answer to ``prompt``, if any. Raises `InvalidRequest`."""
         return request.grammar
 
     def thinking(self, request: _Request, model: Model, prompt: list[int]) -> ThinkingBudget | None:
-        """Return the budget of the reasoning in a reply to ``prompt``, if there is one."""
+        """Return the budget for reasoning in the answer to ``prompt``, if any."""
         return None
 
     def prediction(self, request: _Request, model: Model) -> tuple[int, ...]:
-        """Return the tokens that answers are likely to repeat. Raises `ContextLengthExceeded`."""
+        """Return the tokens that the answer is expected to repeat. Raises
+        `ContextLengthExceeded`.
+        """
         return ()
 
     def max_tokens(self, request: _Request, model: Model) -> int | None:
@@ -135,7 +140,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             error.rename_fields(self.field_names)
             raise
         finally:
-            # Lines of batches come here without the middleware.
+            # Requests of batches do not pass through the middleware.
             if (held := scope["state"].get("image_memory")) is not None:
                 held.close()
 
@@ -159,7 +164,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             router, model, request, writer.id, tenant, state.get("traceparent", "")
         )
         generation.load_s = time.monotonic() - began
-        state["generation"] = generation  # for the log and for traces
+        state["generation"] = generation  # for logs and traces
         async with router.admit(tenant, model, state["limits_left"]):
             with generation:
                 await self._answer(generation, request, body, size, writer, http, send)
@@ -179,7 +184,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             await generation.accepted()
             headers = [(b"x-seed", str(generation.seed).encode())]
             if left_out := ", ".join(list(dict.fromkeys(body.left_out_tools))[:_MAX_NAMED]):
-                logger.info("Tools that cannot be run here are left out: %s", left_out)
+                logger.info("ignored tools that this server cannot run: %s", left_out)
                 headers.append((b"x-left-out-tools", left_out.encode()))
             if http.headers.get("x-debug-cache", "") not in ("", "0"):
                 explanation = await generation.run(lambda: explain(generation), size)
@@ -215,7 +220,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             if error.param != "prediction":
                 error.param = self.prompt_field
             raise
-        generation.check_places(self.num_prompts(request))  # others may have been quicker
+        generation.check_places(self.num_prompts(request))  # others may have taken the place
         prompts = [spec.prompt.token_ids for spec in specs if spec.choice == 0]
         await generation.admit_prompts(prompts, state.limits_left)
         generation.submit(specs)
@@ -301,7 +306,7 @@ def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
     return ToolCallPolicy(
         request.callable_tools,
         required=request.requires_call,
-        # A tool that `tool_choice` names is called once.
+        # A tool that `tool_choice` names is called only once.
         parallel=request.parallel_tool_calls is not False and not request.names_tool,
     )
 
@@ -329,7 +334,7 @@ async def _full_response(generation: Generation, writer: OutputWriter, size: int
 
 @asynccontextmanager
 async def _abort_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Abort ``generation`` as soon as the client closes the connection."""
+    """Abort ``generation`` when the client closes the connection."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -346,8 +351,9 @@ async def _abort_on_disconnect(receive: Receive, generation: Generation) -> Asyn
 
 
 async def loaded_model(router: Router, name: str | None, http: Request) -> Model:
-    """Return the model called ``name``, after waiting until it is loaded. Raises what
-    `Router.loaded_model` raises, and `ClientDisconnected`."""
+    """Return the model called ``name`` once it is loaded. Raises what `Router.loaded_model` raises,
+    and `ClientDisconnected`.
+    """
     tenant: Tenant = http.state.tenant
     if router.unloaded_model(name, tenant) is None:
         return router.model_for(name, tenant)
@@ -357,7 +363,7 @@ async def loaded_model(router: Router, name: str | None, http: Request) -> Model
 
 @asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Raise `ClientDisconnected` in what runs here as soon as the client closes the connection."""
+    """Raise `ClientDisconnected` inside this context when the client closes the connection."""
     waiting = asyncio.current_task()
     gone = False
 

@@ -1,4 +1,4 @@
-"""The memory that a request holds for images, from the reading of its body to its end."""
+"""Memory that a request uses for images, from reading its body until it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.images.memory import HeldMemory
 
 
 def held_memory(router: Router, state: State) -> HeldMemory:
-    """Return what counts the request's memory for images. The middleware closes it."""
+    """Return the object that counts the request's image memory. The middleware closes it."""
     found: HeldMemory | None = getattr(state, "image_memory", None)
     if found is None:
         tenant: Tenant = state.tenant

@@ -1,4 +1,4 @@
-"""The images of a conversation, made ready for the model that answers it."""
+"""Preparation of a conversation's images for the model that answers it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ async def with_images(
     scope: str,
     size: int,
 ) -> tuple[list[ChatMessage], int]:
-    """Return ``messages``, of a body of ``size`` bytes, with their images as ``model`` takes them,
-    and the bytes without them.
+    """Return ``messages``, from a body of ``size`` bytes, with their images prepared for ``model``,
+    and the number of bytes without them.
 
-    For a model that takes none, a note stands in the place of each, if `--skip-unsupported-content`
-    is set. Images are shared within ``scope``; ``state`` is the request's. Raises `ApiError`.
+    If the model accepts no images and `--skip-unsupported-content` is set, each image is replaced
+    with a note. Images are shared within ``scope``; ``state`` belongs to the request. Raises
+    `ApiError`.
     """
     images = list(_images(messages))
     size -= sum(image.size for image in images)
@@ -59,8 +60,9 @@ def _images(messages: Sequence[ChatMessage]) -> Iterator[SentImage]:
 def _replaced(
     messages: Sequence[ChatMessage], contents: Iterable[ContentPart]
 ) -> list[ChatMessage]:
-    """Return ``messages`` with the next of ``contents`` in place of each image. Messages without
-    one stay the same: this runs on the event loop, and there may be many."""
+    """Return ``messages`` with each image replaced by the next of ``contents``. Messages without
+    images are not copied: this runs on the event loop, and there may be many.
+    """
     following = iter(contents)
     found = list(messages)
     for index, message in enumerate(found):

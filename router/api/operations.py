@@ -1,6 +1,6 @@
-"""The table of what is served: one `Operation` for each method of each path.
+"""The table of endpoints: one `Operation` for each method of each path.
 
-The routes of the application and its OpenAPI document are both made from it.
+The application's routes and its OpenAPI document are both generated from it.
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ Access = Literal["open", "key", "metrics key", "admin key"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path. Each ``..._type`` is a type that msgspec can describe as JSON."""
+    """One method of one path. Each ``..._type`` is a type whose JSON schema msgspec can
+    generate.
+    """
 
     path: str
     """In Starlette's syntax, which may have converters: ``/v1/models/{model:path}``."""
     endpoint: Handler | ASGIApp
     summary: str
     tag: str
-    """The heading under which the description shows it."""
+    """The section of the API description that lists it."""
     _: KW_ONLY
     method: Literal["GET", "POST", "DELETE"] = "GET"
     access: Access = "key"
-    """The key that is needed, where keys are set."""
+    """The key required, if keys are set."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parameters of the query, as JSON schemas by name."""
+    """Query parameters, as JSON schemas by name."""
     body_type: Any = None
-    """The request's body; None if there is none."""
+    """The request body; None if there is none."""
     body_media_type: str = "application/json"
     example: Mapping[str, Any] | None = None
-    """A body."""
+    """An example body."""
     response_type: Any = None
-    """The answer's body; None if ``media_type`` is not JSON."""
+    """The response body; None if ``media_type`` is not JSON."""
     media_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
-    """Statuses that come with ``response_type``."""
+    """Status codes of responses with ``response_type``."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the answer, with their descriptions."""
+    """Response headers, with their descriptions."""
     event_type: Any = None
-    """The data of a server-sent event; None if the answer is never a stream."""
+    """The data of a server-sent event; None if responses are never streamed."""
     stream_media_type: str = "text/event-stream"
-    """Events are lines of JSON if it is another."""
+    """With any other media type, events are lines of JSON."""
     stream_terminator: str | None = None
-    """The data of the last event, if that is not an ``event_type``."""
+    """The data of the last event, if it is not an ``event_type``."""
     errors: tuple[type[ApiError], ...] = ()
     """Errors other than `InternalError`, `Unauthorized` and `Forbidden`."""
     error_type: Any = ErrorResponse
@@ -87,7 +89,7 @@ def generation_operation(
     tag: str,
     endpoint_type: type[GenerationEndpoint[Any, Any]] | None = None,
 ) -> Operation:
-    """Return an operation that generates, streaming or not.
+    """Return an operation that generates, with or without streaming.
 
     ``endpoint`` is an ``endpoint_type`` or delegates to one.
     """
@@ -107,9 +109,9 @@ def generation_operation(
         stream_media_type=endpoint_type.stream_media_type,
         stream_terminator=endpoint_type.stream_terminator,
         headers={
-            "x-seed": "The seed of the generation, drawn at random if none was given.",
-            "x-debug-cache": "If the request has this header too: JSON that compares its prompt to"
-            " the closest earlier one.",
+            "x-seed": "The seed of the generation, random if the request has none.",
+            "x-debug-cache": "Sent if the request has this header too: JSON that compares the "
+            "prompt with the closest earlier one.",
         },
         errors=(*BODY_ERRORS, *MODEL_ERRORS, GenerationTimeout),
         error_type=endpoint_type.error_type,
@@ -117,7 +119,7 @@ def generation_operation(
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
-    """Return one route per path, so that a 405 names all methods of the path."""
+    """Return one route per path, so that a 405 lists all methods of the path."""
     by_path: dict[str, _MethodRouter] = {}
     for operation in operations:
         route = Route(operation.path, operation.endpoint, methods=[operation.method])

@@ -1,4 +1,4 @@
-"""A reply as a list of blocks, for APIs that have one: content blocks, or output items."""
+"""An answer as a list of blocks, for APIs with content blocks or output items."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Event = TypeVar("_Event")
 
 
 class OpenBlock(ABC, Generic[_Block, _Event]):
-    """A block that still grows."""
+    """A block that is still growing."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         """Its position in the list."""
         self.text = ""
-        """Its text so far; of a call, the arguments."""
+        """Its text so far; for a tool call, its arguments."""
         self.status: BlockStatus = "in_progress"
 
     @abstractmethod
@@ -40,15 +40,17 @@ class OpenBlock(ABC, Generic[_Block, _Event]):
 
     @abstractmethod
     def extend(self, delta: str) -> list[_Event]:
-        """Return the events of ``delta``, which is part of `text` already."""
+        """Return the events of ``delta``, which is already part of `text`."""
 
     @abstractmethod
     def end(self) -> list[_Event]:
-        """Return the events of the end, after `status` is set."""
+        """Return the closing events, after `status` is set."""
 
 
 class OutputBuilder(Generic[_Block, _Event]):
-    """Divides a reply into blocks: one for reasoning, text or a call, until another begins."""
+    """Divides an answer into blocks of reasoning, text or tool calls. A block lasts until the next
+    begins.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class OutputBuilder(Generic[_Block, _Event]):
         self._whitespace = WhitespaceBuffer()
         self._open: OpenBlock[_Block, _Event] | None = None
         self._open_key: str | int = ""
-        """The kind of the open block, or the number of its call."""
+        """The kind of the open block, or the number of its tool call."""
 
     def feed(self, delta: OutputDelta) -> list[_Event]:
         """Add ``delta`` and return its events."""
@@ -79,7 +81,9 @@ class OutputBuilder(Generic[_Block, _Event]):
         return events
 
     def finish(self, last_status: BlockStatus = "completed") -> list[_Event]:
-        """End the reply and return the events of its end. ``last_status`` is the last block's."""
+        """End the answer and return the closing events. ``last_status`` is the status of the last
+        block.
+        """
         rest = self._whitespace.finish()
         events = self._extend("text", self._open_text, rest) if rest else []
         return events + self._close(last_status)
@@ -105,7 +109,7 @@ class OutputBuilder(Generic[_Block, _Event]):
 
 
 def encode_events(*events: msgspec.Struct) -> bytes:
-    """Return ``events`` as server-sent events, each with its tag as its name."""
+    """Return ``events`` as server-sent events, each named after its tag."""
     return b"".join(
         encode_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
         for event in events
@@ -113,8 +117,9 @@ def encode_events(*events: msgspec.Struct) -> bytes:
 
 
 def json_object(arguments: str) -> dict[str, Any]:
-    """Return the ``arguments`` of a call decoded; an empty object if the reply was cut within
-    them."""
+    """Return the decoded ``arguments`` of a tool call; an empty object if the answer was cut off
+    inside them.
+    """
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

@@ -7,11 +7,11 @@ import re
 MEDIA_TYPE = b"text/event-stream; charset=utf-8"
 
 _BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
-"""U+0085, U+2028, U+2029: legal in JSON, but many clients also split lines there."""
+"""U+0085, U+2028, U+2029: legal in JSON, but many clients split lines there too."""
 
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
-    """Return one event with ``data``: JSON in UTF-8 without line breaks of ASCII."""
+    """Return one event with ``data``, which is JSON in UTF-8 without ASCII line breaks."""
     data = on_one_line(data)
     if name is None:
         return b"data: %s\n\n" % data
@@ -19,7 +19,7 @@ def encode_event(data: bytes, name: str | None = None) -> bytes:
 
 
 def on_one_line(data: bytes) -> bytes:
-    """Return JSON without the characters of Unicode at which clients may split lines."""
+    """Return JSON with the Unicode characters escaped at which clients may split lines."""
     return data if data.isascii() else _BREAKS.sub(_escaped, data)
 
 

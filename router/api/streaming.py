@@ -23,8 +23,8 @@ KEEP_ALIVE_S = 5.0
 class _RestartableTimer:
     """Calls ``on_expiry`` once ``delay_s`` have passed since the last `start`.
 
-    Every token starts it again. This costs next to nothing: there is one timer of the loop, which
-    looks at the deadline when it fires.
+    Every token restarts it, so this must be cheap: it uses one timer of the event loop, which
+    checks the deadline when it fires.
     """
 
     def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class _RestartableTimer:
         self.expired = False
 
     def start(self, now: float) -> None:
-        """Begin at the time ``now`` of the loop."""
+        """Start at time ``now`` of the event loop."""
         self.expired = False
         self._deadline = now + self._delay_s
         if self._timer is None:
@@ -63,8 +63,8 @@ class _RestartableTimer:
 class EventStream:
     """Writes one generation to one client.
 
-    A client that does not read blocks only this stream: at most ``max_tokens`` token ids wait for
-    it, and after ``write_timeout_s`` the stream is aborted.
+    A client that does not read delays only its own stream: at most ``max_tokens`` token ids are
+    queued for it, and the stream is aborted after ``write_timeout_s``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EventStream:
         self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the headers and all events. An error becomes the last event.
+        """Send the headers and all events. An error is sent as the last event.
 
         Raises `ClientDisconnected`.
         """
@@ -95,7 +95,7 @@ class EventStream:
             async with self._write_timeout:
                 await self._run(headers)
         except TimeoutError:
-            logger.info("%s: the client does not read", self._writer.id)
+            logger.info("%s: aborted, the client does not read", self._writer.id)
             raise ClientDisconnected from None
         finally:
             self._write_timer.close()
@@ -121,13 +121,13 @@ class EventStream:
         except ClientDisconnected:
             raise
         except Exception:
-            logger.exception("in the stream of %s", self._writer.id)
+            logger.exception("error while streaming %s", self._writer.id)
             await self._write_error(InternalError())
 
     async def _write_error(self, error: ApiError) -> None:
         self._generation.stream_error = error
         write, event = partial(self._writer.error, error), b""
-        with suppress(ApiError):  # no thread has time for it: the stream ends without an event
+        with suppress(ApiError):  # all threads are busy: the stream ends without an error event
             event = await self._generation.run_large(write, self._repeated_bytes)
         await self._write(event, more=False)
 
@@ -158,7 +158,8 @@ class EventStream:
                     unfinished.remove(choice)
             if body := b"".join(events):
                 await self._write(body)
-            # Tokens may come for long without an event: some calls are shown only as a whole.
+            # Tokens may arrive for a long time without an event: some tool calls are sent only when
+            # complete.
             elif self._keep_alive_timer.expired:
                 await self._write(writer.keep_alive)
             events.clear()

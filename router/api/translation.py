@@ -1,6 +1,6 @@
-"""What translations of other APIs' requests into a `ChatRequest` share.
+"""The shared part of the translation of other APIs' requests to a `ChatRequest`.
 
-A path names a field as errors do: ``messages[0].content``.
+A path names a field as in error messages: ``messages[0].content``.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ PARAGRAPH_BREAK = "\n\n"
 
 
 def with_paths(values: Iterable[_Value], path: str) -> Iterator[tuple[str, _Value]]:
-    """Yield each of ``values``, a list at ``path``, behind its own path."""
+    """Yield each of ``values``, a list at ``path``, with its own path."""
     for index, value in enumerate(values):
         yield f"{path}[{index}]", value
 
 
 def required(value: _Value | None, path: str, name: str) -> _Value:
-    """Return ``value``, the field ``name`` of ``path``. Raises `InvalidRequest` if it is None."""
+    """Return ``value``, the field ``name`` at ``path``. Raises `InvalidRequest` if it is None."""
     if value is None:
-        raise InvalidRequest(f"'{path}.{name}' is missing.", param=f"{path}.{name}")
+        raise InvalidRequest(f"'{path}.{name}' is required.", param=f"{path}.{name}")
     return value
 
 
 def unsupported_content(content_type: str, path: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{path}': content of type '{content_type}' is not supported here; this server takes"
-        " text.",
+        f"'{path}': content of type '{content_type}' is not supported; this server accepts text.",
         param=f"{path}.type",
         code="unsupported_content",
     )
 
 
 def content_note(content_type: str) -> str:
-    """Return the text that stands in place of content that is left out."""
-    return f"[Content of type '{content_type}' was left out: this server takes text.]"
+    """Return the text that replaces unsupported content."""
+    return f"[Content of type '{content_type}' was removed: this server accepts text only.]"
 
 
 def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | list[ContentPart]:
-    """Return a message's content: text, with a ``separator`` between texts that follow each other,
-    or a list if there are images."""
+    """Return a message's content: text, joined with ``separator``, or a list if there
+    are images.
+    """
     found: list[str | SentImage] = []
     for part in parts:
         if isinstance(part, str) and found and isinstance(found[-1], str):
@@ -61,8 +61,9 @@ def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | li
 
 
 def with_sent_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return ``messages``, as clients of OpenAI's chat API send them, with a `SentImage` for each
-    of their images. Raises `InvalidRequest`."""
+    """Return ``messages`` from a client of OpenAI's chat API with each image as a `SentImage`.
+    Raises `InvalidRequest`.
+    """
     return [
         replace(message, content=_with_sent_images(message.content, f"{path}.content"))
         if isinstance(message.content, list)
@@ -79,7 +80,7 @@ def _with_sent_images(content: Sequence[ContentPart], path: str) -> list[Content
 
 
 def sent_image(image_url: ImageUrl | str | None, path: str, content_type: str) -> SentImage:
-    """Return the image of a part at ``path`` in the form of OpenAI's. Raises `InvalidRequest`."""
+    """Return the image in a part at ``path`` in OpenAI's format. Raises `InvalidRequest`."""
     url = image_url.url if isinstance(image_url, ImageUrl) else image_url
     source = required(url, path, "image_url")
     return SentImage(type=content_type, source=source, is_url=True, path=path)
@@ -88,7 +89,7 @@ def sent_image(image_url: ImageUrl | str | None, path: str, content_type: str) -
 def assistant_message(
     texts: Iterable[str], thoughts: Iterable[str], calls: list[ToolCall]
 ) -> ChatMessage:
-    """Return one message of all that the assistant wrote in a turn."""
+    """Return one message with everything that the assistant wrote in a turn."""
     return ChatMessage(
         "assistant",
         "".join(texts),

@@ -1,4 +1,4 @@
-"""Truncation of long conversations at their beginning."""
+"""Truncation of long conversations at the beginning."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def truncate_to_fit(
     render: Callable[[ChatRequest], list[Prompt]],
 ) -> list[Prompt]:
     """Return the prompt of ``request`` without its oldest turns, so that it has at most ``limit``
-    tokens. ``prompts`` has the prompt with all turns, and ``render`` returns that of a request.
+    tokens. ``prompts`` has the prompt with all turns; ``render`` returns the prompt of a request.
 
-    As few turns as possible are dropped. A first message of the system's is kept. If the last
-    turn alone is too long, ``prompts`` are returned.
+    As few turns as possible are dropped. A system message at the start is kept. If the last turn
+    alone is too long, ``prompts`` are returned.
     """
     length = len(prompts[0].token_ids)
     if length <= limit:
@@ -38,8 +38,8 @@ def truncate_to_fit(
     while low < high:
         kept = system + messages[turn_starts[guess] :]
         shorter = render(replace(request, messages=kept))
-        # The guess is good, so the search goes on near it, in growing steps until both ends are
-        # known: each prompt takes as long as a request.
+        # The estimate is good, so the search starts there and widens in growing steps until it has
+        # both bounds: each rendering takes as long as a request.
         if len(shorter[0].token_ids) <= limit:
             fitting, high = shorter, guess
             guess = max(low, guess - step)
@@ -53,8 +53,8 @@ def truncate_to_fit(
 
 
 def _first_guess(messages: Sequence[ChatMessage], turn_starts: Sequence[int], share: float) -> int:
-    """Return which of ``turn_starts`` leaves about ``share`` of the text of ``messages``."""
-    # An image counts as a few characters: the search finds the place all the same.
+    """Return the one of ``turn_starts`` that leaves about ``share`` of the text of ``messages``."""
+    # An image counts as a few characters, which is accurate enough to start the search.
     encode = msgspec.json.Encoder(enc_hook=lambda _: None).encode
     sizes = list(accumulate((len(encode(each)) for each in messages), initial=0))
     wanted = sizes[-1] * (1 - share)

@@ -1,13 +1,13 @@
-"""Whitespace that models write around calls and reasoning."""
+"""Whitespace that models write around tool calls and reasoning."""
 
 from __future__ import annotations
 
 
 class WhitespaceBuffer:
-    """Holds whitespace back until it is known to be part of an answer's text.
+    """Holds back whitespace until it is known to be part of an answer's text.
 
-    It is part of the text if more text follows or if the answer has nothing else. Beside a call it
-    is dropped: an API whose answers are lists of items would have to make an item of it.
+    It is text if more text follows, or if the answer has nothing else. Next to a tool call it is
+    dropped: an API whose answers are lists of items would need an item for it.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class WhitespaceBuffer:
         self._called = False
 
     def feed(self, text: str) -> str:
-        """Return the part of the text so far that can be shown now."""
+        """Return the part of the text so far that can be sent now."""
         if self._text_begun:
             return text
         self._held += text
@@ -34,6 +34,6 @@ class WhitespaceBuffer:
             self._held = ""
 
     def finish(self) -> str:
-        """Return the text that is left at the end."""
+        """Return the remaining text at the end."""
         held, self._held = self._held, ""
         return "" if self._called else held

@@ -1,4 +1,4 @@
-"""The interface through which every API writes its answers."""
+"""The interface of the writers of each API's answers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from router.generation.generation import Generation
 
 
 class OutputWriter(Protocol):
-    """Writes the answer to one request, whole or as the events of a stream.
+    """Writes the answer to one request, complete or as the events of a stream.
 
-    A stream is written in this order: `stream_start`; for each choice its `delta`s and,
-    once its ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace what is left
-    at any time after `stream_start`. The returned bytes are sent as they are and may be empty.
+    A stream is written in this order: `stream_start`; for each choice its `delta`s and, once its
+    ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace the rest at any time
+    after `stream_start`. The returned bytes are sent as they are and may be empty.
     """
 
     id: str
     stream_type: bytes
     """The media type of a stream."""
     keep_alive: bytes
-    """Sent while no event is due, to show that the connection is alive."""
+    """Sent while there is no event to send, to keep the connection alive."""
     repeats_request: bool
-    """Whether whole answers, `stream_start` and `stream_end` have the request in them, which may be
-    large: they are then written on a thread."""
+    """Whether complete answers, `stream_start` and `stream_end` contain the request, which may be
+    large: they are then written on a thread.
+    """
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
-        """Return the whole answer of a finished ``generation``, in pieces; ``deltas`` has one per
-        choice."""
+        """Return the complete answer of a finished ``generation``, in pieces; ``deltas`` has one
+        per choice.
+        """
 
     def stream_start(self, generation: Generation) -> bytes: ...
 

@@ -1,1 +1,1 @@
-"""Texts to vectors and scores, whatever the API that asks for them."""
+"""Computing vectors and scores of texts, for every API."""

@@ -1,4 +1,4 @@
-"""Vectors of texts: what `/v1/embeddings` and other APIs' endpoints for it share."""
+"""Vectors of texts: the shared part of `/v1/embeddings` and the other APIs' endpoints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from router.tokens.text_tokens import TokenizedPair, text_tokens, too_long
 from shared.wire import Task, TextTask
 
 MAX_TEXTS = 2048
-"""As many as OpenAI takes at once."""
+"""OpenAI's limit for one request."""
 
 
 async def text_model(router: Router, name: str | None, caller: Caller, task: Task) -> Model:
-    """Return the model called ``name``, loaded, if it is for ``task``; without a name the first
-    that is. Raises `ApiError`."""
+    """Return the loaded model called ``name`` if it is for ``task``; without a name, the first such
+    model. Raises `ApiError`.
+    """
     if name is None:
         found = models_for(task, router)
         if not found:
-            raise InvalidRequest("'model' is missing: name the model.", param="model")
+            raise InvalidRequest("'model' is required.", param="model")
         name = found[0]
     model = await router.loaded_model(name, caller.tenant)
     check_task(model, task, router)
@@ -44,22 +45,23 @@ async def embed_texts(
     truncate: bool = False,
     size: int,
 ) -> EncodedTexts:
-    """Return a vector for each of ``texts``, which are given as text or as token ids: these are
-    taken as they are, without a prompt.
+    """Return a vector for each of ``texts``, which are given as text or as token ids. Token ids are
+    used as they are, without a prompt.
 
-    ``dimensions`` keeps so many of each vector, with the length 1 again. A text over the model's
-    limit is cut with ``truncate``, and refused otherwise. ``size`` is that of the body, and
-    ``field`` the name of the texts there, for errors. To be called within `Router.admit`.
-    Raises `ApiError`."""
+    ``dimensions`` keeps the first elements of each vector and normalizes it to length 1 again. A
+    text over the model's limit is truncated if ``truncate`` is set and rejected otherwise. ``size``
+    is the size of the request body, and ``field`` the name of the texts in it, for errors. Call it
+    within `Router.admit`. Raises `ApiError`.
+    """
     task = model.hello.text_task or TextTask()
     if dimensions is not None and dimensions > task.dimensions:
         raise InvalidValue(
-            f"'dimensions' is over {task.dimensions}, which this model's vectors have.",
+            f"'dimensions' must be at most {task.dimensions}, the size of this model's vectors.",
             param="dimensions",
         )
     prompt = _prompt(task, prompt_name)
     if prompt_name is not None and not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest("'prompt_name' makes no sense for token ids.", param="prompt_name")
+        raise InvalidRequest("'prompt_name' cannot be used with token ids.", param="prompt_name")
 
     def prepare() -> list[TokenizedPair]:
         found = []
@@ -81,7 +83,7 @@ async def embed_texts(
 
 
 def shortened(rows: Rows, dimensions: int) -> Rows:
-    """Return the first ``dimensions`` of each row, with the length 1."""
+    """Return the first ``dimensions`` of each row, normalized to length 1."""
     cut = rows[:, :dimensions]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
     return np.asarray(cut / np.where(lengths > 0, lengths, 1), np.float32)
@@ -93,7 +95,7 @@ def _prompt(task: TextTask, name: str | None) -> str:
     if name not in task.prompts:
         known = ", ".join(task.prompts) or "none"
         raise InvalidValue(
-            f"'prompt_name' is none of this model's prompts: {known}.", param="prompt_name"
+            f"'prompt_name' must be one of this model's prompts: {known}.", param="prompt_name"
         )
     return task.prompts[name]
 
@@ -107,7 +109,9 @@ def _tokens(model: Model, text: str | list[int], prompt: str, truncate: bool) ->
         return found
     most = model.hello.vocab_size - 1
     if not text or max(text) > most:
-        raise InvalidValue(f"Token ids are 0 to {most}, and there is one at least.")
+        raise InvalidValue(
+            f"A list of token ids must not be empty, and ids must be between 0 and {most}."
+        )
     if len(text) > limit and not truncate:
         raise too_long(len(text), limit)
     return text[:limit]

@@ -1,7 +1,7 @@
 """The texts of one request on their way through the engines.
 
-They go in pieces, a few of them at a time: so the many texts of one request leave room for those of
-others, and an engine that is lost costs a few pieces.
+They are sent in pieces, a few at a time: a request with many texts then leaves room for other
+requests, and losing an engine costs only a few pieces.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ PIECE_TOKENS = 8192
 PIECES_AT_ONCE = 4
 
 _Text = tuple[tuple[int, ...], int]
-"""Token ids, and where the second text of a pair begins."""
+"""Token ids, and the position where the second text of a pair begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who asks, and what a request's state has of it."""
+    """The tenant of the request, and the data for its response."""
 
     tenant: Tenant
     priority: int | None = None
     traceparent: str = ""
     limits_left: dict[str, str]
-    """Headers that tell of the tenant's limits, filled here."""
+    """Rate limit headers of the tenant, filled in here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedTexts:
     rows: Rows
-    """(texts, dimensions), or (texts, 1) of scores."""
+    """(texts, dimensions); for scores (texts, 1)."""
     num_tokens: int
-    """Of all texts."""
+    """Sum over all texts."""
 
 
 async def encode(
@@ -55,10 +55,11 @@ async def encode(
     prepare: Callable[[], Sequence[TokenizedPair]],
     size: int,
 ) -> EncodedTexts:
-    """Return the rows of what ``prepare`` returns, which runs on a thread (``size`` as for a
+    """Return the rows for the result of ``prepare``, which runs on a thread (``size`` as for a
     `WorkPool`).
 
-    To be called within `Router.admit`. Raises what ``prepare`` raises, and `ApiError`."""
+    Call it within `Router.admit`. Raises what ``prepare`` raises, and `ApiError`.
+    """
     tenant = caller.tenant
     priority = tenant.priority(caller.priority)
     replicas = model.replicas
@@ -67,7 +68,9 @@ async def encode(
     places = await router.work.run(tenant.name, lambda: _places(prepare()), size)
     num_tokens = sum(len(ids) * len(numbers) for (ids, _), numbers in places.items())
     await router.rate_limits.admit_prompt(tenant, num_tokens, caller.limits_left)
-    distinct = sorted(places, key=lambda text: len(text[0]))  # those of a piece are about as long
+    distinct = sorted(
+        places, key=lambda text: len(text[0])
+    )  # the texts of a piece have similar lengths
     rows: Rows = np.empty((sum(map(len, places.values())), _width(model)), np.float32)
     async for numbers, found in _rows_of(router, model, caller, priority, distinct):
         for number, row in zip(numbers, found, strict=True):
@@ -76,7 +79,7 @@ async def encode(
 
 
 def _places(texts: Sequence[TokenizedPair]) -> dict[_Text, list[int]]:
-    """Return the numbers of each text: equal ones have one row."""
+    """Return the indices of each distinct text: equal texts share a row."""
     places: dict[_Text, list[int]] = {}
     for number, text in enumerate(texts):
         places.setdefault((tuple(text.token_ids), text.second_start), []).append(number)
@@ -86,7 +89,7 @@ def _places(texts: Sequence[TokenizedPair]) -> dict[_Text, list[int]]:
 async def _rows_of(
     router: Router, model: Model, caller: Caller, priority: int, texts: Sequence[_Text]
 ) -> AsyncIterator[tuple[range, Rows]]:
-    """Yield the rows of ``texts`` piece by piece, with their numbers. Raises `ApiError`."""
+    """Yield the rows of ``texts`` piece by piece, with their indices. Raises `ApiError`."""
     name, tenant, changed = f"enc-{uuid.uuid4().hex}", caller.tenant, Signal()
     pieces = _pieces([len(ids) for ids, _ in texts])
     waiting = deque(enumerate(pieces))
@@ -130,8 +133,9 @@ def _width(model: Model) -> int:
 
 
 def _pieces(lengths: Sequence[int]) -> list[range]:
-    """Cut texts with these ``lengths`` into pieces of `PIECE_TEXTS` and `PIECE_TOKENS` at most, or
-    of one text."""
+    """Divide texts of these ``lengths`` into pieces of at most `PIECE_TEXTS` texts and
+    `PIECE_TOKENS` tokens, or a single text.
+    """
     found, first, tokens = [], 0, 0
     for number, length in enumerate(lengths):
         full = number - first == PIECE_TEXTS or tokens + length > PIECE_TOKENS

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: what the endpoints for rankings and scores share."""
+"""Scores of pairs of texts: the shared part of the reranking and scoring endpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.tokens.text_tokens import (
 from shared.wire import TextTask
 
 MAX_REPEATED_TOKENS = 1_000_000
-"""Limit of the tokens of the first texts and the instructions of all pairs."""
+"""Limit on the total tokens of the first texts and instructions of all pairs."""
 
 
 async def score_pairs(
@@ -32,14 +32,15 @@ async def score_pairs(
     truncate: bool,
     size: int,
 ) -> EncodedTexts:
-    """Return how well the second text of each of ``pairs`` answers the first, from 0 to 1.
+    """Return for each of ``pairs`` how well the second text answers the first, from 0 to 1.
 
-    A pair over the model's limit, or over ``max_tokens``, loses the end of its second text with
-    ``truncate``, and is refused otherwise. ``size`` is that of the body, ``field`` the name of the
-    second texts there. To be called within `Router.admit`. Raises `ApiError`."""
+    A pair over the model's limit or over ``max_tokens`` has its second text truncated if
+    ``truncate`` is set, and is rejected otherwise. ``size`` is the size of the request body, and
+    ``field`` the name of the second texts in it. Call it within `Router.admit`. Raises `ApiError`.
+    """
     task = model.hello.text_task or TextTask()
     if instruction is not None and not task.pair_template:
-        raise InvalidRequest("This model takes no instruction.", param="instruction")
+        raise InvalidRequest("This model does not support instructions.", param="instruction")
     limit = min(model.hello.context_length, model.settings.max_prompt_tokens)
     limit = min(limit, max_tokens or limit)
 
@@ -58,8 +59,9 @@ async def score_pairs(
 
 
 def _check_repeated(model: Model, firsts: Sequence[str], instruction: str, limit: int) -> None:
-    """Raise `InvalidRequest` if the ``instruction`` or one of the ``firsts`` is too long by itself,
-    or all are together: they are tokenized and computed with each of the documents."""
+    """Raise `InvalidRequest` if the ``instruction`` or one of the ``firsts`` is too long, or if
+    their total over all pairs is: they are tokenized and computed again for each document.
+    """
     texts = {*firsts, instruction}
     lengths = {
         text: len(text_tokens(model.renderer, text, limit, truncate=False))
@@ -70,8 +72,8 @@ def _check_repeated(model: Model, firsts: Sequence[str], instruction: str, limit
     total += lengths.get(instruction, 0) * len(firsts)
     if total > MAX_REPEATED_TOKENS:
         raise InvalidRequest(
-            f"Query and instruction count {total} tokens with all documents, over the limit of"
-            f" {MAX_REPEATED_TOKENS}: shorten them, or give fewer documents.",
+            f"Query and instruction, repeated for every document, have {total} tokens; the limit "
+            f"is {MAX_REPEATED_TOKENS}. Shorten them, or send fewer documents.",
             code="request_too_large",
         )
 

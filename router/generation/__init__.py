@@ -1,1 +1,1 @@
-"""One running request: its sequences, and the text of its choices."""
+"""A running request: its sequences, and the text of its choices."""

@@ -1,4 +1,4 @@
-"""Why a prompt was not found in the cache, for clients that ask (`x-debug-cache: 1`)."""
+"""Why a prompt missed the prefix cache, for clients that ask (`x-debug-cache: 1`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _BEFORE_TOKENS = 12
 
 
 def explain(generation: Generation) -> bytes:
-    """Return ASCII JSON that compares the prompt with the closest earlier one, reply included.
+    """Return ASCII JSON that compares the prompt with the closest earlier one, including its
+    answer.
 
-    Earlier prompts are those of the same API key and ``cache_salt``. ``differs_at`` is null if the
-    prompt begins with all tokens of the earlier one, so that all of its blocks can be used.
+    Earlier prompts have the same API key and ``cache_salt``. ``differs_at`` is null if the prompt
+    begins with all tokens of the earlier one, so that all of its blocks can be reused.
 
-    Without a ``cache_salt`` the earlier prompt may be another person's, as a key may be shared.
-    Then nothing of it is shown, and places are those of blocks: by exact ones its text could be
-    guessed, token for token.
+    Without a ``cache_salt``, the earlier prompt may be another person's, because several people may
+    share a key. Its text is then not shown, and positions are rounded to blocks: exact positions
+    would allow guessing the text token by token.
     """
     model = generation.model
     vocabulary, block_size = model.renderer.vocabulary, model.hello.block_size

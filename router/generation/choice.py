@@ -13,10 +13,10 @@ from router.tokens.rendering import Renderer
 from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
 
 _MAX_TOKENS = 256
-"""What is read at a time: a client that does not read may have left thousands of tokens."""
+"""Max number of tokens read at a time: thousands may be queued for a slow client."""
 _CHARS_PER_TOKEN = 4
 _INLINE_PARSE_WORK = 200_000
-"""What is parsed on the event loop at most: a hundredth of a second."""
+"""Max number of characters parsed on the event loop: about 10 ms."""
 
 
 class OutputDelta(NamedTuple):
@@ -24,7 +24,7 @@ class OutputDelta(NamedTuple):
 
     text: str = ""
     tokens: list[ScoredToken] | None = None
-    """None if log-probabilities are not asked for."""
+    """None if log-probabilities are not requested."""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
 
@@ -33,7 +33,7 @@ class OutputDelta(NamedTuple):
 
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
-        """Return ``deltas`` as one, with one delta for each call."""
+        """Return ``deltas`` merged into one, with one delta for each tool call."""
         scored = [delta.tokens for delta in deltas if delta.tokens is not None]
         return _join(deltas, [token for tokens in scored for token in tokens] if scored else None)
 
@@ -41,7 +41,7 @@ class OutputDelta(NamedTuple):
 def _join(
     deltas: Sequence[OutputDelta | ReplyDelta], tokens: list[ScoredToken] | None
 ) -> OutputDelta:
-    if len(deltas) == 1:  # as in almost every step of a stream
+    if len(deltas) == 1:  # the usual case in a stream
         return OutputDelta(deltas[0].text, tokens, deltas[0].reasoning, deltas[0].calls)
     pieces: dict[int, list[CallDelta]] = {}
     for call in (call for delta in deltas for call in delta.calls):
@@ -56,7 +56,7 @@ def _join(
 
 
 class Echo(NamedTuple):
-    """A prompt that is repeated before its answer."""
+    """A prompt that is repeated at the start of its answer."""
 
     text: str
     tokens: Sequence[int]
@@ -64,14 +64,14 @@ class Echo(NamedTuple):
 
     @classmethod
     def of(cls, prompt: str | list[int], tokens: list[int], renderer: Renderer) -> Echo:
-        """Return the echo of ``prompt``, which became ``tokens``."""
+        """Return the echo of ``prompt``, tokenized as ``tokens``."""
         if isinstance(prompt, str):
             return cls(prompt, renderer.without_bos(prompt, tokens))
         return cls(renderer.vocabulary.decode(tokens), tokens)
 
 
 class Choice:
-    """One choice: a sequence, and the text that its tokens become."""
+    """One choice: a sequence and the text of its tokens."""
 
     def __init__(
         self,
@@ -89,16 +89,18 @@ class Choice:
         self.index = index
         self.sequence = sequence
         self.prompt_text_tokens = prompt_text_tokens
-        """The tokens of the prompt's text, with one for each image."""
+        """The tokens of the prompt's text, with one token for each image."""
         self.prompt_logprobs_source = prompt_logprobs_source
-        """The sequence with the log-probabilities of the prompt: the first of each prompt."""
+        """The sequence that carries the prompt's log-probabilities: the first one of
+        each prompt.
+        """
         self._stop = stop
         self._detokenizer = detokenizer
         self._parser = parser
         self._aligner = aligner
         self._echo = echo
         self._echoed: list[ReplyDelta] = []
-        """What has become of the prompt, until it is returned."""
+        """The echo of the prompt, until it is returned."""
         self._chars_shown = 0
         self._tokens_read = 0
         self._stop_requested = False
@@ -117,11 +119,11 @@ class Choice:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens of the text, and the one that ended it."""
+        """The number of tokens of the text, including the one that ended it."""
         return self.sequence.output_token_ids[: self._detokenizer.num_tokens]
 
     def advance(self) -> OutputDelta:
-        """Return what has become certain since the last call. Raises the sequence's error."""
+        """Return the output that became final since the last call. Raises the sequence's error."""
         if self.finish_reason is not None:
             return OutputDelta()
         if self._echo is not None:
@@ -143,28 +145,30 @@ class Choice:
 
     @property
     def is_slow(self) -> bool:
-        """Whether `advance` may take so long that it is for a thread: calls are parsed whole."""
+        """Whether `advance` may be slow enough to need a thread: tool calls are parsed
+        as a whole.
+        """
         unread = len(self.sequence.output_token_ids) - self._tokens_read
         work = self._parser.parse_work(min(unread, _MAX_TOKENS) * _CHARS_PER_TOKEN)
         return work > _INLINE_PARSE_WORK
 
     @property
     def echo_is_due(self) -> bool:
-        """Whether `begin_echo` has to be called before anything can be returned."""
+        """Whether `begin_echo` must be called before anything can be returned."""
         scored = self._aligner is not None
         return self._echo is not None and (
             not scored or self.prompt_logprobs_source.has_prompt_logprobs
         )
 
     def begin_echo(self) -> None:
-        """Repeat the prompt, which takes some microseconds a token."""
+        """Repeat the prompt, which takes some microseconds per token."""
         assert self._echo is not None
         self._echoed.append(self._parse(self._begin_echo(self._echo)))
         self._echo = None
 
     @property
     def _cut_short(self) -> bool:
-        """Whether the text ended before its sequence did by itself."""
+        """Whether the text ended before its sequence ended by itself."""
         return self._detokenizer.stopped or self._stop_requested
 
     def _parse(self, shown: str) -> ReplyDelta:
@@ -178,9 +182,9 @@ class Choice:
         return OutputDelta()
 
     def _begin_echo(self, echo: Echo) -> str:
-        """Return the text of the prompt, up to what the detokenizer holds back.
+        """Return the text of the prompt, except for what the detokenizer holds back.
 
-        The rest, and the prompt's tokens, go out with the text that follows.
+        The rest, and the prompt's tokens, are returned with the text that follows.
         """
         whole = self._detokenizer.prime(echo.tokens)
         if self._aligner is not None:
@@ -190,7 +194,7 @@ class Choice:
         return echo.text[: start + len(whole)] if start >= 0 else whole
 
     def _advance(self, parsed: list[ReplyDelta]) -> None:
-        """Add what the new tokens became to ``parsed``."""
+        """Add the output of the new tokens to ``parsed``."""
         sequence = self.sequence
         detokenizer, parser = self._detokenizer, self._parser
         start, end = self._tokens_read, len(sequence.output_token_ids)

@@ -1,4 +1,4 @@
-"""The generation for one request: its sequences, from the validated body to their texts."""
+"""The generation of one request: its sequences, from the validated body to their texts."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprob
 from router.tokens.work_pool import INLINE_SIZE, SMALL_SIZE
 
 _TAIL_TOKENS = 64
-"""The end of a prompt in which text is looked for."""
+"""Length of the end of a prompt that is searched for text."""
 _INLINE_ENTRIES = 256
-"""What is formatted on the event loop at most: each takes some microseconds."""
+"""Max entries formatted on the event loop: each takes some microseconds."""
 _CHARS_PER_ENTRY = 4
-"""The characters that cost as much to tokenize as an entry costs to format."""
+"""Number of characters whose tokenization costs as much as formatting one entry."""
 
 _Result = TypeVar("_Result")
 
 
 class Generation:
-    """All sequences of one request. Leaving the context frees those that still run."""
+    """All sequences of one request. Leaving the context frees those still running."""
 
     def __init__(
         self,
@@ -78,21 +78,21 @@ class Generation:
         self._changed = Signal()
         self._client_gone = False
         self._work: asyncio.Future[Any] | None = None
-        """What a thread does for the request now."""
+        """What a thread is doing for the request now."""
         self._finished: set[Choice] = set()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._prompt_logprobs: dict[RemoteSequence, bytes] = {}
         self.load_s = 0.0
-        """The time that the request has waited for its model to be loaded, before this."""
+        """How long the request waited for its model to load."""
         self.started_at = time.monotonic()
         self.stream_error: ApiError | None = None
-        """What ended a stream, as its last event says."""
+        """The reason for the end of a stream, as given in its last event."""
 
     async def run(self, work: Callable[[], _Result], size: int) -> _Result:
-        """Return the result of ``work``, done on a thread; ``size`` as for a `WorkPool`.
+        """Return the result of ``work``, run on a thread; ``size`` as for a `WorkPool`.
 
-        Raises what ``work`` and `WorkPool.run` raise, and `ClientDisconnected` as soon as the
-        client has gone.
+        Raises what ``work`` and `WorkPool.run` raise, and `ClientDisconnected` once the client is
+        gone.
         """
         self._check_connected()
         return await self._cancelled_with_client(
@@ -123,11 +123,11 @@ class Generation:
         return await self.run(work, num_entries * _CHARS_PER_ENTRY)
 
     def check_places(self, num_prompts: int) -> None:
-        """Raise `ApiError` if the queue cannot take so many prompts."""
+        """Raise `ApiError` if the queue cannot accept so many prompts."""
         router, replicas, n = self._router, self.model.replicas, self._request.n or 1
         if num_prompts * n > MAX_SEQUENCES:
             raise InvalidRequest(
-                f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
+                f"{num_prompts} prompts with n={n} need more than {MAX_SEQUENCES} sequences.",
                 param="n" if n > 1 else "prompt",
             )
         router.admission.check_queue(
@@ -141,7 +141,7 @@ class Generation:
     def check_lengths(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[int]:
         """Return the max_tokens of each prompt.
 
-        Raises `InvalidRequest` if the model cannot take the request, or the answer would be too
+        Raises `InvalidRequest` if the model cannot process the request, or the answer would be too
         large.
         """
         check_vocabulary(self._request, self.model)
@@ -152,7 +152,9 @@ class Generation:
 
     @property
     def cache_salt(self) -> str:
-        """What separates its cached blocks, and prepared images, from those of others."""
+        """The scope that separates its cached blocks and prepared images from those of other
+        tenants.
+        """
         return cache_salt(self._request, self._router.settings, self._tenant)
 
     def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
@@ -163,8 +165,9 @@ class Generation:
     async def admit_prompts(
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]
     ) -> None:
-        """Count the tokens of ``prompts`` against the tenant's limit, and put into ``limits_left``
-        what is left. Raises `TooManyRequests` or `InvalidRequest`."""
+        """Count the tokens of ``prompts`` against the tenant's limit, and put the rest into
+        ``limits_left``. Raises `TooManyRequests` or `InvalidRequest`.
+        """
         num_tokens = sum(map(len, prompts))
         await self._router.rate_limits.admit_prompt(self._tenant, num_tokens, limits_left)
 
@@ -213,7 +216,9 @@ class Generation:
         router.dispatcher.admit(self.model.replicas, [choice.sequence for choice in self.choices])
 
     async def accepted(self) -> None:
-        """Return once an engine has accepted one of the sequences. Raises a refusal."""
+        """Return once an engine has accepted one of the sequences. Raises the error if all are
+        refused.
+        """
         while True:
             self._changed.clear()
             self._check_connected()
@@ -227,7 +232,7 @@ class Generation:
     async def changed(self) -> None:
         """Wait until a sequence has changed, or until `notify`. Raises `ClientDisconnected`."""
         if self._changed.is_set:
-            await asyncio.sleep(0)  # others have their turn, also if there always is something new
+            await asyncio.sleep(0)  # yield to other tasks, even if there is always something new
         await self._changed.wait()
         self._check_connected()
 
@@ -236,15 +241,15 @@ class Generation:
         self._changed.set()
 
     async def run_large(self, work: Callable[[], _Result], size: int) -> _Result:
-        """Do ``work`` at once if its size is at most `INLINE_SIZE`, otherwise `run` it."""
+        """Run ``work`` immediately if its size is at most `INLINE_SIZE`, otherwise with `run`."""
         return work() if size <= INLINE_SIZE else await self.run(work, size)
 
     def advance(self, choice: Choice) -> OutputDelta:
-        """Return what has become certain of ``choice``. Raises the error of its sequence."""
+        """Return the new final output of ``choice``. Raises the error of its sequence."""
         return self._advanced(choice, choice.advance())
 
     async def advance_on_thread(self, choice: Choice) -> OutputDelta:
-        """As `advance`, for a choice that `is_slow`."""
+        """Like `advance`, for a choice that `is_slow`."""
         return self._advanced(choice, await self.run(choice.advance, SMALL_SIZE + 1))
 
     def _advanced(self, choice: Choice, delta: OutputDelta) -> OutputDelta:
@@ -252,12 +257,12 @@ class Generation:
             self.notify()
         if choice.finish_reason is not None and choice not in self._finished:
             self._finished.add(choice)
-            if not self._tenant.background:  # nobody goes on with it
+            if not self._tenant.background:  # nothing will continue it
                 self._remember_reply(choice)
         return delta
 
     def _stop(self, sequence: RemoteSequence) -> None:
-        """End the text of ``sequence``. A choice asks for it, perhaps on a thread."""
+        """End the text of ``sequence``. Called by a choice, possibly on a thread."""
         if threading.get_ident() == self._thread:
             self._router.dispatcher.stop(sequence)
         else:
@@ -265,7 +270,7 @@ class Generation:
             self._loop.call_soon_threadsafe(self.notify)
 
     async def begin_echoes(self) -> None:
-        """Repeat the prompts of choices that have to, as soon as that can be done."""
+        """Repeat the prompts of the choices that need it, as soon as possible."""
         if not self._request.echo_prompts:
             return
         for choice in self.choices:
@@ -283,7 +288,7 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """The number of tokens and alternatives in the whole answer."""
+        """The number of tokens and alternatives in the complete answer."""
         return num_entries(
             self._request,
             [len(choice.sequence.submit.token_ids) for choice in self.choices],
@@ -292,11 +297,11 @@ class Generation:
 
     @property
     def logprobs_context(self) -> LogprobsContext:
-        """For the log-probabilities of generated tokens."""
+        """Entries for the log-probabilities of generated tokens."""
         return self._logprobs_context(self._request.num_logprobs or 0)
 
     def prompt_logprobs(self, choice: Choice) -> bytes | None:
-        """Return those of the prompt of ``choice`` in JSON, if they are asked for."""
+        """Return the log-probabilities of the prompt of ``choice`` in JSON, if requested."""
         count = self._request.prompt_logprobs
         if count is None:
             return None
@@ -312,7 +317,7 @@ class Generation:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def abort(self) -> None:
-        """Free everything at once: the client has gone. Waiters get `ClientDisconnected`."""
+        """Free everything at once, because the client is gone. Waiters get `ClientDisconnected`."""
         self._client_gone = True
         if self._work is not None:
             self._work.cancel()
@@ -321,7 +326,7 @@ class Generation:
 
     def usage(self) -> CompletionUsage:
         """Return the usage, which is exact once all choices have finished."""
-        # A prompt counts once, however many choices it has; so does what was cached of it.
+        # A prompt and its cached tokens count once, however many choices it has.
         firsts = {choice.prompt_logprobs_source for choice in self.choices}
         prompt_tokens = sum(len(sequence.submit.token_ids) for sequence in firsts)
         cached_tokens = sum(sequence.cached_tokens for sequence in firsts)

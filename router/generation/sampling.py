@@ -1,4 +1,4 @@
-"""The parameters of a request: checked against the model, and put into messages for engines."""
+"""The parameters of a request: checked against the model, and put into messages to engines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from shared.wire import Grammar, ImagePart, SamplingParams, Submit, ThinkingBudg
 
 MAX_SEQUENCES = 128
 MAX_ENTRIES = 500_000
-"""Limit of the tokens and alternatives that an answer with log-probabilities has, or that repeats
-its prompts. Each takes about a hundred bytes here and as many in the answer."""
+"""Max tokens and alternatives in an answer with log-probabilities or repeated prompts. Each takes
+about a hundred bytes here and as many in the answer.
+"""
 REPETITION_CONTEXT_SIZE = 20
 """mlx-lm's default of ``repetition_context_size``."""
 
@@ -32,7 +33,7 @@ class SequenceSpec(NamedTuple):
     prompt: Prompt
     max_tokens: int
     choice: int
-    """The number among the sequences of the same prompt."""
+    """Its index among the sequences of the same prompt."""
     reply_parser: ReplyParser
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
@@ -42,12 +43,15 @@ class SequenceSpec(NamedTuple):
 
 
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
-    """Raise `InvalidRequest` if the request names a token that ``model`` does not have."""
+    """Raise `InvalidRequest` if the request contains a token id that is not in the vocabulary of
+    ``model``.
+    """
     most = model.hello.vocab_size - 1
     for token in request.logit_bias or ():
         if token > most:
             raise InvalidValue(
-                f"'logit_bias' has the token id {token}, which is over {most}.", param="logit_bias"
+                f"'logit_bias' contains the token id {token}; the maximum is {most}.",
+                param="logit_bias",
             )
 
 
@@ -68,8 +72,8 @@ def check_num_entries(
     if entries > MAX_ENTRIES:
         param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
         raise InvalidRequest(
-            f"The answer may have {entries} tokens and alternatives, over the limit of"
-            f" {MAX_ENTRIES}: ask for fewer log-probabilities, tokens, prompts or choices.",
+            f"The answer may have {entries} tokens and alternatives; the limit is {MAX_ENTRIES}. "
+            "Request fewer log-probabilities, tokens, prompts or choices.",
             param=param if scored else "echo",
             code="request_too_large",
         )
@@ -88,26 +92,26 @@ def num_entries(
 
 
 def check_prompt_length(model: Model, num_tokens: int) -> None:
-    """Raise `ContextLengthExceeded` if ``model`` takes no prompt of ``num_tokens``."""
+    """Raise `ContextLengthExceeded` if ``model`` does not accept a prompt of ``num_tokens``."""
     context, limit = model.hello.context_length, model.settings.max_prompt_tokens
     if num_tokens >= context:
         raise ContextLengthExceeded(
-            f"The prompt has {num_tokens} tokens; with one more to generate that is over the"
-            f" model's context of {context}.",
+            f"The prompt has {num_tokens} tokens, which leaves no room to generate in the "
+            f"model's context of {context} tokens.",
             param="prompt",
         )
     if num_tokens > limit:
         raise ContextLengthExceeded(
-            f"The prompt has {num_tokens} tokens, over the limit of {limit}.", param="prompt"
+            f"The prompt has {num_tokens} tokens; the limit is {limit}.", param="prompt"
         )
 
 
 def check_prediction_length(model: Model, num_tokens: int) -> None:
-    """Raise `ContextLengthExceeded` if ``model`` never answers with so many tokens."""
+    """Raise `ContextLengthExceeded` if no answer of ``model`` can have this many tokens."""
     context = model.hello.context_length
     if num_tokens > context:
         raise ContextLengthExceeded(
-            f"The prediction has {num_tokens} tokens, over the model's context of {context}.",
+            f"The prediction has {num_tokens} tokens; the model's context is {context} tokens.",
             param="prediction",
         )
 
@@ -115,9 +119,9 @@ def check_prediction_length(model: Model, num_tokens: int) -> None:
 def check_lengths(
     model: Model, prompt: Sequence[int], max_tokens: int | None, max_context: int | None = None
 ) -> int:
-    """Return the max_tokens of ``prompt``: ``max_tokens``, cut to what the context leaves.
+    """Return the max_tokens of ``prompt``: ``max_tokens``, reduced to the room left in the context.
 
-    The context has at most ``max_context`` tokens, if that is given.
+    ``max_context``, if given, is an upper limit for the context.
 
     Raises `ContextLengthExceeded` or `InvalidRequest`.
     """
@@ -129,13 +133,13 @@ def check_lengths(
         context = max_context
         if len(prompt) >= context:
             raise ContextLengthExceeded(
-                f"The prompt has {len(prompt)} tokens; with one more to generate that is over the"
-                f" {context} that the request allows.",
+                f"The prompt has {len(prompt)} tokens, which leaves no room to generate in the "
+                f"{context} tokens that the request allows.",
                 param="prompt",
             )
     if max_tokens is not None and max_tokens > settings.max_generation_tokens:
         raise InvalidValue(
-            f"'max_tokens' is {max_tokens}, over the limit of {settings.max_generation_tokens}.",
+            f"'max_tokens' is {max_tokens}; the limit is {settings.max_generation_tokens}.",
             param="max_tokens",
         )
     return min(max_tokens or settings.default_max_tokens, context - len(prompt))
@@ -164,7 +168,7 @@ def submit_message(
         cache_salt=cache_salt(request, settings, tenant),
         priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
-        # The prompt is the same for all its choices.
+        # All choices share the prompt.
         prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
         grammar=spec.grammar,
         thinking=spec.thinking,
@@ -175,8 +179,9 @@ def submit_message(
 
 
 def _image_parts(prompt: Prompt) -> tuple[ImagePart, ...]:
-    """Return where the images of ``prompt`` are; the arrays of each go with the first that has
-    them."""
+    """Return the positions of the images of ``prompt``; the arrays of an image are sent with its
+    first occurrence.
+    """
     parts: list[ImagePart] = []
     sent: set[bytes] = set()
     for image, start in prompt.images:
@@ -195,14 +200,14 @@ def image_frames(prompt: Prompt) -> list[bytes | memoryview]:
 
 
 def cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
-    """Return what separates the blocks of ``request`` from those of others."""
+    """Return the scope that separates the blocks of ``request`` from those of other tenants."""
     salt = request.cache_salt or ""
-    # Names have no slash, so that no salt of a client is another tenant's.
+    # Names contain no slash, so that no client's salt can equal another tenant's scope.
     return f"{tenant.name}/{salt}" if settings.cache_salt_per_key else salt
 
 
 def _prompt_logprobs(request: GenerationRequest) -> int | None:
-    """Return how many alternatives the prompt needs, for itself or to be echoed."""
+    """Return how many alternatives are needed at each position of the prompt."""
     wanted = [request.prompt_logprobs]
     if request.echo_prompts is not None:
         wanted.append(request.num_logprobs)
@@ -244,7 +249,9 @@ def _sampling(
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """Return 63 bits. The first choice keeps a small seed, so that ``n`` only adds choices."""
+    """Return 63 bits. The first choice keeps a small seed, so that increasing ``n`` only adds
+    choices.
+    """
     if choice == 0:
         return seed & (2**63 - 1)
     digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()

@@ -6,9 +6,9 @@ import asyncio
 
 
 class Signal:
-    """Wakes the task that waits for it: an `asyncio.Event` for one waiter, which resets it.
+    """Wakes the waiting task. Like an `asyncio.Event` for one waiter that resets it.
 
-    It is set and awaited once for each token, and takes half the time.
+    It is set and awaited once per token, and takes half as long as an event.
     """
 
     def __init__(self) -> None:

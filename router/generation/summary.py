@@ -1,4 +1,4 @@
-"""What became of a request, in figures: for the log and for traces. Never its text."""
+"""The outcome of a request in figures, for logs and traces. Never its text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from router.generation.generation import Generation
 
 
 class GenerationSummary(NamedTuple):
-    """The figures of one request. Times are of ``time.monotonic``; None: it never came to that."""
+    """The figures of one request. Times are from ``time.monotonic``; None: that point was not
+    reached.
+    """
 
     id: str
-    """The answer's id, by which engines and the log call its sequences."""
+    """The answer's id, which names its sequences in engines and in the log."""
     model: str
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     arrived_at: float | None
     placed_at: float | None
-    """When an engine got the first of the sequences."""
+    """When an engine received the first of the sequences."""
     first_token_at: float | None
     finish: str
-    """Why it ended: the reasons of its choices, or the code of an error."""
+    """Why it ended: the finish reasons of its choices, or an error code."""
 
 
 def summarize(generation: Generation) -> GenerationSummary:

@@ -1,4 +1,4 @@
-"""The content of images in requests: `data:` URLs and base64, before anything is decoded."""
+"""The content of images in requests, before decoding: `data:` URLs and base64."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import NamedTuple
 from router.images.opening import ImageRefused
 
 _MAX_HEAD_CHARS = 256
-"""Of a `data:` URL, up to its comma."""
+"""Max length of a `data:` URL's prefix, up to its comma."""
 
 
 class EncodedImage(NamedTuple):
-    """The content of an image as it came."""
+    """The undecoded content of an image."""
 
     data: bytes
     is_base64: bool
 
 
 def encoded_image(source: str, media_type: str | None) -> EncodedImage:
-    """Return the content of ``source``, a `data:` URL or base64, with the type that the client
-    says. Raises `ImageRefused`. It copies ``source``: for threads."""
+    """Return the content of ``source``, a `data:` URL or base64, with the type given by the client.
+    Raises `ImageRefused`. Copies ``source``, so call it on a thread.
+    """
     start = 0
     if source[:5].lower() == "data:":
         comma = source.find(",", 0, _MAX_HEAD_CHARS)
@@ -32,7 +33,7 @@ def encoded_image(source: str, media_type: str | None) -> EncodedImage:
     if kind == "application/pdf":
         raise ImageRefused("format", "is a PDF, which is not supported.")
     if kind and not kind.startswith("image/") and kind != "application/octet-stream":
-        raise ImageRefused("format", f"has the type '{kind[:64]}', which is no image's.")
+        raise ImageRefused("format", f"has the type '{kind[:64]}', which is not an image type.")
     try:
         return EncodedImage(source[start:].encode("ascii"), True)
     except UnicodeEncodeError:

@@ -1,11 +1,11 @@
-"""A process that decodes images, and prepares them with the processors of models.
+"""A process that decodes images and prepares them with the processors of models.
 
-Decoders of images are code in C that reads what anybody sends: this process may be lost, and the
-router may not. `python -m router.images.decoder` reads from its standard input and answers on its
-standard output. It ends at the end of its input, whatever it does.
+Image decoders are C code that reads untrusted data: a crash must not take down the router. `python
+-m router.images.decoder` reads from standard input and replies on standard output. It exits at the
+end of its input, even in the middle of a job.
 
-A job is a frame with a `DecodeJob` and one with the encoded image, an answer is one with a
-`DecodedImage` and one for each of its arrays (`shared.pipe_frames`).
+A frame is a length (8 bytes) and that many bytes. A job is a `DecodeJob` and a frame with the
+encoded image; the reply is a `DecodedImage` and a frame for each of its arrays.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from shared.pipe_frames import read_frame, write_frames
 from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
-"""Added to what the process has mapped once the model's processor is loaded. macOS has no such
-limit; there the bounds on pixels hold alone."""
+"""Memory limit in addition to what the process has mapped once the model's processor is loaded.
+macOS has no such limit; only the limits on pixels apply there.
+"""
+LENGTH = struct.Struct("<Q")
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """An image to prepare. Its content follows."""
+    """An image to prepare, followed by a frame with its content."""
 
-    folder: str  # of the model's processor
+    folder: str  # in the model's processor
     vision: Vision
     max_pixels: int
     is_base64: bool
 
 
 class DecodedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image became, or why it became nothing. Its arrays follow."""
+    """The prepared image, followed by frames with its arrays, or the reason why there is none."""
 
     reason: Reason | None = None
-    text: str = ""  # why the image is refused; goes on from "the image"
-    is_fault_of_server: bool = False  # no image can be prepared for this model
+    text: str = ""  # why the image is rejected; continues "the image"
+    is_fault_of_server: bool = False  # why no image can be prepared for this model
     digest: bytes = b""
     expansion: list[int] = []
     specs: list[ArraySpec] = []
@@ -57,14 +59,16 @@ class DecodedImage(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> None:
     """Prepare images until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print to stdout
     os.environ["HF_HUB_OFFLINE"] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(jobs, answers), daemon=True).start()
-    while True:  # this thread notices the end of the input also while the other one decodes
-        job = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=DecodeJob)
-        jobs.put((job, read_frame(sys.stdin.buffer)))
+    while (
+        True
+    ):  # a separate thread, which notices the end of the input even while an image is decoded
+        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=DecodeJob)
+        jobs.put((job, _read(sys.stdin.buffer)))
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes]) -> None:
@@ -78,10 +82,10 @@ def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes])
         except ImageRefused as error:
             answer = DecodedImage(reason=error.reason, text=str(error))
         except MemoryError:
-            answer = DecodedImage(reason="memory", text="needs too much memory.")
+            answer = DecodedImage(reason="memory", text="requires too much memory.")
         except _NoProcessor as error:
             answer = DecodedImage(reason="unusable", text=str(error), is_fault_of_server=True)
-        except Exception as error:  # a bug: the next image may do
+        except Exception as error:  # a bug: later images may still work
             text = f"could not be prepared ({type(error).__name__})."
             answer = DecodedImage(reason="unusable", text=text)
         write_frames(answers, msgspec.msgpack.encode(answer), *frames)
@@ -89,7 +93,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes])
 
 
 class _NoProcessor(Exception):
-    """The model's images cannot be prepared here."""
+    """Images cannot be prepared for this model here."""
 
 
 def _prepared(
@@ -106,7 +110,7 @@ def _prepared(
     except ImageUnusable as error:
         if isinstance(error.__cause__, MemoryError):
             raise MemoryError from None
-        raise ImageRefused("unusable", f"is not taken by the model: {error}") from None
+        raise ImageRefused("unusable", f"is not accepted by the model: {error}") from None
     answer = DecodedImage(
         digest=found.digest,
         expansion=found.expansion,
@@ -117,7 +121,7 @@ def _prepared(
 
 
 def _processor(processors: dict[str, Any], job: DecodeJob) -> Any:
-    """Return the processor of ``job``. What it needs itself is not counted as the image's."""
+    """Return the processor of ``job``. The memory it needs is not counted for the image."""
     found = processors.get(job.folder)
     if found is None:
         from router.images.processor import ProcessorUnusable, load_processor
@@ -133,7 +137,7 @@ def _processor(processors: dict[str, Any], job: DecodeJob) -> Any:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Let the process map so many bytes more than it has now. None: any number."""
+    """Limit the memory to this many bytes more than the process has mapped now. None: no limit."""
     if sys.platform != "linux":
         return
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -154,6 +158,22 @@ def decoded(content: bytes) -> bytes:
 
 
 _STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def write_frames(pipe: IO[bytes], *frames: bytes | memoryview) -> None:
+    for frame in frames:
+        for part in (LENGTH.pack(len(frame)), frame):
+            rest = memoryview(part)
+            while rest:
+                rest = rest[pipe.write(rest) :]
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    """Return the next frame. At the end of the input, exit the process at once."""
+    header = pipe.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        os._exit(0)
+    return pipe.read(LENGTH.unpack(header)[0])
 
 
 if __name__ == "__main__":

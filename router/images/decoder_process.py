@@ -1,4 +1,4 @@
-"""The router's side of a process that decodes images."""
+"""The router's side of an image decoder process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shared.pipe_frames import LENGTH
 from shared.wire import MAX_IMAGE_BYTES
 
 TIME_LIMIT_S = 10.0
-"""For one image."""
+"""Time limit for one image."""
 START_LIMIT_S = 60.0
-"""More for the first image of a process: libraries are imported and a processor is loaded."""
+"""Extra time for the first image of a process: it imports libraries and loads a processor."""
 _MAX_ANSWER_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 MAX_PROCESSORS = 4
@@ -27,7 +27,7 @@ MAX_PROCESSORS = 4
 
 
 class DecoderLost(Exception):
-    """The process ended, or was ended since it took too long."""
+    """The process ended, or was killed because it took too long."""
 
     def __init__(self, *, is_late: bool) -> None:
         super().__init__()
@@ -41,21 +41,21 @@ class DecoderAnswer(NamedTuple):
 
 
 class DecoderProcess:
-    """One process, started when it is first needed and again after it was lost.
+    """One process, started on demand and restarted on demand after a crash.
 
-    `prepare` is for one thread at a time; any thread may `close`.
+    Only one thread at a time may call `prepare`; any thread may call `close`.
     """
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._folders: set[str] = set()
-        """Those whose processors the process has loaded."""
+        """The models whose processors the process has loaded."""
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while none runs."""
+        """The process id; None if it is not running."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
@@ -84,14 +84,14 @@ class DecoderProcess:
         except TimeoutError:
             self._end()
             raise DecoderLost(is_late=True) from None
-        except BaseException:  # the rest of its answer would be taken for the next image's
+        except BaseException:  # the rest of its reply would be read as the next image's
             self._end()
             raise
         self._folders.add(job.folder)
         return DecoderAnswer(answer, frames)
 
     def close(self) -> None:
-        """End the process for good, also while it decodes."""
+        """Kill the process for good, even while it decodes."""
         self._closed = True
         self._end()
 
@@ -100,13 +100,13 @@ class DecoderProcess:
             return self._process
         self._end()
         if self._closed:
-            raise OSError("the router ends")
+            raise OSError("the router is shutting down")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "router.images.decoder"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a ^C is meant for the supervisor
+            start_new_session=True,  # ^C is meant for the supervisor
             bufsize=0,
         )
         assert self._process.stdin is not None
@@ -128,7 +128,7 @@ class DecoderProcess:
     ) -> memoryview:
         (length,) = LENGTH.unpack(_read(process, LENGTH.size, deadline))
         if length > most_bytes:
-            raise EOFError("it says too much")
+            raise EOFError("its reply is too large")
         return _read(process, length, deadline)
 
 
@@ -151,19 +151,22 @@ def _read(process: subprocess.Popen[bytes], length: int, deadline: float) -> mem
         _wait(fd, select.POLLIN, deadline)
         count = os.readv(fd, [rest[:_PIECE_BYTES]])
         if not count:
-            raise EOFError("it ended")
+            raise EOFError("it exited")
         rest = rest[count:]
     return found
 
 
 def _buffer(length: int) -> memoryview:
-    """Return room for ``length`` bytes. A large one is not filled with zeros, which would hold the
-    interpreter for some hundredths of a second."""
+    """Return a buffer of ``length`` bytes. A large one is not zeroed, which would block the
+    interpreter for tens of milliseconds.
+    """
     return memoryview(bytearray(length) if length <= _PIECE_BYTES else mmap.mmap(-1, length))
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:
-    """Wait for ``event``. Raises TimeoutError. (`select.select` takes no descriptor over 1,023.)"""
+    """Wait for ``event``. Raises TimeoutError. (`select.select` cannot handle descriptors over
+    1,023.)
+    """
     poll = select.poll()
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -1,9 +1,9 @@
-"""Images behind `https:` URLs, from hosts that the operator allows.
+"""Images behind `https:` URLs, fetched from hosts that the operator allows.
 
-A client that could make the server connect where it likes would reach what only the server can:
-its own machine, its network, the metadata of a cloud. So the name has to be on the list, it is
-resolved once, all of its addresses have to be public, and the connection goes to one of these. A
-redirect is a new URL, with the same checks.
+A client that could make the server connect anywhere would reach what only the server can: its own
+machine, its network, a cloud's metadata service. The host name must therefore be on the list, it is
+resolved once, all its addresses must be public, and the connection goes to one of them. A redirect
+is a new URL with the same checks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _READ_BYTES = 65536
 _MAX_URL_CHARS = 8192
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")
-"""Addresses of IPv4, in a form that was given up."""
+"""IPv4 addresses in a deprecated IPv6 form."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host. Raises OSError."""
 
 
 class NotFetched(Exception):
-    """The image was not fetched. Its text goes on from "the image"."""
+    """The image was not fetched. Its message continues "the image"."""
 
     def __init__(self, text: str, *, is_forbidden: bool = False) -> None:
         super().__init__(text)
         self.is_forbidden = is_forbidden
-        """Whether the URL is one that is not asked at all."""
+        """Whether the URL was rejected before any connection."""
 
 
 class _Target(NamedTuple):
@@ -55,8 +55,9 @@ class _Target(NamedTuple):
 
 
 class ImageFetcher:
-    """Fetches images from ``hosts``: of these, one that begins with a dot stands for all names that
-    end so, and ``*`` for all. The parameters after them are for tests."""
+    """Fetches images from ``hosts``: a name, a name that begins with a dot for all its subdomains,
+    or ``*`` for all. The other parameters are for tests.
+    """
 
     def __init__(
         self,
@@ -92,9 +93,9 @@ class ImageFetcher:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(url, max_bytes)
         except TimeoutError:
-            raise NotFetched(f"did not come within {self._timeout_s:g} s.") from None
+            raise NotFetched(f"did not arrive within {self._timeout_s:g} s.") from None
         except ssl.SSLCertVerificationError:
-            raise NotFetched("is on a host whose certificate is not valid.") from None
+            raise NotFetched("is on a host with an invalid certificate.") from None
         except (OSError, h11.RemoteProtocolError, EOFError):
             raise NotFetched("could not be fetched from its host.") from None
         finally:
@@ -108,11 +109,11 @@ class ImageFetcher:
             try:
                 url = urljoin(url, found)
             except ValueError:
-                raise NotFetched("is behind a redirect to no valid URL.") from None
+                raise NotFetched("is behind a redirect to an invalid URL.") from None
         raise NotFetched(f"is behind more than {MAX_REDIRECTS} redirects.")
 
     def _checked(self, url: str) -> _Target:
-        """Return what to ask for. Raises `NotFetched` if it is not allowed."""
+        """Return the parsed URL. Raises `NotFetched` if it is not allowed."""
         try:
             parts = urlsplit(url[: _MAX_URL_CHARS + 1])
             host = (parts.hostname or "").encode("idna").decode().lower().removesuffix(".")
@@ -120,17 +121,17 @@ class ImageFetcher:
             path += f"?{parts.query.encode('ascii').decode()}" if parts.query else ""
             port = parts.port
         except (ValueError, UnicodeError):
-            raise NotFetched("has a URL that is not valid.", is_forbidden=True) from None
+            raise NotFetched("has an invalid URL.", is_forbidden=True) from None
         if len(url) > _MAX_URL_CHARS or not all("!" <= char <= "~" for char in path):
-            raise NotFetched("has a URL that is not valid.", is_forbidden=True)
+            raise NotFetched("has an invalid URL.", is_forbidden=True)
         if parts.scheme != "https":
-            raise NotFetched("is not behind https:.", is_forbidden=True)
+            raise NotFetched("has a URL that is not https:.", is_forbidden=True)
         if port not in (None, self._port) or parts.username is not None:
-            raise NotFetched("has a URL with a port or a user.", is_forbidden=True)
+            raise NotFetched("has a URL with a port or a user name.", is_forbidden=True)
         endings = {host[at:] for at, char in enumerate(host) if char == "."}
         if not host or self._hosts.isdisjoint({host, "*", *endings}):
             raise NotFetched(
-                "is on a host from which this server fetches none (--image-hosts).",
+                "is on a host that --image-hosts does not allow.",
                 is_forbidden=True,
             )
         return _Target(host, path)
@@ -141,7 +142,7 @@ class ImageFetcher:
         return [str(address[0]) for *_, address in found]
 
     async def _get(self, target: _Target, max_bytes: int) -> bytes | str:
-        """Return the content, or where a redirect leads."""
+        """Return the content, or the target of a redirect."""
         addresses = await self._resolve(target.host, self._port)
         if not addresses or not all(map(self._is_public, addresses)):
             raise NotFetched("is on a host with an address that is not public.", is_forbidden=True)
@@ -190,15 +191,17 @@ async def _ask(
 
 
 def _redirect(response: h11.Response, max_bytes: int) -> str | None:
-    """Return where ``response`` leads; None if the content follows. Raises `NotFetched`."""
+    """Return the redirect target of ``response``; None if the content follows. Raises
+    `NotFetched`.
+    """
     headers = {name.decode(): value.decode("latin-1") for name, value in response.headers}
     status = response.status_code
     if status in (301, 302, 303, 307, 308) and "location" in headers:
         return headers["location"]
     if status != 200:
-        raise NotFetched(f"was not given out by its host (status {status}).")
+        raise NotFetched(f"was not returned by its host (status {status}).")
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise NotFetched("came compressed.")
+        raise NotFetched("was sent compressed.")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -206,16 +209,16 @@ def _redirect(response: h11.Response, max_bytes: int) -> str | None:
 
 
 def _too_large(max_bytes: int) -> NotFetched:
-    return NotFetched(f"has more than the {max_bytes} bytes that are left for images.")
+    return NotFetched(f"exceeds the {max_bytes} bytes left for images.")
 
 
 def is_public_address(text: str) -> bool:
-    """Return whether ``text`` is an address of the internet, also where it holds another one."""
+    """Return whether ``text`` is a public internet address, also if it embeds another one."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(text.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address):
             inner = address.ipv4_mapped or address.sixtofour
-            # Deprecated, and in use all the same: in QEMU's networks the host is fec0::2.
+            # Deprecated but still in use: in QEMU's networks the host is fec0::2.
             if address.teredo is not None or address.is_site_local or address in _COMPATIBLE:
                 return False
             if address in _NAT64:

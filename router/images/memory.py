@@ -1,4 +1,4 @@
-"""Memory for images: what requests hold of it, and what is kept for the next one."""
+"""Memory for images: in use by requests, and cached."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _RETRY_AFTER_S = 2.0
 
 
 class ImageMemory:
-    """An account of the bytes that requests hold for images: as they were sent, and prepared.
+    """Counts the bytes of images that requests hold, as sent and as prepared.
 
-    A request may hold half of it. Where there are several keys, each may hold as much as is free
-    beside it, so that none can fill it.
+    One request may hold half of the total. With several keys, each key may hold as much as is left
+    free, so that no key can use all of it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._held: Counter[str] = Counter()
-        """By key; only those that hold any."""
+        """Bytes by key, for keys that hold any."""
         self._images: dict[ModelImage, tuple[str, int]] = {}
-        """The key that an image is counted for, and the requests that have it."""
+        """The key for which an image is counted, and the requests that use it."""
 
     @property
     def used_bytes(self) -> int:
@@ -39,7 +39,7 @@ class ImageMemory:
         free = self.limit_bytes - self.used_bytes - more_bytes
         if free < (0 if alone else own):
             raise Unavailable(
-                "The server is short of memory for images.",
+                "The server is out of memory for images.",
                 code="image_memory",
                 retry_after_s=_RETRY_AFTER_S,
             )
@@ -51,7 +51,7 @@ class ImageMemory:
             del self._held[key]
 
     def hold_image(self, key: str, image: ModelImage, *, alone: bool) -> None:
-        """Count ``image`` once, however many requests have it. Raises `Unavailable`."""
+        """Count ``image`` once, however many requests use it. Raises `Unavailable`."""
         owner, count = self._images.get(image, (key, 0))
         if not count:
             self.hold(key, image.nbytes, alone=alone)
@@ -66,7 +66,7 @@ class ImageMemory:
 
 
 class HeldMemory:
-    """What one request of ``key`` holds, until `close`."""
+    """The memory held by one request of ``key``, until `close`."""
 
     def __init__(self, memory: ImageMemory, key: str, *, alone: bool) -> None:
         self._memory, self._key, self._alone = memory, key, alone
@@ -75,13 +75,13 @@ class HeldMemory:
         self._total_bytes = 0
 
     def hold(self, more_bytes: int) -> None:
-        """Raises `InvalidRequest` for more than a request may hold, and `Unavailable`."""
+        """Raises `InvalidRequest` above the limit for one request, and `Unavailable`."""
         self._check(more_bytes)
         self._memory.hold(self._key, more_bytes, alone=self._alone)
         self._bytes += more_bytes
 
     def hold_image(self, image: ModelImage) -> None:
-        """As `hold`, once for each image."""
+        """Like `hold`, once for each image."""
         if image not in self._images:
             self._check(image.nbytes)
             self._memory.hold_image(self._key, image, alone=self._alone)
@@ -99,21 +99,22 @@ class HeldMemory:
         limit = self._memory.limit_bytes // 2
         if self._total_bytes > limit:
             raise InvalidRequest(
-                f"The images need over {limit} bytes of memory: send fewer or smaller ones.",
+                f"The images need more than {limit} bytes of memory: send fewer or smaller images.",
                 code="image_too_large",
             )
 
 
 class ImageCache:
-    """Prepared images by what they were made of, in at most ``limit_bytes``; the least recently
-    used are dropped. For several threads."""
+    """Cached prepared images, by their source, in at most ``limit_bytes``. The least recently used
+    are dropped. Thread-safe.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._images: OrderedDict[Hashable, ModelImage] = OrderedDict()
         self.used_bytes = 0
         self._lock = threading.Lock()
-        """Guards all of the above."""
+        """Guards everything above."""
 
     def get(self, key: Hashable) -> ModelImage | None:
         with self._lock:

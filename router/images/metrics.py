@@ -1,4 +1,4 @@
-"""What is counted of images before an engine gets them."""
+"""Metrics of images before they reach an engine."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class ImageMetrics:
-    """Counters in ``registry``."""
+    """Creates its counters in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._received = Counter(
-            f"{_PREFIX}received_images", "Images of requests, once prepared", registry=registry
+            f"{_PREFIX}received_images", "Images prepared for requests", registry=registry
         )
         self._cached = Counter(
-            f"{_PREFIX}prepared_image_hits", "Of these, prepared before", registry=registry
+            f"{_PREFIX}prepared_image_hits", "Of these, found in the cache", registry=registry
         )
         self._rejected = Counter(
-            f"{_PREFIX}rejected_images", "Images refused, by reason", ["reason"], registry=registry
+            f"{_PREFIX}rejected_images", "Images rejected, by reason", ["reason"], registry=registry
         )
         self._lost = Counter(
             f"{_PREFIX}image_decoders_lost",
-            "Processes that decode images and ended, or had to be ended",
+            "Image decoder processes that crashed or were killed",
             registry=registry,
         )
         self._memory = Gauge(
             f"{_PREFIX}image_memory_bytes",
-            "Memory of the router for images in use, and kept",
+            "Router memory for images in use and cached",
             registry=registry,
         )
         self._seconds = Histogram(
             f"{_PREFIX}image_decode_seconds",
-            "Decoding and preparing one image",
+            "Time to decode and prepare one image",
             buckets=_SECONDS,
             registry=registry,
         )
 
     def watch_memory(self, used_bytes: Callable[[], float]) -> None:
-        """Report what ``used_bytes`` returns when Prometheus asks."""
+        """Report the result of ``used_bytes`` when Prometheus scrapes."""
         self._memory.set_function(used_bytes)
 
     def prepared(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Encoded images to upright RGB pixels: what is taken, and what is refused before it is decoded.
+"""Encoded images to upright RGB pixels, and the checks before anything is decoded.
 
-It runs in the process that decodes images, which may be lost (`router.images.decoder`). Pillow is
-imported inside of functions: a router without the extra `vision` has none.
+Runs in the image decoder process, which may crash (`router.images.decoder`). Pillow is imported
+inside functions: a router without the extra `vision` does not have it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-TAKEN = "png, jpeg, webp and gif are taken"
+TAKEN = "supported formats are png, jpeg, webp and gif"
 
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -25,16 +25,16 @@ _UPRIGHT = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""By EXIF's orientation, Pillow's transposition that undoes it."""
+"""Pillow's transposition that undoes an EXIF orientation."""
 _ORIENTATION = 0x0112
 _WEBP_HEADER_BYTES = 30
 
 Reason = Literal["format", "damaged", "pixels", "unusable", "time", "memory", "process"]
-"""Why an image is refused, in one word: the label of a metric."""
+"""Reasons for rejecting an image, in one word: the label of a metric."""
 
 
 class ImageRefused(Exception):
-    """An image that is not taken. Its text goes on from "the image"."""
+    """The image is rejected. The message continues "the image"."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -42,13 +42,13 @@ class ImageRefused(Exception):
 
 
 def open_image(content: bytes, max_pixels: int) -> Image:
-    """Return the first frame of ``content``, upright and in RGB, on white where it is transparent.
+    """Return the first frame of ``content``, upright and in RGB, with transparency on white.
 
     Raises `ImageRefused`. Nothing is decoded before the header has shown at most ``max_pixels``.
     """
     from PIL import Image, ImageFile, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = None  # checked here, with a limit of our own
+    Image.MAX_IMAGE_PIXELS = None  # checked here with our own limit
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     _check_kind(content)
     _check_size(_webp_size(content), max_pixels)
@@ -58,7 +58,7 @@ def open_image(content: bytes, max_pixels: int) -> Image:
         raise ImageRefused("format", f"cannot be read: {TAKEN}.") from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever a damaged header makes of Pillow
+    except Exception as error:  # Pillow raises anything for a damaged header
         raise _damaged(error) from None
     _check_size(image.size, max_pixels)
     try:
@@ -72,14 +72,14 @@ def open_image(content: bytes, max_pixels: int) -> Image:
 
 
 def _check_kind(content: bytes) -> None:
-    """Raise `ImageRefused` for what is known to be something else."""
+    """Raise `ImageRefused` for content known to be something else."""
     start = content[:256].lstrip().lower()
     if not content:
         raise ImageRefused("format", "is empty.")
     if start.startswith(b"%pdf"):
         raise ImageRefused("format", f"is a PDF, which is not supported: {TAKEN}.")
     if start.startswith((b"<svg", b"<?xml", b"<!doctype svg")):
-        raise ImageRefused("format", f"is an SVG or XML: {TAKEN}.")
+        raise ImageRefused("format", f"is SVG or XML: {TAKEN}.")
 
 
 def _check_size(size: tuple[int, int] | None, max_pixels: int) -> None:
@@ -91,15 +91,15 @@ def _check_size(size: tuple[int, int] | None, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageRefused(
             "pixels",
-            f"has {width} x {height} pixels, over the limit of {max_pixels} in all.",
+            f"has {width} x {height} pixels; the limit is {max_pixels} in total.",
         )
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """Return width and height as a WebP's header has them, None for another format.
+    """Return width and height from a WebP's header, None for other formats.
 
-    Pillow gives a WebP its whole canvas as soon as it is opened.
-    Source: https://developers.google.com/speed/webp/docs/riff_container
+    Pillow allocates the whole canvas of a WebP when it opens the file. Source:
+    https://developers.google.com/speed/webp/docs/riff_container
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < _WEBP_HEADER_BYTES:
         return None
@@ -117,8 +117,9 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _rgb(image: Image) -> Image:
-    """Return ``image`` in RGB. Pillow's own conversion cuts 16 bits off at 255, and shows what is
-    behind transparent pixels."""
+    """Return ``image`` in RGB. Pillow's own conversion clips 16-bit values at 255, and shows what
+    is behind transparent pixels.
+    """
     from PIL import Image
 
     if image.mode.startswith(("I", "F")):
@@ -132,7 +133,7 @@ def _rgb(image: Image) -> Image:
 
 
 def _eight_bits(image: Image) -> Image:
-    """Return a picture of 16 or more bits a pixel as grey of 8 bits."""
+    """Return an image with 16 or more bits per pixel as 8-bit grey."""
     import numpy as np
     from PIL import Image
 
@@ -143,10 +144,10 @@ def _eight_bits(image: Image) -> Image:
 
 
 def _orientation(image: Image) -> int:
-    """Return EXIF's orientation; 1, which is upright, where it cannot be read."""
+    """Return the EXIF orientation; 1 (upright) if it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # EXIF is data of anybody's: loops, lies about lengths
+    except Exception:  # EXIF is untrusted data: loops, wrong lengths
         return 1
 
 

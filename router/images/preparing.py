@@ -1,5 +1,4 @@
-"""From images as clients send them to images as models take them: the bounds, the decoding
-processes, the cache."""
+"""Prepares clients' images for models: limits, decoder processes, cache."""
 
 from __future__ import annotations
 
@@ -31,21 +30,24 @@ logger = logging.getLogger(__name__)
 
 MB = 1_000_000
 _CACHED_SHARE = 4
-"""The cache gets one of so many parts of `--image-memory-mb`."""
+"""The cache gets 1 / this of `--image-memory-mb`."""
 _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How images are prepared for a model: the folder of its files, and what its engine says."""
+    """How images are prepared for a model: the folder with its files, and its engine's
+    description.
+    """
 
     folder: Path
     vision: Vision
 
 
 class ImagePreparer:
-    """Prepares the images of all requests. Runs on the event loop; what costs by the size of an
-    image runs on threads, which wait for processes."""
+    """Prepares the images of all requests. Runs on the event loop; work that depends on the size of
+    an image runs on threads, which wait for processes.
+    """
 
     def __init__(self, settings: Settings, metrics: ImageMetrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -67,7 +69,7 @@ class ImagePreparer:
         self._cache = ImageCache(limit_bytes // _CACHED_SHARE)
         metrics.watch_memory(lambda: self.memory.used_bytes + self._cache.used_bytes)
         self._locks: weakref.WeakValueDictionary[object, _Lock] = weakref.WeakValueDictionary()
-        """Of what is being prepared: requests with the same image wait for the first."""
+        """Locks for images in preparation: requests with the same image wait for the first one."""
         self._locks_lock = threading.Lock()
 
     def close(self) -> None:
@@ -83,10 +85,10 @@ class ImagePreparer:
         scope: str,
         held: HeldMemory,
     ) -> list[ModelImage]:
-        """Return each of ``images``, as ``processor`` makes it, for a request of ``key``.
+        """Return each of ``images`` prepared by ``processor``, for a request of ``key``.
 
-        Results are shared within ``scope``; ``held`` counts their memory. Raises `ApiError`, which
-        names the field of the image.
+        Results are shared within ``scope``; ``held`` counts their memory. Raises `ApiError` with
+        the field of the image.
         """
         self._check(images)
         left = self._settings.max_image_bytes - sum(map(_num_bytes, images))
@@ -107,12 +109,12 @@ class ImagePreparer:
         return prepared
 
     def _check(self, images: Sequence[SentImage]) -> None:
-        """Raise `InvalidRequest` for too many of them, or too many bytes."""
+        """Raise `InvalidRequest` for too many images or too many bytes."""
         most, limit = self._settings.max_images, self._settings.max_image_bytes
         if len(images) > most:
             self._metrics.rejected("count")
             raise InvalidRequest(
-                f"There are {len(images)} images, over the limit of {most}.",
+                f"{len(images)} images, the limit is {most}.",
                 param=images[most].path,
                 code="too_many_images",
             )
@@ -122,8 +124,8 @@ class ImagePreparer:
             if total > limit:
                 self._metrics.rejected("bytes")
                 raise InvalidRequest(
-                    f"'{image.path}': with this one the images have {total} bytes, over the limit"
-                    f" of {limit}.",
+                    f"'{image.path}': the images up to this one have {total} bytes; the limit is "
+                    f"{limit}.",
                     param=image.path,
                     code="image_too_large",
                 )
@@ -131,9 +133,12 @@ class ImagePreparer:
     async def _fetch(self, image: SentImage, most_bytes: int, key: str) -> bytes:
         scheme = image.source[:8].partition(":")[0].lower()
         if self._fetcher is None or scheme != "https":
-            text = "is behind a URL; send it as a data: URL."
+            text = "has a URL that is not a data: URL; send it as a data: URL."
             if scheme == "https":
-                text = "is behind a URL, and this server fetches none (--image-hosts)."
+                text = (
+                    "has a URL, and this server fetches no images (--image-hosts); send it as "
+                    "a data: URL."
+                )
             raise self._refused(image, "host", text, code="invalid_image_url")
         try:
             return await self._fetcher.fetch(image.source, most_bytes, key)
@@ -183,15 +188,19 @@ class ImagePreparer:
         except DecoderLost as error:
             self._metrics.lost()
             if error.is_late:
-                raise ImageRefused("time", f"took over {TIME_LIMIT_S:g} s to decode.") from None
-            raise ImageRefused("process", "ended the process that decoded it.") from None
+                raise ImageRefused(
+                    "time", f"took more than {TIME_LIMIT_S:g} s to decode."
+                ) from None
+            raise ImageRefused("process", "crashed the process that decoded it.") from None
         except OSError as error:
-            raise Unavailable(f"No process can decode images: {error.strerror or error}") from None
+            raise Unavailable(
+                f"No image decoder process can be started: {error.strerror or error}"
+            ) from None
         finally:
             self._idle.put(process)
         if answer.is_fault_of_server:
-            logger.warning("Images are refused: %s", answer.text)
-            raise NotSupported(f"Images cannot be prepared for this model here: {answer.text}")
+            logger.warning("images are rejected: %s", answer.text)
+            raise NotSupported(f"Images cannot be prepared for this model: {answer.text}")
         if answer.reason is not None:
             raise ImageRefused(answer.reason, answer.text)
         self._metrics.prepared(answer.seconds)
@@ -199,7 +208,7 @@ class ImagePreparer:
 
 
 class _Lock:
-    """A lock that may be referred to weakly."""
+    """A lock that supports weak references."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -210,5 +219,7 @@ def _is_remote(image: SentImage) -> bool:
 
 
 def _num_bytes(image: SentImage) -> int:
-    """Return about how many bytes ``image`` has, as far as that can be told before it is here."""
+    """Return the approximate size of ``image`` in bytes, as far as it is known before it is
+    fetched.
+    """
     return 0 if _is_remote(image) else image.size * 3 // 4

@@ -1,1 +1,1 @@
-"""Ollama's API: schemas, translation into a `ChatRequest`, answers, and what it says of models."""
+"""Ollama's API: schemas, translation to a `ChatRequest`, answers, and information on models."""

@@ -1,4 +1,4 @@
-"""`/api/embed`, and `/api/embeddings`, which it replaced."""
+"""`/api/embed`, and its predecessor `/api/embeddings`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Body = OllamaEmbedRequest | OllamaEmbeddingRequest
 
 
 class OllamaEmbed:
-    """An ASGI application. Texts that are too long are cut, unless the request says otherwise."""
+    """An ASGI application. Texts that are too long are truncated unless the request disables it."""
 
     def __init__(
         self, router: Router, body_type: type[OllamaEmbedRequest] | type[OllamaEmbeddingRequest]
@@ -87,8 +87,9 @@ class OllamaEmbed:
 
 
 def _written(body: _Body, found: EncodedTexts | None, figures: OllamaEmbeddings) -> Iterator[bytes]:
-    """Yield the answer in JSON, a text at a time: all numbers at once take several times their
-    size."""
+    """Yield the answer's JSON one text at a time: formatting all numbers at once would take several
+    times their size.
+    """
     rows: Iterable[Rows] = () if found is None else found.rows
     if isinstance(body, OllamaEmbeddingRequest):
         yield msgspec.json.encode(

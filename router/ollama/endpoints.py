@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`, and the table of all that is served of Ollama's API."""
+"""`/api/chat` and `/api/generate`, and the table of all endpoints of Ollama's API."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def operations(router: Router) -> list[Operation]:
 
 
 class OllamaEndpoint(ChatEndpoint[_Body]):
-    """Streams unless the request says otherwise."""
+    """Return whether to stream, which is the default."""
 
     stream_media_type = MEDIA_TYPE
     error_type = OllamaError
@@ -78,7 +78,9 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         raise NotImplementedError
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
-        """Without a limit an answer ends where the model ends it, or its context."""
+        """Return the limit on the answer's tokens. Without one, the answer ends at the end of the
+        context.
+        """
         limit = model.settings.max_generation_tokens
         return min(request.max_tokens or limit, limit)
 
@@ -97,7 +99,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
             return [Prompt.of_text(renderer.encode(request.raw_prompt, check_length=check_length))]
         render = super().tokenize_prompts
         if request.truncate:
-            # The last question stays: alone it cannot become shorter.
+            # The last question is kept: it cannot become shorter by itself.
             turns = sum(message.role == "user" for message in request.messages)
             prompts = render(request, model, cache_scope, None if turns > 1 else check_length)
             limit = _longest_prompt(request, model)
@@ -108,7 +110,9 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         if not request.earlier_tokens:
             return prompts
         if max(request.earlier_tokens) >= model.hello.vocab_size:
-            raise InvalidRequest("'context' has tokens that the model lacks.", param="context")
+            raise InvalidRequest(
+                "'context' has token ids that are not in the model's vocabulary.", param="context"
+            )
         return [prompts[0].after(request.earlier_tokens, renderer)]
 
     def reply_parser(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:

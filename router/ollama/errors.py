@@ -1,4 +1,4 @@
-"""Errors in Ollama's shape."""
+"""Errors in Ollama's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.errors import ApiError, ModelNotFound
 
 
 class OllamaError(Struct, frozen=True):
-    error: Annotated[str, Meta(description="What is wrong, in words.")]
+    error: Annotated[str, Meta(description="The error message.")]
 
 
 def error_body(error: ApiError) -> bytes:
@@ -21,5 +21,5 @@ def error_body(error: ApiError) -> bytes:
 
 
 def is_ollama_path(path: str) -> bool:
-    """Return whether clients of ``path`` expect errors in this shape."""
+    """Return whether clients of ``path`` expect errors in this format."""
     return path.startswith("/api/")

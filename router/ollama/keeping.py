@@ -1,6 +1,6 @@
 """`keep_alive`: how long a model stays loaded without a request.
 
-One client decides it for all. So it counts only where ``--ollama-manage`` allows it.
+One client's value affects all clients, so it only takes effect with ``--ollama-manage``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.ollama.schemas import OllamaModelUse, OllamaRequest
 async def load_or_unload(
     router: Router, body: OllamaRequest, name: str, http: Request
 ) -> DoneReason:
-    """Load the model that is served as ``name``, or unload it if ``body`` says so. Return which.
+    """Load the model served as ``name``, or unload it if ``body`` requests that. Return which.
 
     Raises `ApiError` and `ClientDisconnected`.
     """
@@ -44,24 +44,26 @@ def keep(router: Router, body: OllamaModelUse, name: str, tenant: Tenant) -> Non
 def _unload(router: Router, name: str, http: Request) -> None:
     if not router.settings.ollama_manage:
         raise ManagementForbidden(
-            "A model is unloaded by a 'keep_alive' of 0 only with --ollama-manage.",
+            "A 'keep_alive' of 0 unloads a model only with --ollama-manage.",
             param="keep_alive",
         )
     if router.adapters.find(name) is not None:
         raise InvalidRequest(f"{name} is an adapter: unload its model.", param="model")
     model = router.supervised.find(name)
     if model is None:
-        router.model_for(name, http.state.tenant)  # raises if there is none
-        raise EndpointNotSupported(f"The engines of {name} are not this server's to unload.")
+        router.model_for(name, http.state.tenant)  # raises if there is no such model
+        raise EndpointNotSupported(
+            f"This server does not manage the engines of {name} and cannot unload them."
+        )
     if not http.state.tenant.may_use(model.names):
-        raise ModelForbidden(f"The API key may not use {name}.", param="model")
+        raise ModelForbidden(f"This API key may not use {name}.", param="model")
     if model.pinned:
-        raise InvalidRequest(f"{name} is pinned, and stays loaded.", param="keep_alive")
+        raise InvalidRequest(f"{name} is pinned and stays loaded.", param="keep_alive")
     router.supervised.keep(model, 0.0)
 
 
 def seconds_left(router: Router, name: str) -> float:
-    """Return the seconds until a model is unloaded, if no request comes; infinity: never."""
+    """Return the seconds without a request until a model is unloaded; infinity: never."""
     model = router.supervised.find(name)
     if model is None or model.pinned:
         return math.inf

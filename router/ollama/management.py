@@ -1,4 +1,4 @@
-"""`/api/pull` and `/api/delete`: models that come and go while the server runs."""
+"""`/api/pull` and `/api/delete`: add and remove models at run time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def operations(router: Router) -> list[Operation]:
         managing(
             "/api/pull",
             pull_model,
-            "Download a model, and serve it",
+            "Download a model and serve it",
             method="POST",
             body_type=OllamaPullRequest,
             example={"model": "demo", "stream": False},
@@ -62,7 +62,7 @@ def operations(router: Router) -> list[Operation]:
         managing(
             "/api/delete",
             delete_model,
-            "Delete a model that was pulled",
+            "Delete a pulled model",
             method="DELETE",
             body_type=OllamaModelRequest,
             example={"model": "nobody"},
@@ -96,7 +96,7 @@ async def delete_model(http: Request) -> Response:
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
     async for job in router.supervised.follow_job("delete", name):
         if job.state == "failed":
-            raise InvalidRequest(f"{name} stays: {job.reason}.", param="model")
+            raise InvalidRequest(f"Cannot delete {name}: {job.reason}.", param="model")
     return Response()
 
 
@@ -104,7 +104,7 @@ def _check_allowed(http: Request) -> None:
     router: Router = http.app.state.router
     if not router.settings.ollama_manage and http.state.tenant is not ADMINISTRATOR:
         raise ManagementForbidden(
-            "Models are pulled and deleted only with --ollama-manage, or by --admin-key."
+            "Pulling and deleting models requires --ollama-manage or the --admin-key."
         )
 
 
@@ -120,7 +120,7 @@ def _all_names(router: Router) -> set[str]:
 async def _lines(
     name: str, states: AsyncGenerator[RemoteJob, None], http: Request
 ) -> AsyncIterator[bytes]:
-    """Yield the progress of a download. An error becomes the last line."""
+    """Yield the progress of a download. An error is sent as the last line."""
     yield _line(OllamaProgress(status="pulling manifest"))
     try:
         async with cancel_on_disconnect(http.receive), aclosing(states):
@@ -135,7 +135,7 @@ async def _lines(
     except ClientDisconnected:
         raise
     except Exception:
-        logger.exception("in the stream of a pull")
+        logger.exception("error while streaming the progress of a pull")
         yield error_body(InternalError()) + b"\n"
         return
     yield _line(OllamaProgress(status="success"))

@@ -1,4 +1,6 @@
-"""What Ollama's API says of the models and the server: `/api/tags`, `show`, `ps` and `version`."""
+"""Ollama's endpoints with information on models and server: `/api/tags`, `show`, `ps` and
+`version`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ def operations(router: Router) -> list[Operation]:
     if router.settings.no_page:
         found.append(
             Operation(
-                "/", is_running, "Whether it runs", "Ollama", access="open", media_type="text/plain"
+                "/",
+                is_running,
+                "Check that the server runs",
+                "Ollama",
+                access="open",
+                media_type="text/plain",
             )
         )
     return found
@@ -97,7 +104,7 @@ async def show_model(http: Request) -> Response:
     for model_id, names in listed_names(router).items():
         if name in names:
             if not http.state.tenant.may_use(names):
-                raise ModelForbidden(f"The API key may not use {name}.", param="model")
+                raise ModelForbidden(f"This API key may not use {name}.", param="model")
             return json_response(_shown(router, model_id))
     if (found := router.adapters.find(name)) is not None:
         if not http.state.tenant.may_use(found.listed.names):
@@ -139,7 +146,7 @@ def _running(router: Router, model: ModelReplicas) -> OllamaRunningModel:
         size=size,
         digest=_digest(model.id, model),
         details=_details(router, model.id),
-        # A client's keep_alive may be longer than there are years.
+        # A client's keep_alive may exceed the maximum year of a date.
         expires_at=_NEVER if left_s > 1e9 else timestamp(time.time() + left_s),
         size_vram=size,
         context_length=model.hello.context_length,
@@ -187,7 +194,7 @@ def _weights_bytes(router: Router, model_id: str) -> int:
 
 
 def _config(router: Router, model_id: str) -> Mapping[str, Any]:
-    """Return the model's ``config.json``; that of its text model if it has several."""
+    """Return the model's ``config.json``, or the text model's part if it has several."""
     model = router.registry.models.get(model_id)
     config = model.renderer.config if model and model.renderer else {}
     inner = config.get("text_config")
@@ -216,7 +223,7 @@ def _parameters(router: Router, model_id: str) -> int:
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    """Return the name of the weights' type; empty if it is not known."""
+    """Return the name of the weights' data type; empty if unknown."""
     quantization = config.get("quantization")
     if isinstance(quantization, dict) and type(bits := quantization.get("bits")) is int:
         return f"{bits}-bit"
@@ -224,7 +231,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def _model_info(router: Router, model_id: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is known of the model, under the names of GGUF."""
+    """Yield what is known about the model, under GGUF's names."""
     config = _config(router, model_id)
     model = router.registry.models.get(model_id)
     kind = str(config.get("model_type", ""))

@@ -1,4 +1,4 @@
-"""Names of models as Ollama writes them: ``model:tag``, where ``latest`` may be left out."""
+"""Model names as Ollama writes them: ``model:tag``, where ``:latest`` may be omitted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ _LATEST = ":latest"
 
 
 def served_name(router: Router, name: str) -> str:
-    """Return the name under which the model called ``name`` is served; ``name`` if none is."""
+    """Return the name under which the model called ``name`` is served; ``name`` itself if there is
+    none.
+    """
     for each in (name, name.removesuffix(_LATEST), name + _LATEST):
         if router.adapters.find_configured(each) or router.registry.find_model(each):
             return each
@@ -22,8 +24,9 @@ def with_tag(name: str) -> str:
 
 
 def listed_names(router: Router) -> dict[str, list[str]]:
-    """Return the names of each model, by its own name. One that has just been deleted, or whose
-    engines have left, is none."""
+    """Return the names of each model, by its own name. Models that were just deleted, or whose
+    engines have left, are omitted.
+    """
     found = router.registry.models
     return {
         model_id: names

@@ -13,7 +13,9 @@ DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class OllamaAnswer(Struct, frozen=True, kw_only=True):
-    """A whole answer, or a part of one. The last part has ``done``, and figures."""
+    """A complete answer or a part of one. The last part has ``done`` set and includes
+    the figures.
+    """
 
     model: str
     created_at: str
@@ -62,7 +64,7 @@ class OllamaGenerateAnswer(OllamaAnswer, frozen=True, kw_only=True):
 
 
 class OllamaModelDetails(Struct, frozen=True, kw_only=True):
-    """Empty texts stand for what is not known before the model is loaded first."""
+    """Texts are empty if unknown until the model is loaded for the first time."""
 
     parent_model: str = ""
     format: Literal["safetensors"] = "safetensors"
@@ -76,7 +78,7 @@ class OllamaModel(Struct, frozen=True, kw_only=True):
     name: str
     model: str
     modified_at: str
-    size: Annotated[int, Meta(description="The bytes of the weights; 0: not known.")]
+    size: Annotated[int, Meta(description="Size of the weights in bytes; 0: unknown.")]
     digest: str
     details: OllamaModelDetails
     capabilities: list[str]
@@ -89,11 +91,14 @@ class OllamaModelList(Struct, frozen=True):
 class OllamaRunningModel(Struct, frozen=True, kw_only=True):
     name: str
     model: str
-    size: Annotated[int, Meta(description="The bytes in memory, of all its engines.")]
+    size: Annotated[int, Meta(description="Memory used by all its engines, in bytes.")]
     digest: str
     details: OllamaModelDetails
     expires_at: Annotated[
-        str, Meta(description="When it is unloaded without a request; the year 9999: never.")
+        str,
+        Meta(
+            description="When the model is unloaded without a request; the year 9999 means never."
+        ),
     ]
     size_vram: int
     context_length: int

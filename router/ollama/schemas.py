@@ -27,14 +27,14 @@ _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 KeepAlive = Annotated[
     float | Annotated[str, Meta(max_length=64)],
-    Meta(description="Seconds, or a duration such as `5m`; below 0: for ever."),
+    Meta(description="Seconds, or a duration such as `5m`; negative: forever."),
 ]
 
 
 MAX_IMAGES = 256
-"""Of a message."""
+"""Roles of a message."""
 _MOST = 2**31 - 1
-# Some clients send 4096 as 4096.0.
+# Some clients send integers as floats (4096.0).
 Natural = Annotated[int, Meta(ge=0, le=_MOST)] | Annotated[float, Meta(ge=0, le=_MOST)]
 Limit = Annotated[int, Meta(ge=-2, le=_MOST)] | Annotated[float, Meta(ge=-2, le=_MOST)]
 Extent = Annotated[int, Meta(ge=-1, le=_MOST)] | Annotated[float, Meta(ge=-1, le=_MOST)]
@@ -42,8 +42,9 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(g
 
 
 class OllamaOptions(Struct, frozen=True, kw_only=True):
-    """How an answer is generated. ``ignore_eos`` is not Ollama's. Other options
-    are accepted and have no effect."""
+    """Options of generation. ``ignore_eos`` is an extension of this server. Unknown options are
+    accepted and have no effect.
+    """
 
     num_predict: Limit | None = None
     num_ctx: Natural | None = None
@@ -66,7 +67,7 @@ class OllamaFunctionCall(Struct, frozen=True):
 
 
 class OllamaToolCall(Struct, frozen=True):
-    """A call of an earlier reply."""
+    """A tool call in an earlier answer."""
 
     function: OllamaFunctionCall
     id: str | None = None
@@ -93,8 +94,9 @@ class OllamaModelUse(RequestBody, frozen=True, kw_only=True):
 
     @property
     def keep_s(self) -> float | None:
-        """The seconds without a request after which the model is to be unloaded; infinity: never,
-        None: as configured. Raises `InvalidValue`."""
+        """The seconds without a request until the model is unloaded; infinity: never, None: as
+        configured. Raises `InvalidValue`.
+        """
         if self.keep_alive is None:
             return None
         seconds = _seconds(self.keep_alive)
@@ -105,7 +107,7 @@ class OllamaModelUse(RequestBody, frozen=True, kw_only=True):
 
 
 class OllamaRequest(OllamaModelUse, frozen=True, kw_only=True):
-    """Fields of both endpoints that generate."""
+    """Fields of both generating endpoints."""
 
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
@@ -116,18 +118,19 @@ class OllamaRequest(OllamaModelUse, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to answer: the model is to be loaded, or unloaded."""
+        """Whether there is nothing to answer: the request only loads or unloads the model."""
         return False
 
     def check(self) -> None:
         super().check()
         if isinstance(self.format, str) and self.format not in ("", "json"):
-            raise InvalidValue("'format' is neither \"json\" nor a JSON schema.", param="format")
+            raise InvalidValue("'format' must be \"json\" or a JSON schema.", param="format")
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
-    """A conversation to answer. Without messages its model is loaded, or with a ``keep_alive`` of 0
-    unloaded."""
+    """A conversation to answer. Without messages it loads the model, or unloads it if
+    ``keep_alive`` is 0.
+    """
 
     may_have_images = True
 
@@ -144,8 +147,7 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
 
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
-    """A prompt to answer. Without one its model is loaded, or with a ``keep_alive`` of 0
-    unloaded."""
+    """A prompt to answer. Without one it loads the model, or unloads it if ``keep_alive`` is 0."""
 
     neutral: ClassVar = {"suffix": ("",), "template": ("",)}
     may_have_images = True
@@ -171,11 +173,11 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
         super().check()
         for name in ("system", "context", "images"):
             if self.raw and getattr(self, name):
-                raise InvalidRequest(f"'raw' does not go with '{name}'.", param=name)
+                raise InvalidRequest(f"'raw' cannot be combined with '{name}'.", param=name)
 
 
 class OllamaEmbedRequest(OllamaModelUse, frozen=True, kw_only=True):
-    """Texts to embed. Without any the model is loaded."""
+    """Texts to embed. Without texts it only loads the model."""
 
     texts_field: ClassVar = "input"
 
@@ -191,7 +193,7 @@ class OllamaEmbedRequest(OllamaModelUse, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingRequest(OllamaModelUse, frozen=True, kw_only=True):
-    """A text to embed. Without one the model is loaded."""
+    """A text to embed. Without one it only loads the model."""
 
     texts_field: ClassVar = "prompt"
     truncate: ClassVar = True
@@ -205,7 +207,7 @@ class OllamaEmbeddingRequest(OllamaModelUse, frozen=True, kw_only=True):
 
 
 class OllamaModelRequest(RequestBody, frozen=True, kw_only=True):
-    """The name of a model. ``name`` is an older name of ``model``."""
+    """The name of a model. ``name`` is the deprecated form of ``model``."""
 
     any_media_type = True
 
@@ -218,7 +220,7 @@ class OllamaModelRequest(RequestBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if not self.wanted:
-            raise InvalidRequest("'model' is missing.", param="model")
+            raise InvalidRequest("'model' is required.", param="model")
 
 
 class OllamaPullRequest(OllamaModelRequest, frozen=True, kw_only=True):
@@ -226,7 +228,7 @@ class OllamaPullRequest(OllamaModelRequest, frozen=True, kw_only=True):
 
 
 def _seconds(given: float | str) -> float:
-    """Return a duration in seconds. Text is as Go writes it. Raises `InvalidValue`."""
+    """Return a duration in seconds. Text is in Go's format. Raises `InvalidValue`."""
     if isinstance(given, str):
         text = given.strip()
         if _DURATION.fullmatch(text):
@@ -238,4 +240,6 @@ def _seconds(given: float | str) -> float:
             given = math.nan
     if math.isfinite(given):
         return given
-    raise InvalidValue("'keep_alive' is neither seconds nor like '5m'.", param="keep_alive")
+    raise InvalidValue(
+        "'keep_alive' must be a number of seconds or a duration like '5m'.", param="keep_alive"
+    )

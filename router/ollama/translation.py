@@ -1,4 +1,4 @@
-"""Requests of Ollama's API as `ChatRequest`s."""
+"""Translation of Ollama's requests to `ChatRequest`s."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LONGEST = 2**31 - 1
 
 
 class OllamaPrompt(ChatRequest, frozen=True, kw_only=True):
-    """A `ChatRequest` with what only Ollama's API has."""
+    """A `ChatRequest` with fields that exist only in Ollama's API."""
 
     context_size: int | None = None
     truncate: bool = False
-    """Whether the oldest turns are dropped from a prompt that is too long."""
+    """Whether the oldest turns are dropped if the prompt is too long."""
     needs_thinking: bool = False
-    """Whether a model that cannot reason is an error."""
+    """Whether it is an error if the model cannot reason."""
     raw_prompt: str | None = None
-    """A prompt that no template is put around, in the place of ``messages``."""
+    """A prompt used without a template, instead of ``messages``."""
     earlier_tokens: tuple[int, ...] = ()
-    """The tokens that the prompt goes on from."""
+    """The tokens that the prompt continues."""
 
     @property
     def max_context(self) -> int | None:
@@ -55,8 +55,9 @@ class OllamaPrompt(ChatRequest, frozen=True, kw_only=True):
 
 
 def chat_prompt(body: OllamaChatRequest, model: str) -> OllamaPrompt:
-    """Return the request for ``body`` to the model that is served as ``model``. Raises
-    `InvalidRequest` that names the field."""
+    """Return the request for ``body`` to the model served as ``model``. Raises `InvalidRequest`
+    with the name of the field.
+    """
     messages = list(_messages(body.messages or ()))
     last = messages[-1]
     return validated(
@@ -71,7 +72,7 @@ def chat_prompt(body: OllamaChatRequest, model: str) -> OllamaPrompt:
 
 
 def generate_prompt(body: OllamaGenerateRequest, model: str) -> OllamaPrompt:
-    """Return the same for a single prompt."""
+    """Return the request for a single prompt."""
     messages = [ChatMessage("system", body.system)] if body.system else []
     content = _content(body.prompt, body.images, "images")
     return validated(
@@ -107,7 +108,7 @@ def _response_format(format: str | dict[str, Any] | None) -> ResponseFormat | No
 
 def _thinking(think: bool | str | None) -> dict[str, Any]:
     if isinstance(think, str):
-        # No template knows a higher level.
+        # No template supports a higher level.
         effort = "high" if think == "max" else think
         return {"enable_thinking": True, "reasoning_effort": effort}
     return {"enable_thinking": think}
@@ -160,7 +161,7 @@ def _messages(given: Sequence[OllamaMessage]) -> Iterator[ChatMessage]:
 
 
 def _content(text: str, images: list[str] | None, path: str) -> str | list[ContentPart]:
-    """Return the content of a message: its images, and then its text."""
+    """Return the content of a message: images first, then the text."""
     sent = [
         SentImage(type="image", source=image, is_url=False, path=image_path)
         for image_path, image in with_paths(images or (), path)

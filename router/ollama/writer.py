@@ -1,4 +1,4 @@
-"""Answers to chats and prompts: one object, or a line of JSON for each part."""
+"""Answers to chats and prompts: one object, or one line of JSON per part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEDIA_TYPE = "application/x-ndjson"
 
 
 class OllamaWriter(ABC):
-    """An `OutputWriter` of one request. A call is shown once it is whole."""
+    """An `OutputWriter` of one request. A tool call is sent once it is complete."""
 
     stream_type = MEDIA_TYPE.encode()
     repeats_request = False
@@ -78,7 +78,7 @@ class OllamaWriter(ABC):
     def _answer(
         self, delta: OutputDelta, calls: Sequence[OllamaCall] = (), **fields: Any
     ) -> OllamaAnswer:
-        """Return an answer, or a part of one, with this output."""
+        """Return a complete or partial answer with this output."""
 
     def _header(self, *, done: bool) -> dict[str, Any]:
         return {"model": self._model, "created_at": timestamp(), "done": done}
@@ -99,7 +99,7 @@ class OllamaWriter(ABC):
             self._calls[call.number] = whole
 
     def _whole_calls(self, before: int | None = None) -> list[OllamaCall]:
-        """Return the calls that have not been shown: all, or those numbered under ``before``."""
+        """Return the tool calls not sent yet: all, or those with a number below ``before``."""
         numbers = [number for number in self._calls if before is None or number < before]
         return [_call(self._calls.pop(number)) for number in numbers]
 
@@ -117,7 +117,7 @@ class OllamaChatWriter(OllamaWriter):
 
 
 class OllamaGenerateWriter(OllamaWriter):
-    repeats_request = True  # as tokens
+    repeats_request = True  # as token ids
 
     def __init__(self, model: str, *, raw: bool) -> None:
         self._raw = raw
@@ -139,7 +139,7 @@ class OllamaGenerateWriter(OllamaWriter):
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Return a time of ``time.time`` as text; that of now without one."""
+    """Return a time of ``time.time`` as text, by default the current time."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat().replace("+00:00", "Z")
 

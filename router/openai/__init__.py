@@ -1,1 +1,1 @@
-"""OpenAI's chat completions and text completions: endpoints, and the writer of their answers."""
+"""OpenAI's chat completions and text completions: endpoints, and writers of their answers."""

@@ -37,8 +37,8 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
     input: Annotated[
         str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)],
         Meta(
-            description=f"A text, up to {MAX_TEXTS} texts, the token ids of a text, or lists of"
-            " token ids."
+            description=f"A text, up to {MAX_TEXTS} texts, the token ids of a text, or up to "
+            f"{MAX_TEXTS} lists of token ids."
         ),
     ]
     encoding_format: EncodingFormat | None = None
@@ -48,7 +48,8 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
             Meta(
                 ge=1,
                 le=2**31 - 1,
-                description="How many numbers of each vector to keep; it has the length 1 again.",
+                description="Number of dimensions to keep of each vector, normalized to length "
+                "1 again.",
             ),
         ]
         | None
@@ -59,26 +60,28 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=512,
-                description="Which of the checkpoint's prompts to put before each text, such as"
-                " `query`.",
+                description="Name of the checkpoint's prompt to put before each text, such as "
+                "`query`.",
             ),
         ]
         | None
     ) = None
     truncate: Annotated[
-        bool | None, Meta(description="Whether texts that are too long are cut, and not refused.")
+        bool | None, Meta(description="Truncate texts that are too long instead of rejecting them.")
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
     def check(self) -> None:
         if len(self.texts) > MAX_TEXTS:
             raise InvalidRequest(
-                f"{len(self.texts)} texts are more than {MAX_TEXTS}.", param="input"
+                f"{len(self.texts)} texts, the limit is {MAX_TEXTS}.", param="input"
             )
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """Each text as it is, or as token ids. Raises `InvalidRequest` if both are mixed."""
+        """Return each text as a string or as token ids. Raises `InvalidRequest` if they
+        are mixed.
+        """
         if isinstance(self.input, str):
             return [self.input]
         kinds = {type(item) for item in self.input}
@@ -98,7 +101,7 @@ class EmbeddingItem(Struct, frozen=True, kw_only=True):
     index: int
     embedding: Annotated[
         list[float] | str,
-        Meta(description="Numbers, or in base64 their bytes: float32, little-endian."),
+        Meta(description="Numbers, or their bytes (float32, little-endian) in base64."),
     ]
 
 
@@ -153,7 +156,7 @@ class Embeddings:
 
 
 def audit(model: Model, found: EncodedTexts) -> dict[str, object]:
-    """Return what the log says of a request."""
+    """Return the log fields of a request."""
     return {
         "model": model.names[0],
         "prompt_tokens": found.num_tokens,
@@ -162,8 +165,9 @@ def audit(model: Model, found: EncodedTexts) -> dict[str, object]:
 
 
 def _written(found: EncodedTexts, model: str, how: EncodingFormat | None) -> Iterator[bytes]:
-    """Yield the answer in JSON, piece by piece: the numbers of thousands of texts at once would
-    take several times their size."""
+    """Yield the answer's JSON in parts: formatting thousands of vectors at once would take several
+    times their size.
+    """
     empty = EmbeddingList(
         data=[], model=model, usage=EmbeddingUsage(found.num_tokens, found.num_tokens)
     )

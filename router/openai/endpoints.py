@@ -47,7 +47,7 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
 
 
 def _with_notes(message: ChatMessage) -> ChatMessage:
-    """Return ``message`` with a note in place of each part that is not supported."""
+    """Return ``message`` with a note in place of each unsupported part."""
     if not isinstance(message.content, list):
         return message
     parts = [
@@ -88,7 +88,8 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
                 found.append(model.renderer.encode(prompt, check_length=check_length))
             elif any(token >= model.hello.vocab_size for token in prompt):
                 raise InvalidValue(
-                    f"'prompt' has a token id over {model.hello.vocab_size - 1}.", param="prompt"
+                    f"'prompt' contains a token id greater than {model.hello.vocab_size - 1}.",
+                    param="prompt",
                 )
             else:
                 found.append(prompt)

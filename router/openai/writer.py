@@ -1,4 +1,4 @@
-"""Answers of OpenAI's completions: JSON, or a stream of chunks."""
+"""Answers of OpenAI's completion endpoints: JSON, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DONE = "[DONE]"
 """The data of the event that ends a stream."""
 
 _MARK = uuid.uuid4().hex
-"""A text that no client can have put into a chunk."""
+"""A text that no client can put into a chunk."""
 
 _PLACE = f'"{_MARK}"'.encode()
 
@@ -53,7 +53,7 @@ _ChunkChoice = TypeVar("_ChunkChoice")
 
 
 class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
-    """An `OutputWriter` of one request. Subclasses give the shapes of answers and chunks."""
+    """An `OutputWriter` of one request. Subclasses define the format of answers and chunks."""
 
     id_prefix: ClassVar[str]
     stream_type = MEDIA_TYPE
@@ -71,18 +71,19 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self._header = asdict(header)
         self._include_usage = body.include_usage
         self._text_frames: dict[int, tuple[bytes, bytes]] = {}
-        """By choice: the JSON around the text of a chunk that has nothing else."""
+        """By choice: the JSON around the text of a chunk that contains only text."""
         self._spliced: list[bytes] = []
-        """JSON that goes in the places of `_PLACE` in a whole answer."""
+        """JSON that replaces the `_PLACE`s in a complete answer."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         pairs = zip(generation.choices, deltas, strict=True)
-        # One by one: the encoder lets no other thread run, and choices may have megabytes.
+        # Choices are encoded one by one: the encoder lets no other thread run, and a choice may
+        # have megabytes.
         choices = [
             Raw(msgspec.json.encode(self._full_choice(generation, choice, delta)))
             for choice, delta in pairs
         ]
-        # Many choices may have the same log-probabilities of a prompt, megabytes of them.
+        # Several choices may share the log-probabilities of a prompt, which are megabytes.
         whole = self._full(generation, cast(list[_FullChoice], choices))
         pieces = msgspec.json.encode(whole).split(_PLACE)
         spliced = itertools.chain(self._spliced, [b""])
@@ -114,7 +115,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return encode_event(self._chunk_json(choice))
 
     def _chunk_json(self, choice: _ChunkChoice) -> bytes:
-        # OpenAI's chunks have "usage": null when the usage comes at the end.
+        # OpenAI's chunks have "usage": null if the usage comes at the end.
         usage = None if self._include_usage else UNSET
         return msgspec.json.encode(self._chunk([choice], usage))
 
@@ -136,13 +137,13 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     @abstractmethod
     def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:
-        """Return the whole answer."""
+        """Return the complete answer."""
 
     @abstractmethod
     def _full_choice(
         self, generation: Generation, choice: Choice, delta: OutputDelta
     ) -> _FullChoice:
-        """Return ``choice`` of a whole answer; ``delta`` is all of its output."""
+        """Return ``choice`` of a complete answer; ``delta`` is its whole output."""
 
     @abstractmethod
     def _chunk(
@@ -154,14 +155,14 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     def _chunk_choice(
         self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None
     ) -> _ChunkChoice:
-        """Return the choice ``index`` of a chunk; ``reason`` is None before its end."""
+        """Return the choice ``index`` of a chunk; ``reason`` is None until it ends."""
 
 
 class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
     id_prefix = "chatcmpl-"
 
     def _full(self, generation: Generation, choices: list[ChatChoice]) -> ChatCompletion:
-        # A chat has one prompt, which all choices share.
+        # A chat has one prompt, shared by all choices.
         prompt_logprobs = self._prompt_logprobs(generation, generation.choices[0])
         return ChatCompletion(
             **self._header,

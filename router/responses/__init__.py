@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: schemas, translation into a `ChatRequest`, answers, and their store."""
+"""OpenAI's Responses API: schemas, translation to a `ChatRequest`, answers, and their store."""

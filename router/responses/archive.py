@@ -1,7 +1,7 @@
-"""Stored responses on disk, so that they survive a restart: one SQLite file, written behind.
+"""Stored responses on disk, which survive a restart: one SQLite file, written in the background.
 
-Only one router uses a directory at a time. What is lost with the machine is what its disk had not
-written: SQLite's own promise with ``synchronous = NORMAL`` and a write-ahead log.
+Only one router uses a directory at a time. A power failure loses what the disk had not written yet,
+as SQLite documents for ``synchronous = NORMAL`` with a write-ahead log.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ CREATE TABLE IF NOT EXISTS turns (
 
 
 class ArchiveError(Exception):
-    """The directory cannot be used; the message is one line for the user."""
+    """The directory is not usable; the message is one line for the user."""
 
 
 class ArchivedTurn(NamedTuple):
-    """One turn of a conversation. The ``response_id`` of one that was deleted, and that later turns
-    build on, is None."""
+    """One turn of a conversation. ``response_id`` is None for a deleted turn that later turns build
+    on.
+    """
 
     number: int
     key: str
@@ -48,8 +49,9 @@ class ArchivedTurn(NamedTuple):
 
 
 class ResponseArchive:
-    """The turns of a `ResponseStore`, by number. Changes are queued for a thread; where the disk is
-    slower than the server for long, they are dropped, and the log says so."""
+    """The turns of a `ResponseStore`, by number. Changes are queued for a thread. If the disk falls
+    too far behind, they are dropped and logged.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""
@@ -71,7 +73,7 @@ class ResponseArchive:
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
 
     def load(self) -> Iterator[ArchivedTurn]:
-        """Yield all turns, the oldest first, and begin to take changes."""
+        """Yield all turns, oldest first, and start accepting changes."""
         for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
             yield ArchivedTurn(*row)
         self._thread.start()
@@ -80,7 +82,7 @@ class ResponseArchive:
         self._change("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn)
 
     def forget_id(self, number: int) -> None:
-        """Keep a turn only for those that build on it."""
+        """Keep a turn only for later turns that build on it."""
         self._change("UPDATE turns SET response_id = NULL WHERE number = ?", (number,))
 
     def remove(self, number: int) -> None:
@@ -99,7 +101,7 @@ class ResponseArchive:
         try:
             self._changes.put_nowait((statement, values))
         except queue.Full:
-            logger.error("a stored response is not written: the disk is too slow")
+            logger.error("stored response not written: the disk is too slow")
 
     def _write_all(self) -> None:
         failed: dict[object, _Change] = {}

@@ -1,4 +1,4 @@
-"""Calls of tools as items of the tool's own type: in a reply, and in a conversation."""
+"""Tool calls as items of the tool's own type, in answers and conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WHOLE_CHARACTERS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?:(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}))*"
 )
-"""The characters of a JSON string, up to its end or one that is not complete."""
+"""The characters of a JSON string, up to its end or an incomplete escape."""
 
 CALL_TYPES = (
     *("function_call", "custom_tool_call"),
@@ -51,7 +51,7 @@ CALL_OUTPUT_TYPES = tuple(f"{call_type}_output" for call_type in CALL_TYPES)
 
 
 def open_call(tools: Mapping[str, ClientTool], call: CallDelta, index: int) -> OpenItem:
-    """Return the item of ``call``; ``tools`` are those that may be called, by function name."""
+    """Return the item of ``call``; ``tools`` are the callable tools by function name."""
     name = call.name or ""
     tool = tools.get(name)
     call_id = call.id or f"call_{uuid.uuid4().hex}"
@@ -106,7 +106,9 @@ class _OpenCustomCall(OpenItem):
         self._call_id = call_id
         self._tool = tool
         self._streamed = ""  # of the input
-        self._position: int | None = None  # of what follows in the JSON text; None: not begun
+        self._position: int | None = (
+            None  # position in the JSON text of what follows; None: not begun
+        )
 
     def block(self) -> CustomCallItem:
         return CustomCallItem(
@@ -146,12 +148,12 @@ class _OpenCustomCall(OpenItem):
         text = arguments.get("input") if isinstance(arguments, dict) else None
         if isinstance(text, str) and text.startswith(self._streamed):
             return text
-        # Cut short, or not JSON: as far as it was read, and then as it is.
+        # Truncated, or not JSON: return what was decoded, else the text as it is.
         return self._streamed + self.text[self._position or 0 :]
 
 
 class _OpenActionCall(OpenItem):
-    """A call whose item has a structured action in place of the arguments' text."""
+    """A call whose item has a structured action instead of the arguments' text."""
 
     def __init__(
         self,
@@ -194,7 +196,9 @@ def _patch_item(item: OpenItem, call_id: str) -> ApplyPatchCallItem:
 
 
 def _action(item: OpenItem, action_type: type[_Action], fallback: _Action) -> _Action:
-    """Return the arguments of a call as its action; ``fallback`` if a model wrote others."""
+    """Return the arguments of a call as its action; ``fallback`` if the model wrote
+    invalid ones.
+    """
     try:
         return msgspec.json.decode(item.text, type=action_type)
     except (msgspec.DecodeError, RecursionError):
@@ -212,13 +216,13 @@ def _decoded(text: str) -> Any:
 
 
 def tool_call(item: InputItem) -> ToolCall:
-    """Return the call of an earlier reply, as the model wrote it."""
+    """Return the call of an earlier answer, as the model wrote it."""
     call = FunctionCall(called_function(item) or "", _arguments(item))
     return ToolCall(call, id=item.call_id)
 
 
 def called_function(item: InputItem) -> str | None:
-    """Return the name of the function that ``item``, a call, calls. None: it is no call."""
+    """Return the name of the function called by ``item``. None: it is not a call."""
     match item.type:
         case "function_call" | "custom_tool_call":
             return function_name(item.name or "", item.namespace)
@@ -241,8 +245,8 @@ def _arguments(item: InputItem) -> str | dict[str, Any] | None:
 
 
 def output_content(item: InputItem, path: str) -> str | list[ContentPart]:
-    """Return the result of a call as a message's content; ``path`` is that of ``item``."""
-    assert not isinstance(item.output, dict)  # `resolve_input` refuses it
+    """Return the result of a call as a message's content; ``path`` is the path of ``item``."""
+    assert not isinstance(item.output, dict)  # `resolve_input` rejects it
     if item.output is None:
         return item.status or ""
     if isinstance(item.output, str):
@@ -259,7 +263,7 @@ def output_content(item: InputItem, path: str) -> str | list[ContentPart]:
 
 
 def _command_result(part: ItemContentPart) -> str:
-    """Return what a command of a `shell` tool wrote, with its exit code if it failed."""
+    """Return the output of a `shell` tool's command, with its exit code if it failed."""
     written = (part.stdout or "") + (part.stderr or "")
     match part.outcome:
         case CommandOutcome(type="timeout"):

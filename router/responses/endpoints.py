@@ -1,4 +1,4 @@
-"""`/v1/responses`, and the responses stored there."""
+"""`/v1/responses` and its stored responses."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _MB = 1_000_000
 _MAX_PAGE_ITEMS = 100
 _UNLIMITED_TOKENS = 16_384
 _BYTES_PER_TOKEN = 64
-"""A stored conversation with more JSON than this for each token of the longest prompt is refused,
-or cut, before it is read: text has four bytes a token, and reasoning is not rendered again."""
+"""Max bytes of stored JSON per token of the longest prompt; a longer conversation is rejected or
+truncated before it is read. Text has about four bytes per token, and reasoning is not rendered
+again.
+"""
 _IMAGE_CHARS_PER_BYTE = 2
-"""As above, for the images of one, which are base64: with some for what is around each."""
+"""The same limit for its images in base64, plus some for the JSON around each."""
 _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
 
@@ -67,7 +69,7 @@ def operations(router: Router) -> list[Operation]:
         Operation(
             path=_PATH + "/cancel",
             endpoint=responses.cancel,
-            summary="Refused: no response runs in the background",
+            summary="Always rejected: no response runs in the background",
             tag=_TAG,
             method="POST",
             statuses=(),
@@ -76,7 +78,7 @@ def operations(router: Router) -> list[Operation]:
         Operation(
             path=_PATH + "/input_items",
             endpoint=responses.list_input_items,
-            summary="List the conversation that a stored response answers",
+            summary="List the input items of a stored response",
             tag=_TAG,
             query={
                 "order": {"enum": ["asc", "desc"]},
@@ -90,7 +92,7 @@ def operations(router: Router) -> list[Operation]:
 
 
 class _CreateResponse(ChatEndpoint[ResponsesRequest]):
-    """Answers one request of the API key ``key``."""
+    """Answers one request made with the API key ``key``."""
 
     body_type = ResponsesRequest
     response_type = ResponseObject
@@ -143,8 +145,10 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         return chat_request(body, items, self._tools, len(earlier_items))
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int:
-        """Without a limit OpenAI's answers end where the model ends them. Agents give none, and an
-        answer that is cut short within a call is of no use to them."""
+        """Return the limit on the answer's tokens. Without one, OpenAI's answers end where the
+        model ends them. Agents set none, and an answer that is cut off inside a tool call is
+        useless to them.
+        """
         settings = model.settings
         unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
         return super().max_tokens(request, model) or max(unlimited, settings.default_max_tokens)
@@ -161,7 +165,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
 
     def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
         def store(response_id: str, response: bytes) -> None:
-            # A batch would fill the store, and nobody goes on with its answers.
+            # Responses of a batch would fill the store, and no client continues them.
             if body.store is not False and not self._in_background:
                 stored = StoredResponse(self._key, self._previous, self._input_json, response)
                 self._store.put(response_id, stored)
@@ -179,7 +183,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
             return super().tokenize_prompts(request, model, cache_scope, check_length)
         prompts = super().tokenize_prompts(request, model, cache_scope)
         settings, context = model.settings, model.hello.context_length
-        # The answer gets the tokens it may have, but at most half of the context.
+        # Reserve the tokens that the answer may have, but at most half of the context.
         max_tokens = min(self.max_tokens(request, model), context // 2)
         limit = min(context - max_tokens, settings.max_prompt_tokens)
         render = super().tokenize_prompts
@@ -209,7 +213,7 @@ class Responses:
 
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
-            raise NotSupported("A stored response cannot be streamed.", param="stream")
+            raise NotSupported("Stored responses cannot be streamed.", param="stream")
         return Response(self._find(request).response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
@@ -220,8 +224,8 @@ class Responses:
     async def cancel(self, request: Request) -> Response:
         self._find(request)
         raise InvalidRequest(
-            "Only responses that run in the background can be cancelled, and this one did not."
-            " To end a running response, close its connection."
+            "Only background responses can be cancelled, and this is not one. To stop a running "
+            "response, close its connection."
         )
 
     async def list_input_items(self, request: Request) -> Response:
@@ -230,7 +234,7 @@ class Responses:
         if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
         if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE_ITEMS:
-            raise InvalidRequest(f"'limit' must be 1 to {_MAX_PAGE_ITEMS}.", param="limit")
+            raise InvalidRequest(f"'limit' must be between 1 and {_MAX_PAGE_ITEMS}.", param="limit")
         stored, after = self._find(request), query.get("after")
 
         def page() -> Response:

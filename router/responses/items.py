@@ -1,4 +1,4 @@
-"""Output items of reasoning and text while they grow, with the events of their stream."""
+"""Growing output items for reasoning and text, with the events of their stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from router.schemas.completions import ChatCompletionTokenLogprob
 
 
 class OpenItem(OpenBlock[OutputItem, SequencedEvent]):
-    """An output item that still grows."""
+    """An output item that is still growing."""
 
     id_prefix: str
 
@@ -57,7 +57,7 @@ class OpenItem(OpenBlock[OutputItem, SequencedEvent]):
 
 
 class _OpenThoughts(OpenItem):
-    """Reasoning. With a ``seal`` it is also given to the client sealed, at its end."""
+    """Reasoning. With a ``seal``, the client also gets it encrypted, at its end."""
 
     id_prefix = "rs_"
 
@@ -71,7 +71,9 @@ class _OpenThoughts(OpenItem):
 
     @cached_property
     def _sealed_at_end(self) -> str | None:
-        """Sealing the same text twice gives two results, and all events of an item have one."""
+        """The encrypted text, made once: encrypting the same text twice gives two results, but all
+        events of an item must have the same.
+        """
         return self._seal(self.text) if self._seal else None
 
 

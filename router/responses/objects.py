@@ -42,20 +42,20 @@ class MessageItem(Struct, frozen=True, kw_only=True, tag="message"):
 class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
     id: str
     summary: Annotated[
-        list[SummaryText], Meta(description="All reasoning, if a summary was requested.")
+        list[SummaryText], Meta(description="The reasoning text, if a summary was requested.")
     ]
     content: Annotated[
-        list[ReasoningText], Meta(description="All reasoning, if no summary was requested.")
+        list[ReasoningText], Meta(description="The reasoning text, if no summary was requested.")
     ]
     encrypted_content: Annotated[
-        str | None, Meta(description="All reasoning, sealed, if `include` asks for it.")
+        str | None, Meta(description="The encrypted reasoning, if requested with `include`.")
     ] = None
     status: BlockStatus
 
 
 class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
     id: str
-    call_id: Annotated[str, Meta(description="The id that the result of the call refers to.")]
+    call_id: Annotated[str, Meta(description="The id to which the result of the call refers.")]
     name: str
     namespace: str | UnsetType = UNSET
     arguments: str

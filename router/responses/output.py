@@ -1,4 +1,4 @@
-"""A reply as output items, and the events of its stream."""
+"""An answer as output items, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from router.schemas.completions import ChatCompletionTokenLogprob
 
 
 class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
-    """Builds the output items of one response. ``summarized`` reasoning is its own summary.
-    ``tools`` are those that may be called. ``seal`` is given where the client carries sealed
-    reasoning."""
+    """Builds the output items of one response. If ``summarized``, the reasoning is returned as its
+    own summary. ``tools`` are the callable tools. ``seal`` is given if the client keeps encrypted
+    reasoning.
+    """
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
         seal: Callable[[str], str] | None = None,
     ) -> None:
         self._pending_logprobs: list[ChatCompletionTokenLogprob] = []
-        """Of text that no event has had yet."""
+        """Log-probabilities of text not sent in an event yet."""
         open_message = partial(OpenMessage, self._pending_logprobs)
         by_name = {tool.function.name: tool for tool in tools}
         open_reasoning = partial(OpenSummary if summarized else OpenReasoning, seal)

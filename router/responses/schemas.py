@@ -15,7 +15,7 @@ _HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("computer", "tool_search", "programmatic"),
 )
-"""How the types of tools begin that OpenAI runs."""
+"""Prefixes of the types of tools that OpenAI runs."""
 
 
 class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,9 +26,10 @@ class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item's content, of any type. Text is accepted, and ``input_image`` for models
-    that take images. A part of the result of a `shell` tool has no type: it is what one command
-    wrote. ``detail`` is accepted and has no effect."""
+    """A part of an item's content, of any type. Text is accepted, and ``input_image`` if the model
+    accepts images. A part of a `shell` tool's result has no type: it is the output of one command.
+    ``detail`` is accepted and has no effect.
+    """
 
     type: str | None = None
     text: str | None = None
@@ -40,8 +41,9 @@ class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An item of any type. The type decides which fields are required. An item without a type
-    is a message, or a reference if it has nothing but an ``id``."""
+    """An item of any type. The type decides which fields are required. An item without a type is a
+    message, or a reference if it has only an ``id``.
+    """
 
     type: str | None = None
     id: str | None = None
@@ -70,7 +72,7 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True):
-    """What a custom tool takes: any text, or text that a grammar describes."""
+    """The input of a custom tool: any text, or text that matches a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | UnsetType = UNSET
@@ -79,7 +81,8 @@ class ToolFormat(Struct, frozen=True, kw_only=True):
 
 class ResponsesTool(Struct, frozen=True, kw_only=True):
     """A tool that the client runs, a ``namespace`` of such tools, or a tool that OpenAI runs. The
-    type decides which fields are required."""
+    type decides which fields are required.
+    """
 
     type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     name: ToolName | UnsetType | None = UNSET
@@ -91,7 +94,7 @@ class ResponsesTool(Struct, frozen=True, kw_only=True):
 
 
 def is_hosted(tool_type: str) -> bool:
-    """Return whether OpenAI runs tools of ``tool_type``, so that this server leaves them out."""
+    """Return whether OpenAI runs tools of ``tool_type``, in which case this server ignores them."""
     return tool_type.startswith(_HOSTED)
 
 
@@ -122,7 +125,7 @@ class ReasoningConfig(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
-    """A conversation to answer: OpenAI's fields, and those of `SamplingRequest`."""
+    """A conversation to answer: OpenAI's fields and those of `SamplingRequest`."""
 
     neutral: ClassVar = {"background": (False,), "context_management": ([],)}
     may_have_images = True
@@ -174,5 +177,6 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         text_format = self.text.format if self.text else None
         if text_format and text_format.type == "json_schema" and text_format.schema is None:
             raise InvalidRequest(
-                "'text.format' of type 'json_schema' needs a 'schema'.", param="text.format.schema"
+                "'text.format' of type 'json_schema' requires a 'schema'.",
+                param="text.format.schema",
             )

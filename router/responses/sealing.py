@@ -1,4 +1,6 @@
-"""Reasoning that clients carry for a server that stores nothing: `reasoning.encrypted_content`."""
+"""Encrypted reasoning kept by clients, for a server that stores nothing:
+`reasoning.encrypted_content`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ _PREFIX = "mls1."
 
 class ReasoningSeal:
     """Encrypts and authenticates reasoning. ``key`` may be any text; None: a random key in the
-    user's state directory, so that it outlives this process. Routers that share clients need the
-    same key."""
+    user's state directory, which outlives this process. Routers that share clients need the same
+    key.
+    """
 
     def __init__(self, key: str | None) -> None:
         self._key = key
@@ -32,17 +35,17 @@ class ReasoningSeal:
         return _PREFIX + self._fernet.encrypt(text.encode()).decode()
 
     def unseal(self, sealed: str) -> str | None:
-        """Return the reasoning in ``sealed``. None: it was sealed elsewhere, or with another key.
+        """Return the reasoning in ``sealed``. None: it was encrypted elsewhere or with another key.
 
-        That is no error: a client may bring a conversation from another server, and could not
-        go on with any of it. The summary beside it remains.
+        That is not an error: a client may bring a conversation from another server, and an error
+        would make it impossible to continue. The summary next to it is kept.
         """
         if not sealed.startswith(_PREFIX):
             return None
         try:
             return self._fernet.decrypt(sealed.removeprefix(_PREFIX)).decode()
         except (InvalidToken, ValueError):
-            self._log.warning("Reasoning that was sealed with another key is left out")
+            self._log.warning("ignored reasoning that was encrypted with another key")
             return None
 
     @cached_property
@@ -52,13 +55,14 @@ class ReasoningSeal:
 
 
 def _stored_key() -> bytes:
-    """Return the key in the state directory, which is written if there is none. Without such a
-    directory the key lasts as long as this process."""
+    """Return the key in the state directory, created if missing. Without such a directory, the key
+    lasts as long as this process.
+    """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(base) / "mlx-lm-server" / "reasoning.key"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Linked in whole: of two routers that start at once, both use the key of one.
+        # Linked as a complete file: two routers that start at once then use the same key.
         new = path.with_suffix(f".{os.getpid()}")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
@@ -70,5 +74,5 @@ def _stored_key() -> bytes:
             new.unlink()
         return path.read_bytes()
     except OSError as error:
-        logger.warning("Sealed reasoning will not outlive this process: %s", error)
+        logger.warning("encrypted reasoning will not be readable after a restart: %s", error)
         return secrets.token_bytes(32)

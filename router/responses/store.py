@@ -1,4 +1,4 @@
-"""The store of responses, in bounded memory, separate for each API key."""
+"""The response store: bounded memory, separate for each API key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from router.responses.schemas import InputItem
 
 MAX_RESPONSES = 4096
 _OVERHEAD_BYTES = 1024
-"""Of Python objects, for each response."""
+"""Size of Python objects per response."""
 _ID_BYTES = 100
 _SMALL_ITEM_BYTES = 4096
-"""An item in which no image is looked for: it counts as text."""
+"""An item that is not searched for images: it counts as text."""
 
 
 class _Output(Struct):
@@ -40,24 +40,24 @@ class StoredResponse:
         self.key = key
         """The API key of its request."""
         self.previous = previous
-        """The turn before, which is kept as long as this one."""
+        """The previous turn, which is kept as long as this one."""
         self._input_items = input_items
-        """The items of its request, as a list in JSON; not those of ``previous``."""
+        """The items of its request, as a JSON list, without those of ``previous``."""
         self.response = response
         """A `ResponseObject` in JSON."""
         self.number = 0
-        """Rises from turn to turn; its place in an archive."""
+        """Increases with each turn; its key in an archive."""
         self.ref_count = 0
-        """The number of its holders: its entry in the store, and turns after it."""
+        """Reference count: its entry in the store, and later turns."""
         self.input_ids = _ids(self.new_input)
         self.output_ids = _ids(self.output)
-        """The ids of its items, to find one without decoding any."""
+        """The ids of its items, to find one without decoding them all."""
         ids_bytes = _ID_BYTES * (len(self.input_ids) + len(self.output_ids))
         self.size_bytes = len(input_items) + len(response) + ids_bytes + _OVERHEAD_BYTES
         self.image_chars = sum(map(_image_chars, self.new_input))
-        """What images in its input take of it."""
+        """The part of its input's size that is images."""
         self.chain_bytes: int = self.size_bytes + (previous.chain_bytes if previous else 0)
-        """With all turns before."""
+        """Including all earlier turns."""
         self.chain_image_chars: int = self.image_chars + (
             previous.chain_image_chars if previous else 0
         )
@@ -78,7 +78,7 @@ class StoredResponse:
 
     @property
     def turns(self) -> Iterator[StoredResponse]:
-        """This turn and those before, the latest first."""
+        """This turn and the earlier ones, latest first."""
         turn: StoredResponse | None = self
         while turn is not None:
             yield turn
@@ -88,13 +88,14 @@ class StoredResponse:
         self, limit_bytes: int, image_chars: int = 0, *, whole: bool
     ) -> list[InputItem]:
         """Return the conversation with its answer. If it has more than ``limit_bytes``, or images
-        of more than ``image_chars`` beside, raise `ContextLengthExceeded` if ``whole``, otherwise
-        leave out the oldest turns."""
+        of more than ``image_chars`` in addition, raise `ContextLengthExceeded` if ``whole``,
+        otherwise omit the oldest turns.
+        """
         text_bytes = self.chain_bytes - self.chain_image_chars
         if whole and (text_bytes > limit_bytes or self.chain_image_chars > image_chars):
             raise ContextLengthExceeded(
-                f"The conversation has {text_bytes} bytes and images of {self.chain_image_chars},"
-                f" over the limit of {limit_bytes} and {image_chars}.",
+                f"The conversation has {text_bytes} bytes of text and {self.chain_image_chars} "
+                f"of images; the limits are {limit_bytes} and {image_chars}.",
                 param="previous_response_id",
             )
         kept: list[list[Raw]] = []
@@ -110,10 +111,10 @@ class StoredResponse:
     def input_page(
         self, after: str | None, limit: int, *, newest_first: bool
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Return at most ``limit`` items of the conversation up to its answer, those that follow
-        the id ``after``, and whether there are more. Decodes no other turns.
+        """Return at most ``limit`` items of the conversation up to its answer, starting after the
+        id ``after``, and whether there are more. Decodes no other turns.
 
-        Raises `InvalidRequest` if there is no such item.
+        Raises `InvalidRequest` if there is no item ``after``.
         """
         turns = list(self.turns) if newest_first else list(self.turns)[::-1]
         places = [
@@ -126,7 +127,7 @@ class StoredResponse:
             ids = (turn.item_ids[index] for turn, index in places)
             start = next((number for number, each in enumerate(ids, 1) if each == after), 0)
             if not start:
-                raise InvalidRequest(f"There is no item '{after}' here.", param="after")
+                raise InvalidRequest(f"There is no item '{after}'.", param="after")
         found: dict[StoredResponse, list[Raw]] = {}
         page: list[dict[str, Any]] = []
         for turn, index in places[start : start + limit]:
@@ -165,9 +166,10 @@ def _decode(item: Raw) -> InputItem:
 
 
 class ResponseStore:
-    """Responses by API key and id. The least recently used are dropped when there are too many
-    or too many bytes. A response that later ones build on stays, and counts, until they are
-    dropped."""
+    """Responses by API key and id. The least recently used are dropped when the count or the size
+    is over the limit. A response that later ones build on is kept, and counted, until they are
+    dropped.
+    """
 
     def __init__(
         self,
@@ -175,16 +177,16 @@ class ResponseStore:
         max_responses: int = MAX_RESPONSES,
         archive: ResponseArchive | None = None,
     ) -> None:
-        """Begin with what ``archive`` has, and keep it up to date."""
+        """Load the turns in ``archive``, and keep it up to date."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        """By API key and response id, the least recently used first."""
+        """By API key and response id, least recently used first."""
         self._items: dict[tuple[str, str], StoredResponse] = {}
-        """The turn that has an item, by API key and item id."""
+        """The turn that contains an item, by API key and item id."""
         self.size_bytes = 0
         self._lock = threading.RLock()
-        """Guards all of the above: responses are written on several threads."""
+        """Guards everything above: responses are written on several threads."""
         self._numbers = itertools.count(1)
         self._archive: ResponseArchive | None = None
         if archive is not None:
@@ -199,7 +201,8 @@ class ResponseStore:
             self._entries[stored.key, response_id] = stored
             self._retain(stored)
             if self._archive is not None:
-                # A turn that was dropped meanwhile counts again (`_retain`), and is written again.
+                # A turn that was dropped in the meantime is counted again (`_retain`) and written
+                # again.
                 for turn in itertools.takewhile(lambda each: each.ref_count == 1, stored.turns):
                     self._archive.add(turn.archived(response_id if turn is stored else None))
             while self.size_bytes > self._max_bytes or len(self._entries) > self._max_responses:
@@ -208,23 +211,22 @@ class ResponseStore:
                 self._release(oldest)
 
     def find(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a response. Raises `NotFound`, which names ``param``."""
+        """Return a response. Raises `NotFound` with ``param``."""
         with self._lock:
             stored = self._entries.get((key, response_id))
             if stored is not None:
                 self._entries.move_to_end((key, response_id))
         if stored is None:
             raise NotFound(
-                f"There is no response '{response_id}'. It was not stored or was deleted, belongs"
-                " to another key, or made room for newer ones: responses are kept in memory, and"
-                " not for ever.",
+                f"There is no response '{response_id}'. It was not stored, was deleted, belongs "
+                "to another API key, or was dropped to make room for newer responses.",
                 param=param,
                 code="response_not_found",
             )
         return stored
 
     def find_turn(self, key: str, item_id: str) -> StoredResponse | None:
-        """Return the turn that has an item."""
+        """Return the turn that contains an item."""
         return self._items.get((key, item_id))
 
     def delete(self, key: str, response_id: str) -> None:
@@ -243,7 +245,8 @@ class ResponseStore:
             last = each.number
             before = None if each.previous is None else turns.get(each.previous)
             if before is None and each.previous is not None:
-                # The disk did not take the turn before: the rest would be another conversation.
+                # The archive has dropped the previous turn: without it, this would be another
+                # conversation.
                 lost.append(each.number)
                 continue
             stored = StoredResponse(each.key, before, each.input_items, each.response)
@@ -290,11 +293,11 @@ class ResponseStore:
 
 
 class ItemReferences:
-    """The stored items that one request refers to, of ``limit_bytes`` at most and images of
+    """The stored items that one request refers to, limited to ``limit_bytes`` and images of
     ``image_chars``.
 
-    A reference has some ten bytes, and the item may have a million: a request that refers to one
-    again and again would become larger than memory.
+    A reference has some ten bytes, but its item may have a million: without a limit, a request with
+    many references to one item could exceed the memory.
     """
 
     def __init__(
@@ -319,8 +322,8 @@ class ItemReferences:
         self._image_room -= item.image_chars
         if min(self._room, self._image_room) < 0:
             raise ContextLengthExceeded(
-                f"The items that the input refers to have over {self._limit_bytes} bytes, or too"
-                " many of images.",
+                f"The items referenced by the input exceed {self._limit_bytes} bytes or the "
+                "limit for images.",
                 param="input",
             )
         return item

@@ -1,7 +1,7 @@
-"""The tools of a Responses request as functions, and the way back from their names.
+"""The tools of a Responses request as functions, and the mapping back from their names.
 
-A model is offered functions only. A tool of another type that the client runs becomes a function
-with a fixed schema, and its calls become items of the tool's own type (`router.responses.calls`).
+A model is only given functions. A tool of another type that the client runs becomes a function with
+a fixed schema, and its calls become items of the tool's own type (`router.responses.calls`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _FIXED = {
         ),
     ),
     "apply_patch": (
-        "Create, update or delete a file. A diff has the lines of a unified diff: those that"
-        " begin with '+' are added, with '-' removed, with a space kept, and '@@' begins a hunk.",
+        "Create, update or delete a file. A diff has the lines of a unified diff: lines that "
+        "begin with '+' are added, with '-' removed, with a space kept, and '@@' begins a hunk.",
         _object(
             ["type", "path"],
             type={"enum": ["create_file", "update_file", "delete_file"]},
@@ -71,38 +71,39 @@ _FIXED = {
         ),
     ),
 }
-"""Description and parameters of tools that have no name and no schema of their own."""
+"""Description and parameters of tools that define no name and schema themselves."""
 
 
 @dataclass(frozen=True)
 class ClientTool:
-    """A tool that the client runs, and the function that stands for it."""
+    """A tool that the client runs, and the function that represents it."""
 
     type: str
     name: str
-    """As the client calls it, within its namespace."""
+    """The client's name for it, within its namespace."""
     namespace: str | None
     function: FunctionDefinition
 
 
 def client_tools(tools: Sequence[ResponsesTool]) -> list[ClientTool]:
-    """Return the tools that the client runs. Those that OpenAI runs are left out. Raises
-    `InvalidRequest`, which names the field."""
+    """Return the tools that the client runs, without those that OpenAI runs. Raises
+    `InvalidRequest` with the name of the field.
+    """
     found = list(itertools.islice(_client_tools(tools, "tools", None), MAX_TOOLS + 1))
     if len(found) > MAX_TOOLS:
-        raise InvalidRequest(f"There are over {MAX_TOOLS} tools.", param="tools")
+        raise InvalidRequest(f"There are more than {MAX_TOOLS} tools.", param="tools")
     return found
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """Return the name of the function that stands for a tool."""
+    """Return the name of the function that represents a tool."""
     if not namespace:
         return name
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
-    """Return ``choice`` in the form of the chat API. Raises `NotSupported`."""
+    """Return ``choice`` in the chat API's format. Raises `NotSupported`."""
     if not isinstance(choice, ResponsesToolChoice):
         return choice
     if choice.type == "allowed_tools" and choice.tools:
@@ -114,8 +115,8 @@ def tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | Too
     elif (name := _chosen(choice)) is not None:
         return ToolChoice(type="function", function=FunctionName(name))
     raise NotSupported(
-        f"A 'tool_choice' of type '{choice.type}' like this is not supported: it takes a tool"
-        " that the client runs, or 'allowed_tools' that are such tools.",
+        f"This 'tool_choice' of type '{choice.type}' is not supported. It must name a tool that "
+        "the client runs, or be 'allowed_tools' with only such tools.",
         param="tool_choice",
     )
 
@@ -146,8 +147,8 @@ def _client_tools(
             yield _named_tool(tool, tool_path, namespace)
         elif not is_hosted(tool.type):
             raise NotSupported(
-                f"'{tool_path}': tools of type '{tool.type}' are not supported here; functions,"
-                " custom tools, namespaces of both, local_shell, shell and apply_patch are.",
+                f"'{tool_path}': tools of type '{tool.type}' are not supported. Use function, "
+                "custom, namespace, local_shell, shell or apply_patch.",
                 param=f"{tool_path}.type",
             )
 
@@ -158,7 +159,7 @@ def _named_tool(tool: ResponsesTool, path: str, namespace: ResponsesTool | None)
     name = function_name(own_name, space)
     if len(name) > _MAX_NAME_CHARS:
         raise InvalidRequest(
-            f"'{path}.name' has over {_MAX_NAME_CHARS} characters with its namespace.",
+            f"'{path}.name' has more than {_MAX_NAME_CHARS} characters including its namespace.",
             param=f"{path}.name",
         )
     return ClientTool(tool.type, own_name, space, _function(tool, name, path))
@@ -178,7 +179,7 @@ def _function(tool: ResponsesTool, name: str, path: str) -> FunctionDefinition:
             name=name, description=description, parameters=parameters, strict=True
         )
     kind = "Lark grammar" if grammar.kind == "lark" else "regular expression"
-    # A model that has to guess what is allowed writes something else that is.
+    # A model that has to guess the allowed input writes something else that the grammar allows.
     rule = f"The input matches this {kind}:\n{grammar.source}"
     return TextFunction(
         name=name,
@@ -190,7 +191,7 @@ def _function(tool: ResponsesTool, name: str, path: str) -> FunctionDefinition:
 
 
 def _input_grammar(format: ToolFormat, path: str) -> Grammar | None:
-    """Return the grammar of the text that a custom tool takes; None for any text."""
+    """Return the grammar of a custom tool's input; None if any text is allowed."""
     match format:
         case ToolFormat(type="text"):
             return None
@@ -199,6 +200,6 @@ def _input_grammar(format: ToolFormat, path: str) -> Grammar | None:
             check_grammar_size(len(definition.encode()), param, MAX_INPUT_GRAMMAR_BYTES)
             return Grammar(kind=kind, source=definition, param=param)
     raise InvalidRequest(
-        f"'{path}.format' of type 'grammar' needs a 'syntax' and a 'definition'.",
+        f"'{path}.format' of type 'grammar' requires a 'syntax' and a 'definition'.",
         param=f"{path}.format",
     )

@@ -1,4 +1,4 @@
-"""Responses requests as `ChatRequest`s."""
+"""Translation of Responses requests to `ChatRequest`s."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def chat_request(
     tools: Sequence[ClientTool],
     num_earlier: int = 0,
 ) -> ChatRequest:
-    """Return the chat request for ``body``, with the conversation ``items`` (`resolve_input`
-    returned them) and its ``tools`` (`client_tools` did). The first ``num_earlier`` items are of
-    earlier responses. Raises `InvalidRequest` that names the field."""
+    """Return the chat request for ``body``, with the conversation ``items`` from `resolve_input`
+    and its ``tools`` from `client_tools`. The first ``num_earlier`` items are from earlier
+    responses. Raises `InvalidRequest` with the name of the field.
+    """
     fields = sampling_fields(body)
     text_format = body.text.format if body.text else None
     if text_format is not None:
@@ -76,7 +77,7 @@ def chat_request(
 def _response_format(text_format: TextFormat) -> ResponseFormat:
     if text_format.type != "json_schema":
         return ResponseFormat(type=text_format.type)
-    assert text_format.schema is not None  # `ResponsesRequest.check` refuses it
+    assert text_format.schema is not None  # `ResponsesRequest.check` rejects it
     return ResponseFormat(
         type="json_schema",
         json_schema=JsonSchemaFormat(
@@ -91,12 +92,13 @@ def _response_format(text_format: TextFormat) -> ResponseFormat:
 def _messages(
     items: Sequence[InputItem], instructions: str | None, num_earlier: int
 ) -> list[ChatMessage]:
-    """Return the messages of a conversation. One holds the instructions and the system's
-    messages before any other. One holds consecutive items of the assistant: reasoning, text
-    and calls."""
+    """Return the messages of a conversation. The first message combines the instructions and the
+    system messages. Consecutive items of the assistant (reasoning, text and calls) become one
+    message.
+    """
     messages: list[ChatMessage] = []
     system_texts = [instructions] if instructions else []
-    tool_names: dict[str | None, str | None] = {}  # by the id of a call
+    tool_names: dict[str | None, str | None] = {}  # keyed by the id of the call
     turn: list[InputItem] = []  # consecutive items of the assistant
     for index, item in enumerate(items, -num_earlier):
         path = "previous_response_id" if index < 0 else f"input[{index}]"
@@ -160,8 +162,9 @@ def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") 
 
 
 def with_notes(items: Sequence[InputItem]) -> list[InputItem]:
-    """Return ``items`` with a note in place of each part that is not supported, but for images: it
-    depends on the model whether these are."""
+    """Return ``items`` with a note in place of each unsupported part, except images: whether these
+    are supported depends on the model.
+    """
     return [
         replace(item, content=_noted(item.content), output=_noted(item.output)) for item in items
     ]
@@ -186,10 +189,10 @@ def resolve_input(
     find_item: Callable[[str], InputItem | None],
     unseal: Callable[[str], str | None],
 ) -> list[InputItem]:
-    """Return the items of an input, each complete and with a type and an id. A reference is
-    replaced by what ``find_item`` returns for its id, sealed reasoning by what ``unseal``
-    returns. Raises `NotFound` if there is no such item, and `InvalidRequest`; both name the
-    field."""
+    """Return the items of an input, each complete and with a type and an id. References are
+    replaced with the result of ``find_item``, encrypted reasoning with the result of ``unseal``.
+    Raises `NotFound` if an item does not exist, and `InvalidRequest`; both name the field.
+    """
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
     items = [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]
@@ -227,7 +230,7 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
             return _referenced(required(item.id, path, "id"), path, find_item)
         case _:
             raise NotSupported(
-                f"'{path}': items of type '{item_type}' are not supported here.",
+                f"'{path}': items of type '{item_type}' are not supported.",
                 param=f"{path}.type",
             )
     prefix = _ID_PREFIXES.get(item_type, "msg_")
@@ -235,13 +238,13 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
 
 
 def _checked_output(item: InputItem, item_type: str, path: str) -> InputItem:
-    """Return ``item``, the result of a call, with the id of the call."""
+    """Return ``item``, a call's result, with the id of the call."""
     call_id = item.call_id
     if item_type == "local_shell_call_output":
-        call_id = call_id or item.id  # OpenAI's specification has it there
+        call_id = call_id or item.id  # its place in OpenAI's specification
     call_id = required(call_id, path, "call_id")
     output = item.output
-    if item_type != "apply_patch_call_output":  # whose status may say it all
+    if item_type != "apply_patch_call_output":  # its status may be the whole result
         required(output, path, "output")
     path += ".output"
     if isinstance(output, dict):
@@ -255,8 +258,8 @@ def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | 
     item = find_item(item_id)
     if item is None:
         raise NotFound(
-            f"'{path}': there is no item '{item_id}'. Items are kept in memory with the"
-            " responses they belong to, and not for ever.",
+            f"'{path}': there is no item '{item_id}'. Items are stored with their responses, "
+            "which are dropped after a while.",
             param=f"{path}.id",
             code="item_not_found",
         )
@@ -264,7 +267,7 @@ def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | 
 
 
 def _check_parts(parts: Sequence[ItemContentPart], path: str, *, images: bool) -> None:
-    """Raise `InvalidRequest` for parts other than text and, if they may be here, ``images``."""
+    """Raise `InvalidRequest` for parts other than text and, if allowed, ``images``."""
     for part_path, part in with_paths(parts, path):
         part_type = required(part.type, part_path, "type")
         if part_type == "input_image" and images:

@@ -1,4 +1,4 @@
-"""Answers to Responses requests: a response, or OpenAI's event stream."""
+"""Answers to Responses requests: a JSON response or OpenAI's event stream."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ResponseWriter:
         self._body = body
         self._model = body.model or model.names[0]
         self._store = store
-        """Called with id and JSON of the response when it has finished, before it is sent."""
+        """Called with the id and JSON of the finished response before it is sent."""
         self._created_at = int(time.time())
         self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
@@ -102,9 +102,9 @@ class ResponseWriter:
         return self._encode(event_type(response=response))
 
     def error(self, error: ApiError) -> bytes:
-        """Return both of OpenAI's events: a client may know only one of them."""
+        """Return both of OpenAI's events, because a client may know only one of them."""
         failed = msgspec.structs.replace(
-            self._response("failed", self._output.finished),  # without the item that was cut
+            self._response("failed", self._output.finished),  # without the item that was cut off
             error=ResponseError("server_error", error.message),
         )
         event = ResponseErrorEvent(code=error.code, message=error.message, param=error.param)
@@ -156,7 +156,7 @@ class ResponseWriter:
 
 
 def _echoed(tool: ResponsesTool) -> ResponsesTool:
-    """Return ``tool`` with the fields that OpenAI's answers have for a function."""
+    """Return ``tool`` with the fields of a function in OpenAI's answers."""
     if tool.type != "function":
         return tool
     parameters, strict = tool.parameters or None, tool.strict or None

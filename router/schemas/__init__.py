@@ -1,4 +1,4 @@
-"""Requests and answers as data, with the checks of their fields.
+"""Requests and answers as data, with validation of their fields.
 
-Docstrings and descriptions of fields are shown in `/openapi.json`.
+Docstrings and field descriptions are shown in `/openapi.json`.
 """

@@ -1,4 +1,4 @@
-"""The objects of answers to OpenAI's completions, whole and as chunks of a stream."""
+"""The objects in answers of OpenAI's completion endpoints, complete and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class PromptTokensDetails(Struct, frozen=True):
 class CompletionTokensDetails(Struct, frozen=True):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: Annotated[
-        int, Meta(description="Tokens of `prediction` that were drafted and are in the answer.")
+        int, Meta(description="Tokens of `prediction` that were drafted and accepted.")
     ] = 0
     rejected_prediction_tokens: Annotated[
         int,
         Meta(
-            description="Tokens of `prediction` that were drafted in vain; they are in no other "
-            "count."
+            description="Tokens of `prediction` that were drafted and rejected; they are not "
+            "included in other counts."
         ),
     ] = 0
 
@@ -38,7 +38,7 @@ class CompletionUsage(Struct, frozen=True, kw_only=True):
 class TopLogprob(Struct, frozen=True, kw_only=True):
     """A token and its log-probability."""
 
-    token: Annotated[str, Meta(description="May have replacement characters; the bytes are exact.")]
+    token: Annotated[str, Meta(description="May contain replacement characters; `bytes` is exact.")]
     logprob: float
     bytes: list[int]
 
@@ -53,7 +53,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True, kw_only=True):
-    """Parallel lists. The first token of a prompt has null."""
+    """Parallel lists. The entry of the first token of a prompt is null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -63,12 +63,14 @@ class TextLogprobs(Struct, frozen=True, kw_only=True):
 
 class PromptLogprob(Struct, frozen=True, kw_only=True):
     logprob: float
-    rank: Annotated[int | None, Meta(description="1: the most likely. Null: not among the top.")]
+    rank: Annotated[
+        int | None, Meta(description="1: the most likely. Null: not among the top tokens.")
+    ]
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, each token of a prompt and its alternatives. The first has None."""
+"""For each token of a prompt, the token and its alternatives by token id. The first is None."""
 
 
 class ChatCompletionFunctionCall(Struct, frozen=True):
@@ -83,10 +85,10 @@ class ChatCompletionToolCall(Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionMessage(Struct, frozen=True, kw_only=True):
-    """A reply. Its reasoning has two names."""
+    """An answer. Its reasoning has two names."""
 
     role: Literal["assistant"] = "assistant"
-    content: Annotated[str | None, Meta(description="Null if there are only calls.")]
+    content: Annotated[str | None, Meta(description="Null if there are only tool calls.")]
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ChatCompletionToolCall] | UnsetType = UNSET
@@ -99,7 +101,9 @@ class DeltaFunctionCall(Struct, frozen=True, omit_defaults=True):
 
 
 class DeltaToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of a call. Only the first has ``id``, ``type`` and the name of the function."""
+    """A part of a tool call. Only the first part has ``id``, ``type`` and the name of
+    the function.
+    """
 
     index: int
     id: str | None = None
@@ -134,13 +138,13 @@ class TextChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Annotated[
-        FinishReason | None, Meta(description="Null in chunks before the last of a choice.")
+        FinishReason | None, Meta(description="Null until the last chunk of a choice.")
     ]
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionHeader(Struct, frozen=True, kw_only=True):
-    """The first fields of every answer, the same in all chunks of a stream."""
+    """The first fields of every answer, equal in all chunks of a stream."""
 
     id: str
     created: int
@@ -156,7 +160,9 @@ class ChatCompletion(CompletionHeader, frozen=True, kw_only=True):
 
 
 class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
-    """A chunk of a stream. ``usage`` is null in all but the last, and absent if not asked for."""
+    """A chunk of a stream. ``usage`` is null in all but the last chunk, and absent if not
+    requested.
+    """
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
@@ -164,7 +170,7 @@ class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
 
 
 class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
-    """A whole answer or a chunk of a stream, with ``usage`` as in chunks of chats."""
+    """A complete answer or a chunk of a stream, with ``usage`` as in chunks of chats."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]

@@ -1,6 +1,6 @@
-"""A conversation in the form of OpenAI's chat API: messages, tools, and calls.
+"""A conversation in the format of OpenAI's chat API: messages, tools and tool calls.
 
-The requests of all other APIs are translated into these.
+The requests of all other APIs are translated to it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:/@-
 
 MAX_TOOLS = 512
 MAX_SCHEMA_DEPTH = 100
-"""Limit of nested objects and arrays in the parameters of a tool."""
+"""Max nesting of objects and arrays in the parameters of a tool."""
 
 
 TEXT_PARTS = ("text", "refusal")
-"""The types of content that are supported."""
+"""The supported types of content."""
 
 
 class ImageUrl(Struct, frozen=True):
-    """An image as a `data:` URL, or behind an `https:` URL of `--image-hosts`. ``detail`` is
-    accepted and has no effect: a model's processor decides how large it sees an image."""
+    """An image as a `data:` URL, or an `https:` URL on a host of `--image-hosts`. ``detail`` is
+    accepted and has no effect: the model's processor decides the size of an image.
+    """
 
     url: str
     detail: str | None = None
 
 
 class ContentPart(Struct, frozen=True):
-    """A part of a message's content: text, or an image, for models that take such."""
+    """A part of a message's content: text, or an image if the model accepts images."""
 
     type: str
     text: str | None = None
@@ -68,12 +69,12 @@ class PredictedContent(Struct, frozen=True):
 class FunctionCall(Struct, frozen=True):
     name: Annotated[str, Meta(max_length=1024)]
     arguments: Annotated[
-        str | dict[str, Any] | None, Meta(description="An object, or JSON text of one.")
+        str | dict[str, Any] | None, Meta(description="An object, or its JSON text.")
     ] = None
 
 
 class ToolCall(Struct, frozen=True):
-    """A call of an earlier reply."""
+    """A tool call of an earlier answer."""
 
     function: FunctionCall
     id: str | None = None
@@ -82,7 +83,8 @@ class ToolCall(Struct, frozen=True):
 
 class ChatMessage(Struct, frozen=True):
     """``reasoning`` is another name of ``reasoning_content``. ``function_call`` is an older form of
-    a single tool call, the role ``function`` of ``tool``."""
+    a single tool call, and the role ``function`` of ``tool``.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -97,7 +99,7 @@ class ChatMessage(Struct, frozen=True):
 
 
 def image_chars(messages: Sequence[ChatMessage]) -> int:
-    """Return how many characters the images in ``messages`` have."""
+    """Return the number of characters of the images in ``messages``."""
     return sum(
         part.image_chars
         for message in messages
@@ -111,14 +113,14 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
     description: str | None = None
     parameters: Annotated[
         dict[str, Any] | None,
-        Meta(description="A JSON schema of the arguments. Null: there are none."),
+        Meta(description="JSON schema of the arguments. Null: no arguments."),
     ] = None
     strict: Annotated[
         bool | None, Meta(description="Whether generation is constrained to the schema.")
     ] = None
 
     def __post_init__(self) -> None:
-        """Raises `InvalidValue`. Clients that have no empty object send null or an empty list."""
+        """Raises `InvalidValue`. Clients without an empty object send null or an empty list."""
         parameters = self.parameters
         if parameters is None:
             return
@@ -142,7 +144,7 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
 
 
 def _is_deeper(schema: Any, depth: int) -> bool:
-    """Return whether more than ``depth`` objects and arrays are nested in ``schema``."""
+    """Return whether objects and arrays in ``schema`` are nested more than ``depth`` levels."""
     level = [schema]
     for _ in range(depth + 1):
         level = [item for item in level if isinstance(item, dict | list)]
@@ -155,8 +157,9 @@ def _is_deeper(schema: Any, depth: int) -> bool:
 
 
 class TextFunction(FunctionDefinition, frozen=True, kw_only=True):
-    """A function with one argument, ``input``: text that a grammar describes. No request has one;
-    it stands for a tool of another kind."""
+    """A function with one argument, ``input``: text that matches a grammar. Requests cannot contain
+    it; it represents a tool of another kind.
+    """
 
     input_grammar: Grammar
 
@@ -181,7 +184,7 @@ class AllowedTools(Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """The one tool that has to be called, or the only ones that may be."""
+    """The one tool that must be called, or the only ones that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
@@ -191,8 +194,9 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 ToolMode = Literal["none", "auto", "required"]
 
 PromptEnding = Literal["generation_prompt", "last_message", "open_message"]
-"""What follows the last message in a prompt: the beginning of a reply, or nothing. The prompt ends
-within an open message, and the reply continues it."""
+"""What follows the last message in a prompt: the start of an answer, or nothing. In the second case
+the prompt ends inside an open message, and the answer continues it.
+"""
 
 
 def prompt_ending(
@@ -200,18 +204,19 @@ def prompt_ending(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
 ) -> PromptEnding:
-    """Return the ending for the request fields of these names. Raises `InvalidRequest`."""
+    """Return the ending for the request fields with these names. Raises `InvalidRequest`."""
     if not continue_final_message:
         return "last_message" if add_generation_prompt is False else "generation_prompt"
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls or last.function_call:
         raise InvalidRequest(
-            "'continue_final_message' needs a last message of the assistant, without calls.",
+            "'continue_final_message' requires that the last message is the assistant's, without "
+            "tool calls.",
             param="continue_final_message",
         )
     if add_generation_prompt:
         raise InvalidRequest(
-            "'add_generation_prompt' does not go with 'continue_final_message'.",
+            "'add_generation_prompt' cannot be combined with 'continue_final_message'.",
             param="add_generation_prompt",
         )
     return "open_message"

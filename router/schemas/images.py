@@ -1,4 +1,4 @@
-"""Images in conversations: as clients send them, and as models take them."""
+"""Images in conversations: as clients send them, and as models process them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.wire import ArraySpec
 
 
 class SentImage(ContentPart, frozen=True, kw_only=True):
-    """An image as a client sent it. No client can send this type itself."""
+    """An image as a client sent it. No client can send this type directly."""
 
     source: str
     """A URL, or the content in base64."""
@@ -20,13 +20,14 @@ class SentImage(ContentPart, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """The characters that it takes in the request."""
+        """The number of characters it takes in the request."""
         return len(self.source)
 
 
 class ModelImage:
-    """An image as the processor of a model made it: what stands for it in the prompt, and what the
-    engine takes. It does not change, and many requests may have it."""
+    """An image prepared by a model's processor: its tokens in the prompt, and the arrays for the
+    engine. It is immutable, and several requests may share it.
+    """
 
     __slots__ = ("digest", "expansion", "frames", "nbytes", "specs")
 
@@ -40,14 +41,14 @@ class ModelImage:
         self.digest = digest
         """Equal digests mean equal arrays."""
         self.expansion = expansion
-        """The tokens that replace the one of the placeholder."""
+        """The tokens that replace the placeholder's token."""
         self.specs = specs
         self.frames = frames
-        """The bytes of the arrays that ``specs`` describe."""
+        """The bytes of the arrays that ``specs`` describes."""
         self.nbytes = sum(len(frame) for frame in frames) + 8 * len(expansion)
 
 
 class ImageContent(ContentPart, frozen=True, kw_only=True):
-    """The part of a message in which an image is that has been prepared."""
+    """The part of a message that contains a prepared image."""
 
     image: ModelImage

@@ -1,7 +1,7 @@
-"""The bodies of requests, in OpenAI's form.
+"""Request bodies in OpenAI's format.
 
-Every field that is read has a type and a range, so that a body that decodes is valid by itself.
-What depends on the model is checked in `router.generation.sampling`.
+Every field that is read has a type and a range, so that a decoded body is valid in itself. Checks
+that depend on the model are in `router.generation.sampling`.
 """
 
 from __future__ import annotations
@@ -49,30 +49,31 @@ class StreamOptions(Struct, frozen=True):
 
 
 class RequestBody(Struct, frozen=True, kw_only=True):
-    """A body of any API. Fields of type ``Any`` are refused by name unless they are neutral."""
+    """A body of any API. Fields of type ``Any`` are rejected by name unless their value
+    is neutral.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """By field, values besides null that ask for nothing. True and 1 are different."""
-    any_media_type: ClassVar[bool] = False  # whether JSON may come under another type's name
+    """By field, the values besides null that have no effect. True and 1 are different."""
+    any_media_type: ClassVar[bool] = False  # whether JSON may be sent with another media type
     may_have_images: ClassVar[bool] = False
 
     @property
     def image_chars(self) -> int:
-        """The characters of the images in the body."""
+        """The number of characters of the images in the body."""
         return 0
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for fields that do not go together."""
+        """Raise `InvalidRequest` for fields that contradict each other."""
 
     @property
     def left_out_tools(self) -> list[str]:
-        """The types of tools that this server cannot run, so that the model is not offered
-        them."""
+        """The types of tools that this server cannot run and does not offer to the model."""
         return []
 
 
 class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=True):
-    """Fields of all APIs on how an answer is generated. None: not given."""
+    """Fields of all APIs that control how an answer is generated. None: not set."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
@@ -138,19 +139,19 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
     @property
     def max_context(self) -> int | None:
-        """The most tokens of a prompt and its answer together. None: the model's context."""
+        """Max tokens of a prompt and its answer together. None: the model's context."""
         return None
 
     def check(self) -> None:
-        _ = self.grammar  # raises if a field of it is wrong
+        _ = self.grammar  # raises if one of its fields is invalid
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
-                "'prompt_logprobs' do not go with 'stream'.", param="prompt_logprobs"
+                "'prompt_logprobs' cannot be combined with 'stream'.", param="prompt_logprobs"
             )
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the answer continues a text within which the prompt ends."""
+        """Whether the prompt ends inside a text that the answer continues."""
         return False
 
     @property
@@ -159,9 +160,10 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """``enable_thinking`` and ``thinking_budget`` may also be among ``chat_template_kwargs``; a
-    ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message`` the
-    answer continues the last message, which is the assistant's, without repeating it."""
+    """``enable_thinking`` and ``thinking_budget`` can also be set in ``chat_template_kwargs``; a
+    ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message``, the
+    answer continues the last message, which is the assistant's, without repeating it.
+    """
 
     may_have_images = True
 
@@ -175,7 +177,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     thinking_budget: (
         Annotated[
             int,
-            Meta(ge=0, le=2**31 - 1, description="The most tokens of reasoning; then it is ended."),
+            Meta(
+                ge=0, le=2**31 - 1, description="Max tokens of reasoning, after which it is ended."
+            ),
         ]
         | None
     ) = None
@@ -187,7 +191,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: LogprobsCount | None = None
 
     echo: Any = None
-    functions: Any = None  # before there were `tools`
+    functions: Any = None  # the predecessor of `tools`
     function_call: Any = None
     audio: Any = None
     modalities: Any = None
@@ -220,12 +224,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def prompt_tools(self) -> list[Tool]:
         """The tools in the prompt: all of them if a grammar restricts calls to the chosen ones, so
-        that the prompt does not depend on the choice."""
+        that the prompt does not depend on the choice.
+        """
         return list(self.tools or ()) if self.requires_call else self.callable_tools
 
     @property
     def requires_call(self) -> bool:
-        """Whether the answer has to be a call of one of ``callable_tools``."""
+        """Whether the answer must be a call of one of ``callable_tools``."""
         match self.tool_choice:
             case ToolChoice(allowed_tools=AllowedTools(mode=mode)):
                 return mode == "required"
@@ -236,7 +241,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def names_tool(self) -> bool:
-        """Whether the request names the one tool that has to be called."""
+        """Whether the request names the one tool that must be called."""
         return isinstance(self.tool_choice, ToolChoice) and self.tool_choice.type == "function"
 
     @property
@@ -254,7 +259,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def max_thinking_tokens(self) -> int | None:
-        """``thinking_budget``, which may also be among ``chat_template_kwargs``."""
+        """``thinking_budget``, which can also be set in ``chat_template_kwargs``."""
         tokens = self.template_args.get("thinking_budget")
         return min(tokens, 2**31 - 1) if type(tokens) is int and tokens >= 0 else None
 
@@ -272,11 +277,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
-                "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
+                "'top_logprobs' requires 'logprobs' to be true.", param="top_logprobs"
             )
         if self.continues_prompt and self.grammar is not None:
             raise InvalidRequest(
-                "Structured output does not go with an answer that continues a message.",
+                "Structured output cannot be combined with an answer that continues a message.",
                 param="continue_final_message",
             )
         self._check_messages()
@@ -286,27 +291,27 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         for index, message in enumerate(self.messages):
             if message.content is None and message.role in ("user", "system", "developer"):
                 path = f"messages[{index}].content"
-                raise InvalidRequest(f"'{path}' is missing.", param=path)
+                raise InvalidRequest(f"'{path}' is required.", param=path)
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise InvalidValue(
-                    f"There are two tools with the name '{name}'.",
+                    f"There are two tools named '{name}'.",
                     param=f"tools[{index}].function.name",
                 )
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and getattr(choice, choice.type) is None:
             raise InvalidRequest(
-                f"A 'tool_choice' of type '{choice.type}' needs '{choice.type}'.",
+                f"A 'tool_choice' of type '{choice.type}' requires '{choice.type}'.",
                 param=f"tool_choice.{choice.type}",
             )
         unknown = (self._allowed_names or frozenset()) - set(names)
         if unknown or (self.requires_call and not names):
             missing = f"the tool '{min(unknown)}'" if unknown else "tools"
             raise InvalidValue(
-                f"'tool_choice' needs {missing}, which 'tools' does not have.", param="tool_choice"
+                f"'tool_choice' names {missing}, which is not in 'tools'.", param="tool_choice"
             )
 
 
@@ -323,7 +328,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             return
         if len(self.prompt) > MAX_PROMPTS:
             raise InvalidRequest(
-                f"{len(self.prompt)} prompts are more than {MAX_PROMPTS}.", param="prompt"
+                f"{len(self.prompt)} prompts, the limit is {MAX_PROMPTS}.", param="prompt"
             )
 
     @property
@@ -336,11 +341,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def continues_prompt(self) -> bool:
-        return not self.echo  # an echo is a part of the same text
+        return not self.echo  # an echo is part of the same text
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt as text or as token ids. Raises `InvalidRequest` if both are mixed."""
+        """Return each prompt as text or token ids. Raises `InvalidRequest` if they are mixed."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
@@ -359,7 +364,7 @@ _Body = TypeVar("_Body", bound=RequestBody)
 
 
 def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
-    """Return the request in ``body``. Raises `InvalidRequest`, which names the field."""
+    """Return the request in ``body``. Raises `InvalidRequest` with the name of the field."""
     try:
         request = msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
@@ -372,13 +377,14 @@ def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
 
 
 def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
-    """Return the fields that requests of all APIs have, by name."""
+    """Return the fields shared by requests of all APIs, by name."""
     return {name: getattr(request, name) for name in SamplingRequest.__struct_fields__}
 
 
 def validated(request: _Body) -> _Body:
     """Return ``request``. Raises `NotSupported` for fields that would change the meaning of the
-    answer, `InvalidRequest` for fields that do not go together."""
+    answer, and `InvalidRequest` for fields that contradict each other.
+    """
     for name in unsupported_fields(type(request)):
         value = getattr(request, name)
         if value is None or any(

@@ -1,5 +1,6 @@
-"""Fields that constrain an answer by a grammar: OpenAI's `response_format`, vLLM's
-`structured_outputs`, and its older `guided_*`."""
+"""Fields that constrain an answer with a grammar: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and its older `guided_*`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from shared.wire import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_CHOICES = 4096
 MAX_INPUT_GRAMMAR_BYTES = 32 * 1024
-"""Limit of the grammar of a tool's input, which becomes several times as long in that of calls."""
+"""Size limit for the grammar of a tool's input, which grows several times in the
+grammar of calls.
+"""
 
 Schema = dict[str, Any]
 SchemaOrText = Schema | str
-"""A JSON schema, or its JSON in a string."""
+"""A JSON schema, or its JSON text."""
 Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(Struct, frozen=True, kw_only=True):
-    """A schema that the answer must match, whether or not it is ``strict``."""
+    """A schema that the answer must match, whether or not ``strict`` is set."""
 
     schema: Schema
     name: str | None = None
@@ -43,7 +46,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
             return json_object_grammar("response_format")
         if self.json_schema is None:
             raise InvalidRequest(
-                "'response_format' of type 'json_schema' needs 'json_schema'.",
+                "'response_format' of type 'json_schema' requires 'json_schema'.",
                 param="response_format.json_schema",
             )
         return json_schema_grammar(self.json_schema.schema, "response_format.json_schema.schema")
@@ -69,8 +72,8 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
             grammars.append(json_object_grammar("structured_outputs.json_object"))
         if not grammars:
             raise InvalidRequest(
-                "'structured_outputs' needs one of 'json', 'regex', 'choice', 'grammar' and"
-                " 'json_object'.",
+                "'structured_outputs' requires one of 'json', 'regex', 'choice', 'grammar' and "
+                "'json_object'.",
                 param="structured_outputs",
             )
         return grammars
@@ -88,8 +91,9 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the answer. Raises `InvalidRequest` if a field is wrong, or more than one
-        is given."""
+        """The grammar of the answer. Raises `InvalidRequest` if a field is invalid, or if more than
+        one is set.
+        """
         grammars = _given_grammars(
             "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         )
@@ -101,14 +105,16 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
         if len(grammars) > 1:
             names = " and ".join(f"'{grammar.param}'" for grammar in grammars)
             raise InvalidRequest(
-                f"{names} each bind the answer: give one of them.", param=grammars[1].param
+                f"{names} each constrain the answer; only one of them may be set.",
+                param=grammars[1].param,
             )
         return grammars[0] if grammars else None
 
 
 def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
-    """Return the grammar of JSON that is valid by ``schema``. ``param`` is the field that errors
-    name. Raises `InvalidRequest`."""
+    """Return the grammar of JSON that is valid under ``schema``. ``param`` is the field named in
+    errors. Raises `InvalidRequest`.
+    """
     if isinstance(schema, str):
         check_grammar_size(len(schema), param)
         try:
@@ -120,12 +126,12 @@ def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
 
 
 def json_object_grammar(param: str) -> Grammar:
-    """Return the grammar of JSON objects."""
+    """Return the grammar of any JSON object."""
     return json_schema_grammar({"type": "object"}, param)
 
 
 def regex_grammar(pattern: str, param: str) -> Grammar:
-    """Return the grammar of texts that ``pattern`` matches fully. Raises `InvalidRequest`."""
+    """Return the grammar of texts that fully match ``pattern``. Raises `InvalidRequest`."""
     return _grammar("regex", pattern, param)
 
 
@@ -135,8 +141,8 @@ def lark_grammar(text: str, param: str) -> Grammar:
 
 
 def choice_grammar(texts: list[str], param: str) -> Grammar:
-    """Return the grammar of answers that are one of ``texts``. Raises `InvalidRequest`."""
-    # Lark's strings are JSON's.
+    """Return the grammar of answers equal to one of ``texts``. Raises `InvalidRequest`."""
+    # Lark's string syntax is JSON's.
     quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
     return lark_grammar("start: " + " | ".join(quoted), param)
 
@@ -167,10 +173,11 @@ def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: 
 
 def check_grammar_size(size: int, param: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
     """Raise `InvalidRequest` if a grammar of ``size`` bytes is too large; ``param`` is the field
-    that the error names."""
+    named in the error.
+    """
     if size > limit:
         raise InvalidRequest(
-            f"'{param}' has {size} bytes, over the limit of {limit}.",
+            f"'{param}' has {size} bytes; the limit is {limit}.",
             param=param,
             code="request_too_large",
         )

@@ -1,4 +1,4 @@
-"""What is wrong with a field, from what msgspec says."""
+"""Validation errors for clients, made from msgspec's messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def validation_error(reason: str) -> InvalidRequest:
-    """Make an error of msgspec's ``reason``, such as "Expected `int`, got `str` - at `$.n`"."""
+    """Return an error for msgspec's ``reason``, such as "Expected `int`, got `str` - at `$.n`"."""
     path = _PATH.search(reason)
     param = path[1] if path else ""
     missing = _MISSING.search(reason)

@@ -1,1 +1,1 @@
-"""Between text and tokens: templates, tokenizing, detokenizing, parsing of replies."""
+"""Between text and tokens: templates, tokenization, detokenization, parsing of answers."""

@@ -1,4 +1,4 @@
-"""Token ids to text, a token at a time: each character as soon as it is whole."""
+"""Incremental decoding of token ids to text: each character as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any, Protocol
 
 _MOST_TOKENS = 64
 _CONTEXT_TOKENS = 16
-"""How many tokens of a line are decoded again with the next one, and how many are left after that.
-Spaces depend on the token before, and characters have four tokens at most."""
+"""How many tokens of a line are decoded again with the next token, and how many are kept after
+trimming. Spaces depend on the previous token, and a character has at most four tokens.
+"""
 
 
 class TokenDecoder(Protocol):
-    """The text of one sequence while its tokens arrive. A token takes the same time whatever came
-    before it."""
+    """The text of one sequence as its tokens arrive. The time per token does not depend on the
+    length.
+    """
 
     def add(self, token: int) -> str:
-        """Return what has become certain. Ids that the tokenizer does not know have no text."""
+        """Return the text that became final. Ids unknown to the tokenizer have no text."""
 
     def finish(self) -> str:
-        """Return the rest. Bytes that are no character become replacement characters."""
+        """Return the rest. Incomplete characters become replacement characters."""
 
 
 class ByteDecoder:
-    """For tokenizers whose tokens are bytes.
+    """A decoder for tokenizers whose tokens are bytes.
 
-    It ``trims_space`` at the beginning of the text.
+    ``trims_space`` drops a space at the start of the text.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], trims_space: bool) -> None:
@@ -48,8 +50,9 @@ class ByteDecoder:
 
 
 class LineDecoder:
-    """For all other tokenizers, with mlx-lm's detokenizer, which decodes a line from its beginning
-    with each token: it is made to forget what is long past."""
+    """A decoder for all other tokenizers, with mlx-lm's detokenizer. That decodes a whole line
+    again for each token, so old tokens of long lines are dropped from it.
+    """
 
     def __init__(self, detokenizer: Any) -> None:
         self._detokenizer = detokenizer

@@ -1,4 +1,4 @@
-"""Token ids to text that may be shown: whole characters, cut at stop strings."""
+"""Token ids to final text: complete characters, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from router.tokens.decoders import TokenDecoder
 
 
 class StopScanner:
-    """Passes text on up to the first stop string, which is dropped.
+    """Passes text through up to the first stop string, which is dropped.
 
-    Only text that may be the beginning of a stop string is held back. The first stop string is the
-    one that is complete first (the longer one if two end at the same place), so the cut does not
-    depend on how the text was split up.
+    Only text that may be the start of a stop string is held back. The first stop string is the one
+    that is complete first (the longer one if two end at the same position), so the result does not
+    depend on how the text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class StopScanner:
         self.match: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown now. After a ``match`` it is empty."""
+        """Return the text that is final. Empty after a ``match``."""
         if self.match is not None:
             return ""
         if not self._stops:
@@ -41,13 +41,13 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return what was held back: at the end of the text, it is not a stop string."""
+        """Return the text held back: at the end, it can no longer become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def partial_match_length(text: str, targets: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` with which a longer target begins."""
+    """Return the length of the longest end of ``text`` that is the start of a longer target."""
     longest = max(map(len, targets), default=0)
     for length in range(min(longest - 1, len(text)), 0, -1):
         end = text[-length:]
@@ -57,7 +57,7 @@ def partial_match_length(text: str, targets: Sequence[str]) -> int:
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence while its tokens arrive, up to a stop string."""
+    """The text of one sequence as its tokens arrive, up to a stop string."""
 
     def __init__(
         self, decoder: TokenDecoder, stops: Sequence[str] = (), min_tokens: int = 0
@@ -66,7 +66,9 @@ class IncrementalDetokenizer:
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
-        """Tokens consumed, up to the one that completed a stop string. Later ones do not count."""
+        """Tokens consumed, up to the one that completed a stop string. Later ones are
+        not counted.
+        """
 
     @property
     def stopped(self) -> bool:
@@ -79,12 +81,13 @@ class IncrementalDetokenizer:
         return self._scanner.match
 
     def prime(self, prompt: Sequence[int]) -> str:
-        """Put ``prompt`` before the text. Return the prompt's own text, without half a character at
-        its end."""
+        """Put ``prompt`` before the text. Return the prompt's own text, without an incomplete
+        character at its end.
+        """
         return "".join(map(self._decoder.add, prompt))
 
     def feed(self, token: int) -> str:
-        """Return the text that can be shown now. Once ``stopped``, ignore ``token``."""
+        """Return the text that is final. Once ``stopped``, ignore ``token``."""
         if self.stopped:
             return ""
         self.num_tokens += 1
@@ -92,11 +95,11 @@ class IncrementalDetokenizer:
         return text if self.num_tokens < self._min_tokens else self._scanner.feed(text)
 
     def count_stop_token(self) -> None:
-        """Count a token without text: the one that ended the sequence."""
+        """Count a token without text, which ended the sequence."""
         self.num_tokens += 1
 
     def finish(self) -> str:
-        """Return the rest: what was held back for a character or a stop string to complete."""
+        """Return the rest: text held back for an incomplete character or stop string."""
         if self.stopped:
             return ""
         shown = self._scanner.feed(self._decoder.finish())

@@ -1,9 +1,9 @@
-"""Conversations made to fit templates that refuse them, or lose a part of them.
+"""Adapts conversations to templates that would reject them or lose a part of them.
 
-Templates differ in what they take: one system message or none, roles in turn, one call at a time.
-Clients send what they like. What a template cannot do is found by rendering short conversations
-once. It is then avoided in every conversation, whether or not this one needs it, so that a longer
-prompt goes on as the shorter one did and its prefix is found.
+Templates support different things: one system message or none, alternating roles, one tool call at
+a time. Clients send anything. What a template does not support is found once, by rendering short
+test conversations. It is then avoided in every conversation, even where it would not matter, so
+that a longer prompt continues the shorter one and its prefix is found in the cache.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _BREAK = "\n\n"
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template cannot do: it raises, leaves something out, or puts it elsewhere."""
+    """What a template does not support: it raises, omits something, or moves it."""
 
     system: bool = False
-    """Take a system message. It becomes the beginning of the first message of the user's."""
+    """A system message. It becomes the beginning of the first user message."""
     several_systems: bool = False
-    """Take two system messages at the beginning. They become one."""
+    """Two system messages at the beginning. They are merged."""
     later_system: bool = False
-    """Take a system message after others. It becomes the user's."""
+    """A system message after others. It becomes a user message."""
     users_in_a_row: bool = False
-    """Take two messages of the user's. They become one."""
+    """Two user messages in a row. They are merged."""
     tool_messages: bool = False
-    """Take calls and their results. They become text of the assistant's and of the user's."""
+    """Tool calls and results. They become text of the assistant and the user."""
     several_calls: bool = False
-    """Take two calls in one message. Each gets a message, with its result after it."""
+    """Two tool calls in one message. Each gets its own message, followed by its result."""
     user_after_tool: bool = False
-    """Take the user's text after a result. It becomes a part of the result."""
+    """User text after a tool result. It is appended to the result."""
     text_with_call: bool = False
-    """Take text beside a call. It becomes a message before it."""
+    """Text next to a tool call. It becomes a message before it."""
     plain_content: bool = False
     """Take content that is text. It becomes a list with one part."""
     calls: bool = False
@@ -73,8 +73,9 @@ _CALLS = ("probe0001", "probe0002")
 
 
 def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimits:
-    """Return what the template of ``renders`` cannot do. ``arguments`` returns the arguments of a
-    call, given as JSON, in the form that it takes."""
+    """Return what the template of ``renders`` does not support. ``arguments`` converts the
+    arguments of a call, given as JSON, to the form that the template expects.
+    """
     parts = False
 
     def fails(*messages: _Json, show_calls: bool = False) -> bool:
@@ -84,7 +85,7 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
             conversation = [_in_parts(message) for message in conversation]
         try:
             text = renders(conversation, any("tool_calls" in message for message in messages))
-        except Exception:  # a template is foreign code
+        except Exception:  # a template is untrusted code
             return True
         places = [text.find(each) for each in wanted]
         return -1 in places or places != sorted(places)
@@ -93,7 +94,7 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
     if fails(hello):
         parts = True
         if fails(hello):
-            return TemplateLimits()  # nothing can be found out
+            return TemplateLimits()  # nothing can be tested
     one, two = _CALLS
     called = (hello, _said("", one), _result("PROBE-R", one))
     tool = fails(*called)
@@ -130,7 +131,7 @@ def _in_parts(message: _Json) -> _Json:
 
 
 def _texts(message: _Json, show_calls: bool) -> list[str]:
-    """Return the texts of a probe that have to be in a prompt, in this order."""
+    """Return the texts of a test conversation that must appear in a prompt, in this order."""
     calls = [f"CALLED-{call['id']}" for call in message.get("tool_calls", ()) if show_calls]
     return [each for each in (message["content"], *calls) if each]
 
@@ -146,7 +147,7 @@ def _with_arguments(message: _Json, arguments: Callable[[str], Any]) -> _Json:
 
 
 def fitted(messages: Sequence[_Json], limits: TemplateLimits) -> list[_Json]:
-    """Return ``messages``, whose content is text, without what the template cannot do."""
+    """Return ``messages``, whose content is text, without what the template does not support."""
     found = list(messages)
     if limits.tool_messages:
         found = [_as_text(message) for message in found]
@@ -181,8 +182,9 @@ def _systems(messages: list[_Json], limits: TemplateLimits) -> list[_Json]:
 
 
 def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
-    """Return ``messages`` with each that has the second role made part of one of the first before
-    it."""
+    """Return ``messages`` with each message of the second role merged into a preceding message of
+    the first role.
+    """
     found: list[_Json] = []
     for message in messages:
         before = found[-1] if found else {"role": ""}
@@ -195,7 +197,7 @@ def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
 
 
 def _as_text(message: _Json) -> _Json:
-    """Return calls and results as text."""
+    """Return tool calls and results as text."""
     if message["role"] in ("tool", "function"):
         name = message.get("name")
         about = f"Result of {name}:\n" if name else "Result:\n"
@@ -224,7 +226,7 @@ def _decoded(arguments: Any) -> Any:
 
 
 def _one_call_each(messages: list[_Json]) -> list[_Json]:
-    """Return each of several calls of a message in one of its own, followed by its result."""
+    """Divide messages with several tool calls: one message per call, followed by its result."""
     found: list[_Json] = []
     position = 0
     while position < len(messages):

@@ -1,7 +1,8 @@
-"""Images in prompts: the marks that stand for them in messages, and the tokens in the prompt.
+"""Images in prompts: marks for them in messages, and their tokens in the prompt.
 
-A mark is text while a conversation is fitted to a template, so that texts are merged and moved with
-the images in them. No client can write one: it has a number that is drawn anew for each prompt.
+A mark is text, so that it is merged and moved with the surrounding text when a conversation is
+adapted to a template. No client can write a mark: it contains a random number that is new for each
+prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from router.tokens.tokenization_cache import LengthCheck
 from shared.hashing import Picture
 
 _MARK = "\ufdd1"
-"""A noncharacter, which no text has."""
+"""A noncharacter, which does not occur in text."""
 
 
 class SkipsBos(Protocol):
-    """A renderer."""
+    """The interface of a renderer."""
 
     def without_bos(self, text: str, tokens: Sequence[int]) -> Sequence[int]: ...
 
@@ -37,11 +38,11 @@ class PlacedImage(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt, with the images in it."""
+    """The tokens of a prompt, and its images."""
 
     token_ids: list[int]
     text_token_ids: list[int]
-    """The same with one token for each image: those of the prompt's text."""
+    """The tokens with one token for each image: the tokens of the prompt's text."""
     images: tuple[PlacedImage, ...] = ()
 
     @classmethod
@@ -49,7 +50,7 @@ class Prompt(NamedTuple):
         return cls(token_ids, token_ids)
 
     def after(self, token_ids: Sequence[int], renderer: SkipsBos) -> Prompt:
-        """Return the prompt that goes on from ``token_ids``, without a begin token of its own."""
+        """Return the prompt extended by ``token_ids``, without a BOS token before them."""
         own = renderer.without_bos("", self.token_ids)
         moved = len(token_ids) + len(own) - len(self.token_ids)
         return Prompt(
@@ -60,7 +61,7 @@ class Prompt(NamedTuple):
 
     @property
     def pictures(self) -> list[Picture]:
-        """The images, as block hashes take them."""
+        """The images in the format for block hashes."""
         return [Picture(each.start, each.length, each.image.digest) for each in self.images]
 
 
@@ -81,7 +82,7 @@ class ImageMarks:
         return f"{_MARK}{self._nonce}:{len(self._images) - 1}{_MARK}"
 
     def images_in(self, messages: Sequence[dict[str, Any]]) -> list[ModelImage]:
-        """Return the images whose marks are in ``messages``, in their order."""
+        """Return the images whose marks are in ``messages``, in order."""
         return [
             self._images[int(number)]
             for message in messages
@@ -90,7 +91,7 @@ class ImageMarks:
         ]
 
     def replaced(self, content: Any, image_text: str) -> Any:
-        """Return a message's ``content`` with ``image_text`` for each mark."""
+        """Return a message's ``content`` with ``image_text`` in place of each mark."""
         if isinstance(content, str):
             return self._pattern.sub(lambda _: image_text, content)
         return [
@@ -99,7 +100,7 @@ class ImageMarks:
         ]
 
     def in_parts(self, content: Any) -> Any:
-        """Return ``content`` as a list of parts if it has marks: each is a part of its own."""
+        """Return ``content`` as a list of parts if it has marks, with a part for each image."""
         texts = _texts(content)
         if not any(map(self._pattern.search, texts)):
             return content
@@ -125,9 +126,9 @@ def expanded(
     images: Sequence[ModelImage],
     check_length: LengthCheck | None,
 ) -> Prompt:
-    """Return the prompt ``token_ids`` with each placeholder replaced by the image in its place.
+    """Return the prompt ``token_ids`` with each placeholder replaced by its image.
 
-    Raises `InvalidRequest` if the template did not show all ``images``, and what ``check_length``
+    Raises `InvalidRequest` if the template did not render all ``images``, and what ``check_length``
     raises.
     """
     if not images:
@@ -135,8 +136,8 @@ def expanded(
     places = [index for index, token in enumerate(token_ids) if token == placeholder_id]
     if len(places) != len(images):
         raise InvalidRequest(
-            "The model's chat template does not show the images where they are in these messages:"
-            " put them into messages of the user.",
+            "The model's chat template drops images at these positions: put them into user "
+            "messages.",
             param="messages",
             code="unsupported_content",
         )
@@ -158,17 +159,19 @@ class ImageTexts(NamedTuple):
     """How a template shows images."""
 
     text: str
-    """What it writes for an image between two texts: the placeholder, and what is around it."""
+    """What it writes for an image between two texts: the placeholder and its surroundings."""
     in_parts: frozenset[str]
-    """The roles in whose messages it takes images as parts. In those of others, and in all of a
-    template that takes none, the text is written into the message."""
+    """The roles whose messages support images as parts. For other roles, or a template without
+    support for images, the placeholder is written into the message as text.
+    """
 
 
 def image_texts_of(
     renders: Callable[[list[dict[str, Any]], bool], str], placeholder: str, call: dict[str, Any]
 ) -> ImageTexts:
-    """Return how a template shows images, found by rendering some. ``call`` is a call of the tool
-    that it is rendered with."""
+    """Return how a template shows images, found by rendering a few. ``call`` is a call of the tool
+    that they are rendered with.
+    """
     image, before, after = (
         {"type": "image"},
         {"type": "text", "text": "PROBE-A"},
@@ -179,7 +182,7 @@ def image_texts_of(
     def rendered(messages: list[dict[str, Any]], with_tool: bool) -> str:
         try:
             text = renders(messages, with_tool)
-        except Exception:  # a template is foreign code
+        except Exception:  # a template is untrusted code
             return ""
         return text if text.count(placeholder) == 1 and "PROBE-B" in text else ""
 

@@ -1,4 +1,4 @@
-"""Regular expressions that find any of many fixed texts."""
+"""Regular expressions that match any of many fixed texts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 
 def literal_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any of ``texts``, the longest where several begin; None if
-    there are none.
+    """Return a pattern that matches any of ``texts``, preferring the longest; None if there are
+    none.
 
-    It is a tree of their characters. With one alternative for each of a few thousand control
-    tokens, text that spells out their beginnings takes seconds, and no thread runs meanwhile.
+    The pattern is a tree of their characters. With an alternative for each of a few thousand
+    control tokens, text that repeats their first characters would take seconds, during which no
+    other thread runs.
     """
     tree: _Tree = {}
     for text in filter(None, texts):
@@ -23,7 +24,7 @@ def literal_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 _Tree = dict[str, "_Tree"]
-"""By character what may follow; an empty one where a text ends."""
+"""The possible next nodes by character; an empty character marks the end of a text."""
 
 
 def _source(tree: _Tree) -> str:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, beside the text that the tokens became."""
+"""Log-probabilities of tokens, aligned with the text."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from router.tokens.vocabulary import Vocabulary
 from shared.wire import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
-"""The logarithm of a probability of zero, as in OpenAI's answers: JSON has no infinity."""
+"""The logarithm of zero probability, as in OpenAI's answers: JSON has no infinity."""
 
 _Position = TypeVar("_Position")
 
 
 class ScoredToken(msgspec.Struct, frozen=True, gc=False):
-    """A token with its place in the text and its log-probabilities."""
+    """A token with its position in the text and its log-probabilities."""
 
     id: int
-    offset: int  # where its text begins, in characters of the whole text
+    offset: int  # offset of its text, in characters of the whole text
     logprobs: TokenLogprobs | None  # None for the first token of a prompt
 
 
 class TokenAligner:
-    """Returns tokens along with the text that they became.
+    """Returns tokens along with their text.
 
-    Text may lag behind its tokens, by half a character or by the beginning of a stop string. A
-    token is returned with the first piece of text that shows a part of it. A text that
-    ``continues`` another one keeps its leading space.
+    Text may lag behind its tokens, by an incomplete character or the start of a stop string. A
+    token is returned with the first text that shows a part of it. A text that ``continues`` another
+    one keeps its leading space.
     """
 
     def __init__(self, vocabulary: Vocabulary, continues: bool = False) -> None:
@@ -52,9 +52,11 @@ class TokenAligner:
     def add_prompt(
         self, prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], text: str
     ) -> None:
-        """Add the prompt, ahead of all other tokens. ``text`` is what the answer shows of it."""
+        """Add the prompt before all other tokens. ``text`` is the part of it that the answer
+        repeats.
+        """
         whole = "".join(map(self._vocabulary.byte_decoder(False).add, prompt))
-        # A tokenizer may put a begin token or a space in front that is not in the text.
+        # A tokenizer may add a BOS token or a space at the start that is not in the text.
         ahead = len(whole) - len(text) if whole.endswith(text) else 0
         self._decoder = self._vocabulary.byte_decoder(False)
         position = 0
@@ -78,21 +80,21 @@ class TokenAligner:
         return out
 
     def take_rest(self) -> list[ScoredToken]:
-        """Return all tokens that are left: those at the end, which have no text."""
+        """Return all remaining tokens, at the end of the text, which have no text."""
         out = list(self._pending)
         self._pending.clear()
         return out
 
 
 class LogprobsContext(NamedTuple):
-    """How log-probabilities are shown."""
+    """The options for log-probabilities in the answer."""
 
     vocabulary: Vocabulary
     num_logprobs: int  # alternatives for each token
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> ChatLogprobs:
-    """Return log-probabilities in the form of chat completions."""
+    """Return log-probabilities in the format of chat completions."""
     vocabulary, count = context
 
     def named(token: int, logprob: float) -> TopLogprob:
@@ -114,8 +116,9 @@ def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Ch
 
 
 def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> TextLogprobs:
-    """Return log-probabilities in the form of text completions: the alternatives of a token include
-    itself, even where it is not among the most likely."""
+    """Return log-probabilities in the format of text completions: a token's alternatives include
+    the token itself, even if it is not among the most likely.
+    """
     vocabulary, count = context
     name = cache(vocabulary.unique_name)
 
@@ -139,7 +142,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], context: LogprobsContext
 ) -> bytes:
-    """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON."""
+    """Return log-probabilities of a prompt in vLLM's format, `PromptLogprobs`, as JSON."""
     vocabulary, count = context
     token_text = cache(vocabulary.token_text)
     out = [b"null"]
@@ -158,10 +161,10 @@ def prompt_logprobs(
 
 
 def _encoded(position: _Position) -> _Position:
-    """Return ``position`` as JSON, in which form it goes into an answer.
+    """Return ``position`` as JSON, the form in which it is put into an answer.
 
-    A hundred thousand positions as objects would take some hundred bytes an alternative, and the
-    encoder would let no other thread run until it had gone through all.
+    A hundred thousand positions as objects would take some hundred bytes per alternative, and
+    encoding them would block all other threads.
     """
     return cast(_Position, Raw(msgspec.json.encode(position)))
 

@@ -1,4 +1,4 @@
-"""The replies of one model: their parsers, and the grammars that constrain them to calls."""
+"""The answers of one model: their parsers, and the grammars that restrict them to tool calls."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _HARMONY_ANALYSIS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><
 class ToolCallPolicy(NamedTuple):
     """The tool calls that a request allows."""
 
-    tools: Sequence[Tool]  # those that may be called
-    required: bool = False  # whether there has to be a call
-    parallel: bool = True  # whether there may be several
+    tools: Sequence[Tool]  # the tools that may be called
+    required: bool = False  # whether a call is required
+    parallel: bool = True  # whether several calls are allowed
 
 
 class ModelReplies:
-    """Makes the parser and the grammar of a reply, by the format of one model."""
+    """Creates the parser and the grammar of an answer, for the format of one model."""
 
     def __init__(
         self, format: ReplyFormat, tokenizer: Any, vocabulary: Vocabulary, *, short_ids: bool
@@ -53,7 +53,7 @@ class ModelReplies:
         added = {token: each for token, each in tokenizer.added_tokens_decoder.items() if str(each)}
         self.added_tokens = {token: str(each) for token, each in added.items()}
         self._special = {token: str(each) for token, each in added.items() if each.special}
-        # For llguidance, an added token in angle brackets is a control token, special or not.
+        # llguidance treats every added token in angle brackets as a control token, special or not.
         self._control_tokens = ControlTokens(
             {
                 text: token
@@ -69,7 +69,7 @@ class ModelReplies:
         )
 
     def parser(self, prompt: Sequence[int], policy: ToolCallPolicy) -> ReplyParser:
-        """Return the parser of a reply to ``prompt``."""
+        """Return the parser of an answer to ``prompt``."""
         format = self._format_for(policy)
         tools = policy.tools if format.tools is not None else ()
         if format.is_plain and not tools:
@@ -91,9 +91,10 @@ class ModelReplies:
     def grammar(
         self, prompt: Sequence[int], policy: ToolCallPolicy, bound: Grammar | None
     ) -> Grammar | None:
-        """Return the grammar of a reply to ``prompt``: calls if they are required or have strict
-        arguments, otherwise ``bound``, the grammar of the request. It begins after the reasoning
-        that ``prompt`` opens. Raises `InvalidRequest`."""
+        """Return the grammar of an answer to ``prompt``: tool calls if they are required or have
+        strict arguments, otherwise ``bound``, the request's own grammar. It applies after reasoning
+        that ``prompt`` begins. Raises `InvalidRequest`.
+        """
         tail = self._tail(prompt)
         grammar = self._calls_grammar(policy, bound, tail) or bound
         if grammar is None or self.format.initial_state_after(tail) is not ReplyState.REASONING:
@@ -101,8 +102,9 @@ class ModelReplies:
         return msgspec.structs.replace(grammar, after=self._reasoning_end_ids)
 
     def thinking(self, prompt: Sequence[int], tokens: int) -> ThinkingBudget | None:
-        """Return the budget of ``tokens`` for the reasoning in a reply to ``prompt``; None where it
-        is not known how the model marks its reasoning."""
+        """Return the budget of ``tokens`` for reasoning in an answer to ``prompt``; None if the
+        model's reasoning markers are unknown.
+        """
         if not self._reasoning_end_ids:
             return None
         is_open = self.format.initial_state_after(self._tail(prompt)) is ReplyState.REASONING
@@ -122,7 +124,7 @@ class ModelReplies:
         if not functions or format.tools is None or template is None:
             return None
         alternative = excluded_text = None
-        messages = False  # whether a reply consists of messages, of which a call may be the last
+        messages = False  # whether an answer consists of messages, the last of which may be a call
         if not policy.required:
             if bound is not None:
                 schema = msgspec.json.decode(bound.source) if bound.kind == "json_schema" else None
@@ -139,7 +141,7 @@ class ModelReplies:
                 excluded_text = format.tools.start
             else:
                 alternative = _NOT_JSON
-        # Before it is written, and not after: each schema is in it.
+        # Checked before writing the grammar, which contains every schema.
         parts = [f.input_grammar for f in functions if isinstance(f, TextFunction)]
         size = sum(len(msgspec.json.encode(f.parameters)) for f in functions)
         check_grammar_size(size + sum(len(part.source) for part in parts), "tools")
@@ -160,7 +162,7 @@ class ModelReplies:
         return msgspec.structs.replace(grammar, parts=parts)
 
     def _optional_reasoning(self, format: ReplyFormat, tail: str) -> ReasoningMarkers | None:
-        """Return the markers of reasoning that a reply may open by itself."""
+        """Return the markers of reasoning that an answer may begin by itself."""
         think = format.think
         if format.initial_state is ReplyState.HEADER:
             return _HARMONY_ANALYSIS
@@ -169,8 +171,9 @@ class ModelReplies:
         return think if all(marker in self._control_tokens.control for marker in think) else None
 
     def _call_template(self, policy: ToolCallPolicy) -> CallTemplate | None:
-        """Return how calls are written: in the model's own way, or as plain JSON where that is not
-        known and a call is required."""
+        """Return the syntax of tool calls: the model's own, or plain JSON if that is unknown and a
+        call is required.
+        """
         if self.format.tools is None:
             return CALL_TEMPLATES[JSON.name] if policy.required else None
         functions = [tool.function for tool in policy.tools]
@@ -178,14 +181,16 @@ class ModelReplies:
         return own or (CALL_TEMPLATES[JSON.name] if policy.required else None)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
-        """Return the format of replies: not the model's own where required calls are plain JSON."""
+        """Return the format of answers: not the model's own if required calls are plain JSON."""
         if policy.required and self._call_template(policy) is CALL_TEMPLATES[JSON.name]:
             normal = ReplyState.NORMAL
             return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
         return self.format
 
     def _tail(self, prompt: Sequence[int]) -> str:
-        """Return the end of ``prompt``, back to a control token other than those of reasoning."""
+        """Return the end of ``prompt``, back to the last control token other than a reasoning
+        marker.
+        """
         markers = "" if self.format.think is None else "".join(self.format.think)
         start = len(prompt)
         while start > max(0, len(prompt) - _TAIL_TOKENS):

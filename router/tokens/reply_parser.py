@@ -1,4 +1,4 @@
-"""A reply split into its reasoning, its text and its tool calls."""
+"""Splitting of an answer into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple, Protocol
 
 
 class CallDelta(NamedTuple):
-    """A piece of one tool call."""
+    """A part of one tool call."""
 
-    number: int  # of the call within the reply, from 0
-    arguments: str = ""  # the arguments of all pieces joined are JSON text
-    id: str | None = None  # in the first piece only, like the name
+    number: int  # index of the call in the answer, from 0
+    arguments: str = ""  # the arguments of all parts, joined, are JSON
+    id: str | None = None  # in the first part only, like the name
     name: str | None = None
 
 
 class ReplyDelta(NamedTuple):
-    """The parts of a stretch of generated text."""
+    """The parts of a piece of generated text."""
 
     reasoning: str = ""
     text: str = ""
@@ -23,7 +23,9 @@ class ReplyDelta(NamedTuple):
 
 
 class ReplyParser(Protocol):
-    """Splits one reply while it arrives. The result does not depend on the pieces it arrives in."""
+    """Splits one answer as it arrives. The result does not depend on how the text is split into
+    pieces.
+    """
 
     @property
     def in_reasoning(self) -> bool:
@@ -31,25 +33,26 @@ class ReplyParser(Protocol):
 
     @property
     def called(self) -> bool:
-        """Whether the reply has called a tool so far."""
+        """Whether the answer has called a tool so far."""
 
     @property
     def complete(self) -> bool:
         """Whether all further text would be ignored, so that the sequence can be stopped."""
 
     def parse_work(self, chars: int) -> int:
-        """Return how much `feed` may have to parse once ``chars`` more have come, in the unit of
-        `router.tokens.parsing.calls.MAX_PARSE_WORK`."""
+        """Return how much `feed` may have to parse after ``chars`` more characters, in the unit of
+        `router.tokens.parsing.calls.MAX_PARSE_WORK`.
+        """
 
     def feed(self, text: str) -> ReplyDelta:
-        """Return what is certain now."""
+        """Return the parts that are final now."""
 
     def finish(self, *, cut: bool = False) -> ReplyDelta:
-        """Return the rest. ``cut`` says that a limit or a stop string ended the reply."""
+        """Return the rest. ``cut`` is true if a limit or a stop string ended the answer."""
 
 
 class PlainReplyParser:
-    """A `ReplyParser` for replies that are all text."""
+    """A `ReplyParser` for answers that are all text."""
 
     in_reasoning = False
     called = False

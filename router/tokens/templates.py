@@ -1,6 +1,6 @@
 """A model's chat template: messages and tools to the text of a prompt.
 
-A template is foreign code. It runs in the sandbox of transformers, and text of clients is only data
+A template is untrusted code. It runs in the sandbox of transformers, and clients' text is only data
 to it.
 """
 
@@ -25,8 +25,9 @@ from router.tokens.parsing.json_texts import decoded_json
 logger = logging.getLogger(__name__)
 
 TOKEN_BREAK = "\ufdd0"
-"""Text is tokenized separately before and after it. It breaks up control tokens that clients spell
-out. It is a noncharacter, which no text has."""
+"""Text before and after it is tokenized separately. It breaks up control tokens written by clients.
+It is a noncharacter, which does not occur in text.
+"""
 
 _MAX_ARGS = 32
 _RESERVED_ARGS = frozenset(
@@ -34,8 +35,9 @@ _RESERVED_ARGS = frozenset(
     " continue_final_message tokenize padding truncation max_length return_tensors return_dict"
     " return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
 )
-"""Arguments of `apply_chat_template` itself. A client's `chat_template` would be the client's code
-running here, and the others would change the result."""
+"""Arguments of `apply_chat_template` itself. With `chat_template`, a client could run its own code
+here; the others would change the result.
+"""
 
 _PROBE_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
 _PROBE_CALL = {"id": "call00000", "type": "function"}
@@ -56,7 +58,7 @@ class Rendered(NamedTuple):
 
     text: str
     images: list[ModelImage]
-    """In the order of their placeholders in the text."""
+    """The images, in the order of their placeholders in the text."""
 
 
 class ChatTemplate:
@@ -80,7 +82,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._write_calls = partial(written_calls, call_syntax)
         self._template_args = dict(template_args)
-        # For models whose markers it does not know, mlx-lm passes false by default.
+        # mlx-lm passes false by default for models whose markers it does not know.
         unknown_markers = has_reasoning and not tokenizer.has_thinking
         self._defaults = {"enable_thinking": True} if unknown_markers else {}
         source = str(tokenizer.chat_template or "")
@@ -88,11 +90,11 @@ class ChatTemplate:
         self._calls_it_thinking = "enable_thinking" not in source and "thinking" in source
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
-        """Whether ids are nine letters and digits: Mistral's templates take no others."""
-        self._arguments_as_text: bool | None = None  # None: not known yet
-        self._limits: TemplateLimits | None = None  # None: not known yet
+        """Whether ids have nine letters and digits, as Mistral's templates require."""
+        self._arguments_as_text: bool | None = None  # None: unknown so far
+        self._limits: TemplateLimits | None = None  # None: unknown so far
         self._placeholder = next(iter(image_tokens), "")
-        self._image_texts: ImageTexts | None = None  # None: not known yet
+        self._image_texts: ImageTexts | None = None  # None: unknown so far
         added = tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special and len(str(token)) > 1]
         self._control_tokens = literal_pattern([*special, *image_tokens])
@@ -116,10 +118,10 @@ class ChatTemplate:
         *,
         ending: PromptEnding = "generation_prompt",
     ) -> Rendered:
-        """Return the text of the prompt, and the images in it.
+        """Return the text of the prompt, and its images.
 
-        Raises `InvalidRequest` if there is no template, and for what it does not take, such as
-        other content or an order of roles.
+        Raises `InvalidRequest` if there is no template, and for messages that it does not support,
+        such as other content or an order of roles.
         """
         for name in template_args:
             if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
@@ -149,7 +151,7 @@ class ChatTemplate:
 
     @property
     def limits(self) -> TemplateLimits:
-        """What the template cannot do. It is found out at first use."""
+        """What the template does not support, detected on first use."""
         if self._limits is None:
             self._limits = limits_of(self._render_probe, self._arguments)
         return self._limits
@@ -187,7 +189,7 @@ class ChatTemplate:
         failure: Exception
         try:
             return self._apply(messages, tools, args, ending)
-        except Exception as error:  # a template is foreign code
+        except Exception as error:  # a template is untrusted code
             failure = error
         usable = self._usable_args(args)
         if len(usable) < len(args):
@@ -195,23 +197,24 @@ class ChatTemplate:
                 return self._apply(messages, tools, usable, ending)
             except Exception:
                 pass
-        logger.debug("the chat template raised", exc_info=failure)
+        logger.debug("the chat template raised an exception", exc_info=failure)
         raise InvalidRequest(
-            f"The model's chat template refused these messages: {failure}", param="messages"
+            f"The model's chat template rejected these messages: {failure}", param="messages"
         )
 
     def _usable_args(self, args: _Json) -> _Json:
-        """Return those of ``args`` on which the template or the tokenizer does not raise: all of
-        them but one, beginning with the last, or none.
+        """Return the ``args`` with which the template and the tokenizer do not raise: all, all but
+        one (trying the last first), or none.
 
-        They are tried on one short message: the conversation takes as long as a request.
+        They are tried on one short message, because rendering the conversation takes as long as a
+        request.
         """
         attempts = [args]
         attempts += [{k: v for k, v in args.items() if k != name} for name in reversed(args)]
         for attempt in attempts:
             try:
                 self._apply(_PROBE_MESSAGES, None, attempt, "generation_prompt")
-            except Exception:  # a template is foreign code
+            except Exception:  # a template is untrusted code
                 continue
             return attempt
         return {}
@@ -219,7 +222,7 @@ class ChatTemplate:
     def _apply(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
     ) -> str:
-        # Only where it is true: templates that are functions do not know the argument.
+        # Only if true: templates that are functions do not know the argument.
         continued = {"continue_final_message": True} if ending == "open_message" else {}
         if self._calls_it_thinking and "enable_thinking" in args:
             args = {"thinking": args["enable_thinking"], **args}
@@ -235,7 +238,7 @@ class ChatTemplate:
         )
 
     def _break_control_tokens(self, value: Any) -> Any:
-        """Return ``value`` with a `TOKEN_BREAK` in every control token that it spells out."""
+        """Return ``value`` with a `TOKEN_BREAK` in every control token written in it."""
         if isinstance(value, str):
             value = value.replace(TOKEN_BREAK, "")
             if self._control_tokens is None:
@@ -254,7 +257,8 @@ class ChatTemplate:
         self, messages: Sequence[ChatMessage], marks: ImageMarks
     ) -> list[dict[str, Any]]:
         """Return messages as templates expect them: content is text, with ``marks`` for images,
-        there are no empty keys, and a tool's result has the tool's name."""
+        there are no empty keys, and a tool result has the tool's name.
+        """
         names: dict[str, str] = {}  # by call id
         conversation = []
         for index, message in enumerate(messages):
@@ -270,7 +274,7 @@ class ChatTemplate:
     def _message(self, message: ChatMessage, path: str, marks: ImageMarks) -> dict[str, Any]:
         if message.audio is not None:
             raise InvalidRequest(
-                "Audio is not supported; this server takes text.",
+                "Audio is not supported; this server accepts text.",
                 param=f"{path}.audio",
                 code="unsupported_content",
             )
@@ -286,7 +290,7 @@ class ChatTemplate:
         if calls:
             plain["tool_calls"] = calls
         reasoning = message.reasoning_content or message.reasoning
-        # gpt-oss' template takes either content or thinking with a call, not both.
+        # gpt-oss' template accepts either content or thinking with a call, not both.
         if reasoning and not (self._reasoning_key == "thinking" and calls and plain["content"]):
             plain[self._reasoning_key] = reasoning
         return plain
@@ -305,8 +309,9 @@ class ChatTemplate:
         return digits[-9:].rjust(9, "0")
 
     def _arguments(self, arguments: str | dict[str, Any] | None) -> Any:
-        """Return ``arguments`` as the template takes them: most templates iterate over an object,
-        some concatenate text. Text that is not JSON is passed as it is."""
+        """Return ``arguments`` in the form that the template expects: most templates iterate over
+        an object, some concatenate text. Text that is not JSON is passed unchanged.
+        """
         if self._arguments_as_text is None:
             self._arguments_as_text = self._takes_arguments_as_text()
         if self._arguments_as_text:
@@ -321,7 +326,7 @@ class ChatTemplate:
             return arguments
 
     def _takes_arguments_as_text(self) -> bool:
-        """Return whether the template writes arguments as they are, found by a trial."""
+        """Return whether the template writes arguments unchanged, found by a trial rendering."""
 
         def probe(arguments: Any) -> str:
             function = {"name": "probe", "arguments": arguments}
@@ -332,7 +337,7 @@ class ChatTemplate:
 
         try:
             return "{'probed'" in probe({"probed": "x"})
-        except Exception:  # a template is foreign code
+        except Exception:  # a template is untrusted code
             pass
         try:
             return "probed" in probe('{"probed": "x"}')
@@ -341,7 +346,7 @@ class ChatTemplate:
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """Return a tool in the form of transformers' ``get_json_schema``, which templates take."""
+    """Return a tool in the format of transformers' ``get_json_schema``, which templates expect."""
     function = tool.function
     schema: dict[str, Any] = {"name": function.name}
     if function.description is not None:
@@ -363,7 +368,7 @@ def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:
         param = f"{path}.content[{index}]"
         if part.type not in TEXT_PARTS:
             raise InvalidRequest(
-                f"Content of type '{part.type}' is not supported; this server takes text.",
+                f"Content of type '{part.type}' is not supported; this server accepts text.",
                 param=f"{param}.type",
                 code="unsupported_content",
             )
@@ -375,7 +380,7 @@ def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:
 
 
 def _reasoning_key(source: str) -> str:
-    """Return the key under which a template looks for the reasoning of earlier replies."""
+    """Return the key under which a template expects the reasoning of earlier answers."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if re.search(rf"""\.{name}\b|['"]{name}['"]""", source):
             return name

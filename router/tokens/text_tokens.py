@@ -1,6 +1,6 @@
-"""Token ids of texts and pairs of texts for models that embed or rank, cut to a length if asked.
+"""Token ids of texts and pairs of texts for embedding and reranking models, truncated on request.
 
-All of this is for the threads of a `WorkPool`.
+All functions are meant for the threads of a `WorkPool`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from router.tokens.rendering import Renderer
 class TokenizedPair(NamedTuple):
     token_ids: list[int]
     second_start: int
-    """Where the second text begins, for models that tell it apart; otherwise 0."""
+    """The start of the second text, for models that distinguish it; otherwise 0."""
 
 
 def text_tokens(renderer: Renderer, text: str, limit: int, *, truncate: bool) -> list[int]:
-    """Return the tokens of ``text`` with those that the tokenizer puts around: ``limit`` at most.
+    """Return the tokens of ``text`` with the special tokens that the tokenizer adds, at most
+    ``limit``.
 
-    A longer text is cut at its end, if ``truncate``. Raises `ContextLengthExceeded`."""
+    A longer text is truncated at its end if ``truncate`` is set. Raises `ContextLengthExceeded`.
+    """
     found = renderer.encode(text)
     if len(found) <= limit:
         return found
@@ -37,8 +39,10 @@ def text_tokens(renderer: Renderer, text: str, limit: int, *, truncate: bool) ->
 def pair_tokens(
     renderer: Renderer, first: str, second: str, limit: int, *, truncate: bool
 ) -> TokenizedPair:
-    """Return the tokens of a pair as the tokenizer joins one: ``limit`` at most. Of a longer one
-    the second text is cut, if ``truncate``. Raises `ContextLengthExceeded` and `NotSupported`."""
+    """Return the tokens of a pair joined by the tokenizer, at most ``limit``. If it is longer, the
+    second text is truncated if ``truncate`` is set. Raises `ContextLengthExceeded` and
+    `NotSupported`.
+    """
 
     def join(second: str) -> TokenizedPair:
         return TokenizedPair(*_joined(renderer, first, second))
@@ -49,8 +53,9 @@ def pair_tokens(
 def template_tokens(
     renderer: Renderer, template: str, values: dict[str, str], limit: int, *, truncate: bool
 ) -> TokenizedPair:
-    """Return the tokens of ``template`` filled with ``values``, of which ``document`` is cut if
-    need be. Raises `ContextLengthExceeded`."""
+    """Return the tokens of ``template`` filled with ``values``. If it is too long, ``document`` is
+    truncated. Raises `ContextLengthExceeded`.
+    """
     before, after = template.split("{document}")
     for name, value in values.items():
         if name != "document":
@@ -65,8 +70,7 @@ def template_tokens(
 
 def too_long(count: int, limit: int) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"A text has {count} tokens, over the model's limit of {limit}: shorten it, or ask for it"
-        " to be cut with 'truncate'.",
+        f"A text has {count} tokens; the model's limit is {limit}. Shorten it, or set 'truncate'.",
     )
 
 
@@ -84,10 +88,11 @@ def _fitted(
         inner = renderer.encode(text, add_special_tokens=False)
         if over >= len(inner):
             raise ContextLengthExceeded(
-                f"The query alone leaves no room within the model's limit of {limit} tokens."
+                f"The query leaves no room for a document within the model's limit of {limit} "
+                "tokens."
             )
         text = renderer.decode(inner[: len(inner) - over])
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character was cut
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character was cut in two
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         found = join(text)
     return found
@@ -96,6 +101,6 @@ def _fitted(
 def _joined(renderer: Renderer, first: str, second: str) -> tuple[list[int], int]:
     found = renderer.encode_pair(first, second)
     if found is None:
-        raise NotSupported("The tokenizer of this model joins no pairs of texts.", param="model")
+        raise NotSupported("This model's tokenizer does not support pairs of texts.", param="model")
     ids, kinds = found
     return ids, kinds.index(1) if 1 in kinds else 0

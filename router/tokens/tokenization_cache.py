@@ -1,8 +1,8 @@
-"""The tokens of earlier prompts and replies, for the prompts that continue them.
+"""The tokens of earlier prompts and answers, for prompts that continue them.
 
-A client sends a reply back as text, and the tokenizer does not always cut text where the model
-did. Where a prompt begins with text whose tokens are known, these tokens are used: the model reads
-the same text, and the blocks of its KV cache are found.
+A client sends an answer back as text, and the tokenizer does not always split it into the tokens
+that the model generated. If a prompt begins with text whose tokens are known, these tokens are
+used: the model reads the same text, and the blocks in its KV cache are found.
 """
 
 from __future__ import annotations
@@ -19,36 +19,40 @@ from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
 MAX_BYTES = 64 << 20
-"""Default limit of the memory of a cache: its texts with their tokens."""
+"""Default max memory of a cache: its texts with their tokens."""
 _ENTRY_BYTES, _ANCHOR_BYTES = 1000, 150
 
 LengthCheck = Callable[[int], object]
-"""Raises if a prompt of so many tokens is too long. It is asked before the tokens are taken over
-from the tokenizer and remembered: each of these copies holds the interpreter."""
+"""Raises if a prompt with that many tokens is too long. Called before the tokens are copied from
+the tokenizer and stored, because each copy blocks the interpreter.
+"""
 
 _Items = TypeVar("_Items", str, "array[int]")
 _Key = tuple[str, bytes]
-"""Scope, and the digest of the tokens."""
+"""Scope, and digest of the tokens."""
 _STRIDE = 4096
 
 
 class Anchor(NamedTuple):
-    """An added token in a text. No tokenizer reads across one, so the text before it and the text
-    after it are tokenized separately."""
+    """An added token in a text. No tokenizer merges text across it, so the text before and after it
+    is tokenized separately.
+    """
 
-    position: int  # where its text begins, in characters
+    position: int  # offset of its text, in characters
     token_index: int
 
 
 class PrefixComparison(NamedTuple):
-    """A prompt beside the closest earlier text: a prompt, or one with its reply."""
+    """A prompt compared with the closest earlier text: a prompt, or one with its answer."""
 
     tokens: int
     earlier_tokens: int
     common_tokens: int  # length of the common prefix
     reused_tokens: int  # of these, taken from the earlier text instead of the tokenizer
-    token: int | None  # the first one that differs; None at the end of the prompt
-    earlier_token: int | None  # what was there before; None at the end of the earlier text
+    token: int | None  # the first token that differs; None at the end of the prompt
+    earlier_token: (
+        int | None
+    )  # the earlier token at that position; None at the end of the earlier text
 
 
 @dataclass(eq=False)
@@ -63,13 +67,13 @@ class _Entry:
 
 
 class TokenizationCache:
-    """Texts with their tokens, in at most ``max_bytes``; the least recently used are dropped.
+    """Texts with their tokens, in at most ``max_bytes``. The least recently used are dropped.
 
     Nothing is shared between scopes. The closest text is found by binary search.
 
-    ``added`` holds the text of the tokenizer's added tokens, ``token_bytes`` returns the bytes of
-    any other token, ``encode`` tokenizes text without putting special tokens in front. Threads may
-    call it at once, and they may call this.
+    ``added`` has the text of the tokenizer's added tokens, ``token_bytes`` returns the bytes of any
+    other token, and ``encode`` tokenizes text without adding special tokens. Thread-safe; these
+    callbacks must be too.
     """
 
     def __init__(
@@ -89,14 +93,15 @@ class TokenizationCache:
         self._bytes = 0
         self._count = 0
         self._lock = threading.Lock()
-        """Guards all of the above. Entries do not change once they are here."""
+        """Guards everything above. Entries are immutable."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def tokenize(self, scope: str, text: str, check_length: LengthCheck | None = None) -> list[int]:
-        """Return the tokens of the prompt ``text``, and remember them. Raises what ``check_length``
-        raises."""
+        """Return the tokens of the prompt ``text``, and store them. Raises what ``check_length``
+        raises.
+        """
         with self._lock:
             closest, common = self._closest(scope, text)
         prompt = None
@@ -107,7 +112,7 @@ class TokenizationCache:
                 prompt = _Entry(text, array("i", self._encode(text, check_length)))
                 self._add_anchors(prompt, 0, 0)
         except Exception:
-            if closest is not None:  # it may have been dropped for the new one
+            if closest is not None:  # it may have been dropped to make room for the new one
                 with self._lock:
                     self._add(scope, closest)
             raise
@@ -118,7 +123,7 @@ class TokenizationCache:
         return prompt.tokens.tolist()
 
     def extend(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Remember that ``output`` was the reply to ``prompt``. A forgotten prompt is ignored."""
+        """Store ``output`` as the answer to ``prompt``. An unknown prompt is ignored."""
         with self._lock:
             entry = self._entries.get(_key(scope, array("i", prompt)))
         if entry is None:
@@ -141,7 +146,7 @@ class TokenizationCache:
             self._add(scope, _Entry(text, entry.tokens + array("i", output), anchors))
 
     def comparison(self, scope: str, prompt: Sequence[int]) -> PrefixComparison:
-        """Compare ``prompt`` to the closest text that was there before it."""
+        """Compare ``prompt`` with the closest text stored before it."""
         with self._lock:
             entry = self._entries.get(_key(scope, array("i", prompt)))
         if entry is None or entry.comparison is None:
@@ -149,11 +154,11 @@ class TokenizationCache:
         return entry.comparison
 
     def _closest(self, scope: str, text: str) -> tuple[_Entry | None, int]:
-        """Return the entry with the longest common prefix with ``text``, the latest of several, and
-        the length of that prefix in characters.
+        """Return the entry with the longest common prefix with ``text`` (the latest if there are
+        several), and the length of that prefix in characters.
 
         Entries whose whole text is a prefix of ``text`` are dropped: the new entry will have all
-        of their tokens.
+        their tokens.
         """
         place = bisect_left(self._sorted, (scope, text))
         neighbours = self._equal_entries(place - 1, -1) + self._equal_entries(place, 1)
@@ -177,8 +182,9 @@ class TokenizationCache:
         return (closest, common) if common else (None, 0)
 
     def _equal_entries(self, index: int, step: int) -> list[_Key]:
-        """Return the entries from ``index`` on, in direction ``step``, that have the scope and the
-        text of the first."""
+        """Return the entries from ``index`` in direction ``step`` that have the same scope and text
+        as the first.
+        """
         first = index
         keys: list[_Key] = []
         while 0 <= index < len(self._sorted) and self._sorted[index][:2] == self._sorted[first][:2]:
@@ -189,8 +195,9 @@ class TokenizationCache:
     def _continue(
         self, earlier: _Entry, common: int, text: str, check_length: LengthCheck | None
     ) -> _Entry | None:
-        """Return ``text`` with the tokens of ``earlier`` up to the last anchor that both have, or
-        None where that does not work."""
+        """Return ``text`` with the tokens of ``earlier`` up to the last common anchor, or None if
+        that is not possible.
+        """
         for anchor in reversed(earlier.anchors):
             token = earlier.tokens[anchor.token_index]
             if anchor.position + len(self._added[token]) <= common:
@@ -264,7 +271,7 @@ def _compare(prompt: _Entry, earlier: _Entry) -> PrefixComparison:
 
 
 def common_prefix_length(one: _Items, other: _Items) -> int:
-    """Return how many items at the beginning are the same."""
+    """Return the length of the common prefix."""
     low = 0
     while low < min(len(one), len(other)) and (
         one[low : low + _STRIDE] == other[low : low + _STRIDE]

@@ -1,4 +1,4 @@
-"""Bytes and text of tokens."""
+"""The bytes and text of tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Vocabulary:
     """The bytes of each token of one tokenizer.
 
-    They come from the token map of mlx-lm's streaming detokenizer if it has one: byte-level BPE has
-    text in GPT-2's alphabet of bytes, SentencePiece has bytes.
+    They come from the token map of mlx-lm's streaming detokenizer, if it has one: byte-level BPE
+    has text in GPT-2's byte alphabet, SentencePiece has bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -27,7 +27,7 @@ class Vocabulary:
             detokenizer.add_token(token)
         detokenizer.finalize()
         self.trims_space = not detokenizer.text.startswith(" ")
-        """Whether the detokenizer leaves out the leading space of a text."""
+        """Whether the detokenizer drops the leading space of a text."""
         first = next(iter(self._token_map or ()), None)
         self._adds_space = self.trims_space and not isinstance(first, str)
         self._known: dict[int, bytes] = {}
@@ -39,16 +39,17 @@ class Vocabulary:
         return self.byte_decoder(self.trims_space)
 
     def byte_decoder(self, trims_space: bool) -> ByteDecoder:
-        """Return a decoder that takes all tokens for bytes, as log-probabilities do."""
+        """Return a decoder that treats all tokens as bytes, as log-probabilities do."""
         return ByteDecoder(self.token_bytes, trims_space)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of ``token``: none for an id of a padded vocabulary, which the tokenizer
-        does not know."""
+        """Return the bytes of ``token``; empty for an id of a padded vocabulary, which the
+        tokenizer does not know.
+        """
         found = self._known.get(token)
         if found is None:
             found = self._bytes_of(token)
-            if found:  # so that what clients count up to does not stay
+            if found:  # do not cache ids that clients make up
                 self._known[token] = found
         return found
 
@@ -61,28 +62,31 @@ class Vocabulary:
         return b"".join(_BYTES.get(char) or char.encode() for char in piece or "")
 
     def token_text(self, token: int) -> str:
-        """Return the text of ``token``, with replacement characters for parts of characters."""
+        """Return the text of ``token``, with replacement characters for incomplete characters."""
         return self.token_bytes(token).decode(errors="replace")
 
     def unique_name(self, token: int) -> str:
-        """Return the text of ``token``, or ``bytes:\\xe2\\x96`` if that has a part of a character.
-        No two tokens have the same name."""
+        """Return the text of ``token``, or ``bytes:\\xe2\\x96`` if it contains an incomplete
+        character. No two tokens have the same name.
+        """
         try:
             return self.token_bytes(token).decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``, without half a character at the end. A leading space is
-        kept unless a tokenizer of SentencePiece's kind put it there."""
+        """Return the text of ``tokens``, without an incomplete character at the end. A leading
+        space is kept unless a SentencePiece-like tokenizer added it.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
         return text[1:] if self._adds_space and text.startswith(" ") else text
 
     def last_text(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last of ``tokens`` that has text of its own, or nothing. A decoder that has
-        seen it keeps the leading space of what follows. It may hold back a part of a character and
-        a single space, so it would show them with the text that follows."""
+        """Return the last of ``tokens`` that has text, or nothing. After decoding it, a decoder
+        keeps the leading space of the following text. The decoder must not hold back part of a
+        character or a single space, which it would return with the following text.
+        """
         for token in reversed(tokens):
             text = self.token_text(token)
             if text.strip(" ") and not text.endswith("\ufffd"):
@@ -100,8 +104,9 @@ class Vocabulary:
 
 
 def _gpt2_alphabet() -> dict[str, bytes]:
-    """Return the characters of byte-level BPE with the byte that each stands for. Printable bytes
-    are themselves, the others have the characters from U+0100 on."""
+    """Return the characters of byte-level BPE and the byte of each. Printable bytes stand for
+    themselves, the others have the characters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

@@ -1,4 +1,4 @@
-"""Keeps MLX out of the router's process, and so out of its image."""
+"""Keeps MLX out of the router's process and container image."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import ModuleType
 
 
 def leave_out_mlx() -> None:
-    """Make ``mlx_lm`` a package without code of its own, from which modules can be imported.
+    """Make ``mlx_lm`` an empty package from which modules can be imported.
 
-    Its own code imports MLX, transformers' models and all that generates. The router needs its
-    tokenizers and parsers of tool calls, which need none of that. To be called before the first
-    import of ``mlx_lm``, in a process that never runs a model.
+    Its own code imports MLX, transformers' models and everything for generation. The router needs
+    only its tokenizers and tool parsers. Call it before the first import of ``mlx_lm``, in a
+    process that never runs a model.
     """
     found = importlib.util.find_spec("mlx_lm")
     if found is None or "mlx_lm" in sys.modules:

@@ -1,7 +1,7 @@
-"""Threads for work whose cost a client chooses: rendering, tokenizing, parsing, formatting.
+"""Threads for work whose cost depends on the client: rendering, tokenizing, parsing, formatting.
 
-Nothing of that runs on the event loop. Python runs one thread at a time, so pure Python work still
-takes turns with the loop; tokenizers release the interpreter.
+None of it runs on the event loop. Python runs one thread at a time, so pure Python work still takes
+turns with the loop; tokenizers release the interpreter.
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ from router.errors import ApiError, TooManyRequests, Unavailable
 logger = logging.getLogger(__name__)
 
 SMALL_SIZE = 32 * 1024
-"""The largest size of a small job: it takes some hundredths of a second."""
+"""Max size of a small job, which takes tens of milliseconds."""
 INLINE_SIZE = 16 * 1024
-"""The largest size of work that is cheaper to do at once than to hand to a thread. Only for work
-that takes less than a nanosecond a unit, such as the decoding of JSON."""
+"""Max size of work that is cheaper to do immediately than on a thread. Only for work that takes
+less than a nanosecond per unit, such as decoding JSON.
+"""
 MAX_WAITING = 512
 MAX_WAITING_OF_KEY = 256
 DEADLINE_S = 30.0
 REST_FACTOR = 2
 MAX_REST_S = 0.1
-"""A thread that has done a job rests this many times as long, at most `MAX_REST_S`. Single calls
-hold the interpreter for some hundredths of a second, such as the decoding of a megabyte of JSON:
-one after the other, they would leave the event loop a turn between any two."""
+"""After a job, a thread sleeps this many times as long as the job took, at most `MAX_REST_S`.
+Single calls hold the interpreter for tens of milliseconds, such as decoding a megabyte of JSON:
+without pauses they would leave the event loop one turn between them.
+"""
 _NO_REST_S = 0.001
-"""Jobs that took less need no rest."""
+"""Shorter jobs need no pause."""
 SECONDS_PER_UNIT = 2e-6
-"""What a job is charged when it begins; when it has ended, it is charged what it took."""
+"""What a job is charged when it begins; when it ends, the charge is replaced with its
+actual time.
+"""
 _MAX_KEYS = 1024
 _RETRY_AFTER_S = 2.0
 
@@ -56,7 +60,7 @@ class _Job:
         self.size = size
         self.work = work
         self.future = future
-        """None if nobody waits for the result."""
+        """None if nothing waits for the result."""
 
     @property
     def dropped(self) -> bool:
@@ -64,16 +68,16 @@ class _Job:
 
 
 class WorkPool:
-    """Runs jobs on a few threads: fairly between API keys, and by their cost.
+    """Runs jobs on a few threads, fairly between API keys according to their cost.
 
-    The key goes first that has used the threads least; a key that comes back begins where the
-    others are. Within a key, jobs run in their order. The first thread takes small jobs only, so
-    that none waits for a large one. The others together leave the interpreter alone for two thirds
-    of the time, so that no number of large requests takes it from the event loop.
+    The key that has used the threads least goes first; a returning key starts at the level of the
+    others. The jobs of a key run in order. The first thread takes small jobs only, so that they
+    never wait for a large one. The others together leave the interpreter free for two thirds of the
+    time, so that large requests cannot take it from the event loop.
 
-    A job that does not fit into the queue is refused. It is dropped if its future is cancelled
-    before it begins, and it fails if it is not done by its deadline. One that has begun runs to
-    its end: its size has to be bounded before.
+    A job that does not fit into the queue is rejected. A job is dropped if its future is cancelled
+    before it begins, and fails if it is not done by its deadline. Once begun, it runs to its end,
+    so its size must be bounded beforehand.
     """
 
     def __init__(
@@ -86,21 +90,24 @@ class WorkPool:
         on_refused: Callable[[], None] = lambda: None,
         jobs_wait: bool = False,
     ) -> None:
-        """``on_refused`` is called for each job that finds the queue full, or is not done in
-        time. If ``jobs_wait`` for other processes, they are charged for that, and threads need no
-        rest."""
+        """``on_refused`` is called for each job that finds the queue full or misses its deadline.
+        If ``jobs_wait`` for other processes, they are charged for that time, and threads need no
+        pauses.
+        """
         self._max_waiting = max_waiting
         self._max_waiting_of_key = max_waiting_of_key
         self._deadline_s = deadline_s
         self._waiting: dict[str, tuple[deque[_Job], deque[_Job]]] = {}
-        """By key: small jobs and large ones. A key is here as long as one waits."""
+        """By key: small jobs and large ones. A key is present as long as it has queued jobs."""
         self._num_waiting = 0
         self._used_s: dict[str, float] = {}
-        """By key: what its jobs have taken, from when the key was first seen."""
+        """By key: the time its jobs have taken, starting from the level when the key was first
+        seen.
+        """
         self._clock_s = 0.0
-        """What the key had used whose job began last."""
+        """The level of the key whose job began last."""
         self._changed = threading.Condition()
-        """Guards all of the above."""
+        """Guards everything above."""
         self._closed = False
         self._on_refused = on_refused
         self._jobs_wait = jobs_wait
@@ -117,22 +124,23 @@ class WorkPool:
         return self._num_waiting
 
     def close(self) -> None:
-        """Begin no more jobs."""
+        """Start no more jobs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     async def run(self, key: str, work: Callable[[], _Result], size: int) -> _Result:
         """Return the result of ``work``, of about ``size`` characters. Raises what it raises,
-        `TooManyRequests` and `Unavailable`."""
+        `TooManyRequests` and `Unavailable`.
+        """
         return await self.start(key, work, size)
 
     async def run_large(self, key: str, work: Callable[[], _Result], size: int) -> _Result:
-        """Do ``work`` at once if its size is at most `INLINE_SIZE`, otherwise `run` it."""
+        """Run ``work`` immediately if its size is at most `INLINE_SIZE`, otherwise with `run`."""
         return work() if size <= INLINE_SIZE else await self.start(key, work, size)
 
     def start(self, key: str, work: Callable[[], _Result], size: int) -> asyncio.Future[_Result]:
-        """Return the future result of `run`. Cancel it, and ``work`` is not begun."""
+        """Return a future of `run`. Cancelling it before the work begins drops the work."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_Result] = loop.create_future()
         self._add(_Job(key, size, work, future))
@@ -141,7 +149,7 @@ class WorkPool:
         return future
 
     def start_unattended(self, key: str, work: Callable[[], object], size: int) -> None:
-        """Run ``work``, whose result nobody waits for, unless the queue is full."""
+        """Run ``work`` without waiting for its result, unless the queue is full."""
         with suppress(ApiError):
             self._add(_Job(key, size, work, None))
 
@@ -165,14 +173,15 @@ class WorkPool:
             if queues is not None and sum(map(len, queues)) >= self._max_waiting_of_key:
                 self._on_refused()
                 raise TooManyRequests(
-                    f"{self._max_waiting_of_key} requests of this key wait to be prepared.",
+                    f"{self._max_waiting_of_key} requests of this API key are already waiting to "
+                    "be prepared.",
                     code="queue_full",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             if self._num_waiting >= self._max_waiting:
                 self._on_refused()
                 raise Unavailable(
-                    f"{self._num_waiting} requests wait to be prepared.",
+                    f"{self._num_waiting} requests are already waiting to be prepared.",
                     code="server_busy",
                     retry_after_s=_RETRY_AFTER_S,
                 )
@@ -203,7 +212,7 @@ class WorkPool:
             result: Any = None
             try:
                 result = job.work()
-            except BaseException as raised:  # whatever it is, it is the waiter's
+            except BaseException as raised:  # any exception belongs to the caller
                 error = raised
             took_s = clock() - began
             self._charge(job, took_s)
@@ -213,7 +222,7 @@ class WorkPool:
                 time.sleep(min(took_s * self._rest_factor, MAX_REST_S))
 
     def _next(self, small_only: bool) -> _Job | None:
-        """Return the next job, once there is one. None after `close`."""
+        """Return the next job once there is one. None after `close`."""
         with self._changed:
             while not self._closed:
                 job = self._take(small_only)
@@ -252,11 +261,11 @@ class WorkPool:
 
 
 def _finish(job: _Job, result: Any, error: BaseException | None) -> None:
-    """Hand the outcome of ``job`` to its future, on the future's loop."""
+    """Pass the outcome of ``job`` to its future, on the future's event loop."""
     future = job.future
     if future is None:
         if error is not None:
-            logger.error("unattended work failed", exc_info=error)
+            logger.error("background work failed", exc_info=error)
         return
 
     def settle() -> None:

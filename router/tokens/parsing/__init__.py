@@ -1,1 +1,1 @@
-"""Parsing of replies into reasoning, text and tool calls, and grammars that enforce calls."""
+"""Parsing of answers into reasoning, text and tool calls, and grammars that enforce calls."""

@@ -1,5 +1,6 @@
-"""Calls that a model makes of its own accord and writes argument by argument, between tags or with
-commas: each argument is passed on when it is whole, as the tool parser reads it."""
+"""Streaming of unconstrained tool calls whose arguments are written one by one, between tags or
+commas: each argument is emitted when it is complete, as the tool parser reads it.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ _KEY = r"(?P<key>[^<>]{1,256}?)"
 
 
 class _ArgumentForm(NamedTuple):
-    """How calls are written."""
+    """The syntax of calls."""
 
     begin: re.Pattern[str]
-    """What comes before the first argument."""
+    """Matches the text before the first argument."""
     empty: re.Pattern[str]
-    """A whole call without arguments, behind another."""
+    """Matches a complete call without arguments that follows another call."""
     argument: re.Pattern[str]
-    """What comes before the value of an argument."""
+    """Matches the text before the value of an argument."""
     value: Callable[[], ValueText]
     argument_end: str
-    """What ends a value, and is read with it."""
+    """Matches the end of a value, and consumes it."""
     end: re.Pattern[str]
-    """What ends a call."""
+    """Matches the end of a call."""
     end_text: str
-    """The same, as it is written; nothing if the marker that ends calls does it."""
+    """The literal end of a call; empty if the marker after calls ends it."""
     section_end: str = ""
-    """That marker, where a value may be open there."""
+    """The marker after calls, if a value may still be open there."""
     around: tuple[str, str] = ("", "")
-    """What a call alone is read between."""
+    """Text to put around a single call for the tool parser."""
     quotes: tuple[str, ...] = ()
-    """What is around a string, and never in it."""
+    """The quote around a string, which never occurs inside it."""
 
 
 def _tagged(
@@ -49,8 +50,9 @@ def _tagged(
     end: str = "",
     section_end: str = "</tool_call>",
 ) -> _ArgumentForm:
-    """Make a form with tags: ``head``, and then arguments, the first of which begins with
-    ``first``."""
+    """Return the syntax with tags: ``head``, then arguments, the first of which begins with
+    ``first``.
+    """
     head = rf"\s*+(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     ends = re.escape(end) if end else "(?!)"
     return _ArgumentForm(
@@ -68,8 +70,9 @@ def _tagged(
 def _listed(
     head: str, equals: str, close: str, quotes: tuple[str, ...], around: tuple[str, str]
 ) -> _ArgumentForm:
-    """Make a form with commas: calls ``around`` which something stands, each with ``head``, names
-    and values with ``equals`` between them, and ``close``."""
+    """Return the syntax with commas: ``around`` the calls, each with ``head``, names and values
+    separated by ``equals``, and ``close``.
+    """
     head = rf"(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     name, closing = rf"\w{{1,256}}+\s*+{equals}", r"(?:,\s*+)?" + re.escape(close)
     before = rf"\s*+(?:[,;{re.escape(around[0])}]\s*+)?"
@@ -157,11 +160,11 @@ _FORMS = {
     "function_gemma": _listed(r"call:NAME\{", ":", "}", ("<escape>",), ("", "")),
     "pythonic": _listed(r"NAME\(", "=(?!=)", ")", ('"', "'"), ("[", "]")),
 }
-"""By the name of the tool parser that reads such calls as a whole."""
+"""By the name of the tool parser that reads such calls when complete."""
 
 
 class ArgumentParser:
-    """Reads the calls of one section of a reply, as `router.tokens.parsing.begun_calls` does."""
+    """Reads the calls of one section of an answer, like `router.tokens.parsing.begun_calls`."""
 
     is_parsed_later = True
 
@@ -171,10 +174,10 @@ class ArgumentParser:
         self._form = _FORMS[parser]
         self._parser, self._parse, self._tools = parser, parse, tools
         self._names = names
-        self._outside = ""  # text that is not within a value
-        self._given_up = False  # no other call begins in the section
-        self._head = ""  # the beginning of the call, up to the first argument
-        self._opening: re.Match[str] | None = None  # of the argument that is open
+        self._outside = ""  # text outside a value
+        self._given_up = False  # no further call begins in the section
+        self._head = ""  # the start of the call, up to the first argument
+        self._opening: re.Match[str] | None = None  # of the open argument
         self._value = self._form.value()
         self._shown = 0  # arguments of the call
         self.started = self.in_call = False
@@ -187,16 +190,16 @@ class ArgumentParser:
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes next is in an argument."""
+        """Whether the next text is inside an argument."""
         return self._opening is not None
 
     @property
     def other_text(self) -> str:
-        """The text after the last call that is a part of none."""
+        """The text after the last call, which belongs to no call."""
         return self._outside.strip().removeprefix(self._form.around[1]).strip()
 
     def feed(self, text: str) -> list[CallFragment]:
-        """Return the pieces of calls in ``text``."""
+        """Return the parts of calls in ``text``."""
         fragments: list[CallFragment] = []
         while True:
             if self._opening is not None:
@@ -225,8 +228,9 @@ class ArgumentParser:
         return fragments
 
     def _begin_call(self, fragments: list[CallFragment]) -> bool:
-        """Begin a call, or the next argument of one. Return whether more of the text may be read
-        outside of a value."""
+        """Begin a call, or the next argument of one. Return whether more text may be read outside a
+        value.
+        """
         if self._opening is not None or self._given_up:
             return False
         begun = None
@@ -273,7 +277,7 @@ class ArgumentParser:
             ((_, read),) = dict(self._parse(written, self._tools)["arguments"]).items()
             text = _member(key, read)
             text.encode()
-        except Exception:  # generated text: a value of another type than the schema says
+        except Exception:  # generated text: a value may have another type than in the schema
             value = value.strip()
             for quote in form.quotes:
                 value = value.removeprefix(quote).removesuffix(quote)

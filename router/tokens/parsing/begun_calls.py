@@ -1,5 +1,6 @@
-"""Calls that a model makes of its own accord, as soon as they can be nothing else: when a tool of
-the request is named behind the marker of calls, and its arguments have begun."""
+"""Streaming of unconstrained tool calls: they are emitted as soon as they can be nothing else, when
+a tool of the request is named after the marker of calls and its arguments have begun.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _NAME = r"(?P<name>[\w.:/@-]{1,256}?)"
 
 
 class _Form(NamedTuple):
-    """What comes before the arguments of a call, an object of JSON, and what between calls."""
+    """The text before a call's arguments, which are a JSON object, and the text between calls."""
 
     begin: re.Pattern[str]
     between: re.Pattern[str]
@@ -68,14 +69,14 @@ _FORMS = {
         r"\s*+(?:<\|close\|>json<\|sep\|>)?\s*+(?:<\|close\|>call<\|sep\|>)?\s*+",
     ),
 }
-"""By the name of the tool parser that reads such calls as a whole."""
+"""By the name of the tool parser that reads such calls when complete."""
 
 
 class BegunCallParser:
-    """Reads the calls of ``names`` in one section of a reply, between the markers of calls.
+    """Reads the calls of ``names`` in one section of an answer, between the markers of calls.
 
-    As long as no call has begun, the section may still be something else. Slips in arguments are
-    mended (`JsonReader`); arguments that are not JSON are passed on as they are.
+    Until a call has begun, the section may still be something else. Common errors in arguments are
+    repaired (`JsonReader`); arguments that are not JSON are passed through unchanged.
     """
 
     is_parsed_later = False
@@ -84,31 +85,32 @@ class BegunCallParser:
         self._form = form
         self._names = names
         self._outside = ""  # text since the last call
-        self._given_up = False  # no other call begins in the section
-        self._rest: list[str] = []  # the text from there on
+        self._given_up = False  # no further call begins in the section
+        self._rest: list[str] = []  # the text that follows
         self._reader = JsonReader()
         self.started = self.in_call = False
 
     @classmethod
     def of(cls, parser: str, names: Container[str]) -> BegunCallParser | None:
-        """Return a parser of calls as the tool parser ``parser`` reads them; None where they are
-        only known when they are whole."""
+        """Return a streaming parser for calls in the syntax of the tool parser ``parser``; None if
+        they can only be parsed when complete.
+        """
         return cls(_FORMS[parser], names) if parser in _FORMS else None
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes next is in a string of the arguments."""
+        """Whether the next text is in a string of the arguments."""
         return self.in_call and self._reader.in_string
 
     @property
     def other_text(self) -> str:
-        """The text after the last call that is a part of none."""
+        """The text after the last call, which belongs to no call."""
         between = self._form.between.match(self._outside)
         own = self._outside[between.end() if between else 0 :]
         return "".join([own, *self._rest]).strip()
 
     def feed(self, text: str) -> list[CallFragment]:
-        """Return the pieces of calls in ``text``."""
+        """Return the parts of calls in ``text``."""
         fragments: list[CallFragment] = []
         while text:
             if self.in_call:
@@ -139,7 +141,7 @@ class BegunCallParser:
         return fragments
 
     def _begun(self) -> re.Match[str] | None:
-        """Return the beginning of the next call, once it is known to be one."""
+        """Return the start of the next call, once it is known to be one."""
         between = self._form.between.match(self._outside) if self.started else None
         found = self._form.begin.match(self._outside, between.end() if between else 0)
         self._given_up = len(self._outside) > _MAX_BEGINNING_CHARS or (

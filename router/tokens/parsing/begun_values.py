@@ -1,4 +1,4 @@
-"""The end of an argument's value in a call, found while its text arrives."""
+"""Finds the end of an argument's value in a tool call as its text arrives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class ValueText(Protocol):
     """The text of one value."""
 
     def feed(self, text: str) -> tuple[str, str] | None:
-        """Add ``text``. Return the value and the text behind it, None if it goes on."""
+        """Add ``text``. Return the value and the text after it, or None if it continues."""
 
     def so_far(self) -> str:
-        """Return what there is of a value that has not ended."""
+        """Return the part of an unfinished value."""
 
 
 class TaggedValue:
-    """A value that the tag ``end`` ends, which is not returned."""
+    """A value that ends with the tag ``end``, which is not returned."""
 
     def __init__(self, end: str) -> None:
         self._end = end
         self._pieces: list[str] = []
-        self._tail = ""  # the end of the text, in which the tag may begin
+        self._tail = ""  # the end of the text, where the tag may begin
 
     def feed(self, text: str) -> tuple[str, str] | None:
         joined = self._tail + text
@@ -42,8 +42,9 @@ class TaggedValue:
 
 
 class ListedValue:
-    """A value that ends before a comma or a closing bracket, outside of strings and of brackets of
-    its own. ``quotes`` begin and end strings; ``escapes``: a backslash there hides a character."""
+    """A value that ends before a comma or a closing bracket, outside strings and its own brackets.
+    ``quotes`` delimit strings; with ``escapes``, a backslash in them escapes a character.
+    """
 
     def __init__(self, quotes: tuple[str, ...], escapes: bool) -> None:
         self._quotes = quotes
@@ -54,8 +55,8 @@ class ListedValue:
         }
         self._escapes = escapes
         self._pieces: list[str] = []
-        self._held = ""  # the beginning of a quote or an escape
-        self._quote = ""  # that of the open string
+        self._held = ""  # the start of a quote or an escape
+        self._quote = ""  # the quote of the open string
         self._depth = 0
 
     def feed(self, text: str) -> tuple[str, str] | None:

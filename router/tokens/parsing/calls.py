@@ -1,4 +1,4 @@
-"""Parsing of tool calls out of generated text."""
+"""Parsing of tool calls in generated text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from router.tokens.parsing.json_reader import JsonReader, mended
 
 MAX_CALL_CHARS = 1_000_000
 MAX_PARSE_WORK = 5_000_000
-"""Limit of the characters times the places where a call may begin: some parsers read on to the end
-from each. This much takes about half a second. Real calls of 50,000 characters have 100 places."""
+"""Max number of characters times the places where a call may begin: some parsers read to the end
+from each place. This much takes about half a second. Real calls of 50,000 characters have 100
+places.
+"""
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-"""Tools in the form of templates and of mlx-lm's parsers."""
+"""Tools in the format of templates and mlx-lm's parsers."""
 
 _CALL_STARTS = {
     "pythonic": re.compile(r"\[[\w.]+\("),
@@ -32,9 +34,9 @@ _START_MARKS = {
     "muse_spark": "<",
     "kimi_k3": "<",
 }
-"""A character that each beginning of a call has once."""
+"""A character that occurs once at the start of each call."""
 _SHORTEST_START = 3
-"""The characters of the shortest beginning."""
+"""The length of the shortest start of a call."""
 _FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?")
 _BETWEEN = re.compile(r"[\s;,]*")
 _PYTHON_TAGS = "<|python_tag|>", "<|python_start|>"
@@ -50,7 +52,7 @@ _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
 
 
 class ParsedCall(NamedTuple):
-    """A tool call of a reply."""
+    """A tool call in an answer."""
 
     name: str
     arguments: str  # a JSON object
@@ -58,18 +60,19 @@ class ParsedCall(NamedTuple):
 
 
 class ToolSyntax(NamedTuple):
-    """How a model writes calls."""
+    """The syntax of a model's tool calls."""
 
     name: str
-    start: str  # the marker before calls; empty: a whole reply is calls, or has none
-    end: str  # the marker after calls; empty: they end with the reply
+    start: str  # the marker before calls; empty: the whole answer is calls, or it has none
+    end: str  # the marker after calls; empty: they last until the end of the answer
     parse: Callable[[str, Any], Any]
-    """Takes the text between the markers and the tools. Returns a dict with ``name`` and
-    ``arguments``, or a list of such. May raise any exception."""
+    """Parses the text between the markers. Returns a dict with ``name`` and ``arguments``, or a
+    list of them. May raise any exception.
+    """
 
 
 class ParseWork:
-    """The work of parsing a text that may be calls, while it grows: at most so much."""
+    """The work of parsing a growing text that may be calls, which is limited."""
 
     def __init__(self, syntax_name: str) -> None:
         self._mark = _START_MARKS.get(syntax_name)
@@ -81,14 +84,15 @@ class ParseWork:
             self._places += text.count(self._mark)
 
     def with_more(self, chars: int) -> int:
-        """Return the work, in the unit of `MAX_PARSE_WORK`, once ``chars`` more have come."""
+        """Return the work, in the unit of `MAX_PARSE_WORK`, after ``chars`` more characters."""
         places = 0 if self._mark is None else self._places + chars // _SHORTEST_START
         return (self._chars + chars) * (1 + places)
 
 
 def parse_work(text: str, syntax_name: str) -> int:
     """Return the work of parsing ``text``: the characters times the places where a call may begin,
-    or the characters where nothing is read again."""
+    or the characters alone if nothing is read twice.
+    """
     start = _CALL_STARTS.get(syntax_name)
     return len(text) * (1 if start is None else 1 + sum(1 for _ in start.finditer(text)))
 
@@ -96,8 +100,9 @@ def parse_work(text: str, syntax_name: str) -> int:
 def parse_calls(
     text: str, syntax: ToolSyntax, tools: ToolSchemas, *, mend: bool = True
 ) -> list[ParsedCall]:
-    """Return the calls of ``tools`` that ``text`` consists of, none if a part of it is unclear.
-    With ``mend``, slips in JSON are mended (`JsonReader`)."""
+    """Return the calls of ``tools`` in ``text``, or none if a part of it is not a valid call. With
+    ``mend``, common errors in JSON are repaired (`JsonReader`).
+    """
     if len(text) > MAX_CALL_CHARS or parse_work(text, syntax.name) > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
@@ -105,7 +110,7 @@ def parse_calls(
     for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (own, text)):
         try:
             calls = [_call(each, names) for each in _listed(parse(given, tools))]
-        except Exception:  # generated text, and a parser that may expect another form
+        except Exception:  # generated text, and a parser that may expect another format
             continue
         if calls:
             return calls
@@ -113,8 +118,9 @@ def parse_calls(
 
 
 def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[ParsedCall], str]:
-    """Return the JSON calls of ``tools`` that ``text`` begins with, and the rest of it, for a reply
-    that was cut short."""
+    """Return the JSON calls of ``tools`` at the start of ``text``, and the rest, for an answer that
+    was cut off.
+    """
     if len(text) > MAX_CALL_CHARS:
         return [], text
     names = {tool["function"]["name"] for tool in tools}
@@ -132,7 +138,8 @@ def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[Parse
 
 def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
     """Return ``tools`` with references replaced by the schemas of the arguments: parsers look up
-    types there and follow no references."""
+    types and do not follow references.
+    """
 
     def plain(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
@@ -157,7 +164,7 @@ def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
 
 
 def is_unfinished_json(text: str) -> bool:
-    """Return whether ``text`` is JSON that breaks off within a string."""
+    """Return whether ``text`` is JSON that is cut off inside a string."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -168,13 +175,14 @@ def is_unfinished_json(text: str) -> bool:
 
 
 def add_to_beginning(start: str, piece: str) -> str:
-    """Return ``start``, the beginning of a reply without whitespace, with what ``piece`` adds."""
+    """Return ``start``, the beginning of an answer without whitespace, extended with ``piece``."""
     return start if len(start) > _LONGEST_BEGINNING else start + "".join(piece.split())
 
 
 def may_become_json_calls(start: str) -> bool:
-    """Return whether a reply whose beginning is ``start``, by `add_to_beginning`, may consist of
-    calls, written as JSON."""
+    """Return whether an answer that begins with ``start`` (see `add_to_beginning`) may consist of
+    calls in JSON.
+    """
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 
@@ -183,7 +191,8 @@ def _parse_json(text: str, tools: Any, *, mend: bool = False) -> list[Any]:
     text = _without_tags(text).rstrip().removesuffix(_PYTHON_END).rstrip()
     fence = _FENCE.match(text)
     if fence:
-        # Not part of the expression: next to a lazy match, whitespace takes quadratic time.
+        # Stripped here, not in the expression: whitespace next to a lazy match takes quadratic
+        # time.
         text = text[fence.end() :].removesuffix("```").strip()
     return [each for value, _ in _json_values(text, mend=mend) for each in _listed(value)]
 
@@ -196,8 +205,9 @@ def _without_tags(text: str) -> str:
 
 
 def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
-    """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` at
-    text that is not JSON."""
+    """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` for
+    text that is not JSON.
+    """
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         try:
@@ -225,7 +235,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
-    """Return ``parsed`` as a call. Raises if it is not a call of one of ``names``."""
+    """Return ``parsed`` as a call. Raises if it does not call one of ``names``."""
     function = parsed.get("function")
     inner = function if isinstance(function, dict) else parsed
     name: Any = inner.get("name", function if isinstance(function, str) else None)
@@ -247,6 +257,6 @@ def _json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, from an escape
+    except UnicodeEncodeError:  # an escape for half a surrogate pair
         text = json.dumps(arguments, allow_nan=False)
     return text

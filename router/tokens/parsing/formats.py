@@ -1,4 +1,4 @@
-"""How a model marks its reasoning and its calls: found in its tokenizer, or set by flags."""
+"""How a model marks reasoning and tool calls: detected from its tokenizer, or set by flags."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from router.tokens.parsing.syntaxes import detected_syntax, syntax_named, templa
 
 
 class ReplyState(enum.Enum):
-    """The kind of a stretch of a reply. The names are those of mlx-lm's response formats."""
+    """The kind of a part of an answer. The names are those of mlx-lm's response formats."""
 
     NORMAL = "normal"
     REASONING = "reasoning"
     TOOL = "tool"
-    HEADER = "header"  # says what comes next, and is not shown
+    HEADER = "header"  # announces what follows, and is not shown
 
 
 class Marker(NamedTuple):
-    """A text that ends one state of a reply and begins another."""
+    """A text that ends one state of an answer and begins another."""
 
     text: str
-    next_state: ReplyState | None  # None: the header before the marker says which
+    next_state: ReplyState | None  # None: the header before the marker decides
 
 
 class ReasoningMarkers(NamedTuple):
@@ -44,7 +44,7 @@ REASONING = {
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
 }
-"""By the name of `--reasoning-parser`."""
+"""By the value of `--reasoning-parser`."""
 
 _ALSO_DETECTED = ("minimax_m3", "mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -53,17 +53,17 @@ _HARMONY_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """How the replies of a model are to be read."""
+    """How to parse the answers of a model."""
 
-    think: ReasoningMarkers | None = None  # None: no reasoning between markers
-    tools: ToolSyntax | None = None  # None: no calls
-    # Of replies in several messages: the markers in each state, and the first state.
+    think: ReasoningMarkers | None = None  # None: reasoning is not marked
+    tools: ToolSyntax | None = None  # None: no tool calls
+    # For answers with several messages: the markers in each state, and the first state.
     transitions: Mapping[ReplyState, tuple[Marker, ...]] | None = None
     initial_state: ReplyState = ReplyState.NORMAL
 
     @property
     def is_plain(self) -> bool:
-        """Whether a reply is all text if no tools may be called."""
+        """Whether an answer is all text if no tools may be called."""
         return self.think is None and not self.transitions
 
     @property
@@ -75,7 +75,7 @@ class ReplyFormat:
         )
 
     def markers(self, *, calls: bool) -> dict[ReplyState, tuple[Marker, ...]]:
-        """Return the markers that count in each state; those of calls only if ``calls``."""
+        """Return the markers that apply in each state; markers of calls only if ``calls``."""
         markers = {state: list((self.transitions or {}).get(state, ())) for state in ReplyState}
         has_calls = any(m.next_state is ReplyState.TOOL for each in markers.values() for m in each)
         if self.think is not None:
@@ -92,7 +92,7 @@ class ReplyFormat:
         return {state: tuple(each) for state, each in markers.items()}
 
     def initial_state_after(self, tail: str) -> ReplyState:
-        """Return the state in which the reply to a prompt begins that ends with ``tail``."""
+        """Return the initial state of the answer to a prompt that ends with ``tail``."""
         if self.think is not None and self.initial_state is ReplyState.NORMAL:
             opened, closed = tail.rfind(self.think.start), tail.rfind(self.think.end)
             return ReplyState.REASONING if opened > closed else ReplyState.NORMAL
@@ -100,8 +100,9 @@ class ReplyFormat:
 
 
 def detect_format(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
-    """Return the format of ``tokenizer``, mlx-lm's wrapper. ``reasoning`` and ``tools`` are the
-    flags of the parsers. Raises `ImportError` if mlx-lm has no such tool parser."""
+    """Return the format for ``tokenizer``, mlx-lm's wrapper. ``reasoning`` and ``tools`` are the
+    values of the parser flags. Raises `ImportError` if mlx-lm has no such tool parser.
+    """
     vocabulary = tokenizer.get_vocab()
     harmony = all(token in vocabulary for token in _HARMONY_TOKENS)
     think = _reasoning(tokenizer, vocabulary, reasoning)
@@ -167,7 +168,7 @@ def harmony_state(header: str) -> ReplyState:
 
 
 def _harmony_call(text: str, tools: Any) -> dict[str, Any]:
-    # Not one expression: it would look for the end of the header from each recipient on.
+    # Not a single expression: it would search for the end of the header from each recipient.
     header, message, arguments = text.partition("<|message|>")
     match = _HARMONY_RECIPIENT.search(header)
     if match is None or not message:

@@ -1,6 +1,7 @@
-"""Grammars that constrain replies to calls of given tools, in the form that a model writes.
+"""Grammars that restrict answers to calls of given tools, in the model's own syntax.
 
-The result is Lark in llguidance's dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+The result is Lark in llguidance's dialect:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from router.tokens.parsing.formats import ReasoningMarkers
 from router.tokens.parsing.input_grammars import input_lark
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as templates write it when the call comes back, so that it has the same tokens."""
+"""JSON formatted as templates format earlier calls, so that it has the same tokens."""
 
 _MAX_CALLS = 16
 _OTHER_PROPERTIES = (
@@ -148,18 +149,18 @@ CALL_TEMPLATES: Mapping[str, CallTemplate] = {
 
 
 class ControlTokens:
-    """The tokens of a tokenizer that match only as themselves in a grammar, never as text."""
+    """The tokens of a tokenizer that a grammar matches only by token, never as text."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self.control = control
-        """Their ids by their text."""
+        """Token ids by text."""
         self._pattern = literal_pattern(control)
 
     def occur_in(self, text: str) -> bool:
         return self._pattern is not None and self._pattern.search(text) is not None
 
     def to_lark(self, text: str) -> str:
-        """Return an expression that matches exactly ``text``, an empty one if there is no text."""
+        """Return an expression that matches exactly ``text``; empty if there is no text."""
         if not text:
             return ""
         pieces: list[str] = []
@@ -177,14 +178,14 @@ class ControlTokens:
 
 
 def _quoted(text: str) -> str:
-    """Return the string of Lark for ``text``, nothing if that is empty."""
+    """Return a Lark string for ``text``; empty if the text is empty."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def call_template(
     parser: str, functions: Sequence[FunctionDefinition], tokens: ControlTokens
 ) -> CallTemplate | None:
-    """Return how calls of ``functions`` are written for ``parser``; None if that is not known."""
+    """Return the syntax of calls of ``functions`` for ``parser``; None if unknown."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
         return _MISTRAL_LIST
     template = CALL_TEMPLATES.get(parser)
@@ -204,10 +205,11 @@ def calls_grammar(
     excluded_text: str | None = None,
     alternative: str | None = None,
 ) -> str:
-    """Return the Lark grammar of replies that call ``functions``, once or, if ``parallel``, more.
+    """Return the Lark grammar of answers that call ``functions``, once or, if ``parallel``, several
+    times.
 
-    Reasoning between ``think`` may come first. With ``excluded_text``, text that does not contain
-    it may stand around calls or alone. ``alternative`` is a rule for other replies.
+    Reasoning between ``think`` may come first. With ``excluded_text``, text without it may surround
+    calls or replace them. ``alternative`` is a rule for other answers.
     """
     rules = _alternatives("call", template, functions, tokens)
     between = tokens.to_lark(template.between) if template.between else ""
@@ -222,7 +224,8 @@ def calls_grammar(
         if excluded_text in tokens.control:
             start = f"TEXT ({start} TEXT)?"
         else:
-            # Text includes the beginning of a call: until then it is not known to be one.
+            # The text may include the start of a call, which is only recognized once it is
+            # complete.
             rules.append(f"lead[suffix={json.dumps(excluded_text)}]: /(?s:.*)/")
             begun = template._replace(begin=template.begin.removeprefix(excluded_text))
             opened = begun if not template.before else template
@@ -238,9 +241,10 @@ def calls_grammar(
 
 
 def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTokens) -> str:
-    """Return the Lark grammar of replies in gpt-oss' messages, whose calls are of ``functions``:
-    messages of any text, and at the end one more or a call. A call names its function behind its
-    channel, as the model does, or before it, as the template does."""
+    """Return the Lark grammar of answers in gpt-oss' messages, with calls of ``functions``:
+    messages with any text, and finally one more or a call. A call names its function after its
+    channel, as the model does, or before it, as the template does.
+    """
     own = CALL_TEMPLATES["harmony"]
     addressed = own._replace(
         begin=" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
@@ -265,7 +269,7 @@ def _alternatives(
     functions: Sequence[FunctionDefinition],
     tokens: ControlTokens,
 ) -> list[str]:
-    """Return rules of which ``rule`` is a call of any of ``functions``."""
+    """Return rules in which ``rule`` is a call of any of ``functions``."""
     rules = []
     for number, function in enumerate(functions):
         rules += _call_rules(f"{rule}{number}", template, function, tokens)
@@ -275,7 +279,7 @@ def _alternatives(
 def _call_rules(
     rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
 ) -> list[str]:
-    """Return rules of which ``rule`` is a call of ``function``."""
+    """Return rules in which ``rule`` is a call of ``function``."""
     begin = template.begin.replace("{name}", function.name)
     parts = [tokens.to_lark(part) for part in begin.split("{number}")]
     rules = []
@@ -300,8 +304,9 @@ def _call_rules(
 def _arguments(
     rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
 ) -> tuple[list[str], list[str]]:
-    """Return an expression for each parameter of ``function``, in order, and their rules.
-    Parameters that are not required may be left out."""
+    """Return an expression for each parameter of ``function``, in order, and their rules. Optional
+    parameters may be omitted.
+    """
     expressions, rules = [], []
     parameters: Mapping[str, Any] = function.parameters or {}
     required = frozenset(parameters.get("required") or ())
@@ -339,22 +344,25 @@ def _text_of_grammar(function: TextFunction, end: str, tokens: ControlTokens) ->
 
 def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
     if tokens.occur_in(end):
-        # Text cannot contain its control token, so whitespace before that may belong to the text.
+        # Text cannot contain its control token, so whitespace before the token may belong to the
+        # text.
         return f"{rule}: /(?s:.*)/ {tokens.to_lark(end.lstrip())}"
     return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
-    """Return the rule of a schema. A part that llguidance does not know is an error if the function
-    is strict, otherwise it is ignored."""
+    """Return the rule of a schema. Keywords unknown to llguidance are an error if the function is
+    strict, and ignored otherwise.
+    """
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
     return json_rule(_closed({**kind, **schema}), style)
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``schema`` limited to the properties that it names, if it says nothing of others. A
-    tool expects no others, and a small model would go on inventing them."""
+    """Return ``schema`` limited to the properties that it names, unless it specifies others. A tool
+    expects no others, and a small model would keep inventing them.
+    """
     properties = schema.get("properties")
     if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
         return schema
@@ -366,7 +374,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
-    """Return the expression of JSON that is valid by ``schema``."""
+    """Return the expression of JSON that is valid under ``schema``."""
     return "%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
 
 

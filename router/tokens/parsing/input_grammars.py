@@ -1,12 +1,12 @@
-"""Grammars of the text that a tool takes, as parts of the grammar of its calls.
+"""Grammars of a tool's input text, as parts of the grammar of its calls.
 
-In most calls the text stands in a JSON string, so each terminal becomes one for the quoted form of
-what it matches (`router.tokens.parsing.json_quoting`).
+In most calls the text is inside a JSON string, so each terminal is converted to match the quoted
+form of its text (`router.tokens.parsing.json_quoting`).
 
-llguidance's lexer looks one byte ahead. An escape has two, so it could not find the end of a
-terminal that may go on with one escape and be followed by another: a line, and then the escape of
-its line break. Rules that are not recursive become terminals, which are one expression, so that
-there are no such ends. In other rules a repeated class of characters becomes a rule.
+llguidance's lexer looks one byte ahead, but an escape has two bytes. It could not find the end of a
+terminal that may continue with an escape and be followed by another escape, such as a line and its
+escaped line break. Rules that are not recursive therefore become terminals, which are a single
+expression without such ends. In other rules, a repeated class of characters becomes a rule.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _IMPORTED = {
     "C_COMMENT": r"\/\*(?:[^*]|\*+[^*\/])*\*+\/",
     "SQL_COMMENT": r"--[^\n]*",
 }
-"""Terminals of Lark's `common` that match characters which JSON escapes."""
+"""Terminals of Lark's `common` that match characters that JSON escapes."""
 _REPEATED = re.compile(r"([*+?]|\{[0-9,]+\})?\)?\Z")
 
 
 def input_lark(grammar: Grammar, *, quoted: bool, end: str | None = None) -> str:
-    """Return a nested grammar of the text of ``grammar``, ``quoted`` as within a JSON string.
+    """Return a nested grammar of the text of ``grammar``, ``quoted`` for a JSON string.
 
-    ``end`` is text that follows; the first place where it may end the text does. Raises
-    `InvalidRequest`, which names the place.
+    ``end`` is the text that follows; its first occurrence ends the text. Raises `InvalidRequest`
+    with the position.
     """
     source, param = grammar.source, grammar.param or ""
     if grammar.kind == "regex":
@@ -63,7 +63,9 @@ def input_lark(grammar: Grammar, *, quoted: bool, end: str | None = None) -> str
 
 
 def _within_slashes(expression: str) -> str:
-    """Return a regular expression as Lark writes it. A digit is one of ten, as everywhere here."""
+    """Return a regular expression in Lark's syntax. Digits are ASCII digits, as in all expressions
+    here.
+    """
     special = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", "\n": r"\n", "\r": r"\r"}
     return re.sub(
         r"\\.|/|[\r\n]", lambda found: special.get(found[0], found[0]), expression, flags=re.DOTALL
@@ -75,7 +77,7 @@ class _Converter:
         self._found = found
         self._quoted = quoted
         self._param = param
-        # Whitespace may be ignored between the parts of a rule, and not within a terminal.
+        # Whitespace may be ignored between the parts of a rule, but not inside a terminal.
         self._ignores = any(each.name == "%ignore" for each in found)
         self._regular = set() if self._ignores else regular_rules(found)
         self._prefix = "R_"
@@ -118,8 +120,9 @@ class _Converter:
         return "\n".join(lines)
 
     def _expression(self, pieces: Sequence[LarkPiece], loose: bool) -> str:
-        """Return the converted right side of a definition. ``loose``: a class of characters that is
-        repeated may become a rule."""
+        """Return the converted right side of a definition. ``loose``: a repeated class of
+        characters may become a rule.
+        """
         out: list[str] = []
         index = 0
         while index < len(pieces):
@@ -145,7 +148,7 @@ class _Converter:
         return "".join(out)
 
     def _string(self, pieces: Sequence[LarkPiece], index: int) -> tuple[str, int]:
-        """Return the string before ``index``, or the range that it begins, and the index after."""
+        """Return the string before ``index``, or the range that it begins, and the next index."""
         first = self._decoded(pieces[index - 1])
         visible = [
             i for i in range(index, min(index + 4, len(pieces))) if pieces[i].kind != "space"
@@ -174,7 +177,9 @@ class _Converter:
 
 
 def _end_of_operand(pieces: Sequence[LarkPiece], index: int) -> int:
-    """Return the end of what '~' before ``index`` negates; ``index`` if it counts instead."""
+    """Return the end of the operand that '~' before ``index`` negates; ``index`` if '~' is a
+    repetition.
+    """
     start = index
     while index < len(pieces) and pieces[index].kind == "space":
         index += 1
@@ -189,7 +194,7 @@ def _end_of_operand(pieces: Sequence[LarkPiece], index: int) -> int:
 
 
 def _repeated_class(source: str, param: str) -> tuple[str, str] | None:
-    """Return the class of characters and the operator of an expression that has nothing else."""
+    """Return the class and the operator of an expression that is a repeated class of characters."""
     source = source.removeprefix("(").removeprefix("?:")
     if source.startswith("["):
         end = end_of_class(source, 0, param)

@@ -1,7 +1,7 @@
-"""Expressions for text as it stands between the quotes of a JSON string.
+"""Expressions for text inside the quotes of a JSON string.
 
-A grammar describes text, and most models write the text into the JSON of a call. There a quote, a
-backslash and control characters are escapes of two or six characters.
+A grammar describes plain text, but most models write that text into the JSON of a call. There,
+quotes, backslashes and control characters are escapes of two or six characters.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import regex
 from router.errors import InvalidRequest
 
 _ESCAPED = '\b\t\n\f\r"\\'
-"""The characters with a short escape. Other control characters are only matched by themselves."""
+"""Characters with a short escape. Other control characters are only matched unescaped."""
 _ALL_ESCAPED = '"\\' + "".join(map(chr, range(0x20)))
 _PLAIN = r'["\\\x00-\x1f]'
-"""The class of characters that JSON escapes, in the syntax of Rust's expressions."""
+"""The class of characters that JSON escapes, in Rust's regex syntax."""
 QUOTED_TEXT = r'(?:[^"\\\x00-\x1f]|\\["\\bfnrt])*'
 """An expression for any text."""
 
@@ -33,13 +33,14 @@ _CODE = regex.compile(r"\\[xuU]\{?0*([0-9a-fA-F]+)\}?")
 
 
 def quoted_string(text: str) -> str:
-    """Return ``text`` as it stands in a JSON string."""
+    """Return ``text`` quoted for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def quoted_regex(source: str, flags: str, param: str) -> str:
-    """Return the expression for the quoted form of all that ``source`` matches. Both are Rust's
-    (https://docs.rs/regex/latest/regex/#syntax). Raises `InvalidRequest`."""
+    """Return the expression for the quoted form of everything that ``source`` matches. Both are
+    Rust's (https://docs.rs/regex/latest/regex/#syntax). Raises `InvalidRequest`.
+    """
     if "x" in flags:
         raise _unknown("the flag x", param)
     dotall = ["s" in flags]  # by group
@@ -87,11 +88,11 @@ def end_of_class(source: str, start: int, param: str) -> int:
                 if depth == 0:
                     return position + 1
         position += 1
-    raise _unknown(f"the class {source[start : start + 20]!r}, which does not end", param)
+    raise _unknown(f"the class {source[start : start + 20]!r}, which is not closed,", param)
 
 
 def _quoted(piece: str, dotall: bool, single: bool, param: str) -> str:
-    """Return the expression for ``piece``, which matches one character, in its quoted form."""
+    """Return the expression for the quoted form of ``piece``, which matches one character."""
     try:
         matched = _escaped_matches(piece, dotall, _ALL_ESCAPED if single else _ESCAPED)
     except regex.error as error:
@@ -107,7 +108,7 @@ def _quoted(piece: str, dotall: bool, single: bool, param: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _escaped_matches(piece: str, dotall: bool, characters: str) -> str:
-    """Return those of ``characters`` that ``piece`` matches."""
+    """Return the ``characters`` that ``piece`` matches."""
     python = _CODE.sub(lambda found: rf"\U{int(found[1], 16):08x}", piece)
     pattern = regex.compile(python, regex.V1 | (regex.DOTALL if dotall else 0))
     return "".join(filter(pattern.fullmatch, characters))
@@ -115,5 +116,6 @@ def _escaped_matches(piece: str, dotall: bool, characters: str) -> str:
 
 def _unknown(what: str, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{param}': {what} is not supported in an expression for the input of a tool.", param=param
+        f"'{param}': {what} is not supported in a regular expression for the input of a tool.",
+        param=param,
     )

@@ -1,4 +1,4 @@
-"""JSON as models write it, with the slips mended that can mean one thing only."""
+"""JSON as models write it, with repair of unambiguous errors."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 
 
 class JsonReader:
-    """Passes on one JSON object or array while it arrives.
+    """Passes through one JSON object or array as it arrives.
 
-    Mended are: a comma before a closing bracket; line breaks and other control characters within a
-    string; ``True``, ``False`` and ``None``; brackets that are missing at the end. Other text that
-    is not JSON makes it `broken`, and is passed on as it is.
+    It repairs a comma before a closing bracket; line breaks and other control characters inside a
+    string; ``True``, ``False`` and ``None``; and missing closing brackets at the end. Any other
+    invalid text makes it `broken`, and is passed through unchanged.
     """
 
     def __init__(self) -> None:
-        self._closers: list[str] = []  # of open objects and arrays
+        self._closers: list[str] = []  # stack of open objects and arrays
         self._expected = "value"  # or: key, colon, comma
         self._may_close = False  # whether the innermost bracket may close here
         self._in_string = False
-        self._comma = ""  # one that is held back, with the whitespace after it
-        self._held = ""  # the beginning of an escape or a scalar
+        self._comma = ""  # a comma held back, with the whitespace after it
+        self._held = ""  # the start of an escape or a scalar
         self.complete = False
         self.broken = False
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes next is in a string, as far as is known."""
+        """Whether the next text is in a string, as far as known."""
         return self._in_string and not self.broken
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the text that is certain now, and what follows the end of the JSON."""
+        """Return the text that is final now, and the text after the end of the JSON."""
         text, self._held = self._held + text, ""
         out: list[str] = []
         position = 0
@@ -56,7 +56,7 @@ class JsonReader:
         return "".join(out), text[position:] if self.complete else ""
 
     def finish(self) -> str:
-        """Return the rest of the text, at its end. It closes what is open, if it can."""
+        """Return the rest at the end of the text, closing open brackets if possible."""
         out: list[str] = []
         if not (self.complete or self.broken):
             held, self._held = self._held, ""
@@ -110,7 +110,7 @@ class JsonReader:
         return self._token(char, text, position, out)
 
     def _token(self, char: str, text: str, position: int, out: list[str]) -> int:
-        """Read what is neither whitespace, a comma nor a closing bracket."""
+        """Read a character other than whitespace, a comma or a closing bracket."""
         if char == '"' and self._expected in ("key", "value"):
             self._in_string = True
             if self._expected == "key":
@@ -138,7 +138,7 @@ class JsonReader:
         return position + 1
 
     def _scalar(self, text: str, out: list[str]) -> bool:
-        """Add a number or literal. Return False if ``text`` is none, or none may be here."""
+        """Add a number or literal. Return False if ``text`` is neither, or is not allowed here."""
         known = text if _NUMBER.fullmatch(text) else _LITERALS.get(text)
         if known is None or self._expected != "value":
             return False
@@ -152,7 +152,7 @@ class JsonReader:
 
 
 def mended(text: str) -> str | None:
-    """Return ``text``, an object or array, as valid JSON; None if it cannot be mended."""
+    """Return ``text``, an object or array, as valid JSON; None if it cannot be repaired."""
     reader = JsonReader()
     passed, rest = reader.feed(text)
     passed += reader.finish()

@@ -1,4 +1,4 @@
-"""JSON in texts of clients and models, whose escapes may spell out what no text can have."""
+"""Decoding of JSON from clients and models, whose escapes may stand for invalid characters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def decoded_json(text: str, *, strict: bool = True) -> Any:
-    """Return ``text`` decoded, ``strict`` as for `json.loads`. Half of a surrogate pair becomes a
-    replacement character: it could not be encoded, neither for a tokenizer nor for a client.
+    """Return ``text`` decoded, ``strict`` as in `json.loads`. Half of a surrogate pair becomes a
+    replacement character, because it could not be encoded for a tokenizer or a client.
 
-    Raises what `json.loads` raises."""
+    Raises what `json.loads` raises.
+    """
     value = json.loads(text, strict=strict)
     if _SURROGATE.search(text) is None:
         return value

@@ -1,4 +1,4 @@
-"""The text of Lark grammars, in llguidance's dialect, as pieces and definitions.
+"""The source of Lark grammars in llguidance's dialect, as pieces and definitions.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
@@ -22,12 +22,12 @@ _PIECE = re.compile(
     re.VERBOSE,
 )
 _MAX_DEPTH = 30
-"""llguidance's limit of nested brackets."""
+"""llguidance's nesting limit."""
 _DIRECTIVES = ("%import", "%ignore", "%declare")
 
 
 class LarkPiece(NamedTuple):
-    """A token of a grammar's text."""
+    """A token of a grammar's source."""
 
     kind: str
     text: str
@@ -36,8 +36,9 @@ class LarkPiece(NamedTuple):
 
 @dataclass
 class Definition:
-    """A rule or terminal with its pieces before and after the colon, or a directive with all of
-    its pieces after its name."""
+    """A rule or terminal with its pieces before and after the colon, or a directive with all pieces
+    after its name.
+    """
 
     kind: str  # rule, terminal, directive
     name: str
@@ -46,13 +47,14 @@ class Definition:
 
     @property
     def rules(self) -> set[str]:
-        """The rules that it refers to."""
+        """The names of the rules that it refers to."""
         return {piece.text for piece in self.body if piece.kind == "rule"}
 
 
 def definitions(source: str, param: str) -> list[Definition]:
-    """Return the definitions of ``source``. Raises `InvalidRequest`, with the line, for text that
-    is none of Lark's, and for what cannot be a part of a tool's input."""
+    """Return the definitions in ``source``. Raises `InvalidRequest` with the line for invalid
+    syntax, and for syntax that is not supported in the grammar of a tool's input.
+    """
     return [_definition(each, param) for each in _statements(list(_pieces(source, param)))]
 
 
@@ -61,7 +63,7 @@ def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
     while position < len(source):
         found = _PIECE.match(source, position)
         if found is None:
-            raise wrong(f"{source[position : position + 20]!r} is not understood", line, param)
+            raise wrong(f"invalid syntax at {source[position : position + 20]!r}", line, param)
         kind, text = found.lastgroup or "", found[0]
         if kind == "foreign" or (kind == "directive" and text not in _DIRECTIVES):
             raise wrong(f"{text!r} is not supported in the grammar of a tool", line, param)
@@ -74,8 +76,9 @@ def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
 
 
 def _statements(pieces: Sequence[LarkPiece]) -> Iterator[list[LarkPiece]]:
-    """Yield the pieces of each definition, which goes on in lines that begin with '|' or are within
-    brackets."""
+    """Yield the pieces of each definition, which may continue on lines that begin with '|' or are
+    within brackets.
+    """
     statement: list[LarkPiece] = []
     ended = False
     for piece in pieces:
@@ -99,14 +102,14 @@ def _definition(statement: list[LarkPiece], param: str) -> Definition:
         return Definition("directive", first.text, [], statement[1:])
     colon = next((i for i, piece in enumerate(statement) if piece.text == ":"), None)
     if first.kind not in ("rule", "terminal") or colon is None:
-        raise wrong("a definition begins with a name and ':'", first.line, param)
+        raise wrong("a definition must begin with a name and ':'", first.line, param)
     head = [piece for piece in statement[1:colon] if piece.kind != "space"]
     body = list(_without_aliases(statement[colon + 1 :]))
     return Definition(first.kind, first.text.lstrip("!?"), head, body)
 
 
 def _without_aliases(body: Sequence[LarkPiece]) -> Iterator[LarkPiece]:
-    """Yield ``body`` without the names of its alternatives, which mean nothing here."""
+    """Yield ``body`` without the names of its alternatives, which have no meaning here."""
     after_arrow = False
     for piece in body:
         if after_arrow and piece.kind != "space":
@@ -122,8 +125,9 @@ def wrong(reason: str, line: int, param: str) -> InvalidRequest:
 
 
 def regular_rules(found: Sequence[Definition]) -> set[str]:
-    """Return the names of rules that are not recursive, have no options, and refer to such rules
-    only: they can as well be terminals."""
+    """Return the names of rules that are not recursive, have no options, and refer only to such
+    rules: they can be turned into terminals.
+    """
     rules = {each.name: each.rules for each in found if each.kind == "rule" and not each.head}
     missing = {name: len(referred) for name, referred in rules.items()}
     users: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Splitting of a reply at the markers of its model's format."""
+"""Splitting of an answer at the markers of its model's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 
 _MAX_INNER_ENDS = 100
-"""Limit of end markers within the strings of a call: after each, all of it is read again."""
+"""Max number of end markers inside the strings of a call: the whole call is parsed again after
+each.
+"""
 
 
 def call_id() -> str:
@@ -34,18 +36,19 @@ def call_id() -> str:
 
 
 def short_call_id() -> str:
-    """Return an id of the form that Mistral's templates take."""
+    """Return an id in the format that Mistral's templates require."""
     return uuid.uuid4().hex[:9]
 
 
 class MarkedReplyParser:
-    """A `router.tokens.reply_parser.ReplyParser` for replies in ``format``, from ``state`` on.
+    """A `router.tokens.reply_parser.ReplyParser` for answers in ``format``, starting in ``state``.
 
-    Only calls of ``tools`` count: each as soon as it can be nothing else, if the model writes its
-    arguments as JSON behind a marker, and otherwise as a whole. Text that looks like a call but
-    does not parse stays text. With ``call_stream``, a grammar allows only calls after the
-    reasoning. With ``single_call``, everything after the first call is ignored, with ``only_calls``
-    everything from the first call on that repeats an earlier one exactly.
+    Only calls of ``tools`` are reported. A call is reported as soon as it can be nothing else if
+    the model writes its arguments as JSON after a marker, and otherwise when it is complete. Text
+    that looks like a call but does not parse is reported as text. With ``call_stream``, a grammar
+    allows only calls after the reasoning. With ``single_call``, everything after the first call is
+    ignored; with ``only_calls``, everything from the first call on that exactly repeats an earlier
+    one.
     """
 
     def __init__(
@@ -64,25 +67,26 @@ class MarkedReplyParser:
         self._tools = with_plain_properties(tools)
         self._single_call = single_call
         self._only_calls = only_calls
-        self._taken: set[tuple[str, str]] = set()  # names and arguments of calls
-        self._ended = False  # whether there has been a call that does not count
+        self._taken: set[tuple[str, str]] = set()  # names and arguments of the calls
+        self._ended = False  # whether a call was ignored
         self._new_id = new_id
         self._call_stream = call_stream
         self._names = frozenset(tool["function"]["name"] for tool in tools)
         self._begun: BegunCallParser | ArgumentParser | None = None
-        """Of the current calls: None where a grammar allows only calls, within reasoning, and where
-        they are only known when they are whole."""
+        """The streaming parser of the current calls. None if a grammar allows only calls, within
+        reasoning, and if calls can only be parsed when complete.
+        """
         self._markers = format.markers(calls=bool(tools))
-        self._pending = ""  # text that may be the beginning of a marker
+        self._pending = ""  # text that may be the start of a marker
         self._header = ""
         self._header_ended = False  # whether any header has
-        self._call: list[str] = []  # text of the current call, its first marker included
+        self._call: list[str] = []  # text of the current call, including its first marker
         self._called_from = state
         self._inner_ends = 0
-        self._work = self._no_work()  # of parsing what may be calls
-        # Text that may turn out to be calls. None: it cannot.
+        self._work = self._no_work()  # work of parsing the text that may be calls
+        # Text that may still turn out to be calls. None: it cannot.
         self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
-        self._beginning = ""  # of that, without whitespace
+        self._beginning = ""  # the start of that text, without whitespace
         if self._maybe_json is not None and call_stream is None and not only_calls:
             self._begun = BegunCallParser.of(JSON.name, self._names)
         self._text = WhitespaceTrimmer()
@@ -97,17 +101,17 @@ class MarkedReplyParser:
     def called(self) -> bool:
         in_call = self._call_stream is not None and self._call_stream.in_reported_call
         in_call |= self._begun is not None and self._begun.in_call
-        return len(self._ids) > int(in_call)  # a call counts when it is complete
+        return len(self._ids) > int(in_call)  # a call is reported when it is complete
 
     @property
     def _active_call_stream(self) -> StreamingCallParser | None:
-        """None within reasoning, which may spell out calls too: no grammar constrains it."""
+        """None within reasoning, which may contain calls too: no grammar constrains it."""
         in_reasoning = self._state is ReplyState.TOOL and self._called_from is ReplyState.REASONING
         return None if in_reasoning else self._call_stream
 
     @property
     def _has_text(self) -> bool:
-        """Whether there has been something besides reasoning: text or the beginning of calls."""
+        """Whether the answer has anything besides reasoning: text, or the start of calls."""
         return not self._text.blank or bool(self._beginning)
 
     @property
@@ -144,7 +148,7 @@ class MarkedReplyParser:
         if stream is not None and stream.started:
             if stream.in_call:
                 self._emit(self._pending, out)
-            return out.delta()  # outside of a call, what is pending is the beginning of another
+            return out.delta()  # outside a call, the pending text is the start of another call
         self._emit(self._pending, out)
         self._pending = ""
         if cut and self._begun is not None and self._begun.started:
@@ -203,7 +207,7 @@ class MarkedReplyParser:
                 self._header += text
 
     def _on_marker(self, marker: Marker, out: _DeltaBuilder) -> None:
-        """Change to the state that ``marker`` begins, if it counts here."""
+        """Change to the state that ``marker`` begins, if it is valid here."""
         before, after = self._state, marker.next_state
         if before is ReplyState.TOOL:
             if after is not None and self._close_call(marker.text, out):
@@ -214,7 +218,7 @@ class MarkedReplyParser:
         if after is None:
             after = harmony_state(self._header)
         if after is ReplyState.REASONING and before is ReplyState.NORMAL and self._has_text:
-            self._emit(marker.text, out)  # in the middle of a text it is only mentioned
+            self._emit(marker.text, out)  # in the middle of text it is only a mention
             return
         if after is ReplyState.TOOL and not self._tools:
             self._state = ReplyState.NORMAL
@@ -235,7 +239,7 @@ class MarkedReplyParser:
         if after is ReplyState.TOOL:
             syntax = self._format.tools
             self._begun = None
-            # A call that must be made is compared with earlier ones before it is shown.
+            # A required call is compared with earlier ones before it is reported.
             free = self._call_stream is None and not self._only_calls
             if syntax and free and self._called_from is ReplyState.NORMAL:
                 by_argument = ArgumentParser.of(syntax.name, syntax.parse, self._tools, self._names)
@@ -246,12 +250,13 @@ class MarkedReplyParser:
                 self._stream_call(self._call[0], out)
 
     def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
-        """End the current call at the marker ``end``. Return False if that is part of a string, or
-        if the text is not a call; then it is shown."""
+        """End the current call at the marker ``end``. Return False if the marker is inside a
+        string, or if the text is not a call and becomes text.
+        """
         stream = self._active_call_stream
         if stream is not None and stream.started:
             if stream.in_call:
-                self._stream_call(end, out)  # part of a string
+                self._stream_call(end, out)  # inside a string
                 return False
             self._state = ReplyState.NORMAL
             return True
@@ -266,7 +271,7 @@ class MarkedReplyParser:
             self._state = ReplyState.NORMAL
             return True
         if end and self._inner_ends < _MAX_INNER_ENDS and is_unfinished_json(text.strip()):
-            self._call.append(end)  # part of a string
+            self._call.append(end)  # inside a string
             self._work.add(end)
             self._inner_ends += 1
             return False
@@ -277,7 +282,9 @@ class MarkedReplyParser:
     def _close_begun(
         self, begun: BegunCallParser | ArgumentParser, end: str, out: _DeltaBuilder
     ) -> bool:
-        """End calls that have begun at the marker ``end``, unless that is part of a string."""
+        """End the calls that have begun at the marker ``end``, unless the marker is inside a
+        string.
+        """
         if end and begun.in_string:
             self._add_fragments(begun.feed(end), out)
             return False
@@ -289,7 +296,7 @@ class MarkedReplyParser:
         return True
 
     def _read_call(self, text: str, out: _DeltaBuilder) -> None:
-        """Add the pieces of calls in ``text``, within the markers of calls."""
+        """Add the parts of calls in ``text``, which is between the markers of calls."""
         if self._begun is not None:
             self._add_fragments(self._begun.feed(text), out)
             if self._begun.started and not self._begun.is_parsed_later:
@@ -298,7 +305,7 @@ class MarkedReplyParser:
             self._stream_call(text, out)
 
     def _stream_call(self, text: str, out: _DeltaBuilder) -> None:
-        """Add the pieces of calls in ``text``, if it can be nothing but calls."""
+        """Add the parts of calls in ``text``, if it can be nothing but calls."""
         if self._active_call_stream is not None:
             self._add_fragments(self._active_call_stream.feed(text), out)
 

@@ -1,7 +1,7 @@
-"""Streaming of calls whose form a grammar enforces.
+"""Streaming of tool calls whose syntax is enforced by a grammar.
 
-Text that looks like a call may turn out to be none, so a call is usually reported when it is whole
-(`marked`). Where a grammar allows only calls, their arguments are passed on as they arrive.
+Text that looks like a call may turn out to be something else, so a call is usually reported when it
+is complete (`marked`). If a grammar allows only calls, their arguments are reported as they arrive.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class CallFragment(NamedTuple):
-    """A piece of a call."""
+    """A part of a call."""
 
-    name: str | None  # in the first piece only
+    name: str | None  # in the first part only
     arguments: str
-    id: str | None = None  # the model's own, in the first piece
+    id: str | None = None  # the model's own, in the first part
 
 
 class StreamingCallParser:
-    """Reads calls of ``names`` written by ``template``, whose arguments are a JSON object each.
+    """Reads calls of ``names`` in the syntax of ``template``, each with a JSON object as arguments.
 
-    A call that begins like an earlier one is reported once it differs. A small model may go on
-    calling the same thing for as long as a grammar allows it, so a call that repeats an earlier one
-    exactly is not reported and ends the reply.
+    A call that begins like an earlier one is reported once it differs. A small model may repeat the
+    same call for as long as a grammar allows it, so an exact repetition of an earlier call is not
+    reported and ends the answer.
     """
 
     def __init__(self, template: CallTemplate, names: Iterable[str]) -> None:
@@ -39,21 +39,21 @@ class StreamingCallParser:
         begin = re.escape(template.begin).replace(re.escape("{name}"), name, 1)
         self._begin = re.compile(begin.replace(re.escape("{number}"), _NUMBER))
         self._outside = ""  # text since the last call
-        self._depth = 0  # of objects and arrays
+        self._depth = 0  # nesting depth of objects and arrays
         self._in_string = self._escaped = False
         self.started = False  # whether there has been a call
         self.in_call = False
-        self._name = self._arguments = ""  # of the last call
-        self._reported = False  # whether that has been
+        self._name = self._arguments = ""  # arguments of the last call
+        self._reported = False  # whether the last call was reported
         self._earlier: set[tuple[str, str]] = set()  # names and arguments of complete calls
-        self.repeated = False  # whether a call has repeated an earlier one
+        self.repeated = False  # whether a call repeated an earlier one
 
     @property
     def in_reported_call(self) -> bool:
         return self.in_call and self._reported
 
     def feed(self, text: str) -> list[CallFragment]:
-        """Return the pieces of calls in ``text``."""
+        """Return the parts of calls in ``text``."""
         fragments: list[CallFragment] = []
         while text and not self.repeated:
             if not self.in_call:
@@ -71,7 +71,7 @@ class StreamingCallParser:
         return fragments
 
     def _fragments(self, arguments: str) -> list[CallFragment]:
-        """Return what can be reported of the last call, now that ``arguments`` are added to it."""
+        """Return the part of the last call that can be reported, after adding ``arguments``."""
         self._arguments += arguments
         call = (self._name, self._arguments)
         if self._reported:

@@ -1,11 +1,12 @@
-"""Text between markers, without the whitespace that only separates it from them."""
+"""Text between markers, without the whitespace that separates it from them."""
 
 from __future__ import annotations
 
 
 class WhitespaceTrimmer:
-    """Drops whitespace at the beginning and at the end of a text where a marker is beside it, since
-    templates add it there, or take it away. ``at_marker``: whether a marker precedes the text."""
+    """Drops whitespace at the start and end of a text next to a marker, because templates add or
+    remove it there. ``at_marker``: whether a marker precedes the text.
+    """
 
     def __init__(self, *, at_marker: bool = False) -> None:
         self._at_marker = at_marker
@@ -14,11 +15,11 @@ class WhitespaceTrimmer:
 
     @property
     def blank(self) -> bool:
-        """Whether there has been only whitespace since the last marker."""
+        """Whether there was only whitespace since the last marker."""
         return self._at_marker or not self._shown
 
     def feed(self, text: str) -> str:
-        """Return the text that is certain now."""
+        """Return the text that is final now."""
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
@@ -34,6 +35,6 @@ class WhitespaceTrimmer:
         self._at_marker = True
 
     def finish(self) -> str:
-        """Return the rest of the text, at the end of the reply."""
+        """Return the rest of the text, at the end of the answer."""
         rest, self._space = self._space, ""
         return "" if self._at_marker else rest

@@ -79,7 +79,7 @@ def test_a_note_stands_in_place_of_an_image(
     answer = server.client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     prompt = tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False)
-    assert "was left out: this server takes text.]" in prompt and "What is this?" in prompt
+    assert "was removed: this server accepts text only.]" in prompt and "What is this?" in prompt
 
 
 def test_a_block_of_claude_codes_own_is_not_for_the_model(

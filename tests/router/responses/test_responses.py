@@ -194,7 +194,7 @@ def test_a_response_that_is_not_stored_is_not_found(server: Server, engine: Scri
     ]
     for answer in missing:
         assert answer.status_code == 404
-        assert "made room" in answer.json()["error"]["message"]
+        assert "make room" in answer.json()["error"]["message"]
     assert missing[-1].json()["error"]["param"] == "previous_response_id"
 
 

@@ -1,4 +1,4 @@
-"""The main loop: takes messages, makes plans, runs steps and sends tokens."""
+"""The main loop: receives messages, makes plans, runs steps and sends tokens."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
 IDLE_WAIT_S = 0.5
-"""The longest sleep without work. A message that arrives ends it."""
+"""Max sleep without work. An arriving message ends it."""
 FLUSH_S = 5.0
-"""How long a stop may wait for blocks on their way to the kvstore."""
+"""Max time that a shutdown waits for blocks on their way to the kvstore."""
 FLUSH_WAIT_S = 0.05
 
 
@@ -66,8 +66,9 @@ class EngineCore:
         check_integrity: bool = False,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """``pixels`` is where the executor finds what came of pictures; None if it takes none.
-        ``on_idle`` is called whenever there was nothing to run."""
+        """``pixels`` holds the results of picture requests for the executor; None if it accepts
+        none. ``on_idle`` is called whenever there is nothing to run.
+        """
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
@@ -83,7 +84,7 @@ class EngineCore:
         self._step_s = 0.0
 
     def run(self) -> None:
-        """Serve until the engine was told to drain and has finished its requests."""
+        """Serve until the engine has been told to drain and has finished its requests."""
         worked = True
         while not (self._draining and self._scheduler.idle and self._steps.pending is None):
             worked = self.run_once(0 if worked else IDLE_WAIT_S)
@@ -92,13 +93,14 @@ class EngineCore:
             self.run_once(FLUSH_WAIT_S)
 
     def _is_storing(self) -> bool:
-        """Whether blocks are on their way to a kvstore that takes them, or wait for room."""
+        """Whether blocks are on their way to a kvstore that accepts them, or wait for room."""
         if self._store is None or not self._store.is_ready:
             return False
         return bool(self._scheduler.num_unstored or self._store.num_stores_under_way)
 
     def run_once(self, wait_s: float = 0) -> bool:
-        """Take messages (wait up to ``wait_s`` for the first), run a step and send its outputs.
+        """Receive messages (waiting up to ``wait_s`` for the first), run a step and send its
+        outputs.
 
         Return False if there was nothing to run.
         """
@@ -124,7 +126,7 @@ class EngineCore:
                 else:
                     self._refused.append(taken)
             elif isinstance(item, wire.Encode):
-                why = "this model generates text, and neither embeds nor ranks"
+                why = "this model generates text; it does not embed or rank"
                 self._refused.append(
                     wire.Refused(
                         request_id=item.request_id,
@@ -166,7 +168,7 @@ class EngineCore:
                 self._refused += self._grammar_queue.refuse_all()
                 self._refused += self._adapter_queue.refuse_all()
                 self._scheduler.drain()
-        if items:  # not only after a step: the router gives up a request that beats omit for long
+        if items:  # not only after a step: the router gives up on a request that is missing from heartbeats for long
             self._report_live()
 
     def _report_live(self) -> None:
@@ -199,11 +201,11 @@ class EngineCore:
             try:
                 result = next(results, None)
             except FilesChanged:
-                raise  # the next engine loads what is there now
-            except Exception as error:  # of MLX, most likely because it finds no memory
-                logger.exception("a step failed: what was running begins again")
+                raise  # the next engine loads the current files
+            except Exception as error:  # raised by MLX, most likely because it is out of memory
+                logger.exception("a step failed; its sequences start again")
                 failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
-            if failure is not None:  # outside of the handler, since a traceback keeps arrays alive
+            if failure is not None:  # outside the handler, because a traceback keeps arrays alive
                 self._recover(failure)
                 return True
             if result is None:
@@ -215,7 +217,7 @@ class EngineCore:
     def _recover(self, failure: _Failure) -> None:
         self._steps.reset()
         if not self._scheduler.recover(failure.reason, out_of_memory=failure.out_of_memory):
-            raise RuntimeError(f"a step failed that had no sequence in it: {failure.reason}")
+            raise RuntimeError(f"a step without any sequence failed: {failure.reason}")
 
     def _apply(self, result: StepResult) -> None:
         started = time.perf_counter()
@@ -260,7 +262,7 @@ class EngineCore:
         self._io_thread.send([self._cache_event(hashes, [], snapshot=True)])
 
     def _report_stats(self, busy: bool) -> None:
-        """Update the next beat: its live requests always, its figures from time to time."""
+        """Update the next heartbeat: live requests every time, statistics from time to time."""
         self._report_live()
         self._status.progress = self._scheduler.progress
         now = time.monotonic()

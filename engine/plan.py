@@ -28,19 +28,20 @@ import msgspec
 from shared.wire import Grammar, PackedLogprobs, SamplingParams, TokenLogprobs
 
 Payload = tuple[bytes | memoryview, ...]
-"""The content of a block or a snapshot: one buffer per storage group of the model, or per array
-of its state. Order and sizes are the same for all of one namespace."""
+"""The content of a block or a snapshot: one buffer per storage group of the model, or per array of
+its state. Order and sizes are the same throughout a namespace.
+"""
 
 
 class StateSearch(NamedTuple):
-    """Which state a fetch of blocks is to end with: the last one that the blocks reach.
+    """The state with which a fetch of blocks should end: the last one that the blocks reach.
 
     Counts are numbers of leading ``hashes``: a state at count n follows block ``hashes[n - 1]``.
     """
 
-    hashes: list[bytes]  # of consecutive blocks; the last ones of them are those to be fetched
-    num_ready: int  # how many of the blocks need not be fetched
-    in_ram: tuple[int, ...] = ()  # counts over `num_ready` where there is a state in RAM
+    hashes: list[bytes]  # of consecutive blocks; the last ones are to be fetched
+    num_ready: int  # number of blocks that need not be fetched
+    in_ram: tuple[int, ...] = ()  # counts above `num_ready` that have a state in RAM
 
 
 class StoreRoom(NamedTuple):
@@ -54,7 +55,7 @@ class StoreRoom(NamedTuple):
 
 
 class FoundState(NamedTuple):
-    """A state that was fetched."""
+    """A fetched state."""
 
     end: int  # its count in `StateSearch.hashes`
     payload: Payload
@@ -66,7 +67,7 @@ class Slot(NamedTuple):
 
 
 class PlanOp(msgspec.Struct, frozen=True, array_like=True):
-    """Base of the operations of a plan."""
+    """Base class of the operations of a plan."""
 
 
 class Evict(PlanOp, frozen=True):
@@ -85,10 +86,10 @@ class SlabSpec(PlanOp, frozen=True):
 
 
 class ResizeSlab(PlanOp, frozen=True):
-    """Change the number of rows of a slab. Rows that stay keep their content and their slots."""
+    """Change the number of rows of a slab. Remaining rows keep their content and slots."""
 
     slab_id: int
-    rows: int  # the rows from this number on are not in use
+    rows: int  # rows from this number on are not in use
 
 
 class Insert(PlanOp, frozen=True):
@@ -100,8 +101,9 @@ class Insert(PlanOp, frozen=True):
 
 
 class BlockName(PlanOp, frozen=True):
-    """What the kvstore calls a block or a snapshot that this plan inserts or exports. Other ranks
-    need it: each inserts and stores its own part."""
+    """The kvstore's name for a block or snapshot that this plan inserts or exports. Other ranks
+    need it, because each inserts and stores its own part.
+    """
 
     block_id: int  # of the block or the snapshot
     hash: bytes
@@ -117,10 +119,10 @@ class Restore(PlanOp, frozen=True):
 
 
 class RestoreState(PlanOp, frozen=True):
-    """Set the state of a slot to that of a snapshot."""
+    """Set the state of a slot to a snapshot."""
 
     slot: Slot
-    position: int  # the snapshot was taken after so many positions
+    position: int  # the snapshot was taken after this many positions
     snapshot_id: int
 
 
@@ -144,34 +146,41 @@ class CopyPositions(PlanOp, frozen=True):
 class Decode(PlanOp, frozen=True):
     """Compute one token and sample the next one.
 
-    With ``drafts`` their tokens are computed in the same pass, and a token is sampled after each.
-    A draft is accepted if it is the token that was sampled in its place and all before it were
-    accepted. The result is the run of tokens up to the first that no accepted draft follows: what
-    so many decodes without drafts would have sampled. Positions of drafts that are not accepted
-    count as never computed."""
+    With ``drafts``, their tokens are computed in the same pass, and a token is sampled after each.
+    A draft is accepted if it equals the token sampled in its place and all drafts before it were
+    accepted. The result is the run of tokens up to the first one not followed by an accepted draft:
+    the same tokens that separate decodes without drafts would have sampled. Positions of rejected
+    drafts count as never computed.
+    """
 
     slot: Slot
     position: int  # of the input token; its KV is written here
     token_id: int | None
-    """The input token. None is the token that the slot's previous decode sampled, which the
-    scheduler may not have seen yet."""
-    output_index: int  # number of the output in its request; with the seed it makes the noise
+    """The input token. None is the token sampled by the slot's previous decode, which the scheduler
+    may not have seen yet.
+    """
+    output_index: (
+        int  # index of the output in its request; determines the noise together with the seed
+    )
     sampling: SamplingParams
     forbidden: tuple[int, ...] = ()
-    """Tokens that must not be chosen now (EOS before ``min_tokens``)."""
+    """Tokens that must not be sampled now (EOS before ``min_tokens``)."""
     logprobs: int | None = None  # number of alternatives to return
     history: tuple[int, ...] | None = None
-    """All tokens at the positions before this one. It comes with the first decode in a slot,
-    where the sampling looks back or there is a grammar."""
+    """All tokens at the positions before this one. Sent with the first decode in a slot if sampling
+    looks back or there is a grammar.
+    """
     constrained: bool = False
-    """The token must be one that the grammar allows; a ``forbidden`` one only if the grammar
-    allows nothing else."""
-    grammar: Grammar | None = None  # comes with the first decode in a slot
-    forced: int | None = None  # the token to choose, whatever is likely or allowed
-    shift: int = 0  # what is added to the position where the model rotates by it
+    """The token must be one that the grammar allows; a ``forbidden`` token only if the grammar
+    allows nothing else.
+    """
+    grammar: Grammar | None = None  # sent with the first decode in a slot
+    forced: int | None = None  # the token to choose, regardless of probability and grammar
+    shift: int = 0  # added to the position that the model uses for rotation
     drafts: tuple[int, ...] = ()
-    """Guesses of the tokens after the input, which is given then, and not ``forced``. What is
-    ``forbidden`` is so after each of them. None ends the sequence."""
+    """Guessed tokens after the input, which is then given and not ``forced``. ``forbidden`` applies
+    after each of them. None ends the sequence.
+    """
     guesses: int = 0
     """How many tokens after the run the executor may guess itself, where it can
     (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
@@ -179,13 +188,14 @@ class Decode(PlanOp, frozen=True):
 
 
 class EncodePicture(PlanOp, frozen=True):
-    """Compute embeddings of a picture, or go on with that. Its arrays are where those are kept that
-    came with requests (`engine.vision.pixels`)."""
+    """Compute embeddings of a picture, or continue computing them. Its arrays are stored with those
+    received in requests (`engine.vision.pixels`).
+    """
 
     digest: bytes
     token_ids: tuple[int, ...]  # of the picture in a prompt
-    layers: int  # of the encoder that are computed now
-    is_last: bool  # all that is left is computed, and the embeddings are kept
+    layers: int  # layers of the encoder to compute now
+    is_last: bool  # everything left is computed, and the embeddings are kept
 
 
 class ShownPart(PlanOp, frozen=True):
@@ -193,20 +203,23 @@ class ShownPart(PlanOp, frozen=True):
 
     digest: bytes
     first: int  # number of the picture's first embedding in the chunk
-    places: tuple[int, ...]  # the tokens of the chunk that the embeddings replace, from this one on
+    places: tuple[int, ...]  # the embeddings replace the tokens of the chunk from this one on
 
 
 class Chunk(PlanOp, frozen=True):
-    """Compute the KV of consecutive tokens. It samples nothing: the last token of a prompt goes
-    through a `Decode`. The chunks of a plan are a pass with the number of the plan. Later plans may
-    compute the rest of it (`Stretch`); until then no other operation concerns their slots."""
+    """Compute the KV of consecutive tokens without sampling: the last token of a prompt goes
+    through a `Decode`. The chunks of a plan form a pass, identified by the number of the plan.
+    Later plans may compute the rest of it (`Stretch`); until then no other operation uses their
+    slots.
+    """
 
     slot: Slot
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     target_ids: tuple[int, ...] = ()
     """The tokens that follow each of the first of ``token_ids``. Their log-probabilities are
-    returned (`PromptLogprobs`)."""
+    returned (`PromptLogprobs`).
+    """
     logprobs: int = 0  # number of alternatives to return with each
     pictures: tuple[ShownPart, ...] = ()
     shift: int = 0  # as in `Decode`
@@ -216,21 +229,24 @@ class Chunk(PlanOp, frozen=True):
 
 
 class Stretch(PlanOp, frozen=True):
-    """Go on with a pass of chunks. Rows of different sequences never depend on each other, so the
-    decodes and passes that are computed between two stretches of a pass change none of its bits.
+    """Continue a pass of chunks. Rows of different sequences are independent, so decodes and passes
+    computed between two stretches of a pass do not change its bits.
 
     Source: "From Tokens to Layers: Redefining Stall-Free Scheduling for LLM Serving with Layered
-    Prefill" (2025)."""
+    Prefill" (2025).
+    """
 
-    number: int  # of the pass: the step of the plan with its chunks, this one or an earlier one
+    number: int  # of the pass: the step whose plan had its chunks, this one or an earlier one
     end: int
-    """How many layers of the pass are computed then. It is complete with `ExecutorSpec.layers`, or
-    with more."""
+    """Number of layers of the pass to compute. It is complete with
+    `ExecutorSpec.layers` or more.
+    """
 
 
 class Save(PlanOp, frozen=True):
-    """Copy consecutive positions of a slot into new blocks, as they are when this plan's decodes
-    and chunks are done."""
+    """Copy consecutive positions of a slot into new blocks, as they are after this plan's decodes
+    and chunks.
+    """
 
     slot: Slot
     start: int  # position of the first block
@@ -238,11 +254,10 @@ class Save(PlanOp, frozen=True):
 
 
 class SaveState(PlanOp, frozen=True):
-    """Copy a slot's state into a new snapshot, as it is when this plan's decodes and chunks are
-    done."""
+    """Copy a slot's state into a new snapshot, as it is after this plan's decodes and chunks."""
 
     slot: Slot
-    position: int  # the state is that after so many positions
+    position: int  # the state follows this many positions
     snapshot_id: int
 
 
@@ -250,12 +265,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The operations of one step. The executor runs them in the order of these fields."""
 
     step: int
-    dropped_passes: tuple[int, ...] = ()  # passes of which nothing more is computed
-    dropped_pictures: tuple[bytes, ...] = ()  # digests: embeddings, and what was begun of them
+    dropped_passes: tuple[int, ...] = ()  # passes that are abandoned
+    dropped_pictures: tuple[bytes, ...] = ()  # digests: embeddings, including incomplete ones
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
     freed_slots: tuple[Slot, ...] = ()
-    """Slots that a sequence with a grammar or a history has left: both can be forgotten."""
+    """Slots vacated by a sequence with a grammar or a history, which can be dropped."""
     resized_slabs: tuple[ResizeSlab, ...] = ()  # those that lose rows come first
     new_slabs: tuple[SlabSpec, ...] = ()
     inserts: tuple[Insert, ...] = ()
@@ -267,11 +282,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     encodes: tuple[EncodePicture, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     stretches: tuple[Stretch, ...] = ()
-    """The pass of ``chunks`` is computed whole if no stretch has its number."""
+    """The pass of ``chunks`` is computed completely if no stretch has its number."""
     saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
     exports: tuple[int, ...] = ()  # ids of blocks and snapshots
-    names: tuple[BlockName, ...] = ()  # of all that is inserted or exported
+    names: tuple[BlockName, ...] = ()  # for everything inserted or exported
 
 
 class Exported(NamedTuple):
@@ -289,29 +304,35 @@ class PromptLogprobs(NamedTuple):
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
-    tokens: tuple[int, ...]  # the run of each of the plan's decodes, one after the other
+    tokens: tuple[int, ...]  # the runs of the plan's decodes, concatenated
     runs: tuple[int, ...] = ()  # the length of each run; empty if every decode has one token
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to ``tokens``
     guesses: tuple[tuple[int, ...], ...] = ()
-    """What may follow the run of each decode; empty if the executor guessed nothing."""
+    """Guesses for the tokens after the run of each decode; empty if the executor
+    guessed nothing.
+    """
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """What became known of chunks with ``target_ids``, of this plan or an earlier one: without
-    gaps, and before the result of the slot's first decode."""
+    """New results for chunks with ``target_ids``, of this plan or an earlier one: without gaps, and
+    before the result of the slot's first decode.
+    """
     exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
-    """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved, and
-    what was left of the chunk's pass is dropped; everything else in the plan was done."""
+    """The slots whose chunk or grammar raised an exception, with the reason. Nothing of theirs was
+    saved, and the rest of the chunk's pass is dropped; everything else in the plan was done.
+    """
     failed_pictures: tuple[tuple[bytes, str], ...] = ()
-    """Digests of pictures whose encoding raised, with the reason. Nothing of them is kept."""
-    elapsed_s: float = 0.0  # time of the step on the device that it shared with no other step
+    """Digests of pictures whose encoding failed, with the reason. Nothing is kept for them."""
+    elapsed_s: float = 0.0  # time on the device of a step that overlapped with no other step
     chunks_apart: bool = False  # whether ``elapsed_s`` is without the chunks
     chunk_times: tuple[tuple[int, float], ...] = ()
-    """What became known of the time that such steps took for chunks: number of the step, and
-    seconds."""
-    build_s: float = 0.0  # time of the host to put the step together and to dispatch it
+    """New measurements of the time that such steps took for chunks: number of the step, and
+    seconds.
+    """
+    build_s: float = 0.0  # host time to build and dispatch the step
     sample_s: float = 0.0
-    """Time of the host to choose tokens. Where the host itself is the device, neither this nor
-    ``build_s`` includes the time that it computed."""
+    """Host time to sample tokens. If the host is the device, neither this nor ``build_s`` includes
+    computation time.
+    """
 
     @property
     def run_lengths(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The clock by which blocks age."""
+"""The clock that measures the age of blocks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 import msgspec
 
 MAX_ABSENCE_S = 86400.0
-"""The most that blocks age between two runs of the kvstore, however long that was."""
+"""Max aging of blocks between two runs of the kvstore, however long it was stopped."""
 
 
 class SavedTime(msgspec.Struct, frozen=True):
-    """The content of the file in which a clock survives its process."""
+    """The content of the file that keeps a clock across restarts."""
 
     now: float
-    wall: float  # of the same moment
+    wall: float  # at the same moment
 
 
 class StoreClock:
-    """Seconds that never go back and never jump; near to wall time.
+    """Seconds that never go back or jump, close to wall time.
 
-    While the kvstore runs, they pass with the monotonic clock. Between two runs they pass with
-    wall time, `MAX_ABSENCE_S` at most. By wall time alone, a clock that is set right would make
-    every block years old, and delete the cache.
+    While the kvstore runs, they follow the monotonic clock. Between two runs they follow wall time,
+    up to `MAX_ABSENCE_S`. With wall time alone, correcting a wrong clock could make every block
+    years old and delete the cache.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class StoreClock:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``saved`` is what `saved` returned last. Without it, or if it is damaged, the clock
-        begins with wall time."""
+        """``saved`` is the last result of `saved`. If it is missing or damaged, the clock starts at
+        wall time.
+        """
         self._wall = wall
         self._monotonic = monotonic
         self._offset_s = _resume(saved, wall()) - monotonic()

@@ -1,4 +1,4 @@
-"""The files of the kvstore: where a block lies, and how it is written atomically.
+"""The files of the kvstore: where a block is stored, and how it is written atomically.
 
     <root>/lock                                          held while a kvstore owns the root
     <root>/clock                                         the time by which blocks age
@@ -48,7 +48,7 @@ class DirectoryInUse(Exception):
 
 
 class InvalidBlockKey(ValueError):
-    """Not the name of a block; as a path it might name another file."""
+    """Not the name of a block; as a path it could refer to another file."""
 
 
 class BlockKey(NamedTuple):
@@ -57,14 +57,14 @@ class BlockKey(NamedTuple):
 
     @classmethod
     def checked(cls, namespace: str, hash: bytes) -> BlockKey:
-        """Return a key whose parts are what the hashing of blocks makes.
+        """Return a key made only of parts that block hashing produces.
 
-        Raises: `InvalidBlockKey`, since nothing else may become part of a path.
+        Raises: `InvalidBlockKey`, because nothing else may become part of a path.
         """
         if not _NAMESPACE.fullmatch(namespace):
-            raise InvalidBlockKey(f"namespace {namespace[:80]!r}")
+            raise InvalidBlockKey(f"invalid namespace {namespace[:80]!r}")
         if len(hash) != HASH_BYTES:
-            raise InvalidBlockKey(f"a hash of {len(hash)} bytes")
+            raise InvalidBlockKey(f"invalid hash of {len(hash)} bytes")
         return cls(namespace, hash)
 
 
@@ -74,9 +74,9 @@ class FileInfo(NamedTuple):
 
 
 class BlockDirectory:
-    """The owner of ``root``, which is created if it does not exist.
+    """Own ``root``, which is created if it does not exist.
 
-    Raises: `DirectoryInUse` if another kvstore owns it, OSError if it cannot be used.
+    Raises: `DirectoryInUse` if another kvstore owns it, OSError if it is not usable.
     """
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
@@ -87,9 +87,9 @@ class BlockDirectory:
         self._clock = self.root / "clock"
         self._numbers = count()
         self._synced_fans: set[Path] = set()
-        """Folders whose own names are known to survive a power loss."""
+        """Folders whose names are known to be durable."""
         self.quarantined_bytes = 0
-        """What the quarantine takes of the disk."""
+        """Size of the quarantine on disk."""
         self._lock = -1
         self._open()
 
@@ -112,20 +112,20 @@ class BlockDirectory:
         return FileInfo(status.st_size, status.st_mtime)
 
     def write(self, key: BlockKey, data: bytes, last_used: float, durable: bool) -> None:
-        """Write the file whole or not at all; with ``durable`` it survives a power loss."""
+        """Write the file atomically; with ``durable``, it survives a power loss."""
         path = self.path(key)
         self._replace(path, data, last_used, durable)
         if durable:
             self._sync_folders(path)
 
     def sync(self, key: BlockKey) -> None:
-        """Make a block that is there already survive a power loss."""
+        """Make an existing block durable."""
         path = self.path(key)
         self._disk.sync_file(path)
         self._sync_folders(path)
 
     def read(self, key: BlockKey) -> bytes:
-        if self.info(key) is None:  # opening a pipe of that name would block
+        if self.info(key) is None:  # opening a pipe with that name would block
             raise FileNotFoundError(self.path(key))
         return self._disk.read(self.path(key), MAX_FILE_BYTES)
 
@@ -137,7 +137,7 @@ class BlockDirectory:
             self._disk.set_last_used(self.path(key), at)
 
     def quarantine(self, key: BlockKey) -> None:
-        """Move a bad file to where no engine finds it; the last few are kept."""
+        """Move a bad file to the quarantine, where no engine finds it. The last few are kept."""
         try:
             self._quarantine.mkdir(mode=0o700, exist_ok=True)
             kept = self._quarantine / f"{key.hash.hex()}.bad"
@@ -153,7 +153,7 @@ class BlockDirectory:
         return self._disk.free_bytes(self.root)
 
     def read_clock(self) -> bytes | None:
-        """Return what `write_clock` wrote last, None if there is nothing."""
+        """Return what `write_clock` wrote last, or None."""
         try:
             return self._clock.read_bytes()
         except OSError:
@@ -164,27 +164,27 @@ class BlockDirectory:
             self._replace(self._clock, saved, at, durable=False)
 
     def check_writable(self, size: int) -> None:
-        """Write a file of ``size`` bytes and remove it. Raises: OSError."""
+        """Write a file of ``size`` bytes and delete it. Raises: OSError."""
         self._tmp.mkdir(mode=0o700, exist_ok=True)
         self._disk.unlink(self._write_temporary(bytes(size), 0.0, durable=True))
 
     # -- a directory that vanishes ---------------------------------------------
 
     def is_there(self) -> bool:
-        """Return False if the directory is gone, or another one is in its place."""
+        """Return False if the directory is gone or replaced by another one."""
         try:
             found = (self.root / "lock").stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
-            return True  # it cannot be told; reads and writes will show what is wrong
+            return True  # unknown; reads and writes will report the error
         own = os.fstat(self._lock)
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def reopen(self) -> bool:
         """Own the directory again after it was gone. Return False if that is not possible yet.
 
-        It is not created anew where its disk is not there: another disk would be filled.
+        It is not created if its disk is missing, because that would fill another disk.
         """
         try:
             if not (self.root / "lock").exists() and self._device_below() != self._device:
@@ -216,7 +216,7 @@ class BlockDirectory:
         self._synced_fans.clear()
 
     def _device_below(self) -> int:
-        """Return the device that the directory would be created on."""
+        """Return the device on which the directory would be created."""
         for path in (self.root, *self.root.parents):
             with suppress(FileNotFoundError):
                 return path.stat().st_dev
@@ -225,15 +225,15 @@ class BlockDirectory:
     # -- all blocks ------------------------------------------------------------
 
     def scan(self) -> Iterator[tuple[BlockKey, FileInfo]]:
-        """Yield every block in the directory, in no order.
+        """Yield every block in the directory, in no particular order.
 
-        Entries that are not ours or cannot be read stay as they are; one log line counts them.
+        Entries that are not blocks or cannot be read are left alone and counted in one log line.
         """
         foreign: list[str] = []
         yield from scan_blocks(self.root, foreign)
         if foreign:
             logger.warning(
-                "%d entries of %s are not readable blocks and are left alone (%s, ...)",
+                "ignored %d entries of %s that are not readable blocks (%s, ...)",
                 len(foreign),
                 self.root,
                 foreign[0],
@@ -265,7 +265,7 @@ class BlockDirectory:
         return temporary
 
     def _sync_folders(self, path: Path) -> None:
-        """Make the names of the file and of the folders around it survive a power loss."""
+        """Make the names of the file and of its parent folders durable."""
         fan, *above = path.parents[:4]  # of rank and namespace, and the root
         self._disk.sync_folder(fan)
         if fan not in self._synced_fans:
@@ -274,7 +274,7 @@ class BlockDirectory:
             self._synced_fans.add(fan)
 
     def _thin_quarantine(self, kept: int) -> None:
-        """Remove all but the newest ``kept`` files of the quarantine."""
+        """Delete all but the newest ``kept`` files in the quarantine."""
         found: list[tuple[float, int, Path]] = []
         with suppress(OSError):
             for path in self._quarantine.iterdir():
@@ -288,7 +288,7 @@ class BlockDirectory:
         self.quarantined_bytes = sum(size for _, size, path in found if path.exists())
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed kvstore left. Safe, since this process holds the lock."""
+        """Delete temporary files of a killed kvstore. Safe because this process holds the lock."""
         for path in (*self._tmp.iterdir(), *self.root.glob("nonce-*")):
             with suppress(OSError):
                 self._disk.unlink(path)
@@ -299,13 +299,14 @@ class BlockDirectory:
         except OSError as error:
             if error.errno not in (*DISK_FULL, errno.EROFS):
                 raise
-            # Without the nonce, engines get bytes instead of paths: slower, but correct.
-            logger.warning("nothing can be written to the disk of %s: %s", self.root, error)
+            # Without the nonce, engines receive bytes instead of paths: slower, but correct.
+            logger.warning("cannot write to the disk of %s: %s", self.root, error)
 
 
 def scan_blocks(root: Path, foreign: list[str]) -> Iterator[tuple[BlockKey, FileInfo]]:
-    """Yield every block below ``root``, in no order, whoever owns it. The paths of other entries
-    go into ``foreign``."""
+    """Yield every block below ``root``, in no particular order, whoever owns it. The paths of other
+    entries are added to ``foreign``.
+    """
     for namespace in _entries(str(root), foreign):
         if namespace.name in _OWN or namespace.name.startswith(_NONCE):
             continue

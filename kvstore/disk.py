@@ -1,4 +1,4 @@
-"""The system calls on the kvstore's files, in one place so that tests can let each of them fail."""
+"""The system calls on the kvstore's files, in one place so that tests can inject failures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk:
-    """Every change of files, and what is asked about the disk. All raise OSError."""
+    """Every file operation and query of the disk. All raise OSError."""
 
     def create(self, path: Path, data: bytes, last_used: float, durable: bool) -> None:
-        """Write a new file; with ``durable`` its content survives a power loss."""
+        """Write a new file; with ``durable``, its content survives a power loss."""
         with path.open("wb") as file:
             file.write(data)
             file.flush()
@@ -30,14 +30,14 @@ class Disk:
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file. One that is gone already is no error."""
+        """Delete a file. A missing file is not an error."""
         path.unlink(missing_ok=True)
 
     def set_last_used(self, path: Path, at: float) -> None:
         os.utime(path, (at, at))
 
     def sync_file(self, path: Path) -> None:
-        """Make the content of ``path`` survive a power loss."""
+        """Make the content of ``path`` durable."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _sync(fd)
@@ -45,7 +45,7 @@ class Disk:
             os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in the folder ``path`` survive a power loss."""
+        """Make the names in the folder ``path`` durable."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -53,7 +53,7 @@ class Disk:
             os.close(fd)
 
     def free_bytes(self, path: Path) -> int:
-        """Return what this user may still write on the disk of ``path``."""
+        """Return how many bytes this user may still write on the disk of ``path``."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 

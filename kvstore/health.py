@@ -1,4 +1,4 @@
-"""Whether the disk takes blocks, and when to try again if it does not."""
+"""Whether the disk accepts writes, and when to retry if it does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.wire import StoreState
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-"""Bounds of the pause between two tries on a disk that fails. It doubles from one to the next."""
+"""Min and max pause between two attempts on a failing disk. It doubles each time."""
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ESTALE)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiskHealth:
-    """The state of the disk, with one log line for each change. Safe to use from any thread."""
+    """The state of the disk, with one log line per change. Safe to use from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class DiskHealth:
         self._next_try = float("-inf")
         self.state: StoreState = "ok"
         self.reason = ""
-        """Why nothing is written, if nothing is."""
+        """The reason why nothing is written, if so."""
         self.errors = 0
 
     def may_try(self) -> bool:
@@ -38,12 +38,12 @@ class DiskHealth:
         return self.state == "ok" or self._clock() >= self._next_try
 
     def refusal(self) -> str:
-        """Return why nothing is written now; "" if something may be tried."""
+        """Return the reason why nothing is written now; "" if a write may be attempted."""
         with self._lock:
             return "" if self.may_try() else self.reason
 
     def failed(self, error: OSError) -> None:
-        """Note that an operation failed; the next try is due after a pause."""
+        """Record a failed operation; the next attempt is due after a pause."""
         state = _state_after(error)
         with self._lock:
             self.errors += 1
@@ -51,22 +51,24 @@ class DiskHealth:
             self._pause_s = FIRST_PAUSE_S if changed else min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._next_try = self._clock() + self._pause_s
             self.state = state
-            self.reason = _REASONS.get(state, f"the disk fails: {error}")
+            self.reason = _REASONS.get(state, f"the disk failed: {error}")
         if changed:
-            logger.warning("%s (%s): blocks are not stored until that is over", self.reason, error)
+            logger.warning(
+                "%s (%s): blocks are not stored until this is resolved", self.reason, error
+            )
 
     def worked(self) -> None:
-        """Note that the disk takes blocks."""
+        """Record that the disk accepts writes."""
         with self._lock:
             changed = self.state != "ok"
             self.state, self.reason = "ok", ""
         if changed:
-            logger.warning("the disk works again: blocks are stored")
+            logger.warning("the disk works again, blocks are stored")
 
 
 _REASONS = {
     "full": "the disk is full",
-    "read_only": "the directory cannot be written",
+    "read_only": "the directory is not writable",
     "gone": "the directory is gone",
 }
 

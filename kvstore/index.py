@@ -1,6 +1,6 @@
-"""The blocks on the disk in order of their last use: sizes, ages, order.
+"""The blocks on disk by last use: sizes, ages, order.
 
-Plain data in memory. It is not thread-safe; `DiskStore` holds a lock.
+Plain data in memory. Not thread-safe; `DiskStore` holds a lock.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES, model_of, rank_namespace, split_namespace
 
 _SIZE_BITS = (2 * MAX_FILE_BYTES - 1).bit_length()
-"""With this many, an integer of size and time needs no third digit before the year 2038."""
+"""With this factor, an integer of size and time needs no third digit before the year 2038."""
 
 _ENTRY = Struct(">QI")
-"""Last use (in microseconds) and size of a block, in front of its key: sorts by last use."""
+"""Last use (in microseconds) and size of a block, placed before its key: sorts by last use."""
 _SORTED_RUN = 16384
-"""Blocks that are sorted at once: a million would stop all threads for a second."""
+"""Number of blocks sorted at once: sorting a million would stop all threads for a second."""
 IN_USE_S = 86400.0
-"""For so long after its last use a model keeps its share of the room: its users sleep at night."""
+"""How long a model keeps its share of the space after its last use: overnight, while its users
+sleep.
+"""
 
 
 class LruIndex:
-    """Blocks in order of their last use, oldest first, by namespace: a model has one for its
-    blocks, and another one if it keeps recurrent state.
+    """Blocks by last use, oldest first, in namespaces: a model has one for its blocks, and another
+    for its recurrent state, if any.
 
-    An index starts incomplete: its blocks exist, and blocks that it lacks may be in the
-    directory too. `complete` adds the result of a scan of the directory, as older than all that
-    was recorded since the start.
+    An index starts incomplete: the directory may have blocks that it does not know yet. `complete`
+    adds the result of a scan of the directory, as older than everything recorded since the start.
 
-    A million blocks are usual, so that each is one key of bytes and one integer. (A tuple for
-    each of them took twice the memory.)
+    A million blocks are common, so each is one bytes key and one integer. (A tuple per block took
+    twice the memory.)
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class LruIndex:
 
     @classmethod
     def of(cls, found: Iterable[tuple[BlockKey, FileInfo]], now: float) -> LruIndex:
-        """Return an index of ``found``, given in any order; none was used after ``now``."""
+        """Return an index of ``found``, in any order; none was used after ``now``."""
         scanned, runs = iter(found), []
         while run := [
             _ENTRY.pack(max(0, int(1e6 * min(info.last_used, now))), info.size)
@@ -73,7 +74,7 @@ class LruIndex:
         return namespace is not None and key.hash in namespace.blocks
 
     def record_use(self, key: BlockKey, size: int, at: float) -> None:
-        """Add the block, or make it the most recently used."""
+        """Add the block, or mark it as most recently used."""
         self._discard(key)
         namespace = self._namespaces.setdefault(key.namespace, _Namespace())
         namespace.blocks[key.hash] = _pack_info(size, at)
@@ -91,19 +92,18 @@ class LruIndex:
         return [] if found is None else [BlockKey(namespace, hash) for hash in found.blocks]
 
     def oldest(self) -> tuple[BlockKey, FileInfo] | None:
-        """Return the block that was used least recently."""
+        """Return the least recently used block."""
         return self._oldest_of(self._namespaces)
 
     def next_to_evict(
         self, incoming: str | None, incoming_bytes: int, now: float
     ) -> tuple[BlockKey, FileInfo] | None:
-        """Return the block that goes first, so that ``incoming_bytes`` of the namespace
-        ``incoming`` find room: the least recently used one of the models that have more than a fair
-        share.
+        """Return the block to evict so that ``incoming_bytes`` of the namespace ``incoming`` fit:
+        the least recently used block among the models that exceed their fair share.
 
-        A share is an equal part for each model that was used within `IN_USE_S`; others have none.
-        So a model that needs less than its share loses nothing, and others may borrow the rest.
-        This takes time for each namespace, of which there are few.
+        A share is an equal part for each model used within `IN_USE_S`; others have none. A model
+        that needs less than its share thus loses nothing, and others may borrow the rest. The time
+        is linear in the number of namespaces, which is small.
         """
         sizes = Counter({} if incoming is None else {model_of(incoming): incoming_bytes})
         in_use = set(sizes)
@@ -117,10 +117,10 @@ class LruIndex:
         return self._oldest_of(candidates) or self.oldest()
 
     def complete(self, scanned: LruIndex) -> None:
-        """Take over what a scan found, as older than all that was used since the start.
+        """Add the result of a scan, as older than everything used since the start.
 
-        ``scanned`` is used up. This takes time for what was used since the start only, since a
-        lock is held meanwhile.
+        ``scanned`` is consumed. A lock is held meanwhile, so the time depends only on the blocks
+        used since the start.
         """
         newer, self._namespaces, self.bytes = self._namespaces, scanned._namespaces, scanned.bytes
         for key in self._removed_while_loading:
@@ -153,7 +153,7 @@ class LruIndex:
 
 
 class _Namespace:
-    """The blocks of one namespace, the least recently used first, and their bytes."""
+    """The blocks of one namespace, least recently used first, and their size in bytes."""
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[bytes, int] = OrderedDict()

@@ -1,4 +1,4 @@
-"""The thread that looks for blocks on the disk."""
+"""The thread that looks up blocks on the disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 MAX_QUEUED_PER_ENGINE = 512
 PATIENCE_S = 1.0
-"""A look-up that takes longer means that the disk hangs. Until it ends, all others are misses at
-once, since an engine waits for its answer."""
+"""A look-up that takes longer means that the disk hangs. Until it returns, all others miss
+immediately, because an engine is waiting for the answer.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class Lookups:
-    """Runs look-ups in order, a bounded number for each engine."""
+    """Runs look-ups in order, with a limit per engine."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookup")
@@ -27,7 +28,7 @@ class Lookups:
         self._running_since: float | None = None
 
     def submit(self, engine: bytes, look_up: Callable[[], object]) -> bool:
-        """Queue ``look_up``. Return False if it is not going to run."""
+        """Queue ``look_up``. Return False if it will not run."""
         with self._lock:
             since = self._running_since
             hangs = since is not None and time.monotonic() - since > PATIENCE_S
@@ -38,7 +39,7 @@ class Lookups:
         return True
 
     def close(self) -> None:
-        """End the thread, unless it hangs."""
+        """Stop the thread, unless it hangs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, engine: bytes, look_up: Callable[[], object]) -> None:
@@ -47,7 +48,7 @@ class Lookups:
         try:
             look_up()
         except Exception:
-            logger.exception("a bug in a look-up, which gets no answer")
+            logger.exception("internal error in a look-up, which gets no answer")
         finally:
             with self._lock:
                 self._running_since = None

@@ -1,7 +1,7 @@
-"""What is in the directory of a kvstore: counted, checked, carried elsewhere.
+"""Maintenance of a kvstore's directory: list, verify, clear, export and import.
 
-Reading needs no lock, since files are written whole under their names and never change. Removing
-and importing own the directory meanwhile: a kvstore that runs would not know of it.
+Reading needs no lock, because files are written atomically and never change. Clearing and importing
+take ownership of the directory: a running kvstore would not notice the changes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _LATEST = 2.0**40  # as a time, in seconds
 
 @dataclass
 class NamespaceFigures:
-    """The blocks of one namespace: of one model, with one kind of cache."""
+    """The blocks of one namespace: one model with one kind of cache."""
 
     blocks: int = 0
     bytes: int = 0
     last_used: float = 0.0
-    """In the seconds of the kvstore's own clock, as the files have it."""
+    """In seconds of the kvstore's own clock, as stored in the files."""
 
 
 @dataclass
 class Outcome:
-    """How many blocks were treated, their bytes, and the names of those that could not be."""
+    """The number of blocks processed, their size in bytes, and the names of those that failed."""
 
     blocks: int = 0
     bytes: int = 0
@@ -64,7 +64,7 @@ def verify(root: Path, namespace: str | None = None) -> Outcome:
 
 
 def clear(root: Path, namespace: str | None = None) -> Outcome:
-    """Remove all blocks. Raises: `DirectoryInUse` while a kvstore runs, OSError."""
+    """Delete all blocks. Raises: `DirectoryInUse` while a kvstore runs, OSError."""
     directory = BlockDirectory(root)
     outcome = Outcome()
     try:
@@ -77,7 +77,7 @@ def clear(root: Path, namespace: str | None = None) -> Outcome:
 
 
 def export_blocks(root: Path, archive: Path, namespace: str | None = None) -> Outcome:
-    """Write the good blocks to a tar file, which is there when all of it is. Raises: OSError."""
+    """Write the valid blocks to a tar file, which appears once it is complete. Raises: OSError."""
     outcome = Outcome()
     aside = archive.with_name(archive.name + ".part")
     try:
@@ -85,7 +85,7 @@ def export_blocks(root: Path, archive: Path, namespace: str | None = None) -> Ou
             for key, info in _scan(root, namespace):
                 data = _read(root, key)
                 if data is None:
-                    continue  # it was evicted meanwhile
+                    continue  # evicted in the meantime
                 if not _is_good(key, data):
                     outcome.bad.append(_name(key))
                     continue
@@ -100,9 +100,9 @@ def export_blocks(root: Path, archive: Path, namespace: str | None = None) -> Ou
 
 
 def import_blocks(root: Path, archive: Path) -> Outcome:
-    """Add the blocks of a tar file that `export_blocks` wrote; those that are there stay.
+    """Add the blocks from a tar file written by `export_blocks`; existing blocks are kept.
 
-    Members with another name or content than a block's are left out, as bad. Raises:
+    Members whose name or content is not a block's are skipped and reported as bad. Raises:
     `DirectoryInUse` while a kvstore runs, `tarfile.TarError`, OSError.
     """
     outcome = Outcome()
@@ -138,7 +138,9 @@ def _read(root: Path, key: BlockKey) -> bytes | None:
 
 
 def _last_used(member: tarfile.TarInfo) -> float:
-    """Return the time of use in an archive; 0 if it is none, since others may have made it."""
+    """Return the time of use in an archive; 0 if it is invalid, because the archive may be
+    untrusted.
+    """
     at = float(member.mtime)
     return at if 0 <= at < _LATEST else 0.0
 
@@ -156,7 +158,7 @@ def _name(key: BlockKey) -> str:
 
 
 def _key(name: str) -> BlockKey | None:
-    """Return the block that `_name` has named; None for any other name."""
+    """Return the block named by `_name`; None for any other name."""
     namespace, _, digits = name.rpartition("/")
     try:
         key = BlockKey.checked(namespace, bytes.fromhex(digits))

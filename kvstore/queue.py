@@ -1,4 +1,4 @@
-"""The queue of blocks that wait to be written, fair between engines."""
+"""The queue of blocks to write, fair between engines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class PendingWrite:
 
     key: BlockKey
     data: bytes
-    # Called on any thread with the reason why the block was not stored, or with "" once it is on
-    # the disk.
+    # Called on any thread with the reason if the block was not stored, or with "" once it is on
+    # disk.
     on_done: Callable[[str], None]
     engine: bytes = b""  # identity of the engine that sent it
 
 
 class WriteQueue:
-    """Blocks by engine: each engine has its turn, and a full queue cuts the longest share.
+    """Blocks by engine. Engines take turns, and a full queue drops from the engine with the most
+    queued bytes.
 
-    It is not thread-safe; `Writer` holds a lock.
+    Not thread-safe; `Writer` holds a lock.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -38,8 +39,9 @@ class WriteQueue:
         return self._num_blocks
 
     def push(self, put: PendingWrite) -> list[PendingWrite]:
-        """Add ``put``. Return the blocks that have to go instead: ``put`` itself, or the last ones
-        of the engine that has most bytes waiting."""
+        """Add ``put``. Return the blocks dropped to make room: ``put`` itself, or the last ones of
+        the engine with the most queued bytes.
+        """
         displaced: list[PendingWrite] = []
         own_bytes = _num_bytes(self._by_engine.get(put.engine, ())) + len(put.data)
         while self._is_full(put):
@@ -57,8 +59,9 @@ class WriteQueue:
         return displaced
 
     def drop(self, namespace: str) -> None:
-        """Drop the blocks of ``namespace``. Their engines have been told that they are stored, or
-        give them up."""
+        """Drop the blocks of ``namespace``. Their engines were told that they are stored, or have
+        given up on them.
+        """
         for engine, waiting in list(self._by_engine.items()):
             kept = deque(put for put in waiting if put.key.namespace != namespace)
             self._num_blocks -= len(waiting) - len(kept)
@@ -68,7 +71,7 @@ class WriteQueue:
                 del self._by_engine[engine]
 
     def pop(self) -> PendingWrite | None:
-        """Return the next block, None if there is none."""
+        """Return the next block, or None."""
         for engine in self._by_engine:
             self._by_engine.move_to_end(engine)
             return self._take(engine, last=False)

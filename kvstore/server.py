@@ -1,4 +1,4 @@
-"""The sockets of the kvstore. Messages that make no sense are counted and dropped."""
+"""The sockets of the kvstore. Invalid messages are counted and dropped."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shared.logs import RateLimitedLogger
 from shared.network.curve import Gatekeeper, watch_peer
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
-"""Limit of the blocks of one reply (but at least one block): the engine asks for the rest."""
+"""Max size of the blocks in one reply (but at least one block); the engine requests the rest."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""An engine with more than this waiting to be sent gets no further blocks."""
+"""An engine with more unsent bytes than this gets no further blocks."""
 MAX_HASHES = 32768
 MAX_PEERS = 1024
 
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Binds ``endpoints``; one thread calls `serve` in a loop. With a ``gatekeeper``, those over
-    tcp use CURVE.
+    """Binds ``endpoints``; one thread calls `serve` in a loop. With a ``gatekeeper``, tcp
+    connections use CURVE.
 
     Raises: `zmq.ZMQError` if it cannot bind.
     """
@@ -59,8 +59,9 @@ class Server:
         max_reply_bytes: int = MAX_REPLY_BYTES,
         gatekeeper: Gatekeeper | None = None,
     ) -> None:
-        """With ``acknowledges_early`` a put is answered once it is queued, and again if it is lost
-        after that; otherwise once the block is on the disk."""
+        """With ``acknowledges_early``, a put is acknowledged once it is queued, and reported again
+        if it is lost after that; otherwise it is acknowledged once the block is on disk.
+        """
         self._directory = directory
         self._store = store
         self._writer = writer
@@ -71,8 +72,8 @@ class Server:
         self._drop_log = RateLimitedLogger(logger)
         self._replies: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
         self._unsent: dict[bytes, list[tuple[zmq.MessageTracker, int]]] = {}
-        # A disk may hang, and this thread must not: it would miss its beats, and be replaced by a
-        # process that hangs too.
+        # A disk may hang, but this thread must not: it would miss its heartbeats, and be replaced
+        # with a process that hangs too.
         self._lookups = Lookups()
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
         self._read_permits = threading.BoundedSemaphore(_MAX_QUEUED_READS)
@@ -105,7 +106,7 @@ class Server:
         return socket
 
     def serve(self, timeout_s: float) -> None:
-        """Wait for messages up to ``timeout_s``, and reply to those that came."""
+        """Wait up to ``timeout_s`` for messages, and reply to them."""
         readable = dict(self._poller.poll(round(timeout_s * 1000)))
         with suppress(BlockingIOError):
             while self._wake_receiver.recv(4096):
@@ -117,12 +118,12 @@ class Server:
         self.send_replies()
 
     def wake(self) -> None:
-        """Have `serve` return soon. Safe on any thread, and in handlers of signals."""
-        with suppress(OSError):  # full: `serve` is awake already
+        """Make `serve` return soon. Safe on any thread and in signal handlers."""
+        with suppress(OSError):  # full: `serve` will wake anyway
             self._wake_sender.send(b"\0")
 
     def _receive(self, number: bytes, socket_: zmq.Socket[bytes]) -> None:
-        """Handle what has arrived at a socket. A peer's name begins with the socket's number."""
+        """Handle the messages at one socket. A peer's name begins with the socket's number."""
         until = time.monotonic() + _MAX_TURN_S
         while time.monotonic() < until:
             try:
@@ -132,10 +133,10 @@ class Server:
             try:
                 self._handle(number + peer, frames)
             except (wire.WireError, InvalidBlockKey) as error:
-                self._drop(f"a message that makes no sense: {error}")
+                self._drop(f"an invalid message: {error}")
             except Exception:
                 self._dropped += 1
-                logger.exception("a bug in handling a message, which is dropped")
+                logger.exception("internal error while handling a message, which is dropped")
 
     def _read(self, socket_: zmq.Socket[bytes]) -> list[bytes]:
         """Return the next message. Raises `zmq.Again` if there is none."""
@@ -143,7 +144,7 @@ class Server:
             return socket_.recv_multipart(zmq.NOBLOCK)
         while True:
             frames = socket_.recv_multipart(zmq.NOBLOCK, copy=False)
-            if self._gatekeeper.find(frames) is not None:  # else the key was allowed once
+            if self._gatekeeper.find(frames) is not None:  # otherwise the key was allowed earlier
                 return [frame.bytes for frame in frames]
 
     def send_replies(self) -> None:
@@ -157,7 +158,7 @@ class Server:
                     )
                     self._track_unsent(peer, blocks)
                 except zmq.ZMQError as error:  # EHOSTUNREACH: gone. EAGAIN: not reading
-                    self._drop(f"a reply that its engine does not take: {error}")
+                    self._drop(f"a reply that its engine does not receive: {error}")
 
     def stats(self) -> wire.StoreStats:
         return msgspec.structs.replace(
@@ -181,7 +182,9 @@ class Server:
         match message:
             case wire.Locate():
                 if message.protocol not in wire.SUPPORTED_VERSIONS:
-                    raise wire.WireError(f"an engine that speaks version {message.protocol}")
+                    raise wire.WireError(
+                        f"a message of an engine with protocol version {message.protocol}"
+                    )
                 path = str(self._directory.nonce_path)
                 self._reply(peer, wire.Nonce(path=path, finds_last=True))
             case wire.Located(nonce=nonce):
@@ -238,7 +241,7 @@ class Server:
         self._reply(peer, wire.GetReply(ticket=ticket, count=0))
 
     def _may_send_to(self, peer: bytes) -> bool:
-        """Return whether ``peer`` reads what it is sent. ZeroMQ limits messages, not bytes."""
+        """Return whether ``peer`` reads its replies. ZeroMQ limits messages, not bytes."""
         for name, blocks in list(self._unsent.items()):
             waiting = [(sent, size) for sent, size in blocks if not sent.done]
             if waiting:
@@ -266,7 +269,7 @@ class Server:
                     break
                 blocks.append(block)
                 size += len(block)
-            self._store.get(keys[:asked])  # counts the reads, and refreshes the age of the blocks
+            self._store.get(keys[:asked])  # counts the reads, and marks the blocks as used
         finally:
             self._read_permits.release()
             self._reply(peer, wire.GetReply(ticket=ticket, count=len(blocks)), blocks)
@@ -280,7 +283,7 @@ class Server:
             self._reply(peer, reply)
 
         def lost(reason: str) -> None:
-            if reason:  # the engine has been told that it is stored
+            if reason:  # the engine was already told that it is stored
                 done(reason)
 
         key = BlockKey.checked(message.namespace, message.hash)

@@ -1,4 +1,4 @@
-"""The room that the disk has for blocks."""
+"""Free space on the disk for blocks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 
 SETTLE_S = 10.0
-"""How long a file system may take until removed files show as free space."""
+"""How long a file system may take until deleted files show up as free space."""
 SHRINK_PART = 16
-"""A disk that is full although it has free space (a quota) takes this part of the tier less."""
+"""If a disk is full despite free space (a quota), the tier shrinks by this fraction."""
 SHRUNK_S = 60.0
-"""How long the tier stays that small before it grows again."""
+"""How long the tier stays smaller before it grows again."""
 
 
 class DiskSpace:
-    """How much must be removed so that ``reserve_bytes`` stay free on the disk, and how much our
-    files may take together: ``max_bytes`` (0: no limit), or less where the disk takes less.
+    """How much to delete so that ``reserve_bytes`` stay free on the disk, and how much our files
+    may use in total: ``max_bytes`` (0: no limit), or less if the disk has less.
 
-    Some file systems (APFS) free the space of removed files later, or not at all where a backup
-    still refers to them. Without regard to that, everything would be removed in vain. So for
-    `SETTLE_S` what was removed counts as free.
+    Some file systems (APFS) free the space of deleted files later, or not at all while a backup
+    refers to them. Ignoring this would delete everything for nothing, so deleted files count as
+    free space for `SETTLE_S`.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class DiskSpace:
         self._shrunk_until = float("-inf")
 
     def shortfall(self, incoming_bytes: int) -> int:
-        """Return what must be removed before ``incoming_bytes`` are written; nothing if it is not
-        positive."""
+        """Return how much to delete before ``incoming_bytes`` are written; nothing if it is not
+        positive.
+        """
         free_bytes = self._measure()
         if self._clock() < self._settled_at:
             free_bytes = max(free_bytes, self._expected_bytes)
@@ -55,15 +56,15 @@ class DiskSpace:
         self._expected_bytes -= size_bytes
 
     def limit_bytes(self) -> int | None:
-        """Return the most that our files may take now, None for no limit."""
+        """Return the current limit for our files, None if there is none."""
         limit = self.max_bytes or None
         if self._clock() < self._shrunk_until:
             return self._shrunk_bytes if limit is None else min(limit, self._shrunk_bytes)
         return limit
 
     def shrink(self, used_bytes: int, incoming_bytes: int) -> None:
-        """Lower the limit for a while, since the disk had no room for ``incoming_bytes`` more."""
-        self._settled_at = float("-inf")  # what should be free is not
+        """Lower the limit for a while, because the disk had no room for ``incoming_bytes`` more."""
+        self._settled_at = float("-inf")  # the expected free space is not there
         less = max(2 * incoming_bytes, used_bytes // SHRINK_PART)
         self._shrunk_bytes = max(incoming_bytes, used_bytes + incoming_bytes - less)
         self._shrunk_until = self._clock() + SHRUNK_S

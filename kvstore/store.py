@@ -1,4 +1,4 @@
-"""The blocks on disk and the order of their eviction: index and files, kept in step."""
+"""The blocks on disk and their eviction: keeps index and files consistent."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from shared.blockfile import BlockFileError, decode
 from shared.wire import StoreStats
 
 CLOCK_INTERVAL_S = 60.0
-"""How often the clock is saved: at most this much time is lost with the process."""
+"""How often the clock is saved: at most this much time is lost in a crash."""
 
 _AGE_PER_POSITION_S = 1e-6
-"""Each block of a chain counts as this much older than the one before it. Without its first
-blocks the rest of a chain is useless, so the first are evicted last."""
+"""Each block of a chain counts as this much older than the previous one. The rest of a chain is
+useless without its first blocks, so these are evicted last.
+"""
 _OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY)
 """Errors that concern one file and not the whole disk."""
 _OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -32,25 +33,25 @@ logger = logging.getLogger(__name__)
 
 
 class BlockTooLarge(Exception):
-    """A block that is larger than the limit of all blocks."""
+    """A block larger than the limit for all blocks."""
 
 
 class NoRoom(OSError):
-    """The limits leave no room for a block, whatever is evicted."""
+    """There is no room for a block within the limits, whatever is evicted."""
 
     def __init__(self) -> None:
-        super().__init__(errno.ENOSPC, "no room beyond what the tier must leave free")
+        super().__init__(errno.ENOSPC, "no room beyond the space that the tier must leave free")
 
 
 class DiskStore:
-    """Blocks by key, evicted by age, total size and the room on the disk.
+    """Blocks by key, evicted by age, total size and free disk space.
 
-    Safe to use from several threads, `put`, `verify` and `flush` from one at a time; file
-    operations happen outside of the lock.
+    Safe to use from several threads, but `put`, `verify` and `flush` from one at a time; file
+    operations run outside the lock.
 
     ``max_bytes`` and ``ttl_s`` 0 mean no limit. `put` makes room before it writes, so that the
-    limits hold at every moment. Until `load` has run, blocks are looked up on the disk, nothing
-    is evicted, and nothing should be put: how much there is is not known.
+    limits hold at all times. Until `load` has run, blocks are looked up on the disk, nothing is
+    evicted, and nothing should be put, because the total size is unknown.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DiskStore:
         ttl_s: float = 0.0,
         clock: StoreClock | None = None,
     ) -> None:
-        """``reserve_bytes`` are left free on the disk. Default of ``clock``: the directory's."""
+        """``reserve_bytes`` are left free on the disk. ``clock`` defaults to the directory's."""
         self._directory = directory
         self._ttl_s = ttl_s
         self._clock = clock or StoreClock(directory.read_clock())
@@ -72,10 +73,11 @@ class DiskStore:
         self._lock = threading.Lock()
         self._index = LruIndex()
         self._unremoved: dict[BlockKey, int] = {}
-        """Sizes of evicted and bad blocks whose files could not be removed. They are misses, and
-        count against the limit until they are gone."""
-        self._is_gone = False  # the directory is
-        self._refused_bytes = 0  # size of the last block that the disk did not take
+        """Sizes of evicted and bad blocks whose files could not be deleted. They count as misses,
+        and against the limit until they are gone.
+        """
+        self._is_gone = False  # whether the directory is
+        self._refused_bytes = 0  # size of the last block that did not fit on the disk
         self._unsaved_use_times: dict[BlockKey, float] = {}
         self._reads = self._misses = self._writes = 0
         self._corrupt = self._evicted = self._expired = 0
@@ -92,23 +94,23 @@ class DiskStore:
             self._index.complete(scanned)
 
     def has(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many of ``keys`` are stored, up to the first that is not."""
+        """Return how many of ``keys`` are stored, up to the first missing one."""
         for count, key in enumerate(keys):
             if self._size_of(key) is None:
                 return count
         return len(keys)
 
     def find_last(self, keys: Sequence[BlockKey]) -> int | None:
-        """Return the position of the last of ``keys`` that is stored, None if none is."""
+        """Return the position of the last of ``keys`` that is stored, or None."""
         for position in range(len(keys) - 1, -1, -1):
             if self._size_of(keys[position]) is not None:
                 return position
         return None
 
     def get(self, keys: Sequence[BlockKey]) -> list[str]:
-        """Return the paths of the blocks up to the first that is missing, and mark them as used.
+        """Return the paths of the blocks up to the first missing one, and mark them as used.
 
-        The files are not verified: the reader does that, and `verify`.
+        The files are not verified; the reader does that, and `verify`.
         """
         found = self.touch(keys)
         with self._lock:
@@ -117,29 +119,30 @@ class DiskStore:
         return [str(self._directory.path(key)) for key in keys[:found]]
 
     def read(self, key: BlockKey) -> bytes | None:
-        """Return the content of the file, not verified; None if it cannot be read."""
+        """Return the unverified content of the file; None if it cannot be read."""
         try:
             return self._directory.read(key)
         except OSError:
             return None
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
-        """Make the blocks of a chain, given from its start, the most recently used, up to the
-        first that is missing. Return their number."""
+        """Mark the blocks of a chain, given from its start, as most recently used, up to the first
+        missing one. Return their number.
+        """
         sizes = list(itertools.takewhile(lambda size: size is not None, map(self._size_of, keys)))
         now = self._clock()
         for position in range(len(sizes) - 1, -1, -1):
             size = sizes[position]
             assert size is not None
-            with self._lock:  # for each of them, so that no other thread waits for a long chain
+            with self._lock:  # once per block, so that no other thread waits for a long chain
                 self._record_use(keys[position], size, now - position * _AGE_PER_POSITION_S)
         return len(sizes)
 
     def put(self, key: BlockKey, data: bytes, durable: bool) -> None:
-        """Store a block file. If the block is stored already, this only counts as a use.
+        """Store a block file. If the block is already stored, only mark it as used.
 
-        Raises: `BlockFileError` if ``data`` is not that block, `BlockTooLarge`, OSError if the
-        disk fails or is full.
+        Raises: `BlockFileError` if ``data`` is not that block, `BlockTooLarge`, OSError if the disk
+        fails or is full.
         """
         if self.touch([key]):
             if durable:
@@ -161,9 +164,9 @@ class DiskStore:
             self._write(key, data, durable)
 
     def verify(self, key: BlockKey) -> None:
-        """Check a block that was reported as bad: quarantine it if it is, keep it if not.
+        """Check a block that was reported as bad: quarantine it if that is true, keep it otherwise.
 
-        Raises: OSError if a bad file can be neither moved nor removed.
+        Raises: OSError if a bad file can be neither moved nor deleted.
         """
         try:
             data = self._directory.read(key)
@@ -180,18 +183,18 @@ class DiskStore:
             size, remove = len(data), self._directory.quarantine
         else:
             info = self._directory.info(key)
-            if info is None:  # it was removed by others
+            if info is None:  # removed by someone else
                 with self._lock:
                     self._forget(key)
                 return
-            logger.warning("block %s cannot be read", self._directory.path(key))
+            logger.warning("cannot read block %s", self._directory.path(key))
             size, remove = info.size, self._directory.remove
         with self._lock:
             self._corrupt += 1
         self._remove(key, size, remove, is_bad=True)
 
     def clear(self, namespace: str) -> None:
-        """Remove all blocks of ``namespace``. Raises: OSError if a file cannot be removed."""
+        """Delete all blocks of ``namespace``. Raises: OSError if a file cannot be deleted."""
         with self._lock:
             keys = self._index.keys_of(namespace)
         for key in keys:
@@ -199,8 +202,9 @@ class DiskStore:
                 self._remove(key, info.size, self._directory.remove)
 
     def flush(self) -> None:
-        """Write the times of use to the disk, evict what is over the limits, and look after a disk
-        that failed."""
+        """Write the times of use to the disk, evict blocks over the limits, and check a failed
+        disk.
+        """
         if not self._is_directory_there():
             return
         with self._lock:
@@ -243,7 +247,7 @@ class DiskStore:
     def _size_of(self, key: BlockKey) -> int | None:
         """Return the size of the block, None if it is not stored.
 
-        The disk decides; a complete index only saves the look-up of blocks that it lacks.
+        The disk decides; a complete index only saves look-ups of missing blocks.
         """
         with self._lock:
             known = key in self._index
@@ -267,9 +271,9 @@ class DiskStore:
             self._index.record_use(key, len(data), at)
 
     def _make_room(self, incoming_bytes: int, namespace: str | None = None) -> None:
-        """Evict blocks until the limits hold with a new one, of ``namespace``.
+        """Evict blocks until the limits hold including a new block of ``namespace``.
 
-        Raises: `NoRoom` if that is impossible, OSError if a file cannot be removed.
+        Raises: `NoRoom` if that is impossible, OSError if a file cannot be deleted.
         """
         disk_bytes = self._space.shortfall(incoming_bytes)
         with self._lock:
@@ -300,7 +304,7 @@ class DiskStore:
                 return
 
     def _over_bytes(self, limit_bytes: int | None, incoming_bytes: int) -> int:
-        """Return by how much a new block is over the limit of all files."""
+        """Return by how much a new block exceeds the limit for all files."""
         if limit_bytes is None:
             return 0
         with self._lock:
@@ -317,8 +321,8 @@ class DiskStore:
     ) -> None:
         """Forget a block and ``remove`` its file. Raises: OSError if that fails.
 
-        A file that cannot be removed is remembered, except where the disk as a whole fails and
-        the block is good: it stays as it was.
+        A file that cannot be deleted is remembered, unless the whole disk fails and the block is
+        good: then it stays as it was.
         """
         try:
             remove(key)
@@ -346,7 +350,7 @@ class DiskStore:
             try:
                 self._directory.remove(key)
             except OSError:
-                with self._lock:  # behind the others
+                with self._lock:  # after the others
                     self._unremoved[key] = self._unremoved.pop(key)
             else:
                 self._space.removed(size)
@@ -354,12 +358,13 @@ class DiskStore:
                     del self._unremoved[key]
 
     def _used_bytes(self) -> int:
-        """Return what our files take. The caller holds the lock."""
+        """Return the size of our files. The caller holds the lock."""
         return self._index.bytes + sum(self._unremoved.values()) + self._directory.quarantined_bytes
 
     def _is_directory_there(self) -> bool:
-        """Return whether the directory is there. If it is gone, forget its blocks, and take it
-        into use again when it is back."""
+        """Return whether the directory exists. If it is gone, forget its blocks, and use it again
+        when it is back.
+        """
         there = self._directory.is_there()
         if there and not self._is_gone:
             return True

@@ -1,4 +1,4 @@
-"""Writing blocks in the background, from a bounded queue."""
+"""Writes blocks in the background, from a bounded queue."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """The thread that changes ``store``: it writes blocks, verifies and evicts.
+    """The thread that modifies ``store``: it writes, verifies and evicts blocks.
 
     A ``persistent`` writer syncs to the device and retries ``max_retries`` times. Otherwise an
-    error drops the block (best effort). A full queue drops blocks in any case: nobody waits for
-    room, and an engine bounds what it has sent and has no answer for.
+    error drops the block (best effort). A full queue always drops blocks: nothing waits for room,
+    and an engine limits its unacknowledged blocks.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Writer:
             return self._drops
 
     def offer(self, put: PendingWrite) -> str:
-        """Take a block to write, and return "", or return why it was not taken.
+        """Queue a block for writing and return "", or return the reason why it was rejected.
 
-        Reasons: the queue is full, or the disk takes nothing now. ``put.on_done`` is called only
-        if the block is taken. Never waits.
+        Reasons: the queue is full, or the disk accepts no writes. ``put.on_done`` is called only if
+        the block is queued. Never waits.
         """
         if refusal := self._store.health.refusal():
             return self._drop(refusal, log=False)
@@ -78,7 +78,7 @@ class Writer:
         return ""
 
     def verify(self, key: BlockKey) -> None:
-        """Queue the check of a block that was reported as bad.
+        """Queue the verification of a block that was reported as bad.
 
         A full queue drops the oldest report; the next reader of that block repeats it.
         """
@@ -87,14 +87,16 @@ class Writer:
             self._condition.notify_all()
 
     def clear(self, namespace: str) -> None:
-        """Queue the removal of all blocks of ``namespace``; of what waits to be written too."""
+        """Queue the removal of all blocks of ``namespace``, including those waiting to
+        be written.
+        """
         with self._condition:
             self._puts.drop(namespace)
             self._to_clear.add(namespace)
             self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued, for about ``timeout_s`` at most, and stop."""
+        """Write the queued blocks, for at most about ``timeout_s``, and stop."""
         with self._condition:
             self._stopping = True
             self._deadline = time.monotonic() + timeout_s
@@ -127,25 +129,25 @@ class Writer:
                     self._store.flush()
                     next_flush = time.monotonic() + self._flush_interval_s
             except Exception:
-                logger.exception("a bug in the writer, which goes on")
+                logger.exception("internal error in the writer, which continues")
                 next_flush = time.monotonic() + self._flush_interval_s
             if stopping and idle:
                 return
 
     def _has_work(self) -> bool:
-        # How much there is must be known before anything is added.
+        # The total size must be known before anything is added.
         has_puts = (len(self._puts) > 0 or self._to_clear) and self._store.is_loaded
         return bool(has_puts or self._verifications or self._stopping)
 
     def _report(self, change: Callable[[], None]) -> None:
-        """Make a change; tell the disk's health if it fails."""
+        """Make a change, and record a failure in the disk's health."""
         try:
             change()
         except OSError as error:
             self._store.health.failed(error)
 
     def _write(self, put: PendingWrite) -> str:
-        """Return why the block could not be written; "" if it was."""
+        """Return the reason if the block could not be written; "" if it was."""
         health = self._store.health
         if refusal := health.refusal():
             return self._drop(refusal, log=False)
@@ -157,11 +159,11 @@ class Writer:
             except BlockFileError as error:
                 return self._drop(f"not a block file: {error}")
             except BlockTooLarge as error:
-                return self._drop(f"more than the whole tier may take: {error}")
+                return self._drop(f"larger than the whole tier: {error}")
             except OSError as error:
                 failure = error
             if failure.errno in _NAME_TAKEN:
-                return self._drop(f"something else has its name: {failure}")
+                return self._drop(f"another file has its name: {failure}")
             if failure.errno in DISK_FULL or self._stopping:
                 break
             if attempt < self._max_retries:
@@ -171,10 +173,10 @@ class Writer:
         return self._drop(f"{health.reason} ({code})", log=False)
 
     def _drop(self, reason: str, *, log: bool = True) -> str:
-        """Count a block that is not stored. The state of the disk has a log line of its own."""
+        """Count a block that was not stored. The state of the disk has its own log line."""
         with self._condition:
             self._drops += 1
             drops = self._drops
         if log:
-            self._drop_log.warning("a block was not stored, %s (%d so far)", reason, drops)
+            self._drop_log.warning("a block was not stored: %s (%d so far)", reason, drops)
         return reason

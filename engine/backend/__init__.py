@@ -1,1 +1,1 @@
-"""Choices that depend on the machine: BLAS, threads, memory allocation, array libraries."""
+"""Machine-dependent choices: BLAS, threads, memory allocation, array libraries."""

@@ -1,8 +1,8 @@
-"""Settings of glibc's allocator: huge pages, and memory that is not given back.
+"""Settings of glibc's allocator: huge pages, and keeping freed memory.
 
-A page of 4 KB costs a fault when it is first touched, which in a virtual machine may take
-longer than computing its content. glibc reads these settings when a process starts, so they
-have to be in the environment of an engine. Other systems ignore them.
+The first touch of a 4 KB page causes a fault, which in a virtual machine may take longer than
+computing its content. glibc reads these settings when a process starts, so they must be in the
+environment of an engine. Other systems ignore them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 VARIABLE = "GLIBC_TUNABLES"
 
 _TUNABLES = {
-    "glibc.malloc.hugetlb": 1,  # ask for huge pages if the system leaves the choice to programs
-    # Large arrays come from the heap too. Pages of their own would be given back and faulted
-    # in again, and would lie across the borders of huge pages.
+    "glibc.malloc.hugetlb": 1,  # request huge pages if the system leaves the choice to programs
+    # Large arrays come from the heap too. With pages of their own they would be returned and
+    # faulted in again, and would cross the boundaries of huge pages.
     "glibc.malloc.mmap_threshold": 1 << 30,
     "glibc.malloc.trim_threshold": 1 << 32,
     "glibc.malloc.top_pad": 64 << 20,
@@ -24,14 +24,16 @@ _TUNABLES = {
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables to add to the environment ``given`` of an engine, except those set there."""
+    """Return variables to add to the environment ``given`` of an engine, except those already set
+    in it.
+    """
     if VARIABLE in given:
         return {}
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
 
 
 def give_back() -> None:
-    """Give free memory back to the system, which glibc does not do with these settings."""
+    """Return free memory to the system, which glibc does not do by itself with these settings."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -40,8 +42,9 @@ def give_back() -> None:
 def prefault(size: int) -> None:
     """Write to ``size`` bytes that the heap then keeps.
 
-    Otherwise the first requests would wait for the system to find these pages: 3 ms a megabyte
-    if the host of a virtual machine has to find them too. Does nothing if the heap would give
-    the pages back."""
+    Otherwise the first requests would wait for the system to provide these pages: 3 ms per megabyte
+    if the host of a virtual machine has to provide them too. Does nothing if the heap would return
+    the pages.
+    """
     if os.environ.get(VARIABLE) == environment({})[VARIABLE]:
         _ = b"\1" * size

@@ -1,4 +1,4 @@
-"""The array library that works on logits: MLX or NumPy."""
+"""The array library for logits: MLX or NumPy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy
 def array_namespace() -> Any:
     """Return numpy if MLX computes on the CPU, else mlx.core.
 
-    On the CPU MLX's exp is scalar and everything but matmuls runs on one thread: NumPy's exp is
-    20 times faster, its sort 4 times. There the logits are in the host's memory, and waiting
-    for them delays nothing, since no work runs ahead of the host."""
+    On the CPU, MLX's exp is scalar and everything except matmuls runs on one thread: NumPy's exp is
+    20 times faster, its sort 4 times. There, logits are in the host's memory, and waiting for them
+    delays nothing because no work is queued ahead.
+    """
     return mx if mx.default_device() == mx.gpu else numpy
 
 

@@ -1,8 +1,8 @@
 """A fast BLAS for MLX on Linux CPUs.
 
-The Linux CPU wheel of MLX contains a reference BLAS, in which a float32 matmul of 64 rows is
-about 57 times slower than in OpenBLAS. A library loaded with ``RTLD_GLOBAL`` before
-``mlx.core`` replaces it, since the dynamic linker looks there first.
+The Linux CPU wheel of MLX contains a reference BLAS, whose float32 matmul of 64 rows is about 57
+times slower than OpenBLAS. A library loaded with ``RTLD_GLOBAL`` before ``mlx.core`` replaces it,
+because the dynamic linker looks there first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _loaded: str | None = None
 
 
 def load_fast_blas(processes: int = 1) -> str | None:
-    """Load the best BLAS available, before anything imports ``mlx.core``. Return its path.
+    """Load the best BLAS available before anything imports ``mlx.core``. Return its path.
 
-    The cores are divided between as many ``processes`` that compute together.
-    One log line names it, or warns that there is none (None). On macOS and with a CUDA build of
-    MLX nothing is loaded or logged, since the system brings a BLAS or the device computes. A
-    second call does nothing.
+    The cores are divided among ``processes`` that compute together. One log line names the library,
+    or warns that there is none (None). On macOS and with a CUDA build of MLX nothing is loaded or
+    logged, because the system has a BLAS or the device computes. A second call does nothing.
     """
     global _loaded
     if _loaded or sys.platform != "linux" or _mlx_uses_cuda():
@@ -39,11 +38,11 @@ def load_fast_blas(processes: int = 1) -> str | None:
         logger.warning("no fast BLAS: mlx was imported before it could be loaded")
         return None
     threads = max(1, physical_cores() // processes)
-    # Read once, when the library starts. A thread for each hyper-thread makes it slower.
+    # Read once, when the library starts. One thread per hyper-thread is slower.
     for variable in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
-    # Milliseconds that MKL's threads spin for more work. The default, 200, burns the cores that
-    # the router needs. 1 takes less CPU time a step and is as fast, 0 is 8 % slower.
+    # Milliseconds that MKL's threads spin while they wait for work. The default of 200 takes CPU
+    # time from the router. 1 uses less CPU time per step and is as fast, 0 is 8 % slower.
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     _prepare_openblas()
     failures: list[str] = []
@@ -59,8 +58,8 @@ def load_fast_blas(processes: int = 1) -> str | None:
             return _loaded
         failures.append(f"{path} does not provide cblas_sgemm")
     logger.warning(
-        "no fast BLAS, matmuls will be very slow: install %s or set %s to a library (%s)",
-        "the package mkl" if platform.machine() == "x86_64" else "libopenblas0-pthread",
+        "no fast BLAS, matmuls will be very slow: install %s, or set %s to a library (%s)",
+        "the mkl package" if platform.machine() == "x86_64" else "libopenblas0-pthread",
         BLAS_VARIABLE,
         "; ".join(failures) or "none found",
     )
@@ -69,15 +68,15 @@ def load_fast_blas(processes: int = 1) -> str | None:
 
 def _prepare_openblas() -> None:
     """Configure the OpenBLAS of NumPy's wheels, which starts when NumPy is imported."""
-    # The exponent of two of clock ticks: like KMP_BLOCKTIME for MKL, 0.3 ms instead of 20.
+    # Exponent of two, in clock ticks. Like KMP_BLOCKTIME for MKL: 0.3 ms instead of 20.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
-    # OpenBLAS does not know all AMD processors, and treats unknown ones as without AVX-512.
+    # OpenBLAS treats AMD processors that it does not know as if they had no AVX-512.
     if "AuthenticAMD" in (known := _cpu_info()) and "avx512vl" in known:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
 
 
 def _cpu_info() -> set[str]:
-    """Return the words of Linux's description of the first processor."""
+    """Return the words in Linux's description of the first processor."""
     try:
         return set(Path("/proc/cpuinfo").read_text().split("\n\n")[0].split())
     except OSError:
@@ -85,7 +84,7 @@ def _cpu_info() -> set[str]:
 
 
 def physical_cores() -> int:
-    """Return the cores of this process within a container's quota, hyper-threads counted once."""
+    """Return the cores of this process within a container's quota; hyper-threads count once."""
     cores = set()
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     for cpu in cpus:
@@ -104,7 +103,7 @@ def _cpu_quota() -> int:
 
 
 def _mlx_uses_cuda() -> bool:
-    # Names of files: reading what each package says of itself takes a tenth of a second.
+    # File names: reading each package's metadata takes a tenth of a second.
     return any(any(Path(entry).glob("mlx_cuda*-info")) for entry in sys.path)
 
 
@@ -126,7 +125,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _is_bound_globally(library: ctypes.CDLL) -> bool:
-    """Return whether ``cblas_sgemm``, looked up as libmlx will do it, is this library's."""
+    """Return whether ``cblas_sgemm`` resolves to this library, looked up as libmlx does."""
     process = ctypes.CDLL(None)
     try:
         theirs = ctypes.cast(process.cblas_sgemm, ctypes.c_void_p).value

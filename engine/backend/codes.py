@@ -25,7 +25,7 @@ WIDER = {2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
 SMALL_FLOATS = ("mxfp4", "nvfp4")
 """Modes whose values are integer codes of 8 bits."""
 ELEMENTS_AT_ONCE = 1 << 22
-"""Codes that are unpacked to floats at once."""
+"""Number of codes unpacked to floats at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Codes:
 
     @property
     def middle(self) -> int:
-        """The code that a product without zero points takes for 0."""
+        """The code that a product without zero points treats as 0."""
         return int(2 ** (self.bits - 1))
 
     def halves(self) -> tuple[Codes, Codes]:
-        """Return two matrices of 4 bits whose sum is this one of 8 bits."""
+        """Return two 4-bit matrices whose sum is this 8-bit matrix."""
         assert self.bits == 8
         high, low = self.packed >> 4, self.packed & 15
         return (
@@ -61,7 +61,7 @@ class Codes:
         )
 
     def widened(self) -> Codes:
-        """Return the same matrix with codes of 4 bits in place of 2."""
+        """Return the same matrix with 4-bit codes instead of 2-bit codes."""
         assert self.bits == 2
         each = np.stack([self.packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
         wide = each.reshape(*self.packed.shape[:2], -1) + np.uint8(6)  # the middle is 8, not 2
@@ -83,12 +83,14 @@ class Codes:
 
 
 def code_bits(bits: int, mode: str) -> int | None:
-    """Return the bits of the codes of weights that MLX quantized so, None if there are none."""
+    """Return the bits of the codes for weights quantized by MLX in this way, None if
+    unsupported.
+    """
     return 8 if mode in SMALL_FLOATS else WIDER.get(bits) if mode == "affine" else None
 
 
 def packed(codes: Bytes) -> Bytes:
-    """Return codes of 4 bits (..., even number), two in a byte."""
+    """Return 4-bit codes (..., even number), two per byte."""
     both = codes[..., 0::2] | codes[..., 1::2] << 4
     return both.astype(np.uint8)
 
@@ -96,7 +98,7 @@ def packed(codes: Bytes) -> Bytes:
 def joined(parts: list[Codes]) -> Codes:
     """Return the rows of all ``parts``. Raises `Unsupported` if they are of different kinds."""
     if len({(part.bits, part.group_size, part.shape[1]) for part in parts}) > 1:
-        raise Unsupported("layers that are computed together are quantized in different ways")
+        raise Unsupported("layers that are computed together have different quantizations")
     return Codes(
         parts[0].bits,
         np.concatenate([part.packed for part in parts]),
@@ -115,17 +117,19 @@ def codes_of(
     mode: str,
     global_scale: mx.array | None = None,
 ) -> Codes:
-    """Return the codes of a matrix that MLX quantized: `mx.quantize` says what the arguments are.
+    """Return the codes of a matrix that MLX quantized; `mx.quantize` documents the arguments.
 
-    Raises `Unsupported` for mxfp8, whose values have exponents of their own."""
+    Raises `Unsupported` for mxfp8, whose values have exponents of their own.
+    """
     if mode in SMALL_FLOATS:
         return _of_small_floats(weight, scales, group_size, bits, mode, global_scale)
     if biases is None or code_bits(bits, mode) is None:
-        raise Unsupported(f"there are no integer codes for weights in {mode} with {bits} bits")
+        raise Unsupported(f"no integer codes for weights in {mode} with {bits} bits")
     floats, offsets = _float32(scales), _float32(biases)
     if WIDER[bits] == bits:
         return lying_codes(np.asarray(weight), floats, offsets, bits)
-    # The middle stays the middle: activations in 8 bits would lose by a distance from it.
+    # The middle stays the middle, because 8-bit activations lose accuracy with the distance from
+    # it.
     shift = (2 ** (WIDER[bits] - 1)) - 2 ** (bits - 1)
     offsets = offsets - floats * np.float32(shift)
     one, zero = mx.ones_like(scales), mx.zeros_like(scales)
@@ -139,7 +143,7 @@ def codes_of(
 
 
 def lying_codes(words: NDArray[Any], scales: Array, offsets: Array, bits: int) -> Codes:
-    """Return codes that are used as MLX packed them into ``words`` (out, in * bits / 32)."""
+    """Return codes used as MLX packed them into ``words`` (out, in * bits / 32)."""
     return Codes(bits, words.view(np.uint8).reshape(*scales.shape, -1), scales, offsets)
 
 
@@ -151,7 +155,7 @@ def _of_small_floats(
     mode: str,
     global_scale: mx.array | None,
 ) -> Codes:
-    """Return the codes of values in e2m1: 128 more than twice the value."""
+    """Return the codes of e2m1 values: 128 plus twice the value."""
     unit = mx.full(scales.shape, 127 if mode == "mxfp4" else 0x38, mx.uint8)  # 1 as e8m0, e4m3
     shape = (*scales.shape, group_size)
     values = np.concatenate(
@@ -172,7 +176,7 @@ def _of_small_floats(
 
 
 def _nvfp4_factor(global_scale: mx.array) -> np.float32:
-    """Return what MLX multiplies by: scales were stored relative to the largest, 448 * 6."""
+    """Return MLX's multiplier: scales were stored relative to the largest, 448 * 6."""
     return np.float32(global_scale.item() / (448.0 * 6.0))
 
 

@@ -1,7 +1,7 @@
-"""Rows of embeddings, looked up in the files of their checkpoint.
+"""Rows of embeddings, read from the checkpoint files.
 
-A process needs few rows at a time. Mapped files take none of its memory: what the system has read
-of them it may drop, and read again.
+A process needs few rows at a time. Mapped files do not count as its memory: the system may drop
+what it has read and read it again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ _TYPES = {
     "U32": (mx.uint32, np.uint32),
     "U8": (mx.uint8, np.uint8),
 }
-"""MLX's and NumPy's types by their names in safetensors."""
+"""Types of MLX and NumPy by their names in safetensors."""
 _ROWS_AT_ONCE = 4096
 
 
 class FilesChanged(Exception):
-    """A file of the model was written to while it is served: nothing can be computed any more."""
+    """A model file was modified while the model is served: nothing can be computed any more."""
 
 
 class FileRows:
-    """The rows of one array, in the file that it was loaded from."""
+    """The rows of one array, in the file from which it was loaded."""
 
     def __init__(self, file: Path, start: int, shape: Sequence[int], kind: str) -> None:
-        """``start``: where the array begins in ``file``, in bytes. ``kind``: its type there."""
+        """``start``: the offset of the array in ``file``, in bytes. ``kind``: its type
+        in the file.
+        """
         self._file = file.open("rb")
         self._state = self._found_state()
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -47,17 +49,17 @@ class FileRows:
         self._array: NDArray[Any] = flat.reshape(shape)
 
     def has(self, array: mx.array) -> bool:
-        """Return whether the file has the content of ``array``, which may be of a wider type."""
+        """Return whether the file has the content of ``array``, which may have a wider type."""
         starts = range(0, array.shape[0], _ROWS_AT_ONCE)
         places = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
         same = all(mx.array_equal(mx.array(self._rows(at)), array[at]) for at in places)
-        self._map.madvise(mmap.MADV_DONTNEED)  # what was read is not the process's any more
+        self._map.madvise(mmap.MADV_DONTNEED)  # release the pages that were read
         return same
 
     def __getitem__(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Return these rows, floats in fp32. Raises `FilesChanged`."""
         if self._found_state() != self._state:
-            raise FilesChanged(f"{self._file.name} was changed while its model is served")
+            raise FilesChanged(f"{self._file.name} was modified while its model is served")
         return self._rows(numbers)
 
     def _rows(self, place: slice | NDArray[Any]) -> NDArray[Any]:
@@ -72,12 +74,13 @@ class FileRows:
 
 
 def find(files: Sequence[Path], arrays: Mapping[str, mx.array]) -> dict[str, FileRows]:
-    """Return by name the rows of those ``arrays`` that safetensors ``files`` have as they are in
-    memory, whatever their names are there, in their own or in a narrower type."""
+    """Return by name the rows of those ``arrays`` that are in safetensors ``files`` with the same
+    content, whatever their names in the files, in the same or a narrower type.
+    """
     try:
         headers = [(file, *read_header(file)) for file in files]
         found = {name: _found(headers, array) for name, array in arrays.items()}
-    except (OSError, ValueError):  # files that cannot be mapped, or were cut off
+    except (OSError, ValueError):  # files that cannot be mapped, or are truncated
         return {}
     return {name: rows for name, rows in found.items() if rows is not None}
 

@@ -1,4 +1,4 @@
-"""The GPU's way of computing on a machine without one: for the zoo, benchmarks and tests."""
+"""Simulation of the GPU code path on a machine without a GPU: for the zoo, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import mlx.core as mx
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLX_LM_SERVER_GPU_PATH"
-"""Environment variable: ``1`` forces it in a process that has no GPU, for as long as it runs."""
+"""Environment variable: ``1`` forces the GPU path in a process that has no GPU."""
 
 forced = False
-"""Whether a CPU computes as a GPU would now: what calls cost there says nothing about one."""
+"""Whether a CPU currently follows the GPU path: call costs measured then say nothing
+about a GPU.
+"""
 
 
 def force_if_asked() -> None:
-    """Do `forced_gpu_path` for good if the environment asks for it and there is no GPU."""
+    """Enable `forced_gpu_path` permanently if the environment asks for it and there is no GPU."""
     if os.environ.get(VARIABLE) == "1" and mx.default_device() == mx.cpu:
-        logger.warning("%s: this CPU computes as a GPU does, slowly", VARIABLE)
+        logger.warning("%s: this CPU follows the GPU code path, slowly", VARIABLE)
         _force()
 
 
@@ -29,9 +31,10 @@ def force_if_asked() -> None:
 def forced_gpu_path() -> Iterator[None]:
     """Make this process choose batches, slabs, sampling and look-ahead as on a GPU.
 
-    MLX builds the same graphs as there and goes on computing on the CPU. Nothing is compiled:
-    there that calls a C++ compiler, for seconds. Models should be loaded before: on a GPU the
-    demo model is bfloat16, which is slow on a CPU."""
+    MLX builds the same graphs as on a GPU but computes them on the CPU. Nothing is compiled,
+    because that would run a C++ compiler for seconds. Load models beforehand: on a GPU the demo
+    model is bfloat16, which is slow on a CPU.
+    """
     if forced:
         yield
         return
@@ -43,7 +46,7 @@ def forced_gpu_path() -> Iterator[None]:
 
 
 def _force() -> Callable[[], None]:
-    """Force the GPU's path. Return a function that ends it."""
+    """Force the GPU path. Return a function that ends it."""
     global forced
     kept, forced = mx.default_device, True
     mx.default_device = lambda: mx.gpu

@@ -1,6 +1,6 @@
-"""Graphs of ONNX Runtime, built in memory: the matrix library on CPUs.
+"""ONNX Runtime graphs built in memory: the matrix library on CPUs.
 
-ONNX Runtime packs constant weights once, when a session is made. A product of 2 to 16 rows then
+ONNX Runtime packs constant weights once, when a session is created. A product of 2 to 16 rows then
 takes little longer than reading the weights, while a BLAS packs them in every call.
 """
 
@@ -25,25 +25,26 @@ CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
 SPIN_US = 10
-"""Microseconds that threads look for more work before they sleep: about until the next product of
-a session begins. Waking one takes longer."""
+"""Microseconds that threads spin for more work before they sleep: about until the next product of a
+session begins. Waking a thread takes longer.
+"""
 
 _CHECKED_ROWS = (1, 2, 3, 5, 8, 13, 16, 33, 129, 256)
 _CHECKED_SHAPE = 272, 600
-"""ONNX Runtime adds products of 256 columns at a time."""
+"""ONNX Runtime accumulates products over 256 columns at a time."""
 
 
 _making = Lock()
 _scratch: dict[tuple[int, ...], Any] = {}
-"""What `_lent` returns, by number and shape; a session reads it while it is made."""
+"""Values returned by `_lent`, by number and shape; a session reads them while it is created."""
 
 
 class Unsupported(Exception):
-    """The model cannot be computed here. The message says why."""
+    """The model cannot be computed here. The message is the reason."""
 
 
 class Session:
-    """A graph that is ready to run. One with several threads is called while no other runs."""
+    """A graph that is ready to run. One with several threads must be the only one running."""
 
     def __init__(
         self, session: Any, inputs: Sequence[_Declared], parts: Sequence[Any] = ()
@@ -63,11 +64,11 @@ class Session:
         return found
 
     def bound(self) -> Bound:
-        """Return arguments that stay from call to call."""
+        """Return arguments that are kept from call to call."""
         return Bound(self._session, self._names, self._outputs)
 
     def zeros(self, size: int) -> list[NDArray[Any]]:
-        """Return inputs of zeros, with ``size`` for dimensions of any size. For measurements."""
+        """Return inputs of zeros, with ``size`` for dynamic dimensions. For measurements."""
         return [
             np.zeros([dim if isinstance(dim, int) else size for dim in one.dims], one.dtype)
             for one in self._inputs
@@ -76,10 +77,11 @@ class Session:
 
 
 class Bound:
-    """Arguments of a session where they lie in memory, outputs too. Used by one thread at a time.
+    """Arguments of a session bound to memory, including outputs. Used by one thread at a time.
 
     Nothing is copied or allocated, and a call takes 10 microseconds instead of 50. The memory must
-    stay as long as calls use it."""
+    stay valid as long as calls use it.
+    """
 
     def __init__(self, session: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         self._session = session
@@ -87,11 +89,11 @@ class Bound:
         self._inputs, self._outputs = inputs, outputs
 
     def input(self, number: int, kind: Any, shape: Sequence[int], address: int) -> None:
-        """Read input ``number`` at ``address``."""
+        """Bind input ``number`` to ``address``."""
         self._binding.bind_input(self._inputs[number], "cpu", 0, kind, shape, address)
 
     def output(self, number: int, kind: Any, shape: Sequence[int], address: int) -> None:
-        """Write output ``number`` to ``address``."""
+        """Bind output ``number`` to ``address``."""
         self._binding.bind_output(self._outputs[number], "cpu", 0, kind, shape, address)
 
     def __call__(self) -> None:
@@ -108,7 +110,7 @@ class _Declared(NamedTuple):
 
 
 class Graph:
-    """Builds one graph. Values are named by strings that the methods return."""
+    """Builds one graph. Values are identified by the strings that the methods return."""
 
     def __init__(self) -> None:
         self._nodes: list[Any] = []
@@ -147,10 +149,12 @@ class Graph:
         self._outputs.append(_Declared(value, dims, dtype))
 
     def constant(self, array: NDArray[Any], *, packed: bool = False) -> str:
-        """Return the name of a constant. Its memory is read when the session is made.
+        """Return the name of a constant. Its memory is read when the session is created.
 
-        The session keeps a copy if nothing packs it. Some operators pack a constant and have it
-        kept all the same: with ``packed`` it is not, and reading it later would give nonsense."""
+        The session keeps a copy unless an operator packs it. Some operators pack a constant but
+        keep the original too: with ``packed`` it is not kept, and reading it later would return
+        garbage.
+        """
         name = self._name("constant")
         self._constants[name] = np.ascontiguousarray(array)
         if packed:
@@ -180,23 +184,25 @@ class Graph:
         return names
 
     def session(self, threads: int | None = None) -> Session:
-        """Return the graph as a session, with ``threads`` in place of one for each core.
+        """Return the graph as a session with ``threads``, by default one per core.
 
-        The graph must not be used any more."""
+        The graph must not be used afterwards.
+        """
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or num_threads()
         options.inter_op_num_threads = 1
-        # Each session has threads of its own. Dozens of pools that spin for long take all cores,
-        # from attention and from the router too.
+        # Each session has its own threads. Dozens of pools that spin for long would take all cores
+        # from attention and from the router.
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-        # Otherwise each keeps the memory of its longest pass. The heap does, once for all.
+        # Otherwise each session keeps the memory of its longest pass. The heap keeps it once for
+        # all.
         options.enable_cpu_mem_arena = False
-        # One block for all that a call needs, of another size for each shape of inputs, finds no
-        # room in the heap as it is, and new pages cost milliseconds.
+        # A single block for everything in a call has a different size for each shape of inputs,
+        # finds no room in the heap, and new pages cost milliseconds.
         options.enable_mem_pattern = False
-        options.log_severity_level = 3  # errors
+        options.log_severity_level = 3  # only errors
         large = {name: array for name, array in self._constants.items() if array.nbytes > 1024}
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in large.values()]
         options.add_external_initializers(list(large), values)
@@ -237,20 +243,22 @@ class Graph:
 
 
 def _lent(array: NDArray[Any], number: int) -> Any:
-    """Return ``array`` as a value of ONNX Runtime, until the next one of its shape and number."""
+    """Return ``array`` as a value of ONNX Runtime, valid until the next one with its shape and
+    number.
+    """
     import onnxruntime
 
     key = (number, *array.shape)
     if key in _scratch:
         _scratch[key].update_inplace(array)
     else:
-        # A value is no copy of its array, which has other users.
+        # A value does not copy its array, which has other users.
         _scratch[key] = onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
     return _scratch[key]
 
 
 def _reference(name: str, array: NDArray[Any]) -> Any:
-    """Return a constant whose content is given to the session apart from the graph."""
+    """Return a constant whose content is passed to the session separately from the graph."""
     from onnx import TensorProto, helper
 
     tensor = TensorProto(
@@ -266,10 +274,11 @@ def _reference(name: str, array: NDArray[Any]) -> Any:
 
 @cache
 def unusable() -> str:
-    """Return why ONNX Runtime cannot be used here; empty if it can.
+    """Return the reason why ONNX Runtime cannot be used here; empty if it can.
 
-    It must be installed, and a row of a product must have the same bits whatever rows are
-    computed with it: it does on all processors that were tried."""
+    It must be installed, and a row of a product must have the same bits whatever rows are computed
+    with it, which is true on all processors tested.
+    """
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -285,5 +294,5 @@ def unusable() -> str:
     (whole,) = session(x)
     for rows in _CHECKED_ROWS:
         if not np.array_equal(session(x[1 : rows + 1])[0], whole[1 : rows + 1]):
-            return "on this processor its results for a row depend on the other rows"
+            return "on this processor, its results for a row depend on the other rows"
     return ""

@@ -1,4 +1,4 @@
-"""Products of arrays with one weight, or with one of several for each row."""
+"""Products of arrays with one weight, or with a different weight for each row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Multiplier:
 class ExpertMultiplier:
     """Multiplies each row by the weight (out, in) of its expert.
 
-    One session holds all experts: rows are sorted by expert, and cut at the first rows of each."""
+    One session holds all experts: rows are sorted by expert, and divided at the first row of each.
+    """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         out, self.width = weights[0].shape

@@ -1,4 +1,4 @@
-"""Replacement of mlx-lm's functions by ours."""
+"""Replacement of functions in mlx-lm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def patch(home: ModuleType, name: str, ours: Any) -> None:
-    """Replace ``name`` of ``home`` by ``ours``, also in model modules that imported it before."""
+    """Replace ``name`` of ``home`` with ``ours``, also in model modules that imported it before."""
     theirs = getattr(home, name)
     setattr(home, name, ours)
     for path, module in list(sys.modules.items()):

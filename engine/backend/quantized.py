@@ -1,9 +1,9 @@
 """Products with quantized weights, as nodes of ONNX Runtime's graphs.
 
-Its products take codes around a middle: 8 of 16, or 128 of 256. With zero points in floats they
-fall back to a way that is 40 times slower. So a weight ``w = s q + b`` is multiplied in two
-parts, which together are exact: ``s (q - middle)`` by `MatMulNBits`, and ``b + s middle`` by a
-product with the sums of the activations in each group, 32 to 128 times smaller.
+Its products expect codes around a middle: 8 of 16, or 128 of 256. With floating-point zero points
+they use a fallback that is 40 times slower. A weight ``w = s q + b`` is therefore multiplied in two
+parts, which are exact together: ``s (q - middle)`` by `MatMulNBits`, and ``b + s middle`` by a
+product with the sums of the activations in each group, which is 32 to 128 times smaller.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from engine.backend.graphs import CONTRIB, Graph, Session
 
 Precision = Literal["exact", "compact", "fast"]
 """``exact`` and ``compact`` multiply activations in fp32, ``fast`` rounds them to 8 bits in each
-group. ``exact`` makes fp32 of the codes once. ``compact`` keeps codes, of which each product makes
-fp32: 4 bits in an eighth of the memory, 8 bits as two products of 4 in a quarter."""
+group. ``exact`` converts the codes to fp32 once. ``compact`` keeps codes, which each product
+converts to fp32: 4 bits in an eighth of the memory, 8 bits as two 4-bit products in a quarter.
+"""
 
 SameBits = Literal["any", "even", "none"]
-"""The numbers of rows among which a row of a product has the same bits."""
+"""The numbers of rows for which a row of a product has the same bits."""
 
 _CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 34, 65, 129, 130)
-"""MatMulNBits divides rows into blocks of 128 for its threads: of 129, one is alone."""
+"""MatMulNBits divides rows into blocks of 128 for its threads: with 129 rows, one row is alone."""
 
 CodesPrecision = Literal["compact", "fast"]
-"""The precisions in which weights stay codes."""
+"""The precisions that keep weights as codes."""
 ACCURACY_LEVELS: dict[CodesPrecision, int] = {"compact": 1, "fast": 4}
 """Their names in MatMulNBits."""
 
@@ -49,10 +50,12 @@ class QuantizedWeight:
 
     @property
     def pads_rows(self) -> bool:
-        """Whether an odd number of rows becomes even, so that each row has the same bits in both.
+        """Whether an odd number of rows is padded to even, so that each row has the same bits in
+        both.
 
-        With activations in fp32 one row alone has a kernel of its own, which takes half the time
-        of two rows: there it is not padded, and its result differs by rounding."""
+        With activations in fp32, a single row has its own kernel, which takes half the time of two
+        rows: it is not padded, and its result differs by rounding.
+        """
         return self.precision == "fast" and self.same_bits == "even"
 
     @property
@@ -87,7 +90,7 @@ class QuantizedWeight:
         return self.codes.rows(ids).dense()
 
     def join(self, *others: QuantizedWeight) -> QuantizedWeight:
-        """Return this and ``others`` side by side along ``out``."""
+        """Return this matrix and ``others`` concatenated along ``out``."""
         return QuantizedWeight(
             joined([self.codes, *(other.codes for other in others)]), self.precision
         )
@@ -95,7 +98,8 @@ class QuantizedWeight:
 
 def _around_middle(graph: Graph, x: str, codes: Codes, level: int, *, packed: bool) -> str:
     """Add the product of ``x`` with the codes' distances from their middle, times the scales. With
-    ``packed`` the scales are forgotten once the session is made."""
+    ``packed``, the scales are dropped once the session is created.
+    """
     out, width = codes.shape
     return graph.node(
         "MatMulNBits",
@@ -112,14 +116,14 @@ def _around_middle(graph: Graph, x: str, codes: Codes, level: int, *, packed: bo
 
 
 def of_all(kinds: Iterable[SameBits]) -> SameBits:
-    """Return what holds for a computation with products of all these kinds."""
+    """Return the properties of a computation with products of all these kinds."""
     found = set(kinds)
     return "none" if "none" in found else "even" if "even" in found else "any"
 
 
 @cache
 def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
-    """Return what this processor does with codes of this kind."""
+    """Return the properties of products with this kind of codes on this processor."""
     codes = _tried(bits, group_size)
     graph = Graph()
     x = graph.input("x", "rows", codes.shape[1])
@@ -133,8 +137,9 @@ def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
 
 @cache
 def packs_scales(bits: int, group_size: int, level: int) -> bool:
-    """Return whether products with codes of this kind never read the scales that they were given,
-    once they have packed them. ONNX Runtime keeps both."""
+    """Return whether products with this kind of codes never read the original scales after packing
+    them. ONNX Runtime keeps both.
+    """
     codes = _tried(bits, group_size)
     rows = _rows(codes)
 
@@ -147,13 +152,13 @@ def packs_scales(bits: int, group_size: int, level: int) -> bool:
 
     multiply = session(codes.scales)
     found = [multiply(rows[:n])[0] for n in _CHECKED_ROWS]
-    session(np.full_like(codes.scales, np.nan))  # takes the place of the first one's scales
+    session(np.full_like(codes.scales, np.nan))  # replaces the first one's scales
     pairs = zip(_CHECKED_ROWS, found, strict=True)
     return all(np.array_equal(multiply(rows[:n])[0], before) for n, before in pairs)
 
 
 def _tried(bits: int, group_size: int) -> Codes:
-    """Return codes to try a kind of products with."""
+    """Return codes for testing a kind of product."""
     rng = np.random.default_rng(0)
     out, groups = 96, max(4, 256 // group_size)
     return Codes(

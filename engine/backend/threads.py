@@ -1,7 +1,7 @@
 """Threads for work in NumPy.
 
-NumPy releases the GIL in operations on large arrays. NumPy's BLAS must not start threads beside
-ours, nor beside those of the BLAS that MLX uses.
+NumPy releases the GIL in operations on large arrays. NumPy's BLAS must not start threads in
+addition to ours and to those of the BLAS that MLX uses.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def num_threads() -> int:
 
 
 def in_parallel(work: Sequence[Callable[[], None]]) -> None:
-    """Run all pieces of ``work``, the last on this thread. Raises what one of them raised.
+    """Run all pieces of ``work``, the last on this thread. Raises the exception of any of them.
 
-    Decode steps come here in every layer: an executor's futures take 0.1 ms, these queues less."""
+    Decode steps do this in every layer: an executor's futures take 0.1 ms, these queues less.
+    """
     results: SimpleQueue[BaseException | None] = SimpleQueue()
     for piece in work[:-1]:
         _waiting().put((piece, results))
@@ -46,9 +47,10 @@ def in_parallel(work: Sequence[Callable[[], None]]) -> None:
 
 
 def keep_numpy_to_one_thread() -> None:
-    """Compute each product in NumPy with one thread, in builds with the OpenBLAS of its wheels.
+    """Compute each NumPy product on one thread, in builds with the OpenBLAS of its wheels.
 
-    Other builds are left as they are."""
+    Other builds are left unchanged.
+    """
     for library in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):
         loaded = ctypes.CDLL(str(library))
         for name in _SETTERS:
@@ -58,7 +60,7 @@ def keep_numpy_to_one_thread() -> None:
 
 @cache
 def _waiting() -> SimpleQueue[_Piece]:
-    """Return the queue of the threads that help."""
+    """Return the queue of the helper threads."""
     waiting: SimpleQueue[_Piece] = SimpleQueue()
     for _ in range(max(1, num_threads() - 1)):
         Thread(target=_help, args=(waiting,), name="host", daemon=True).start()
@@ -73,6 +75,6 @@ def _help(waiting: SimpleQueue[_Piece]) -> None:
             piece()
         except BaseException as error:
             outcome = error
-        del piece  # before the caller goes on: it may hold large arrays
+        del piece  # before the caller continues, because it may hold large arrays
         results.put(outcome)
         del results, outcome

@@ -1,4 +1,4 @@
-"""Measurements at the start, for choices that depend on the machine."""
+"""Measurements at startup, for machine-dependent choices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ ROUNDS = 3
 
 
 def shortest_s(work: Callable[[], object], long_s: float) -> float:
-    """Return the seconds of the shortest of some rounds of ``work``.
+    """Return the seconds of the fastest of several rounds of ``work``.
 
-    Other work of the machine only adds time. Work longer than ``long_s`` runs once."""
+    Other load on the machine only adds time. Work longer than ``long_s`` runs once.
+    """
     shortest = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()

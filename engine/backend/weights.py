@@ -1,4 +1,4 @@
-"""Weights of linear layers and embeddings as parts of ONNX Runtime's graphs."""
+"""Weights of linear layers and embeddings in ONNX Runtime's graphs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Weight(Protocol):
 
     @property
     def pads_rows(self) -> bool:
-        """Whether a row is added to an odd number, so that each row has the same bits."""
+        """Whether an odd number of rows is padded, so that each row has the same bits."""
 
     @property
     def same_bits(self) -> SameBits:
-        """The numbers of rows among which a row of the product has the same bits."""
+        """The numbers of rows for which a row of the product has the same bits."""
 
     def product(self, graph: Graph, x: str) -> str:
         """Add x @ weight.T to ``graph`` for ``x`` (rows, in), and return its name: (rows, out)."""
 
     def gather(self, numbers: NDArray[Any]) -> Array:
-        """Return these rows, (n, in), as an embedding does."""
+        """Return these rows, (n, in), like an embedding."""
 
 
 class DenseWeight:
@@ -65,8 +65,9 @@ class DenseWeight:
 def weight_of(module: Any, precision: Precision | None = None) -> Weight:
     """Return the weight of a linear layer or an embedding, quantized or in fp32.
 
-    ``precision`` is by default the one in which the module computes now. Raises `Unsupported` for
-    other modules and types."""
+    ``precision`` defaults to the module's current precision. Raises `Unsupported` for other modules
+    and types.
+    """
     precision = precision or vars(module).get("precision", "exact")
     if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -78,7 +79,7 @@ def weight_of(module: Any, precision: Precision | None = None) -> Weight:
 
 
 class Embedding:
-    """The rows of an embedding, in memory or, after `read_from`, in the files of its checkpoint."""
+    """The rows of an embedding, in memory or, after `read_from`, in the checkpoint files."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Weight | None = weight_of(module, "fast")  # codes as they lie in memory
@@ -96,7 +97,7 @@ class Embedding:
         if not self._kind:
             return rows["weight"]
         bits, mode = self._kind["bits"], self._kind["mode"]
-        if mode == "affine" and WIDER[bits] == bits:  # without MLX, which takes 0.1 ms for it
+        if mode == "affine" and WIDER[bits] == bits:  # without MLX, which takes 0.1 ms
             codes = lying_codes(rows["weight"], rows["scales"], rows["biases"], bits)
             return codes.dense()
         arrays = {name: mx.array(array) for name, array in rows.items()}
@@ -104,8 +105,9 @@ class Embedding:
         return quantized_weight(*given, "fast", **self._kind).gather(np.arange(len(numbers)))
 
     def read_from(self, files: Sequence[Path]) -> None:
-        """Drop the rows in memory, of the module too, if safetensors ``files`` have the same. They
-        do not if it was converted, divided or merged."""
+        """Drop the rows in memory, including the module's, if safetensors ``files`` have the same
+        rows. They do not if the weight was converted, divided or merged.
+        """
         arrays, self._arrays = self._arrays, {}
         parts = file_rows.find(files, arrays)
         if len(parts) == len(arrays):
@@ -115,7 +117,7 @@ class Embedding:
 
 
 def expert_weights(module: Any, precision: Precision | None = None) -> list[Weight]:
-    """Return the weight of each expert of a `SwitchLinear`, as `weight_of` does of a layer."""
+    """Return the weight of each expert of a `SwitchLinear`, like `weight_of` for a layer."""
     precision = precision or vars(module).get("precision", "exact")
     if isinstance(module, QuantizedSwitchLinear):
         kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -151,9 +153,10 @@ def quantized_weight(
 
 
 def join(weights: Sequence[Weight]) -> Weight:
-    """Return ``weights`` side by side, for layers with the same input.
+    """Return ``weights`` concatenated, for layers with the same input.
 
-    Raises `Unsupported` if they are of different kinds."""
+    Raises `Unsupported` if they are of different kinds.
+    """
     if len(weights) == 1:
         return weights[0]
     first, *others = weights

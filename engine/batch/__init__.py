@@ -1,1 +1,1 @@
-"""Batches as a model's layers see them, one class for each way of attending."""
+"""Batches as a model's layers see them, one class for each kind of attention."""

@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """The positions of a row's new tokens. To a model it is the offset of its cache."""
+    """The positions of a row's new tokens, passed to a model as the offset of its cache."""
 
     positions: NDArray[np.int64]  # (3, tokens)
-    of_pairs: Sequence[int]  # the axis that each pair of a head turns by
+    of_pairs: Sequence[int]  # the axis that rotates each pair of a head
 
     def spread(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Return of ``parts``, arrays (tokens, pairs) for each axis, what each pair turns by."""
+        """Select from ``parts``, arrays (tokens, pairs) for each axis, the axis of each pair."""
         return np.choose(np.array(self.of_pairs)[None], [*parts])
 
 
 def axes_of_pairs(sections: Sequence[int], *, interleaved: bool) -> list[int]:
-    """Return the axis of each pair of a head, of which ``sections`` turn by each axis: one section
-    after the other, or in turn as long as there are some left."""
+    """Return the axis of each pair of a head. ``sections`` are the numbers of pairs per axis,
+    either consecutive or interleaved while any are left.
+    """
     found = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if not interleaved:
         return found
@@ -42,11 +43,10 @@ def axes_of_pairs(sections: Sequence[int], *, interleaved: bool) -> list[int]:
 
 
 class AxesRope(nn.Module):  # type: ignore[misc]
-    """A model's rotation, which takes `Axes` too."""
+    """A model's rotation that also accepts `Axes`."""
 
     def __init__(self, rope: Any) -> None:
-        """``rope`` turns the first ``rope.dims`` elements of a head: those of the first half with
-        those of the second one, or each with its neighbour if it is traditional."""
+        """``rope`` rotates the first half of a head's elements with the second half."""
         super().__init__()
         self.rope = rope
 
@@ -71,17 +71,13 @@ class AxesRope(nn.Module):  # type: ignore[misc]
         return mx.concatenate([*turned, rest], axis=-1)
 
 
-def take_axes(model: Any, pairs: int) -> None:
-    """Have the layers of a language model take `Axes` of so many ``pairs`` as offsets. Raises:
-    ValueError if they turn otherwise than `AxesRope` does."""
+def take_axes(model: Any) -> None:
+    """Make the layers of a language model accept `Axes` as offsets. Raises: ValueError if they
+    rotate differently from `AxesRope`.
+    """
     inner = getattr(model, "language_model", model)
     for layer in inner.model.layers:
-        attention = getattr(layer, "self_attn", None)
-        if attention is None:  # it is recurrent
-            continue
-        rope = attention.rope
-        if not isinstance(rope, nn.RoPE):
-            raise ValueError(f"a {type(rope).__name__} has no positions in three axes")
-        if rope.dims != 2 * pairs:
-            raise ValueError(f"a head turns {rope.dims} elements, and its sections say {2 * pairs}")
-        attention.rope = AxesRope(rope)
+        rope = layer.self_attn.rope
+        if not isinstance(rope, nn.RoPE) or rope.traditional:
+            raise ValueError(f"a {type(rope).__name__} does not support positions in three axes")
+        layer.self_attn.rope = AxesRope(rope)

@@ -1,4 +1,4 @@
-"""What the layers of mlx-lm's models compute between their attentions, as parts of graphs."""
+"""The computations of mlx-lm's models between attentions, as parts of graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from engine.batch.cpu.mlp import Gate, mlp_of
 from engine.cache.rounding import Array
 
 GEMMAS = ("mlx_lm.models.gemma2", "mlx_lm.models.gemma3_text")
-"""Modules with an `RMSNorm` that adds 1 to its weight, and with GELU in place of SiLU."""
+"""Modules whose `RMSNorm` adds 1 to its weight, and which use GELU instead of SiLU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root mean square norm of vectors, or of each head."""
+    """An RMS norm of vectors or of each head."""
 
     weight: Array
     eps: float
@@ -36,14 +36,14 @@ class Norm:
             return cls(np.array(module.weight), module.eps)
         if kind.__name__ == "RMSNorm" and kind.__module__ in GEMMAS:
             return cls(np.asarray(module.weight) + np.float32(1), module.eps)
-        raise Unsupported(f"a {kind.__name__} is not a norm that is known here")
+        raise Unsupported(f"a {kind.__name__} is not a supported norm")
 
     def add(self, graph: Graph, x: str) -> str:
         weight = graph.constant(self.weight)
         return graph.node("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=self.eps)
 
     def add_heads(self, graph: Graph, x: str, width: int) -> str:
-        """Norm ``x`` (rows, width), head by head if the weight is that of a head."""
+        """Normalize ``x`` (rows, width), per head if the weight has the size of a head."""
         dim = len(self.weight)
         if dim == width:
             return self.add(graph, x)
@@ -52,10 +52,10 @@ class Norm:
 
 
 class TransformerBlock:
-    """A layer of a model: norms, projections, MLP. ``owned`` are the modules it computes."""
+    """A layer of a model: norms, projections, MLP. ``owned`` are the modules it replaces."""
 
     same_bits: SameBits
-    """The numbers of rows among which a row has the same bits."""
+    """The numbers of rows for which a row has the same bits."""
 
     def __init__(self, block: Any) -> None:
         attention = block.self_attn
@@ -76,7 +76,7 @@ class TransformerBlock:
         self.before_attention = norm.get("input_layernorm")
         self.after_mlp = norm.get("post_feedforward_layernorm")
         after = norm.get("post_attention_layernorm")
-        # With a norm after the MLP, this one comes after attention, whatever llama's name for it.
+        # If there is a norm after the MLP, this one follows attention, whatever its name in Llama.
         self.after_attention = after if self.after_mlp else None
         self.before_mlp = norm.get("pre_feedforward_layernorm") if self.after_mlp else after
 
@@ -85,7 +85,7 @@ class TransformerBlock:
         return self._scaled(graph, self.out.add(graph, found), self.after_attention)
 
     def add_mlp(self, graph: Graph, x: str) -> str:
-        """Return what the MLP adds to the residual, for the normed ``x``."""
+        """Return what the MLP adds to the residual, for the normalized ``x``."""
         return self._scaled(graph, self._mlp.add(graph, x), self.after_mlp)
 
     def _scaled(self, graph: Graph, added: str, norm: Norm | None) -> str:
@@ -98,24 +98,24 @@ class TransformerBlock:
 
 
 def _named(module: Any, *names: str) -> Any:
-    """Return what ``module`` has under one of these names."""
+    """Return the attribute of ``module`` with one of these names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def _sinks(attention: Any, kv_heads: int) -> Array | None:
-    """Return other scores that take part in softmax (kv_heads, queries of a kv head, 1, 1)."""
+    """Return additional scores in softmax (kv_heads, queries of a kv head, 1, 1)."""
     if "sinks" not in attention:
         return None
     return np.asarray(attention.sinks.astype(mx.float32)).reshape(kv_heads, -1, 1, 1)
 
 
 def _present(module: Any, *names: str) -> Sequence[Any]:
-    """Return the parts of ``module`` with these names, nothing if one of them is missing."""
+    """Return the parts of ``module`` with these names, empty if one is missing."""
     return [module[name] for name in names] if all(name in module for name in names) else []
 
 
 def add_residual(graph: Graph, x: str, added: str, norm: Norm | None) -> tuple[str, str]:
-    """Return ``x`` + ``added``, and that under ``norm``."""
+    """Return ``x`` + ``added``, and its normalized form under ``norm``."""
     if norm is None:
         whole = graph.node("Add", x, added)
         return whole, whole

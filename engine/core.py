@@ -168,7 +168,8 @@ class EngineCore:
                 self._refused += self._grammar_queue.refuse_all()
                 self._refused += self._adapter_queue.refuse_all()
                 self._scheduler.drain()
-        if items:  # not only after a step: the router gives up on a request that is missing from heartbeats for long
+        # Not only after a step: the router gives up on a request that heartbeats omit for long.
+        if items:
             self._report_live()
 
     def _report_live(self) -> None:

@@ -1,1 +1,1 @@
-"""The commands of `mlx-lm-server`. `cli` names them, and says where each is."""
+"""The commands of `mlx-lm-server`. `cli` lists them and their modules."""

@@ -1,6 +1,6 @@
-"""What the commands that ask a running server have in common: its address, its key, its errors.
+"""The shared part of commands that talk to a running server: its address, key and errors.
 
-Exit codes: 0 done, 1 the server refused or failed, 2 wrong arguments, 3 no server answered.
+Exit codes: 0 done, 1 the server refused or failed, 2 invalid arguments, 3 no server responds.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from shared.exits import EXIT_FAILED, fail
 
 EXIT_NO_SERVER = 3
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 not done (one line says why), 2 wrong arguments, 3 no server answers."
+    "Exit codes: 0 done, 1 failed (the reason is printed), 2 invalid arguments, 3 no server "
+    "responds."
 )
 KEY_VARIABLE = "MLX_LM_SERVER_ADMIN_KEY"
 URL_VARIABLE = "MLX_LM_SERVER_URL"
 _TIMEOUT_S = 30
 _ANSWERS = {"done", "engines", "requests"}
-"""One of these is in each answer of a path below /admin."""
+"""Keys, one of which is in each response of a path below /admin."""
 
 
 class ServerRefused(Exception):
-    """The server answered with an error; the message is one line for the user."""
+    """The server responded with an error; the message is one line for the user."""
 
 
 class NoServer(Exception):
-    """No server answered; the message is one line for the user."""
+    """No server responded; the message is one line for the user."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser, *, admin: bool = True) -> None:
     parser.add_argument(
         "--url",
         default=os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000"),
-        help=f"the server (default: ${URL_VARIABLE}, else http://127.0.0.1:8000)",
+        help=f"server URL (default: ${URL_VARIABLE}, else http://127.0.0.1:8000)",
     )
     if admin:
         parser.add_argument(
             "--admin-key",
             default=os.environ.get(KEY_VARIABLE, ""),
-            help=f"the server's --admin-key (default: ${KEY_VARIABLE}, which others cannot see)",
+            help=f"the server's --admin-key (default: ${KEY_VARIABLE}, which other users cannot "
+            "read)",
         )
 
 
@@ -57,10 +59,10 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> tuple[int, Any]:
-    """Return the status and the JSON object of the answer. Raises `NoServer`."""
+    """Return the status and the JSON object of the response. Raises `NoServer`."""
     url = "/".join([options.url.rstrip("/"), *(quote(part, safe="") for part in path)])
     if not url.startswith(("http://", "https://")):
-        raise NoServer(f"no server at {options.url}: an address begins with http:// or https://")
+        raise NoServer(f"{options.url} is not a server URL: it must begin with http:// or https://")
     url += f"?{urlencode(query)}" if query else ""
     try:
         request = urllib.request.Request(url, method=method)
@@ -69,7 +71,7 @@ def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> t
         status, text = _send(request)
     except (OSError, ValueError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error)).split())
-        raise NoServer(f"no server answers at {options.url}: {reason}") from None
+        raise NoServer(f"no server responds at {options.url}: {reason}") from None
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -88,7 +90,7 @@ def _send(request: urllib.request.Request) -> tuple[int, bytes]:
 
 
 def administrate(options: argparse.Namespace, method: str, *path: str, **query: str) -> Any:
-    """Return the body of the answer of a path below /admin. Raises `ServerRefused`, `NoServer`."""
+    """Return the response body of a path below /admin. Raises `ServerRefused`, `NoServer`."""
     status, body = ask(options, method, "admin", *path, **query)
     if status == 200 and body.keys() & _ANSWERS:
         return body
@@ -96,20 +98,20 @@ def administrate(options: argparse.Namespace, method: str, *path: str, **query: 
         raise _other_server(options, status)
     hint = ""
     if status in (401, 403):
-        hint = f" (give --admin-key or ${KEY_VARIABLE})"
+        hint = f" (set --admin-key or ${KEY_VARIABLE})"
     elif status == 404 and body["error"].get("code") == "not_found":
         hint = " (the server was started without --admin-key)"
     raise ServerRefused(f"{body['error']['message']}{hint}")
 
 
 def _other_server(options: argparse.Namespace, status: int) -> NoServer:
-    return NoServer(f"{options.url} answers {status}, but is no mlx-lm-server")
+    return NoServer(f"{options.url} responds with {status}, but is not an mlx-lm-server")
 
 
 def run(
     prog: str, parser: argparse.ArgumentParser, argv: Sequence[str], act: Callable[..., Any]
 ) -> int:
-    """Parse ``argv``, and print what ``act(options)`` returns: an exit code and a text or data."""
+    """Parse ``argv``, and print the result of ``act(options)``: an exit code and a text or data."""
     options = parser.parse_args(argv)
     try:
         code, found, text = act(options)
@@ -117,7 +119,7 @@ def run(
         return fail(prog, error, EXIT_FAILED)
     except NoServer as error:
         return fail(prog, error, EXIT_NO_SERVER)
-    except KeyboardInterrupt:  # nobody waits any more; the server goes on
+    except KeyboardInterrupt:  # the user stopped waiting; the server continues
         return 128 + signal.SIGINT
     if options.json or text:
         sys.stdout.write((json.dumps(found) if options.json else text) + "\n")
@@ -125,7 +127,7 @@ def run(
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return ``rows`` as lines with columns."""
+    """Return ``rows`` as lines with aligned columns."""
     texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join(

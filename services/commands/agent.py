@@ -1,7 +1,7 @@
 """`mlx-lm-server agent NAME`: start a coding agent on a running server.
 
-The agent gets its settings by its environment and command line. Its own configuration files are
-neither read nor written here.
+The agent is configured through its environment and command line. Its own configuration files are
+neither read nor written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 _FLAGS = ("-h", "--help", "--url", "--model", "--api-key")
 _TIMEOUT_S = 10
 _CONTEXT = 32_768
-"""In tokens, where a server does not know it yet."""
+"""Context in tokens, if the server does not know it yet."""
 _LONGEST_OUTPUT = 16_384
-"""In tokens; a quarter of the context if that is less. The rest of it is for the conversation."""
+"""Max tokens of an answer, or a quarter of the context if that is less. The rest is for the
+conversation.
+"""
 
 
 class Target(NamedTuple):
-    """The model to work with."""
+    """The server and model to use."""
 
     url: str
     model: str
-    context: int  # in tokens; no more than the longest prompt that the server takes
+    context: int  # in tokens; at most the longest prompt that the server accepts
     key: str
 
     @property
@@ -44,10 +46,10 @@ class Target(NamedTuple):
 
 class Launch(NamedTuple):
     arguments: list[str]
-    """Before the user's own."""
+    """Arguments before the user's own."""
     environment: dict[str, str]
     unset: tuple[str, ...] = ()
-    """Variables that would lead the agent elsewhere."""
+    """Variables that would redirect the agent elsewhere."""
 
 
 def _claude(target: Target) -> Launch:
@@ -80,7 +82,7 @@ def _codex(target: Target) -> Launch:
         "model_context_window": target.context,
         **{f"model_providers.mlx_lm_server.{name}": value for name, value in provider.items()},
     }
-    # The values are TOML, whose strings and numbers are written as JSON's.
+    # The values are TOML, whose strings and numbers have JSON's syntax.
     pairs = (f"{name}={json.dumps(value)}" for name, value in settings.items())
     return Launch([word for pair in pairs for word in ("-c", pair)], {KEY_VARIABLE: target.key})
 
@@ -110,11 +112,11 @@ AGENTS: Mapping[str, Callable[[Target], Launch]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replace this process by the agent that ``argv`` names. Return the exit code of an error."""
+    """Replace this process with the agent named in ``argv``. Return the exit code of an error."""
     own, arguments = _split(argv)
     options = parser().parse_args(own)
     if shutil.which(options.agent) is None:
-        return fail(PROG, f"there is no command {options.agent!r}; install it first", EXIT_USAGE)
+        return fail(PROG, f"command {options.agent!r} not found; install it first", EXIT_USAGE)
     try:
         target = _target(options.url.rstrip("/"), options.model, options.api_key)
     except LookupError as error:
@@ -124,12 +126,13 @@ def main(argv: Sequence[str]) -> int:
     sys.stderr.write(f"{options.agent}: {target.model} at {target.url}, {target.context} tokens\n")
     command = [options.agent, *launch.arguments, *arguments]
     os.execvpe(options.agent, command, kept | launch.environment)
-    raise AssertionError  # this process is another program now
+    raise AssertionError  # not reached: the process runs the agent now
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return this command's own words, the agent's name and the flags right behind it, and the
-    rest, which is the agent's. argparse would take flags out of the rest."""
+    """Return this command's own arguments (the agent's name and the flags directly after it), and
+    the rest, which is the agent's. argparse would take flags out of the rest.
+    """
     end = 1
     while end < len(argv) and argv[end].partition("=")[0] in _FLAGS:
         end += 1 if "=" in argv[end] or argv[end] in ("-h", "--help") else 2
@@ -141,38 +144,39 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=PROG,
         usage="%(prog)s [-h] NAME [--url URL] [--model MODEL] [--api-key KEY] [ARGUMENTS ...]",
-        description="Start a coding agent on a running server. The agent's own settings stay as"
-        " they are.",
+        description="Start a coding agent on a running server. The agent's own configuration is "
+        "not changed.",
     )
     made.add_argument(
         "agent",
         metavar="NAME",
         choices=sorted(AGENTS),
-        help=f"{', '.join(sorted(AGENTS))}; what follows the flags below are its arguments",
+        help=f"{', '.join(sorted(AGENTS))}; arguments after the flags below are passed to the "
+        "agent",
     )
     made.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+        "--url", default="http://127.0.0.1:8000", help="server URL (default: %(default)s)"
     )
-    made.add_argument("--model", help="the model (default: the first that the server has)")
+    made.add_argument("--model", help="model (default: the server's first model)")
     made.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE, ""),
-        help=f"the server's key (default: ${KEY_VARIABLE})",
+        help=f"API key (default: ${KEY_VARIABLE})",
     )
     return made
 
 
 def _target(url: str, name: str | None, key: str) -> Target:
-    """Ask the server at ``url`` for the model ``name``. Raises `LookupError`, which says why."""
+    """Ask the server at ``url`` for the model ``name``. Raises `LookupError` with the reason."""
     if not url.startswith(("http://", "https://")):
-        raise LookupError(f"there is no mlx-lm-server at {url}: an address begins with http://")
+        raise LookupError(f"{url} is not a server URL: it must begin with http:// or https://")
     request = urllib.request.Request(f"{url}/v1/models")
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
-            # A model that was never loaded has not told its context yet.
+            # A model that was never loaded has not reported its context yet.
             found = {
                 str(each["id"]): min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"])
                 for each in models
@@ -180,13 +184,13 @@ def _target(url: str, name: str | None, key: str) -> Target:
     except urllib.error.HTTPError as error:
         hint = ""
         if error.code == 401:
-            hint = ": the key is not one of the server's" if key else "; give --api-key"
-        raise LookupError(f"{url} answers {error.code} {error.reason}{hint}") from None
+            hint = ": the API key is not valid" if key else "; give --api-key"
+        raise LookupError(f"{url} responds with {error.code} {error.reason}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LookupError(f"there is no mlx-lm-server at {url}: {error}") from None
+        raise LookupError(f"no mlx-lm-server responds at {url}: {error}") from None
     if not found:
-        raise LookupError(f"the server at {url} has no model that is ready")
+        raise LookupError(f"the server at {url} has no ready model")
     model = next(iter(found)) if name is None else name
     if model not in found:
-        raise LookupError(f"the server has no model {model!r}; it has {', '.join(found)}")
+        raise LookupError(f"the server has no model {model!r}; its models are {', '.join(found)}")
     return Target(url, model, found[model], key)

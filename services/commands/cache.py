@@ -1,4 +1,4 @@
-"""`mlx-lm-server cache`: the blocks on SSD, listed, checked, removed and carried elsewhere."""
+"""`mlx-lm-server cache`: list, verify, clear, export and import the blocks on SSD."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ VARIABLE = "MLX_LM_SERVER_SSD_CACHE_DIR"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` says; return the exit code."""
+    """Run the command in ``argv``; return the exit code."""
     return run(PROG, parser(), argv, _act)
 
 
 def _act(options: argparse.Namespace) -> tuple[int, Any, str]:
     root = user_path(str(options.ssd_cache_dir))
     if options.command == "export" and not options.file.name:
-        raise ServerRefused(f"{options.file} is not the name of a file")
+        raise ServerRefused(f"{options.file} is not a file name")
     if options.command not in ("import", "clear") and not root.is_dir():
-        raise ServerRefused(f"there is no directory {root}")
+        raise ServerRefused(f"directory {root} does not exist")
     try:
         found: tuple[int, Any, str] = _COMMANDS[options.command][0](root, options)
         return found
     except DirectoryInUse:
-        hint = "clear it with --url" if options.command == "clear" else "stop it first"
+        hint = "use --url to clear it" if options.command == "clear" else "stop it first"
         raise ServerRefused(f"a running server uses {root}: {hint}") from None
     except tarfile.TarError as error:
-        raise ServerRefused(f"{options.file} is no archive of blocks: {error}") from None
+        raise ServerRefused(f"{options.file} is not an archive of blocks: {error}") from None
     except OSError as error:
         raise ServerRefused(f"{error.filename or root}: {error.strerror}") from None
 
@@ -82,9 +82,9 @@ def _verify(root: Path, options: argparse.Namespace) -> tuple[int, Any, str]:
 def _clear(root: Path, options: argparse.Namespace) -> tuple[int, Any, str]:
     if options.url is not None:
         if options.namespace is not None:
-            raise ServerRefused("--namespace: a running server can only be cleared as a whole")
+            raise ServerRefused("--namespace: a running server can only be cleared completely")
         done = administrate(options, "POST", "cache", "clear")
-        return EXIT_OK, done, f"{done['done']}: {', '.join(done['names']) or 'no engine'}"
+        return EXIT_OK, done, f"{done['done']}: {', '.join(done['names']) or 'no engines'}"
     return _outcome("removed", maintenance.clear(root, options.namespace))
 
 
@@ -104,19 +104,19 @@ def _outcome(verb: str, outcome: Outcome) -> tuple[int, Any, str]:
 
 
 _COMMANDS: dict[str, tuple[Any, str]] = {
-    "ls": (_ls, "list namespaces (one model and kind of cache), used last first"),
+    "ls": (_ls, "list namespaces (one model and kind of cache), most recently used first"),
     "stats": (_stats, "count all blocks"),
-    "verify": (_verify, "read and check every block; exit code 1 if one is bad"),
-    "clear": (_clear, "remove blocks: of a stopped server, or with --url of a running one"),
+    "verify": (_verify, "read and verify every block; exit code 1 if one is bad"),
+    "clear": (_clear, "delete blocks of a stopped server, or of a running one with --url"),
     "export": (_export, "write the blocks to a tar file"),
-    "import": (_import, "add the blocks of a tar file to a stopped server's"),
+    "import": (_import, "add the blocks of a tar file to a stopped server"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     default = Settings().ssd_cache_dir
     made = CommandParser(
-        prog=PROG, description="The SSD tier of the prefix cache.", epilog=EXIT_CODES
+        prog=PROG, description="Manage the SSD tier of the prefix cache.", epilog=EXIT_CODES
     )
     commands = made.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, (_, help) in _COMMANDS.items():
@@ -126,12 +126,12 @@ def parser() -> argparse.ArgumentParser:
             type=Path,
             metavar="PATH",
             default=Path(os.environ.get(VARIABLE) or default),
-            help=f"the directory (default: ${VARIABLE}, else {default})",
+            help=f"directory of the SSD tier (default: ${VARIABLE}, else {default})",
         )
         if name in ("verify", "clear", "export"):
-            each.add_argument("--namespace", help="of one namespace only")
+            each.add_argument("--namespace", help="only this namespace")
         if name in ("export", "import"):
-            each.add_argument("file", type=Path, metavar="FILE", help="the tar file")
+            each.add_argument("file", type=Path, metavar="FILE", help="tar file")
         if name == "clear":
             add_server_flags(each)
             each.set_defaults(url=None)

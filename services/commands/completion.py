@@ -1,6 +1,6 @@
-"""`mlx-lm-server completion SHELL`: completion of commands, flags and files, as a shell script.
+"""`mlx-lm-server completion SHELL`: a shell script that completes commands, flags and files.
 
-The script is made from the parsers of all commands, so that nothing runs while a user types.
+The script is generated from the parsers of all commands, so that nothing runs while a user types.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shared.exits import EXIT_OK
 from shared.settings import flag_parser
 
 SHELLS = ("bash", "zsh", "fish")
-_HOW = f"""To have it in every new shell:
+_HOW = f"""To enable completion in every new shell:
   bash   echo 'eval "$({PROG} completion bash)"' >> ~/.bashrc
   zsh    {PROG} completion zsh > "${{fpath[1]}}/_{PROG}"
   fish   {PROG} completion fish > ~/.config/fish/completions/{PROG}.fish"""
 _FILES = ("PATH", "FILE")
-"""What flags and arguments are called that take a file or folder."""
+"""Names of flags and arguments that take a file or folder."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=f"{PROG} completion",
-        description="Print the completion of these commands for a shell.",
+        description="Print a shell completion script.",
         epilog=_HOW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,8 +67,9 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the flags and arguments of ``parser`` and its commands. (argparse lists them in no
-    public place; shtab reads the same.)"""
+    """Yield the flags and arguments of ``parser`` and its commands. (argparse has no public list of
+    them; shtab reads the same attributes.)
+    """
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

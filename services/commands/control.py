@@ -1,4 +1,6 @@
-"""`mlx-lm-server status`, `engines`, `drain` and `restart`: a running server, seen and told."""
+"""`mlx-lm-server status`, `engines`, `drain` and `restart`: inspect and control a
+running server.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,22 @@ from shared.exits import EXIT_FAILED, EXIT_OK
 _PROG = "mlx-lm-server"
 _POLL_S = 0.5
 Outcome = tuple[int, Any, str]
-"""The exit code, what --json prints, and the text."""
+"""The exit code, the output of --json, and the text."""
 
 
 def status(argv: Sequence[str]) -> int:
-    """Show the state of the server, live in a terminal. Exit code 1 says that it is not ready."""
+    """Show the state of the server, live in a terminal. Exit code 1: the server is not ready."""
     return run(f"{_PROG} status", status_parser(), argv, _status)
 
 
 def status_parser() -> argparse.ArgumentParser:
-    text = "the state of the server, its models and engines; live in a terminal, until q"
+    text = "Show the state of a server, its models and engines; live in a terminal, q quits."
     parser = _parser("status", text, admin=False)
-    parser.add_argument("--once", action="store_true", help="print it once, as to a pipe")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print the state once, as when the output is not a terminal",
+    )
     return parser
 
 
@@ -45,7 +51,7 @@ def engines(argv: Sequence[str]) -> int:
 
 
 def engines_parser() -> argparse.ArgumentParser:
-    return _parser("engines", "the engines of the server, also those of other machines")
+    return _parser("engines", "List a server's engines, including those on other machines.")
 
 
 def drain(argv: Sequence[str]) -> int:
@@ -53,10 +59,12 @@ def drain(argv: Sequence[str]) -> int:
 
 
 def drain_parser() -> argparse.ArgumentParser:
-    parser = _parser("drain", "give an engine, or the whole server, no further requests")
-    parser.add_argument("engine", nargs="?", help="the engine (default: the server, for good)")
-    parser.add_argument("--undo", action="store_true", help="give the engine requests again")
-    parser.add_argument("--wait", action="store_true", help="wait until its requests have ended")
+    parser = _parser(
+        "drain", "Stop sending requests to an engine, or permanently to the whole server."
+    )
+    parser.add_argument("engine", nargs="?", help="engine (default: the whole server, permanently)")
+    parser.add_argument("--undo", action="store_true", help="send requests to the engine again")
+    parser.add_argument("--wait", action="store_true", help="wait until its requests have finished")
     return parser
 
 
@@ -65,8 +73,10 @@ def restart(argv: Sequence[str]) -> int:
 
 
 def restart_parser() -> argparse.ArgumentParser:
-    parser = _parser("restart", "restart an engine, or all one at a time; requests go on")
-    parser.add_argument("engine", nargs="?", help="the engine (default: all)")
+    parser = _parser(
+        "restart", "Restart an engine, or all engines one at a time; requests continue."
+    )
+    parser.add_argument("engine", nargs="?", help="engine (default: all)")
     parser.add_argument("--wait", action="store_true", help="wait until it is done")
     return parser
 
@@ -74,12 +84,14 @@ def restart_parser() -> argparse.ArgumentParser:
 def _status(options: argparse.Namespace) -> Outcome:
     once = options.once or options.json
     if not once and sys.stdin.isatty() and sys.stdout.isatty():
-        from services.commands.live_status import watch  # a pipe needs no such libraries
+        from services.commands.live_status import watch  # these libraries are not needed in a pipe
 
         return watch(options), {}, ""
     code, found = ask(options, "GET", "health")
     if not {"status", "version", "reasons", "models"} <= found.keys():
-        raise NoServer(f"{options.url} answers {code} to /health, but is no mlx-lm-server")
+        raise NoServer(
+            f"{options.url} responds with {code} to /health, but is not an mlx-lm-server"
+        )
     lines = [f"{found['status']}: mlx-lm-server {found['version']} at {options.url}"]
     lines += found["reasons"]
     if (batches := found.get("batches")) and batches["unfinished"]:
@@ -117,7 +129,7 @@ def _engines(options: argparse.Namespace) -> Outcome:
 
 def _drain(options: argparse.Namespace) -> Outcome:
     if options.engine is None and options.undo:
-        raise ServerRefused("--undo: only with an engine; a drained server has to be restarted")
+        raise ServerRefused("--undo: requires an engine; a drained server must be restarted")
     if options.engine is None:
         done = administrate(options, "POST", "drain")
         if options.wait:
@@ -150,7 +162,7 @@ def _wait(condition: Any) -> None:
 
 
 def _parser(name: str, help: str, *, admin: bool = True) -> argparse.ArgumentParser:
-    codes = EXIT_CODES if admin else "Exit codes: 0 ready, 1 not ready, 3 no server answers."
+    codes = EXIT_CODES if admin else "Exit codes: 0 ready, 1 not ready, 3 no server responds."
     parser = CommandParser(
         prog=f"{_PROG} {name}", description=help[0].upper() + help[1:] + ".", epilog=codes
     )

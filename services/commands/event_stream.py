@@ -1,5 +1,6 @@
 """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) over HTTP,
-for the commands that read a server's streams."""
+for commands that read a server's streams.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from services.commands.admin_client import NoServer, ServerRefused
 
 
 class StreamRefused(ServerRefused):
-    """The server answered with an error of this ``status``; the message is its own."""
+    """The server responded with an error of this ``status``; the message is the server's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -31,10 +32,10 @@ class ServerEvent(NamedTuple):
 def opened(
     url: str, key: str, timeout_s: float, body: Mapping[str, Any] | None = None
 ) -> Iterator[HTTPResponse]:
-    """Yield the answer of ``url``, to a POST of ``body`` as JSON if there is one.
+    """Yield the response of ``url``, to a POST of ``body`` as JSON if given.
 
-    ``timeout_s`` is for each wait, also while the answer is read. Raises `StreamRefused`, and
-    `NoServer` where the connection fails, also within the context.
+    ``timeout_s`` applies to each wait, also while the response is read. Raises `StreamRefused`, and
+    `NoServer` if the connection fails, also inside the context.
     """
     if not url.startswith(("http://", "https://")):
         raise NoServer(f"--url: {url} does not begin with http:// or https://")
@@ -42,14 +43,14 @@ def opened(
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     if key:
         request.add_header("Authorization", f"Bearer {key}")
-    failed = "no server answers at"
+    failed = "no server responds at"
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            failed = "the answer broke off at"
+            failed = "the response is incomplete at"
             yield answer
     except urllib.error.HTTPError as error:
         with error:
-            message = _message(error.read()) or f"{url} answers {error.code} {error.reason}"
+            message = _message(error.read()) or f"{url} responds with {error.code} {error.reason}"
         raise StreamRefused(message, error.code) from None
     except (OSError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error) or type(error).__name__).split())
@@ -57,7 +58,7 @@ def opened(
 
 
 def _message(body: bytes) -> str | None:
-    """Return the message of an error, as OpenAI's API words it."""
+    """Return the message of an error in OpenAI's format."""
     try:
         found: object = json.loads(body)["error"]["message"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -66,7 +67,7 @@ def _message(body: bytes) -> str | None:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[ServerEvent]:
-    """Yield the events in ``lines``. Comments are left out."""
+    """Yield the events in ``lines``. Comments are skipped."""
     name = "message"
     data: list[str] = []
     for raw in lines:

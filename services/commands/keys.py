@@ -1,4 +1,4 @@
-"""`mlx-lm-server keys`: the CURVE keys of processes that meet over tcp, and who may join."""
+"""`mlx-lm-server keys`: the CURVE keys of processes that connect over tcp, and the allow list."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ VARIABLE = "MLX_LM_SERVER_CURVE_DIR"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` says; return the exit code."""
+    """Run the command in ``argv``; return the exit code."""
     options = parser().parse_args(argv)
     if options.curve_dir is None and options.run is not _reload:
-        return fail(PROG, f"--curve-dir or ${VARIABLE}: the directory of the keys", EXIT_FAILED)
+        return fail(
+            PROG, f"--curve-dir or ${VARIABLE} is required: the directory of the keys", EXIT_FAILED
+        )
     try:
         found = options.run(user_path(str(options.curve_dir or "")), options)
     except (CurveError, AllowListError, ServerRefused) as error:
@@ -62,14 +64,14 @@ def _make_engine(directory: Path, options: argparse.Namespace) -> dict[str, Any]
         raise CurveError(f"{options.server[:70]!r} is not a key of 64 hexadecimal digits")
     is_a_server = (directory / "server.secret").exists()
     if is_a_server and load_public(directory, "server") != options.server:
-        raise CurveError(f"{directory} has the keys of another server: take another directory")
+        raise CurveError(f"{directory} has the keys of another server: use another directory")
     own = create_pair(directory, "engine").public
     (directory / "server.key").write_text(options.server + "\n")
     return {"engine key": own}
 
 
 def _make_all(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Make the keys of a server and of engines that read the same directory."""
+    """Create the keys of a server and of engines that read the same directory."""
     server = create_pair(directory, "server").public
     engine = create_pair(directory, "engine").public
     allowed = parse_allowed_key(engine, ["name=native"])
@@ -88,7 +90,7 @@ def _allow(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         keys = read_allow_list(directory / ALLOW_LIST)
         keys[allowed.key] = allowed
         if any(one.name == allowed.name and one.key != allowed.key for one in keys.values()):
-            raise AllowListError(f"another key has the name {allowed.name}")
+            raise AllowListError(f"the name {allowed.name} belongs to another key")
         write_allow_list(directory / ALLOW_LIST, keys.values())
     return {"allowed": _describe(allowed)}
 
@@ -98,14 +100,14 @@ def _remove(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         keys = read_allow_list(directory / ALLOW_LIST)
         found = [one for one in keys.values() if options.key in (one.key, one.name)]
         if not found:
-            raise AllowListError(f"no key or name {options.key!r} is on the list")
+            raise AllowListError(f"no key or name {options.key!r} is on the allow list")
         write_allow_list(directory / ALLOW_LIST, [one for one in keys.values() if one not in found])
     return {"removed": _describe(found[0])}
 
 
 @contextmanager
 def _changing(directory: Path) -> Iterator[None]:
-    """Keep other commands from changing the list meanwhile: what they add would be lost."""
+    """Lock the list against other commands, whose changes would be lost."""
     lock = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,8 +159,8 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print one JSON object")
     made = CommandParser(
         prog=PROG,
-        description="Keys for engines that join over tcp. The list of those that may join is read"
-        " again by a running server when it changes.",
+        description="Manage keys for engines that join over tcp. A running server reloads the "
+        "allow list when it changes.",
         epilog=EXIT_CODES,
     )
     commands = made.add_subparsers(metavar="COMMAND", required=True)
@@ -170,19 +172,21 @@ def parser() -> argparse.ArgumentParser:
         each.set_defaults(run=run)
         return each
 
-    command("init", _make_all, "make the keys of a server and of engines beside it, who may join")
-    command("server", _make_server, "make the keys of this machine's router and kvstore")
-    engine = command("engine", _make_engine, "make the keys of engines on this machine")
-    engine.add_argument("--server", required=True, metavar="KEY", help="the server's public key")
-    allow = command("allow", _allow, "let engines of a public key join")
-    allow.add_argument("key", metavar="KEY", help="the engine's public key")
-    allow.add_argument("--name", help="what its engines are called by (default: the key's begin)")
-    allow.add_argument(
-        "--model", action="append", help="a model name that it may serve; repeatable (default: any)"
+    command(
+        "init", _make_all, "create the keys of a server and of engines next to it, which may join"
     )
-    remove = command("remove", _remove, "let engines of a key join no more")
+    command("server", _make_server, "create the keys of this machine's router and kvstore")
+    engine = command("engine", _make_engine, "create the keys of engines on this machine")
+    engine.add_argument("--server", required=True, metavar="KEY", help="the server's public key")
+    allow = command("allow", _allow, "allow engines with a public key to join")
+    allow.add_argument("key", metavar="KEY", help="the engine's public key")
+    allow.add_argument("--name", help="name for its engines (default: the start of the key)")
+    allow.add_argument(
+        "--model", action="append", help="a model that they may serve; repeatable (default: any)"
+    )
+    remove = command("remove", _remove, "remove a key from the allow list")
     remove.add_argument("key", metavar="KEY", help="the public key, or its name on the list")
-    reload = command("reload", _reload, "make a running server read its API keys again")
+    reload = command("reload", _reload, "make a running server reload its API keys")
     add_server_flags(reload)
-    command("list", _list, "show the public keys and who may join")
+    command("list", _list, "show the public keys and the allow list")
     return made

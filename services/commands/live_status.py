@@ -1,6 +1,6 @@
-"""`mlx-lm-server status` in a terminal: the state of a server, live, as its page shows it.
+"""`mlx-lm-server status` in a terminal: the live state of a server, as on its page.
 
-The figures come from the feed of the page (`router.http.status.feed`), once a second.
+The figures come from the page's feed (`router.http.status.feed`), once per second.
 """
 
 from __future__ import annotations
@@ -48,23 +48,24 @@ _STATES = {"ok": "green", "degraded": "yellow"}
 
 @dataclass
 class StatusSeen:
-    """What the feed has brought. Written by its thread, read by the display."""
+    """The data received from the feed. Written by its thread, read by the display."""
 
     status: ServerStatus | None = None
     engines: dict[str, EngineFigures] = field(default_factory=dict)
-    """By name: a sample of a large fleet has some of them only."""
+    """By name: a sample of a large fleet has only some of them."""
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     trouble: str = ""
     refused: Exception | None = None
-    """Why there is no use in trying again."""
+    """The reason why retrying is pointless."""
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Show the state until the user ends it with q or Ctrl-C; return the exit code.
+    """Show the state until the user quits with q or Ctrl-C; return the exit code.
 
-    Raises `NoServer` and `ServerRefused` if the feed cannot be read at all."""
+    Raises `NoServer` and `ServerRefused` if the feed cannot be read at all.
+    """
     seen, first = StatusSeen(), threading.Event()
-    # A daemon: it may wait for a server that says nothing.
+    # A daemon thread, because it may wait for a silent server.
     threading.Thread(target=_follow, args=(options.url, seen, first), daemon=True).start()
     first.wait()
     console = Console(highlight=False)
@@ -82,8 +83,9 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
-    """Read the feed, and connect again when it ends. ``first`` is set once it is known whether
-    there is one."""
+    """Read the feed, and reconnect when it ends. ``first`` is set once it is known whether there is
+    a feed.
+    """
     decoder = msgspec.json.Decoder(ServerStatus)
     keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)] or [""]
     while seen.refused is None:
@@ -100,7 +102,7 @@ def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
                         seen.status, seen.trouble = status, ""
                         seen.points.append(status.now)
                         first.set()
-            seen.trouble = "the server has ended the feed"
+            seen.trouble = "the server ended the feed"
         except StreamRefused as error:
             if error.status in (401, 403) and len(keys) > 1:
                 keys.pop(0)
@@ -111,8 +113,8 @@ def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
                 seen.refused = error
             seen.trouble = str(error)
         except msgspec.DecodeError as error:
-            seen.refused = ServerRefused(f"the server is of another version: {error}; try --once")
-        except Exception as error:  # the display must not wait for ever
+            seen.refused = ServerRefused(f"the server has another version: {error}; try --once")
+        except Exception as error:  # the display must not wait forever
             seen.refused = error
         if seen.refused is None:
             time.sleep(_RETRY_S)
@@ -122,16 +124,17 @@ def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
 def _worded(error: StreamRefused) -> Exception:
     if error.status in (401, 403):
         names = " or ".join(f"${name}" for name in KEY_VARIABLES)
-        return ServerRefused(f"{error} (set {names}; --once needs no key)")
+        return ServerRefused(f"{error} (set {names}; --once requires no key)")
     if error.status == 404:
-        return ServerRefused("the server has no live status (--no-page); --once shows its state")
+        return ServerRefused("the server has no live status (--no-page); use --once")
     return error
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[str], bool]]:
-    """Yield a function that waits a moment, and returns whether a key was pressed. Keys are read as
-    they are typed; Ctrl-C interrupts as usual."""
+    """Yield a function that waits a moment and returns whether a key was pressed. Keys are read
+    without Enter; Ctrl-C interrupts as usual.
+    """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
@@ -149,14 +152,14 @@ def _keys() -> Iterator[Callable[[str], bool]]:
 
 
 def render(seen: StatusSeen, url: str, width: int) -> RenderableType:
-    """Return the picture of the last sample, ``width`` columns wide."""
+    """Return the display of the last sample, ``width`` columns wide."""
     status, trouble = seen.status, printable(seen.trouble)
     if status is None:
-        return Text(trouble or "waiting for the first figures")
+        return Text(trouble or "waiting for data")
     parts: list[RenderableType] = [_head(status, url), _tiles(status, list(seen.points), width)]
     parts += [Text(printable(reason), style="yellow") for reason in status.reasons]
     if trouble:
-        parts.append(Text(f"{trouble}: trying again", style="red"))
+        parts.append(Text(f"{trouble}: retrying", style="red"))
     if status.batches.unfinished:
         parts.append(_batches_line(status.batches))
     for model in status.models:
@@ -200,7 +203,7 @@ def _tiles(status: ServerStatus, points: Sequence[Point], width: int) -> Rendera
     grid.add_row(
         *("requests", Text(f"{now.running} + {now.queued} queued", "bold")),
         plot([float(point.running + point.queued) for point in points]),
-        *("in cache", Text(_percent(now.hit_rate), "bold")),
+        *("cache hits", Text(_percent(now.hit_rate), "bold")),
         plot([point.hit_rate for point in points]),
     )
     grid.add_row(
@@ -229,7 +232,7 @@ def _model_line(model: ModelFigures) -> RenderableType:
     line.append(f"  {model.queued} queued  {model.generated:.1f} tokens/s")
     if model.first_token is not None:
         times = model.first_token
-        line.append(f"  first token {_seconds(times.p50)}, 95 % in {_seconds(times.p95)}")
+        line.append(f"  first token {_seconds(times.p50)}, p95 {_seconds(times.p95)}")
     return line
 
 
@@ -258,12 +261,12 @@ def _engines(engines: Sequence[EngineFigures]) -> RenderableType:
 
 
 def _progress(computing: PromptProgress | None) -> str:
-    """Return which part of the prompts that take long is computed."""
+    """Return the progress of prompts that take long."""
     return _percent(computing.computed / computing.tokens if computing else None)
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> str:
-    """Return the last ``values``, one a column, as bars of up to a line's height."""
+    """Return the last ``values``, one per column, as bars up to one line high."""
     last = [value or 0.0 for value in values][-columns:]
     most = max(last, default=0.0) or 1.0
     return "".join(_BARS[round(value / most * (len(_BARS) - 1))] for value in last)

@@ -1,4 +1,4 @@
-"""The parser of each command of the command line."""
+"""The argument parser of each command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.exits import EXIT_USAGE, fail
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Its errors are one line, as those of the server's flags are."""
+    """Reports errors in one line, like the server's flags."""
 
     def error(self, message: str) -> NoReturn:
         reason = f"{message.removeprefix('argument ')} ({self.prog} --help)"

@@ -1,4 +1,4 @@
-"""Text of models, made safe for a terminal."""
+"""Model output made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without control characters, by which it could command the terminal."""
+    """Return ``text`` without control characters, which could control the terminal."""
     return _CONTROLS.sub("", text)

@@ -1,4 +1,4 @@
-"""What a measurement shows while it runs, on a terminal."""
+"""The progress display of a measurement on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.measuring.load import LoadRecord
 
 
 class _Said(ProgressColumn):
-    """What a bar says of itself, if it does."""
+    """The text shown next to a bar."""
 
     def render(self, task: Task) -> Text:
         return Text(str(task.fields.get("said", "")))
@@ -37,7 +37,7 @@ class LoadBar:
         self._tokens = self._failed = 0
 
     def add(self, record: LoadRecord) -> None:
-        """Count a request that ended."""
+        """Count a finished request."""
         self._tokens += record.answer.completion_tokens
         self._failed += record.answer.error is not None
         rate = self._tokens / (time.perf_counter() - self._began)

@@ -1,1 +1,1 @@
-"""A backend of LocalAI, over gRPC, in front of a server of ours."""
+"""A LocalAI backend, over gRPC, in front of one of our servers."""

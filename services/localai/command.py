@@ -1,4 +1,4 @@
-"""`mlx-lm-server localai`: a backend of LocalAI, over gRPC."""
+"""`mlx-lm-server localai`: a LocalAI backend, over gRPC."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
 WATCH_VARIABLE = "LOCALAI_BACKEND_PARENT_WATCH"
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 MAX_MESSAGE_BYTES = 50 * 2**20
-"""As LocalAI's backends have it."""
+"""LocalAI's default."""
 _GRACE_S = 5.0
-"""The time that calls have to end when the backend is told to stop."""
+"""Max time for running calls to finish when the backend is told to stop."""
 _WATCH_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop, or until the program that started us is gone."""
+    """Serve until told to stop, or until the program that started this backend is gone."""
     options = parser().parse_args(argv)
     logs.setup("localai", "info", "text")
     if _missing is not None:
-        return fail(PROG, f"there is no {_missing}: pip install '.[localai]'", EXIT_FAILED)
+        return fail(PROG, f"{_missing} is not installed: pip install '.[localai]'", EXIT_FAILED)
     return asyncio.run(_serve(options.addr, options.url))
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=PROG,
-        description="Serve LocalAI's gRPC interface for backends. A model that LocalAI loads gets "
-        f"a server of its own, which reads its settings from the environment as `serve` does. "
-        f"${TOKEN_VARIABLE}: the token that callers need.",
+        description="Serve LocalAI's gRPC backend interface. Each model that LocalAI loads gets "
+        "its own server, which reads its settings from the environment like "
+        f"`serve`. ${TOKEN_VARIABLE}: the token that callers must send.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--url",
         default="",
-        help=f"use the server that runs there, with its key in ${KEY_VARIABLE}, and start none",
+        help=f"use the server running at this URL, with the key in ${KEY_VARIABLE}, and start none",
     )
     return made
 
@@ -76,7 +76,7 @@ async def _serve(address: str, url: str) -> int:
         options=[
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),  # a port that is in use is an error
+            ("grpc.so_reuseport", 0),  # a port in use is then an error
         ],
     )
     server.add_generic_rpc_handlers((service(backend),))
@@ -94,7 +94,7 @@ async def _serve(address: str, url: str) -> int:
 
 
 def make_token_check(token: str) -> Any:
-    """Return an interceptor that lets only calls with the bearer ``token`` through."""
+    """Return an interceptor that accepts only calls with the bearer ``token``."""
 
     class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -114,7 +114,7 @@ async def _refuse(call: Any, context: Any) -> None:
 
 
 async def _told_to_stop(environ: Mapping[str, str]) -> None:
-    """Wait for SIGTERM or SIGINT, or for the end of LocalAI, if that has started us."""
+    """Wait for SIGTERM or SIGINT, or for the end of LocalAI if it started this process."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

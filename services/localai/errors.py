@@ -1,4 +1,4 @@
-"""Errors that the caller of a method is told of."""
+"""Errors reported to the caller of a method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 class CallFailed(Exception):
-    """The call ends with ``code``; the message says why."""
+    """The call ends with ``code``; the message is the reason."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class CallFailed(Exception):
 
 
 class InvalidCall(CallFailed):
-    """A field of the call cannot be served; the message names it."""
+    """A field of the call is not supported; the message names it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(grpc.StatusCode.INVALID_ARGUMENT, message)
@@ -38,12 +38,12 @@ _CODES = {
 
 
 def of_answer(status: int, message: str) -> CallFailed:
-    """Return the error for an answer of HTTP with ``status``."""
+    """Return the error for an HTTP response with ``status``."""
     return CallFailed(_CODES.get(status, grpc.StatusCode.INTERNAL), message)
 
 
 def of_event(error: Mapping[str, Any]) -> CallFailed:
-    """Return the error for one that ends a stream, which has no status of HTTP."""
+    """Return the error for the end of a stream, which has no HTTP status."""
     status = {"invalid_request_error": 400, "rate_limit_error": 429}.get(error["type"], 500)
     status = {"service_unavailable": 503, "engine_lost": 503, "timeout": 504}.get(
         error["code"] or "", status

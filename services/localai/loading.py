@@ -1,4 +1,4 @@
-"""What a call of LoadModel asks for, as flags of the server and fields of requests."""
+"""Translation of a LoadModel call to flags of the server and fields of requests."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ _REQUEST_FIELDS = {"temp": "temperature"} | {
     for name in "temperature top_p min_p top_k max_tokens seed xtc_threshold xtc_probability"
     " repetition_penalty presence_penalty frequency_penalty".split()
 }
-"""Options of LocalAI's mlx backend that hold for every request -> our field."""
+"""Options of LocalAI's mlx backend that apply to every request -> our field."""
 
 _NOT_NEEDED = frozenset(("max_cache_entries", "unk_token", "sep_token", "cls_token", "mask_token"))
-"""Options of that backend which change nothing here: memory decides what the prefix cache keeps,
-and the other tokens are those of the tokenizer's own files."""
+"""Options of that backend without effect here: memory limits the prefix cache, and the other tokens
+are read from the tokenizer's files.
+"""
 
 _NOT_FOR_MODELS = frozenset(
     "config host port model engine_socket kvstore_socket ssl_certfile ssl_keyfile root_path"
     " api_key api_key_file admin_key".split()
 )
-"""Settings that are the business of whoever starts the server."""
+"""Settings that only the operator of the server may choose."""
 
 
 class LoadRequest(NamedTuple):
     model: str
-    """A directory, or an id of the hub."""
+    """A directory, or a Hugging Face model id."""
     flags: tuple[str, ...]
-    """Of `mlx-lm-server serve`, without the address."""
+    """Flags of `mlx-lm-server serve`, without the address."""
     defaults: dict[str, Any]
     """Fields of all requests."""
     ignored: tuple[str, ...]
-    """Names of options that are not known here."""
+    """Names of unknown options."""
     max_bytes: int
-    """Of a request."""
+    """Timeout of a request."""
 
 
 def load_request(call: Any) -> LoadRequest:
-    """Return what a ``ModelOptions`` asks for. Raises: `InvalidCall`."""
+    """Translate a ``ModelOptions``. Raises: `InvalidCall`."""
     if not call.Model:
         raise InvalidCall("Model is empty")
     for name in ("Embeddings", "Reranking"):
         if getattr(call, name):
-            raise InvalidCall(f"{name}: this backend generates text only")
+            raise InvalidCall(f"{name}: this backend only generates text")
     model = _existing(call.ModelFile) or call.Model
     settings: dict[str, Any] = dict(_settings_of_fields(call))
     defaults: dict[str, Any] = {}
@@ -69,7 +70,7 @@ def load_request(call: Any) -> LoadRequest:
         elif name in known:
             settings[name] = value
         elif name in engine_args:
-            raise InvalidCall(f"EngineArgs: {name!r} is no setting of a model")
+            raise InvalidCall(f"EngineArgs: {name!r} is not a model setting")
         elif name not in _NOT_NEEDED:
             ignored.append(name)
     flags = ("--model", model, *_flags(settings))
@@ -93,14 +94,15 @@ def _settings_of_fields(call: Any) -> Iterator[tuple[str, Any]]:
         yield "draft_model_path", _draft_model(call)
     adapters = [*filter(None, (call.LoraAdapter, *call.LoraAdapters))]
     if len(adapters) > 1:
-        raise InvalidCall("LoraAdapters: a model of this backend takes one adapter")
+        raise InvalidCall("LoraAdapters: this backend supports one adapter per model")
     if adapters:
         yield "adapter_path", adapters[0]
 
 
 def _draft_model(call: Any) -> str:
-    """Return the directory, or the id of the hub that LocalAI took for a path in its folder of
-    models."""
+    """Return the directory, or the Hugging Face model id that LocalAI took for a path in its models
+    folder.
+    """
     if _existing(call.DraftModel) or not call.ModelPath:
         return str(call.DraftModel)
     return str(call.DraftModel).removeprefix(call.ModelPath.rstrip("/") + "/")
@@ -111,7 +113,9 @@ def _existing(path: str) -> str | None:
 
 
 def _options(options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield names and values of ``name:value``; LocalAI's backends skip what has no colon."""
+    """Yield names and values of ``name:value``; like LocalAI's backends, skip options without a
+    colon.
+    """
     for option in options:
         name, colon, value = option.partition(":")
         if colon:
@@ -124,14 +128,14 @@ def _engine_args(text: str) -> dict[str, Any]:
     try:
         return {name.replace("-", "_"): value for name, value in json.loads(text).items()}
     except (ValueError, AttributeError, RecursionError):
-        raise InvalidCall("EngineArgs is no JSON object") from None
+        raise InvalidCall("EngineArgs is not a JSON object") from None
 
 
 def _number(name: str, value: Any) -> int | float:
     try:
         return msgspec.convert(value, int | float, strict=False)
     except msgspec.ValidationError:
-        raise InvalidCall(f"Options: {name} is {value!r}, which is no number") from None
+        raise InvalidCall(f"Options: {name} is {value!r}, which is not a number") from None
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The messages of LocalAI's gRPC service `backend.Backend` that this backend reads and writes.
 
-Names and numbers of fields are those of LocalAI's ``backend/backend.proto``. Fields that are not
-listed are skipped when a message is read, as Protocol Buffers do with all they do not know.
+Names and numbers of fields are those in LocalAI's ``backend/backend.proto``. Unlisted fields are
+skipped when a message is read, as Protocol Buffers does with unknown fields.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "MemoryUsageData": {"total": (1, "uint64"), "breakdown": (2, "map uint64")},
     "StatusResponse": {"state": (1, "State"), "memory": (2, "MemoryUsageData")},
 }
-"""By message and field: its number, and its type. A ``map`` has strings as keys."""
+"""By message and field: its number and type. A ``map`` has string keys."""
 
 
 def _file() -> descriptor_pb2.FileDescriptorProto:
@@ -153,7 +153,7 @@ def _add(message: descriptor_pb2.DescriptorProto, name: str, number: int, kind: 
         field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
 
 
-# A pool of its own: LocalAI's generated classes may be loaded in the same process.
+# A separate pool: LocalAI's generated classes may be loaded in the same process.
 _POOL = descriptor_pool.DescriptorPool()
 _POOL.Add(_file())
 

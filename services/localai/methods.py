@@ -23,7 +23,7 @@ from services.localai.server import JoinedServer, LoadFailed, ModelServer, OwnSe
 logger = logging.getLogger(__name__)
 
 _PART_OF_TIME = 0.95
-"""The part of the time that a caller of LoadModel has left in which a model has to load."""
+"""The fraction of the remaining time of a LoadModel call in which a model must load."""
 _EVENT = b"data: "
 _DONE = b"[DONE]"
 _OTHER_MODEL = "model identity mismatch"
@@ -31,10 +31,10 @@ _OTHER_MODEL = "model identity mismatch"
 
 
 class Backend:
-    """One model at a time, as LocalAI starts a process for each."""
+    """Serves one model at a time, because LocalAI starts a process for each."""
 
     def __init__(self, url: str, key: str) -> None:
-        """Join the server at ``url``; without one, start one with each model."""
+        """Use the server at ``url``; without it, start a server for each model."""
         self._url, self._key = url, key
         self._loading = asyncio.Lock()
         self._server: ModelServer | None = None
@@ -52,7 +52,9 @@ class Backend:
         return messages.Reply(message=b"OK")
 
     async def load_model(self, call: Any, context: Any) -> Any:
-        """Serve a model in place of the one before. The answer to one that is served is at once."""
+        """Serve a model instead of the previous one. If it is already served, return
+        immediately.
+        """
         try:
             request = load_request(call)
         except CallFailed as error:
@@ -60,7 +62,7 @@ class Backend:
         left_s = context.time_remaining()
         async with self._loading:
             if request == self._request and self._server and self._server.trouble is None:
-                return messages.Result(success=True, message="the model is loaded already")
+                return messages.Result(success=True, message="the model is already loaded")
             await self.close()
             try:
                 patience_s = None if left_s is None else left_s * _PART_OF_TIME
@@ -68,10 +70,12 @@ class Backend:
             except LoadFailed as error:
                 return messages.Result(success=False, message=f"{request.model}: {error}")
             except TimeoutError:
-                reason = f"{request.model} was not ready in the {left_s:.0f} s that the caller gave"
+                reason = (
+                    f"{request.model} was not ready within the caller's deadline ({left_s:.0f} s)"
+                )
                 return messages.Result(success=False, message=reason)
             self._request, self._model = request, call.Model
-        unknown = f"; options not known: {', '.join(request.ignored)}" if request.ignored else ""
+        unknown = f"; unknown options: {', '.join(request.ignored)}" if request.ignored else ""
         return messages.Result(success=True, message=f"{request.model} is ready{unknown}")
 
     async def _serve(self, request: LoadRequest) -> ModelServer:
@@ -86,7 +90,7 @@ class Backend:
         own = await OwnServer.start(request.model, request.flags)
         try:
             await own.wait_ready()
-        except BaseException:  # also if the caller leaves
+        except BaseException:  # also if the caller disconnects
             await asyncio.shield(own.close())
             raise
         return own
@@ -94,7 +98,7 @@ class Backend:
     async def free(self, call: Any, context: Any) -> Any:
         async with self._loading:
             await self.close()
-        return messages.Result(success=True, message="no model is loaded now")
+        return messages.Result(success=True, message="the model was unloaded")
 
     async def predict_stream(self, call: Any, context: Any) -> AsyncGenerator[Any, None]:
         self._calls += 1
@@ -122,12 +126,12 @@ class Backend:
         assert self._request is not None
         if call.ByteSize() > self._request.max_bytes:
             raise InvalidCall(
-                f"the request has {call.ByteSize()} bytes, of at most {self._request.max_bytes}"
+                f"the request has {call.ByteSize()} bytes; the limit is {self._request.max_bytes}"
             )
         return server, api_request(call, server.model, self._request.defaults)
 
     def _serving(self, call: Any) -> ModelServer:
-        """Return the server that is to answer ``call``. Raises: `CallFailed`."""
+        """Return the server for ``call``. Raises: `CallFailed`."""
         if self._server is None:
             raise CallFailed(grpc.StatusCode.FAILED_PRECONDITION, "no model is loaded")
         if self._server.trouble is not None:
@@ -162,7 +166,7 @@ class Backend:
         )
 
     async def metrics(self, call: Any, context: Any) -> Any:
-        """Those of the last answer."""
+        """Timings of the last answer."""
         last = self._last
         if last is None:
             return messages.MetricsResponse()
@@ -173,7 +177,7 @@ class Backend:
         )
 
     async def embedding(self, call: Any, context: Any) -> Any:
-        reason = "this backend generates text and makes no embeddings"
+        reason = "this backend generates text and does not support embeddings"
         raise CallFailed(grpc.StatusCode.UNIMPLEMENTED, reason)
 
 
@@ -197,7 +201,7 @@ async def _events(
                     if line.startswith(_EVENT) and line[len(_EVENT) :] != _DONE:
                         yield _event(line[len(_EVENT) :])
     except httpx.HTTPError as error:
-        reason = server.trouble or f"the server did not answer to the end: {error!r}"
+        reason = server.trouble or f"the server's answer is incomplete: {error!r}"
         raise CallFailed(grpc.StatusCode.UNAVAILABLE, reason) from None
 
 
@@ -216,7 +220,7 @@ def _message_of(content: bytes) -> str:
 
 
 async def _memory(server: ModelServer) -> dict[str, int]:
-    """Return the bytes that MLX has in use, by engine."""
+    """Return the bytes that MLX uses, by engine."""
     try:
         text = (await server.client.get("/metrics", timeout=5)).raise_for_status().text
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""What a call of Predict asks for, as a request to the server's API."""
+"""Translation of a Predict call to a request to the server's API."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ApiRequest(NamedTuple):
 
 
 def is_chat(call: Any) -> bool:
-    """Return whether the model's own template makes the prompt, of ``call.Messages``."""
+    """Return whether the model's own template renders ``call.Messages``."""
     return bool(call.UseTokenizerTemplate and call.Messages and not call.Prompt)
 
 
 def api_request(call: Any, model: str, defaults: Mapping[str, Any]) -> ApiRequest:
-    """Return the request to ``model`` that a ``PredictOptions`` stands for.
+    """Return the request to ``model`` for a ``PredictOptions``.
 
-    ``defaults`` are fields that the model's options set for all calls. The answer is streamed,
-    with its usage at the end. Raises: `InvalidCall`.
+    ``defaults`` are fields that the model's options set for all calls. The answer is streamed, with
+    usage at the end. Raises: `InvalidCall`.
     """
     _refuse_what_is_not_served(call)
     body: dict[str, Any] = {"model": model, **_sampling(call), **defaults}
@@ -46,12 +46,12 @@ def api_request(call: Any, model: str, defaults: Mapping[str, Any]) -> ApiReques
         if call.Logprobs > 0 or call.TopLogprobs > 0:
             body["logprobs"] = max(call.Logprobs, call.TopLogprobs)
     else:
-        raise InvalidCall("there is no Prompt, and no Messages with UseTokenizerTemplate")
+        raise InvalidCall("the call has neither Prompt nor Messages with UseTokenizerTemplate")
     return ApiRequest(path, body | {"stream": True, "stream_options": {"include_usage": True}})
 
 
 def messages_of(call: Any) -> list[dict[str, Any]]:
-    """Return the conversation as the API has it. Raises: `InvalidCall`."""
+    """Return the conversation in the API's format. Raises: `InvalidCall`."""
     return [_message(number, each) for number, each in enumerate(call.Messages)]
 
 
@@ -66,19 +66,20 @@ def _message(number: int, message: Any) -> dict[str, Any]:
 def _refuse_what_is_not_served(call: Any) -> None:
     for name in ("Images", "Videos", "Audios", "EmbeddingTokens", "Embeddings", "NegativePrompt"):
         if getattr(call, name):
-            raise InvalidCall(f"{name} are not served: the models of this backend read text")
+            raise InvalidCall(f"{name} are not supported: the models of this backend read text")
 
 
 def _sampling(call: Any) -> dict[str, Any]:
-    """Return the fields of sampling. Zero stands for what is not set, but for the temperature,
-    where it is greedy."""
+    """Return the sampling fields. Zero means unset, except for the temperature, where it means
+    greedy.
+    """
     fields: dict[str, Any] = {"temperature": _decimal(call.Temperature)}
     given = {
         "top_p": _decimal(call.TopP),
         "min_p": _decimal(call.MinP),
         "top_k": call.TopK,
         "max_tokens": max(call.Tokens, 0),
-        "seed": max(call.Seed, 0),  # a negative one asks for a random one
+        "seed": max(call.Seed, 0),  # a negative seed requests a random one
         "repetition_penalty": _decimal(call.Penalty),
         "frequency_penalty": _decimal(call.FrequencyPenalty),
         "presence_penalty": _decimal(call.PresencePenalty),
@@ -94,7 +95,7 @@ def _sampling(call: Any) -> dict[str, Any]:
 
 
 def _decimal(value: float) -> float:
-    """Return the number that was meant: 0.7 and not its nearest value in 32 bits."""
+    """Return the intended number: 0.7, not its nearest 32-bit value."""
     return float(f"{value:.7g}")
 
 
@@ -105,8 +106,9 @@ def _schema(grammar: str) -> Any:
         schema = None
     if not isinstance(schema, dict):
         raise InvalidCall(
-            "Grammar: GBNF grammars are not served, JSON schemas are; LocalAI makes none for tools "
-            "with `function: {grammar: {disable: true}}` in the model's YAML"
+            "Grammar: GBNF grammars are not supported, JSON schemas are; set `function: "
+            "{grammar: {disable: true}}` in the model's YAML so that LocalAI generates none for "
+            "tools"
         )
     return schema
 
@@ -120,12 +122,12 @@ def _tools(call: Any) -> dict[str, Any]:
     try:
         choice = json.loads(call.ToolChoice)
     except (ValueError, RecursionError):
-        choice = call.ToolChoice  # a word like auto, as it is
+        choice = call.ToolChoice  # a word like auto, passed unchanged
     return {"tools": tools, "tool_choice": choice}
 
 
 def _template_arguments(call: Any) -> dict[str, Any]:
-    """Return what ``Metadata`` says of the template: the rest of it is LocalAI's own."""
+    """Return the template options in ``Metadata``; its other entries are LocalAI's own."""
     given, fields = call.Metadata, dict[str, Any]()
     if "chat_template_kwargs" in given:
         name = "Metadata[chat_template_kwargs]"
@@ -146,5 +148,5 @@ def _json(text: str, name: str, kind: type) -> Any:
         value = None
     if not isinstance(value, kind):
         noun = "list" if kind is list else "object"
-        raise InvalidCall(f"{name} is no JSON {noun}")
+        raise InvalidCall(f"{name} is not a JSON {noun}")
     return value

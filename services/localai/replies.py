@@ -1,4 +1,4 @@
-"""Replies made of the events of a stream of the server's API."""
+"""Replies built from the events of a stream of the server's API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.localai.messages import ChatDelta, Reply, ToolCallDelta
 
 
 class ReplyMaker:
-    """The replies of one call. Times are in milliseconds, as llama.cpp's backend gives them."""
+    """The replies of one call. Times are in milliseconds, as in llama.cpp's backend."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
@@ -22,7 +22,7 @@ class ReplyMaker:
         self.prompt_tokens = self.tokens = 0
 
     def of_event(self, event: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the reply to one event, if it has anything that is told at once."""
+        """Yield the reply for one event, if it has anything to report immediately."""
         if usage := event.get("usage"):
             self.prompt_tokens = usage["prompt_tokens"]
             self.tokens = usage["completion_tokens"]
@@ -37,7 +37,7 @@ class ReplyMaker:
                 yield Reply(message=made.content.encode(), chat_deltas=[made])
 
     def last(self) -> Any:
-        """Return the reply that ends a stream: counts, times, and all log-probabilities."""
+        """Return the reply that ends a stream: counts, timings, and all log-probabilities."""
         now = self._ended = time.perf_counter()
         first = self._first or now
         logprobs = {"content": self._logprobs}
@@ -51,13 +51,15 @@ class ReplyMaker:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate from the first token of the answer to its end."""
+        """Tokens per second from the first token of the answer to its end."""
         seconds = self._ended - (self._first or self._ended)
         return self.tokens / seconds if seconds else 0.0
 
 
 class WholeReply:
-    """The replies of a stream as one, for a caller that awaits the whole answer."""
+    """The replies of a stream combined into one, for a caller that waits for the
+    complete answer.
+    """
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -74,7 +76,7 @@ class WholeReply:
                 self._calls.setdefault(call.index, call)
 
     def of(self, last: Any) -> Any:
-        """Return ``last`` with all that was added."""
+        """Return ``last`` with everything that was added."""
         delta = ChatDelta(
             content="".join(self._content), reasoning_content="".join(self._reasoning)
         )
@@ -108,7 +110,7 @@ def _chat_delta(delta: Mapping[str, Any]) -> Any:
 
 
 def _token_logprobs(logprobs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return log-probabilities of either endpoint in the form of chat completions."""
+    """Return the log-probabilities of either endpoint in the format of chat completions."""
     if "content" in logprobs:
         return logprobs["content"] or []
     columns = zip(

@@ -1,4 +1,4 @@
-"""The server behind the backend: one of its own for each model, or one that is running already."""
+"""The server behind the backend: one of its own for each model, or one already running."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from services.supervision import own_server
 
 _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
-"""Then a server that was told to stop is killed."""
+"""Time after which a server that was told to stop is killed."""
 _READ_BYTES = 65536
 _KEPT_BYTES = 2000
-"""Of what a server writes, for the error if it ends."""
+"""Number of lines of output kept for the error if it exits."""
 _KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 
 
 class LoadFailed(Exception):
-    """The model cannot be served; the message says why."""
+    """The model cannot be served; the message is the reason."""
 
 
 class ModelServer(ABC):
@@ -36,7 +36,7 @@ class ModelServer(ABC):
 
     def __init__(self, url: str, key: str) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # As many connections as there are calls: the server's own limits bound them.
+        # No limit on connections: the server's own limits apply.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.client = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=None, limits=limits, trust_env=False
@@ -45,14 +45,14 @@ class ModelServer(ABC):
     @property
     @abstractmethod
     def trouble(self) -> str | None:
-        """Why it cannot serve any more; None if it can, as far as is known."""
+        """The reason why it cannot serve any more; None if it can, as far as known."""
 
     async def close(self) -> None:
         await self.client.aclose()
 
 
 class JoinedServer(ModelServer):
-    """A server that somebody else started, and stops."""
+    """A server that someone else starts and stops."""
 
     @property
     def trouble(self) -> None:
@@ -75,8 +75,9 @@ class JoinedServer(ModelServer):
 
 
 class OwnServer(ModelServer):
-    """A server for one model, on an address of this machine that only we have the key of. It ends
-    when we end, however that happens."""
+    """A server for one model, at a local address with a key that only this process has. It exits
+    when this process does, for whatever reason.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, port: int, key: str) -> None:
         super().__init__(f"http://127.0.0.1:{port}", key)
@@ -102,7 +103,7 @@ class OwnServer(ModelServer):
         return server
 
     async def wait_ready(self) -> None:
-        """Raises: `LoadFailed`, once it has ended."""
+        """Raises: `LoadFailed` once it has exited."""
         while self.trouble is None:
             with contextlib.suppress(httpx.HTTPError):
                 if (await self.client.get("/readyz", timeout=5)).status_code == 200:
@@ -117,25 +118,25 @@ class OwnServer(ModelServer):
         if code is None:
             return None
         return (
-            f"the server ended with code {code}: {self._written.decode(errors='replace')}".strip()
+            f"the server exited with code {code}: {self._written.decode(errors='replace')}".strip()
         )
 
     async def close(self) -> None:
-        """Stop the server, and kill it if it does not."""
+        """Stop the server, and kill it if it does not stop."""
         await super().close()
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_WITHIN_S)
         except TimeoutError:
-            self._process.kill()  # its children end with the link to it
+            self._process.kill()  # its children exit with the link to it
             await self._process.wait()
         await self._reading
         if self._link is not None:
             self._link.close()
 
     async def _pass_on_output(self) -> None:
-        """Write what the server writes to our standard error, which LocalAI logs."""
+        """Copy the server's output to our standard error, which LocalAI logs."""
         assert self._process.stdout is not None
         while data := await self._process.stdout.read(_READ_BYTES):
             self._written = (self._written + data)[-_KEPT_BYTES:]

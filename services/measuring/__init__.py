@@ -1,1 +1,1 @@
-"""Loads on a server and what its clients measure: for `mlx-lm-server bench` and for `bench/`."""
+"""Load generation and client-side measurements, for `mlx-lm-server bench` and `bench/`."""

@@ -1,4 +1,4 @@
-"""One streamed answer as a client saw it: its events with times, its usage, its error."""
+"""One streamed answer as seen by the client: timed events, usage, error."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _DETAIL_CHARACTERS = 300
 
 @dataclass
 class StreamedAnswer:
-    """Times are seconds since ``began``, at which the request was sent."""
+    """Times are seconds since ``began``, when the request was sent."""
 
     began: float = 0.0  # of time.perf_counter()
     text: str = ""
-    times: list[float] = field(default_factory=list)  # one for each event that brought text
-    logprobs: list[float] = field(default_factory=list)  # of the tokens, if a chat asked for them
+    times: list[float] = field(default_factory=list)  # one for each event with text
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, if a chat requested them
     total_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     has_usage: bool = False
-    """Without it the tokens are the events, and nothing is known of the prompt."""
+    """None: each event counts as a token, and nothing is known about the prompt."""
     finish_reason: str | None = None
     error: str | None = None
-    """A name to count errors by."""
+    """Its name for counting errors."""
     detail: str = ""
-    """What the server says of the error."""
+    """The server's message about the error."""
 
     @property
     def first_s(self) -> float:
@@ -39,7 +39,7 @@ class StreamedAnswer:
 
 
 class EventReader:
-    """Reads the body of a response into ``answer`` while it arrives."""
+    """Reads the body of a response into ``answer`` as it arrives."""
 
     def __init__(self, answer: StreamedAnswer) -> None:
         self._answer = answer
@@ -48,7 +48,7 @@ class EventReader:
         self._done = False
 
     def take(self, status: int, at: float, data: bytes) -> None:
-        """Take a piece of the body of a response with ``status`` that arrived ``at`` a time."""
+        """Add a part of the body of a response with ``status`` that arrived ``at`` a time."""
         if status != 200:
             self._refusal += data
             return
@@ -63,7 +63,7 @@ class EventReader:
                 self._take_event(json.loads(content), at - self._answer.began)
 
     def end(self, status: int) -> None:
-        """The response is complete. Name the error, if there is one."""
+        """The response is complete. Set the error, if there is one."""
         answer = self._answer
         if status != 200:
             answer.error, answer.detail = _refusal(status, self._refusal)
@@ -106,7 +106,7 @@ def _refusal(status: int, body: bytes) -> tuple[str, str]:
 
 
 def _error_of(error: Any) -> tuple[str, str]:
-    """Return the code (or type) of an error object of OpenAI's API, and its message."""
+    """Return the code (or type) and message of an error object of OpenAI's API."""
     if not isinstance(error, dict):
         return "error", str(error)[:_DETAIL_CHARACTERS]
     name = error.get("code") or error.get("type") or "error"

@@ -1,4 +1,4 @@
-"""A streaming client that costs little, so that the server has the machine."""
+"""A streaming client with little overhead, so that the server gets the CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from services.measuring.answers import EventReader, StreamedAnswer
 
 TIMEOUT_S = 600.0
 Take = Callable[[int, float, bytes], None]
-"""Gets the status of the response, the time (of time.perf_counter) and a piece of its body."""
+"""Receives the status of the response, the time (of time.perf_counter) and a part of its body."""
 
 
 class ApiClient:
-    """Asks one OpenAI-compatible server. Connections are kept, and used again."""
+    """Client of one OpenAI-compatible server. Connections are kept and reused."""
 
     def __init__(self, url: str, key: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """``url`` may end with /v1. Raises ValueError if it is no address of HTTP."""
+        """``url`` may end with /v1. Raises ValueError if it is not an HTTP URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address that begins with http:// or https://")
+            raise ValueError(f"{url!r} does not begin with http:// or https://")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._address = parts.hostname, parts.port or (443 if self._tls else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -45,7 +45,8 @@ class ApiClient:
 
     async def models(self) -> list[str]:
         """Return the names of the server's models. Raises OSError, or ValueError if the server
-        refuses or answers something else."""
+        refuses or responds with something else.
+        """
         body = bytearray()
         async with asyncio.timeout(self._timeout_s):
             status = await self._exchange(
@@ -55,7 +56,7 @@ class ApiClient:
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
             text = bytes(body[:300]).decode(errors="replace")
-            raise ValueError(f"{status} at {self._base}/models: {text}") from None
+            raise ValueError(f"status {status} at {self._base}/models: {text}") from None
 
     async def stream(
         self,
@@ -64,11 +65,12 @@ class ApiClient:
         into: StreamedAnswer | None = None,
         on_first: Callable[[], None] = lambda: None,
     ) -> StreamedAnswer:
-        """Stream an answer of the endpoint ``path``, such as /completions. A failure is in its
-        ``error``.
+        """Stream an answer of the endpoint ``path``, such as /completions. Failures are recorded in
+        its ``error``.
 
-        Who cancels this finds in ``into`` what had arrived. ``on_first`` is called with the first
-        text, or at the end."""
+        If this is cancelled, ``into`` contains what has arrived. ``on_first`` is called with the
+        first text, or at the end.
+        """
         answer = into or StreamedAnswer()
         data = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body})
         request = self._request("POST", path, data.encode())
@@ -100,14 +102,14 @@ class ApiClient:
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def _exchange(self, request: bytes, take: Take) -> int:
-        """Return the status of the response, whose body ``take`` gets."""
+        """Return the status of the response, and pass its body to ``take``."""
         while True:
             is_kept = bool(self._idle)
             connection = self._idle.pop() if is_kept else await self._open()
             try:
                 status = await connection.exchange(request, take)
             except ConnectionError:
-                if is_kept and not connection.heard:  # the server had closed it meanwhile
+                if is_kept and not connection.heard:  # the server had closed it in the meantime
                     continue
                 raise
             finally:
@@ -143,7 +145,8 @@ class KeptConnection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, take: Take) -> int:
         """Send ``request``, and return the status when its response is complete. Raises
-        ConnectionError, and ValueError if the response is not HTTP."""
+        ConnectionError, and ValueError if the response is not HTTP.
+        """
         self.heard, self.is_reusable, self._ends_with_connection = False, False, True
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was closed")
@@ -160,11 +163,11 @@ class KeptConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._at, self.heard = time.perf_counter(), True
         if self._done is None or self._done.done():
-            return self.close()  # nobody asked
+            return self.close()  # unsolicited data
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, ValueError) as error:
-            self._fail(ValueError(f"not understood: {error.__context__ or error}"))
+            self._fail(ValueError(f"invalid response: {error.__context__ or error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is None or self._done.done():

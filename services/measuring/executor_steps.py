@@ -1,4 +1,4 @@
-"""Steps of an executor alone, without scheduler, processes and sockets."""
+"""Executor steps alone, without scheduler, processes and sockets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from shared.wire import SamplingParams
 
-if TYPE_CHECKING:  # imports mlx, before which the BLAS has to be loaded
+if TYPE_CHECKING:  # imports mlx, and the BLAS must be loaded before that
     from engine.executor.base import Executor
 
 WARM_UP_STEPS = 2
 CHUNK_TOKENS = 256
-"""What contexts are computed in before steps are timed."""
+"""Chunk size for computing contexts before steps are timed."""
 
 
 def noise(seed: int, tokens: int) -> list[int]:
@@ -28,7 +28,8 @@ def noise(seed: int, tokens: int) -> list[int]:
 def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False) -> float:
     """Return the seconds of a chunk of ``tokens`` that begins at position ``start``.
 
-    Unless what is before it is ``filled``, it is whatever the memory holds."""
+    Unless the positions before it are ``filled``, they contain whatever is in memory.
+    """
     _allocate(executor, 1, start + tokens + 16)
     if filled:
         _fill(executor, [start])
@@ -43,7 +44,7 @@ def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False
 def decode_s(
     executor: Executor, lengths: Sequence[int], steps: int, *, filled: bool = False
 ) -> float:
-    """Return the seconds of the median step of sequences with so many tokens."""
+    """Return the median seconds of a step of sequences with that many tokens."""
     _allocate(executor, len(lengths), max(lengths) + steps + 16)
     if filled:
         _fill(executor, lengths)
@@ -69,7 +70,7 @@ def _free(executor: Executor) -> None:
 
 
 def _fill(executor: Executor, lengths: Sequence[int]) -> None:
-    """Compute so many tokens of each row."""
+    """Compute that many tokens of each row."""
     for row, length in enumerate(lengths):
         tokens = noise(row, length)
         for start in range(0, length, CHUNK_TOKENS):

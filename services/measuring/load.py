@@ -1,4 +1,4 @@
-"""How a server is loaded: closed loop, open loop, and one long prompt that joins streams."""
+"""Load patterns: closed loop, open loop, and a long prompt that joins running streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.measuring.workloads import (
 )
 
 JOINER_TOKENS = 8
-"""What a joining prompt is answered with."""
+"""Max tokens of the answer to a joining prompt."""
 
 
 class LoadRecord(NamedTuple):
@@ -35,24 +35,25 @@ class LoadRecord(NamedTuple):
 
 
 class JoinRecord(NamedTuple):
-    """What streams and joiner noticed of each other."""
+    """The effects of streams and joiner on each other."""
 
     gaps_s: list[float]
-    """The longest time without a token of each stream that was running, from the joiner's request
-    to its last token."""
+    """The longest time without a token of each running stream, from the joiner's request to its
+    last token.
+    """
     alone: StreamedAnswer
     joiner: StreamedAnswer
 
 
 @dataclass
 class Recorder:
-    """Collects what is measured; ``on_record`` is called with each request."""
+    """Collects results; ``on_record`` is called with each request."""
 
     on_record: Callable[[LoadRecord], None] = lambda _: None
     records: list[LoadRecord] = field(default_factory=list)
     joins: list[JoinRecord] = field(default_factory=list)
     cancelled: int = 0
-    """Requests that were cut because the measurement ended."""
+    """Requests cancelled because the measurement ended."""
 
     def add(self, group: str, answer: StreamedAnswer) -> None:
         self.records.append(LoadRecord(group, answer))
@@ -64,14 +65,14 @@ Hold = Callable[[Conversation], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True)
 class Loader:
-    """Puts load on one server."""
+    """Generates load on one server."""
 
     client: ApiClient
     asking: Asking
     recorder: Recorder
 
     async def hold(self, conversation: Conversation) -> None:
-        """Ask all questions of a conversation, each after the answer to the one before."""
+        """Send all questions of a conversation, each after the previous answer."""
         before: list[dict[str, str]] = []
         for question in conversation.questions:
             answer = await self._ask(question, before)
@@ -81,7 +82,7 @@ class Loader:
             before += [said(question), {"role": "assistant", "content": answer.text}]
 
     async def join(self, workload: WorkloadShape, streams: int, seed: int) -> None:
-        """Have a prompt of ``join_tokens`` join so many ``streams``, after another one alone."""
+        """Let a prompt of ``join_tokens`` join ``streams``, after sending a similar one alone."""
         long = workload._replace(
             input_tokens=TokenRange(workload.join_tokens, workload.join_tokens),
             output_tokens=TokenRange(JOINER_TOKENS, JOINER_TOKENS),
@@ -102,8 +103,9 @@ class Loader:
 
     @asynccontextmanager
     async def _streams(self, questions: list[Question]) -> AsyncIterator[list[StreamedAnswer]]:
-        """Stream answers to all ``questions``; begin when each has text, and cut them at the
-        end."""
+        """Stream answers to all ``questions``; begin when each has text, and cancel them at the
+        end.
+        """
         answers = [StreamedAnswer() for _ in questions]
         begun = [asyncio.Event() for _ in questions]
         tasks = [
@@ -135,8 +137,9 @@ class Loader:
 
 
 def longest_gap(answer: StreamedAnswer, start: float, end: float) -> float | None:
-    """Return the longest time without text that lies in the time from ``start`` to ``end``, at
-    least in part. None for an answer that ended before."""
+    """Return the longest time without text that overlaps the time from ``start`` to ``end``. None
+    for an answer that ended before.
+    """
     at = [answer.began + each for each in answer.times]
     if answer.error or answer.finish_reason:
         end = min(end, at[-1]) if at else start
@@ -148,7 +151,7 @@ def longest_gap(answer: StreamedAnswer, start: float, end: float) -> float | Non
 
 
 async def closed_loop(given: Iterator[Conversation], clients: int, hold: Hold) -> None:
-    """Hold conversations with so many ``clients``, each one after the other."""
+    """Run conversations with ``clients`` clients, each one conversation after the other."""
 
     async def client() -> None:
         for conversation in given:
@@ -162,7 +165,7 @@ async def closed_loop(given: Iterator[Conversation], clients: int, hold: Hold) -
 async def open_loop(
     given: Iterator[Conversation], rate: float, burstiness: float, rng: random.Random, hold: Hold
 ) -> None:
-    """Begin ``rate`` conversations a second, whether or not others have ended."""
+    """Start ``rate`` conversations per second, whether or not others have ended."""
     loop = asyncio.get_running_loop()
     at = loop.time()
     async with asyncio.TaskGroup() as group:
@@ -173,10 +176,11 @@ async def open_loop(
 
 
 def arrival_gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Yield the seconds between arrivals, ``rate`` of which come in a second on average.
+    """Yield the seconds between arrivals, with ``rate`` arrivals per second on average.
 
-    They have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less comes in
-    bursts, more is more even (as vLLM's ``--burstiness``)."""
+    They have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, lower values are
+    burstier, higher ones more regular (like vLLM's ``--burstiness``).
+    """
     while True:
         yield rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
@@ -184,7 +188,7 @@ def arrival_gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator
 def limited(
     given: Iterator[Conversation], count: int | None, duration_s: float | None
 ) -> Iterator[Conversation]:
-    """Yield from ``given``: so many, or as long as that takes no longer than ``duration_s``."""
+    """Yield from ``given``, limited by number or by ``duration_s``."""
     deadline = None if duration_s is None else time.perf_counter() + duration_s
     for conversation in itertools.islice(given, count):
         if deadline is not None and time.perf_counter() >= deadline:

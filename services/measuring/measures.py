@@ -1,6 +1,7 @@
-"""The figures of a measurement. docs/bench.md defines them: as vLLM's `bench serve` and aiperf do.
+"""The figures of a measurement. docs/bench.md defines them, like vLLM's `bench serve` and aiperf.
 
-Times are milliseconds."""
+Times are milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from services.measuring.load import JoinRecord, LoadRecord
 
 Measure = Literal["ttft", "tpot", "e2el"]
 Limits = Mapping[Measure, float]
-"""The most milliseconds that a good request takes."""
+"""Max milliseconds of a good request."""
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds. Percentiles between two values are interpolated, as NumPy does it."""
+    """Milliseconds. Percentiles are interpolated like NumPy's."""
 
     count: int
     mean: float
@@ -55,10 +56,10 @@ class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A long prompt that joined streams."""
+    """A long prompt that joined running streams."""
 
     longest_gap_ms: Distribution | None
-    """Of each stream that ran meanwhile."""
+    """Of each stream running at the time."""
     ttft_ms: Distribution | None
     ttft_alone_ms: Distribution | None
 
@@ -72,18 +73,20 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     errors: dict[str, int]
     details: dict[str, str]
-    """What the server said the first time of each error."""
+    """The server's message at the first occurrence of each error."""
     duration_s: float
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
     goodput: float | None
-    """Completed requests a second that are within the limits; None without limits."""
+    """Completed requests per second within the limits; None without limits."""
     input_tokens: int
     cached_tokens: int
     output_tokens: int
     has_usage: bool
-    """False if a server sent none: tokens are events then, and those of prompts are not known."""
+    """False if the server sent no usage: events then count as tokens, and prompt tokens are
+    unknown.
+    """
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -97,7 +100,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values in ascending order, between two of them by interpolation."""
+    """Return a percentile of values in ascending order, with interpolation."""
     at = (len(ordered) - 1) * percent / 100
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
     return low + (high - low) * (at - math.floor(at))
@@ -109,15 +112,16 @@ def e2el_s(answer: StreamedAnswer) -> float:
 
 
 def tpot_s(answer: StreamedAnswer) -> float | None:
-    """Return the mean seconds of a token after the first; None if there is no second one."""
+    """Return the mean seconds per token after the first; None if there is no second token."""
     if answer.completion_tokens < 2:
         return None
     return (e2el_s(answer) - answer.first_s) / (answer.completion_tokens - 1)
 
 
 def is_good(answer: StreamedAnswer, limits: Limits) -> bool:
-    """Return whether a completed request is within ``limits``. One without a second token has no
-    TPOT that could be too long."""
+    """Return whether a completed request is within ``limits``. Without a second token there is no
+    TPOT to exceed a limit.
+    """
     tpot = tpot_s(answer)
     found = {"ttft": answer.first_s, "tpot": tpot or 0.0, "e2el": e2el_s(answer)}
     return all(1000 * found[name] <= most for name, most in limits.items())
@@ -133,7 +137,7 @@ def level_of(
     duration_s: float,
     limits: Limits,
 ) -> Level:
-    """Return the figures of what was recorded in ``duration_s``."""
+    """Return the figures of the records of ``duration_s``."""
     failed = [each.answer for each in records if each.answer.error]
     good = [each for each in records if not each.answer.error]
     answers = [each.answer for each in good]

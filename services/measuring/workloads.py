@@ -1,4 +1,4 @@
-"""What is asked: conversations of random words, by seed, so that no cache has seen them."""
+"""Workloads: conversations of random words, by seed, so that no cache has seen them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ back parent face others level office door health person art war history party re
 morning reason research girl guy moment air teacher force education""".split()
 """Each is one token of most vocabularies."""
 TASK = "Tell a long story with all of these words, in this order."
-"""Ends the prompts of a chat, so that answers are as long as they may be."""
+"""Ends the prompts of a chat, so that answers are as long as allowed."""
 
 
 class TokenRange(NamedTuple):
-    """A number of tokens: a fixed one, or drawn anew for each request, evenly on a log scale."""
+    """A number of tokens: fixed, or random for each request, log-uniform."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> TokenRange:
-        """Return the range that ``N`` or ``N:M`` means. Raises ValueError."""
+        """Return the range for ``N`` or ``N:M``. Raises ValueError."""
         least, _, most = text.partition(":")
         found = cls(int(least), int(most or least))
         if not 0 < found.least <= found.most:
-            raise ValueError(f"{text!r} is no range of tokens")
+            raise ValueError(f"{text!r} is not a range of tokens")
         return found
 
     def draw(self, rng: random.Random) -> int:
@@ -46,7 +46,7 @@ class TokenRange(NamedTuple):
 
 
 class WorkloadShape(NamedTuple):
-    """The lengths of a workload, in words, which are about as many tokens."""
+    """The lengths of a workload, in words, each about one token."""
 
     name: WorkloadName
     input_tokens: TokenRange
@@ -67,12 +67,12 @@ DEFAULTS: dict[WorkloadName, WorkloadShape] = {
 
 
 class Question(NamedTuple):
-    """One request of a conversation: what the user says, and how long the answer may be."""
+    """One request of a conversation: the user's message, and the max length of the answer."""
 
     text: str
     output_tokens: int
     group: str
-    """Requests whose first tokens should be looked at together."""
+    """The kind under which first-token times are grouped."""
 
 
 class Conversation(NamedTuple):
@@ -85,7 +85,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def conversations(workload: WorkloadShape, seed: int) -> Iterator[Conversation]:
-    """Yield conversations without end, always the same ones for a ``seed``."""
+    """Yield conversations without end, always the same for a ``seed``."""
     rng = random.Random(seed)
     prefixes = [words(rng, workload.prefix_tokens) for _ in range(workload.prefixes)]
     number = 0
@@ -110,7 +110,7 @@ class Asking(NamedTuple):
     endpoint: Endpoint
     model: str
     fields: dict[str, Any]
-    """More fields of every request."""
+    """Extra fields of every request."""
 
     @property
     def path(self) -> str:

@@ -1,1 +1,1 @@
-"""The processes that a supervisor starts: router, engine, spare, kvstore, rank, download."""
+"""The processes started by a supervisor: router, engine, spare, kvstore, rank, download."""

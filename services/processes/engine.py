@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     supervisor = SupervisorLink.from_environment()
     if not options.engine_socket:
-        logger.error("--engine-socket is needed: the address of this engine's router")
+        logger.error("--engine-socket is required: the address of this engine's router")
         return EXIT_USAGE
     try:
         tracing = open_tracing(options.otlp_endpoint, name)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             supervisor.beat("failed", reason=str(error))
         return EXIT_CONFIG
     except Exception as error:
-        logger.error("it cannot go on: %s", error, exc_info=not isinstance(error, RankFailed))
+        logger.error("cannot continue: %s", error, exc_info=not isinstance(error, RankFailed))
         return EXIT_FAILED
     io_thread.send([wire.Bye(**names)])
     io_thread.stop()
@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_group(supervisor: SupervisorLink | None, reason: str, code: int) -> None:
-    """End this rank, the others of which have ended, on a thread that nothing holds up."""
-    logger.error("%s: all ranks end", reason)
+    """End this rank after another rank has ended, on a thread that nothing blocks."""
+    logger.error("%s: all ranks exit", reason)
     if supervisor is not None:
         supervisor.beat("failed", reason=reason)
     os._exit(code)
@@ -135,7 +135,7 @@ def serve(
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     times = StartTimes()
-    load_fast_blas(options.ranks)  # before anything imports mlx, which what follows does
+    load_fast_blas(options.ranks)  # before MLX is imported by the code below
     path, names = model_path(options.model), {"engine": engine, "incarnation": incarnation}
     if (task := task_of(options, path)) != "generate":
         serve_texts(options, path, task, io_thread, inbox, status, times, **names)
@@ -155,7 +155,7 @@ def serve_sequences(
     engine: str,
     incarnation: str,
 ) -> None:
-    """The same for a model that generates text."""
+    """Like `_serve`, for a model that generates text."""
     with lean_imports():
         others = None
         if options.ranks > 1:
@@ -173,7 +173,7 @@ def serve_sequences(
     times.ended("weights and tokenizer")
     status.enter_phase("warming")
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
-    times.ended("layers and proof")
+    times.ended("layout and checks")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
     queues = open_queues(loaded, replica, inbox)
     times.ended("grammars")
@@ -183,7 +183,7 @@ def serve_sequences(
     io_thread.introduce(hello, loaded.tokenizer_files)
     status.device_bytes = device_memory_bytes()
     status.enter_phase("ready")
-    gc.freeze()  # what is there stays; later collections need not look at it
+    gc.freeze()  # existing objects stay; later collections need not scan them
     logger.info("ready: %s, after %s", hello.model, times)
     EngineCore(
         scheduler=replica.scheduler,
@@ -209,7 +209,7 @@ def _start_ranks(
     context: zmq.Context[zmq.Socket[bytes]],
     on_failed: Callable[[str, int], None],
 ) -> tuple[Settings, ranks.LocalRanks | None]:
-    """Start the other ranks. Return the settings with the number of all, and them."""
+    """Start the other ranks. Return the settings with the number of ranks, and the ranks."""
     from engine.model import load as models
 
     path = models.resolve(options.model)
@@ -221,15 +221,14 @@ def _start_ranks(
 
 
 def model_path(name: str) -> Path:
-    """Return the folder of a model, which may be downloaded first. Raises: `ModelUnavailable`."""
+    """Return the folder of a model, after downloading it if needed. Raises: `ModelUnavailable`."""
     from engine.model import load as models
 
     return models.resolve(name)
 
 
 def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:
-    """Load the model of ``options``, or the part of this rank of ``group``. Raises:
-    `ModelUnavailable`."""
+    """Load the model of ``options``, or this rank's part of it. Raises: `ModelUnavailable`."""
     from engine.model import load as models
 
     return models.load(
@@ -290,7 +289,7 @@ def _hello(
 
 
 def leave(code: int) -> None:
-    """End this process. MLX's threads may crash while the interpreter shuts down."""
+    """Exit at once. MLX's threads may crash while the interpreter shuts down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

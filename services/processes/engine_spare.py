@@ -1,7 +1,8 @@
-"""`python -m services.processes.engine_spare`: has imported what engines import, and becomes one.
+"""`python -m services.processes.engine_spare`: imports everything that engines need, then becomes
+one.
 
-It waits at the link to its supervisor for the arguments of an engine. The successor of one that
-died so begins with its weights.
+It waits on the link to its supervisor for the arguments of an engine. The successor of a crashed
+engine then starts by loading its weights.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ MODULES = (
 
 
 def main() -> int:
-    """Wait for the arguments, and be that engine; return the exit code."""
+    """Wait for the arguments, then run as that engine; return the exit code."""
     load_fast_blas()
     with lean_imports():
         for module in MODULES:
-            with contextlib.suppress(ImportError):  # the engine will say what is missing
+            with contextlib.suppress(ImportError):  # the engine will report what is missing
                 importlib.import_module(module)
     order = _wait(int(os.environ[LINK_VARIABLE]))
     if order is None:
@@ -45,11 +46,11 @@ def _wait(descriptor: int) -> Mapping[str, Any] | None:
     link = socket.socket(fileno=descriptor)
     data = b""
     while not data.endswith(b"\n"):
-        received = link.recv(1)  # what comes after this line is for the engine
+        received = link.recv(1)  # anything after this line is for the engine
         if not received:
             return None
         data += received
-    link.detach()  # the engine takes it from the environment
+    link.detach()  # the engine reads it from the environment
     order: Mapping[str, Any] = json.loads(data)
     return order
 

@@ -28,9 +28,9 @@ from shared.supervisor_link import SupervisorLink
 PROG = "services.processes.kvstore"
 BEAT_EVERY_S = 1.0
 FLUSH_S = 10.0
-"""How long the queued blocks may take to be written at the end."""
+"""Max time to write the queued blocks at exit."""
 ORPHAN_FLUSH_S = 2.0
-"""The same once the supervisor is gone: less, as the other processes end too."""
+"""The same if the supervisor is gone: shorter, because the other processes exit too."""
 
 _MOST_SERVERS = 8
 _DAY_S = 86400.0
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if not settings.kvstore_socket:
-        return fail(PROG, "--kvstore-socket: a kvstore started alone needs it", EXIT_USAGE)
+        return fail(
+            PROG, "--kvstore-socket is required for a kvstore that is started alone", EXIT_USAGE
+        )
     for endpoint in settings.kvstore_socket:
         if _is_in_use(endpoint):
             return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DirectoryInUse as error:
         return fail(PROG, f"--ssd-cache-dir: {error}")
     except OSError as error:
-        reason = f"{settings.ssd_cache_dir}: {error.strerror}; give another one, or --no-ssd"
+        reason = f"{settings.ssd_cache_dir}: {error.strerror}; use another directory, or --no-ssd"
         return fail(PROG, f"--ssd-cache-dir: {reason}")
     store = DiskStore(
         directory,
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     threading.Thread(target=_load_index, args=(store,), name="indexer", daemon=True).start()
     if link:
         link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
-    logger.info("keeps blocks in %s", directory.root)
+    logger.info("storing blocks in %s", directory.root)
     _serve(server, link, stop)
     writer.close(stop.flush_s)
     server.send_replies()
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_directory(settings: Settings) -> BlockDirectory:
-    """Open the directory of blocks. A second server of a machine gets one beside the default.
+    """Open the directory of blocks. A second server on a machine uses one next to the default.
 
     Raises: `DirectoryInUse` and OSError.
     """
@@ -112,19 +114,19 @@ def _open_directory(settings: Settings) -> BlockDirectory:
             reason = error
             continue
         if path != first:
-            logger.warning("another server uses %s: this one keeps its blocks in %s", first, path)
+            logger.warning("another server uses %s: storing blocks in %s", first, path)
         return directory
-    raise DirectoryInUse(f"{reason}; give this server another, or --no-ssd")
+    raise DirectoryInUse(f"{reason}; use another directory for this server, or --no-ssd")
 
 
 class _StopRequest:
-    """A stop that may be requested more than once; the shortest time to flush counts."""
+    """A stop that may be requested several times; the shortest time to flush applies."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self.flush_s = FLUSH_S
         self.wake: Callable[[], None] = lambda: None
-        """Ends the wait for messages. Called on any thread, and in handlers of signals."""
+        """Ends the wait for messages. Called on any thread and in signal handlers."""
 
     def request(self, flush_s: float) -> None:
         self.flush_s = min(self.flush_s, flush_s)
@@ -142,8 +144,9 @@ def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> N
 
 
 def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:
-    """Raises `CurveError`. Keys for some models only are kept out: blocks are of any model, and
-    the store cannot tell which."""
+    """Raises `CurveError`. Keys restricted to some models are refused: blocks may belong to any
+    model, and the store cannot tell which.
+    """
     over_tcp = any(endpoint.startswith("tcp:") for endpoint in settings.kvstore_socket)
     if settings.curve_dir is None or not over_tcp:
         return None

@@ -1,4 +1,4 @@
-"""The listening HTTP socket: made by the supervisor, or by a router that is started alone."""
+"""The listening HTTP socket: created by the supervisor, or by a router that is started alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKLOG = 2048
 
 
 class ListenError(Exception):
-    """The HTTP address cannot be used; the message is one line for the user."""
+    """The HTTP address is not usable; the message is one line for the user."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -31,7 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            reason = f"{port} is in use by another program; --port 0 takes any free one"
+            reason = f"{port} is in use by another program; --port 0 picks a free port"
             raise ListenError(f"--port: {reason}") from None
         flag = "--port" if error.errno == errno.EACCES else "--host"
         raise ListenError(f"{flag}: cannot listen on {host}:{port} ({error.strerror})") from None
@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def inherited() -> socket.socket | None:
-    """Return the socket the supervisor passed on; None in a process that is started alone.
+    """Return the socket passed on by the supervisor; None in a process that is started alone.
 
     The variable is removed from the environment, so that child processes do not use it.
     """

@@ -1,4 +1,4 @@
-"""What a model's directory has to hold, and what of it is missing or broken."""
+"""The files that a model's directory needs, and which are missing or corrupt."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "ti
 
 
 def problems(path: Path) -> list[str]:
-    """Return what is wrong with the model in ``path``, in words; no weight is read."""
+    """Return the problems of the model in ``path``, in words, without reading weights."""
     if not path.is_dir():
-        return [f"{path} is no folder"]
+        return [f"{path} is not a folder"]
     return [*_config(path), *_weights(path), *_tokenizer(path)]
 
 
@@ -34,7 +34,7 @@ def tensor_bytes(path: Path) -> int:
 
 
 def _header(path: Path) -> tuple[int, int]:
-    """Return the length of the header with all before the tensors, and the bytes of these."""
+    """Return the size of the header including the length before it, and of the tensors."""
     start, header = read_header(path)
     try:
         ends = (int(tensor["data_offsets"][1]) for tensor in header.values())
@@ -48,7 +48,7 @@ def _config(path: Path) -> Iterator[str]:
     if isinstance(found, str):
         yield found
     elif not isinstance(found.get("model_type"), str):
-        yield "config.json names no model_type"
+        yield "config.json has no model_type"
 
 
 def _weights(path: Path) -> Iterator[str]:
@@ -62,16 +62,16 @@ def _weights(path: Path) -> Iterator[str]:
             missing = sorted(name for name in named if not (path / name).is_file())
             if missing:
                 some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-                yield f"{len(missing)} of {len(named)} files of weights are missing: {some}"
+                yield f"{len(missing)} of {len(named)} weight files are missing: {some}"
     elif not files:
-        yield "there is no model*.safetensors"
+        yield "there are no model*.safetensors files"
     for name, file in files.items():
         try:
             before, size = _header(file)
             if file.stat().st_size < before + size:
-                yield f"{name} is cut off: {file.stat().st_size} of {before + size} bytes"
+                yield f"{name} is truncated: {file.stat().st_size} of {before + size} bytes"
         except (OSError, ValueError, RecursionError):
-            yield f"{name} is no safetensors file"
+            yield f"{name} is not a safetensors file"
 
 
 def _tokenizer(path: Path) -> Iterator[str]:
@@ -84,12 +84,12 @@ def _tokenizer(path: Path) -> Iterator[str]:
 
 
 def _json(path: Path) -> dict[str, Any] | str:
-    """Return the object in ``path``, or why there is none."""
+    """Return the object in ``path``, or the reason why there is none."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_MAX_JSON_BYTES))
     except FileNotFoundError:
-        return f"there is no {path.name}"
+        return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""`python -m services.processes.model_job pull|delete NAME`: one model downloaded, or deleted
-from the hub's cache, for a server that runs.
+"""`python -m services.processes.model_job pull|delete NAME`: download a model, or delete one from
+the Hugging Face cache, for a running server.
 
-It tells the supervisor how far it is, and ends with it.
+It reports its progress to the supervisor, and exits with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TELL_EVERY_S = 0.2
 
 
 class ModelJobError(Exception):
-    """The job cannot be done. The message says why."""
+    """The job is not possible. The message is the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _pull(name: str, link: SupervisorLink | None) -> None:
     is_local = Path(name).exists() or not HUB_ID.fullmatch(name)
     path = resolve(name) if is_local else download(name, report)
     if wrong := problems(path):
-        raise ModelJobError(f"{name} is no model for mlx-lm: {'; '.join(wrong)}")
+        raise ModelJobError(f"mlx-lm cannot load {name}: {'; '.join(wrong)}")
 
 
 def _delete(name: str) -> None:
@@ -82,4 +82,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of a download that failed may still wait
+    os._exit(code)  # threads of a failed download may still be waiting

@@ -1,4 +1,4 @@
-"""`python -m services.processes.rank`: a rank of an engine other than 0. Started by rank 0."""
+"""`python -m services.processes.rank`: a rank of an engine other than rank 0, which starts it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     sockets = GroupSockets.from_environment()
     if link is None or sockets is None or not 0 < rank < options.ranks:
-        logger.error("this is started by rank 0 of an engine with --num-local-ranks")
+        logger.error("this program is started by rank 0 of an engine with --num-local-ranks")
         return EXIT_USAGE
     progress = StepProgress()
     watch = LeaderWatch(link, os.getppid() if sockets.server_key is None else None, progress)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankFailed as error:
         logger.error("%s", error)
     except Exception:
-        logger.exception("rank %d cannot go on", rank)
+        logger.exception("rank %d cannot continue", rank)
     return EXIT_FAILED
 
 
@@ -72,7 +72,7 @@ def serve(
     """Load this rank's part of the model and run plans. Raises: `ModelUnavailable`, `RankFailed`,
     and what steps raise."""
     prepare_environment()
-    load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
+    load_fast_blas(options.ranks)  # before MLX is imported by the code below
     with lean_imports():
         from engine.io.store.rank_store import connect_channel
         from engine.parallel.follower import follow

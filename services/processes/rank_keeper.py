@@ -1,8 +1,9 @@
-"""`python -m services.processes.rank_keeper`: keeps a rank here for a rank 0 on another machine.
+"""`python -m services.processes.rank_keeper`: keeps a rank on this machine for a rank 0 on another
+one.
 
-It reads a `RankJob` from its standard input, compares models and versions, starts the rank, and
-hands beats from one to the other. The rank never outlives it, nor the connection: whatever ends
-rank 0, its machine or the network, and also if the rank is stopped.
+It reads a `RankJob` from standard input, compares models and versions, starts the rank, and
+forwards heartbeats in both directions. The rank never outlives the keeper or its connection: it
+ends if rank 0, its machine or the network fails, and even if the rank is stopped.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
 from shared.supervisor_link import LINK_VARIABLE, LineReader
 
 LONGER_S = 2.0
-"""The rank itself ends after `SILENCE_S`; what is stopped does not."""
+"""A rank exits by itself after `SILENCE_S`; a stopped process does not."""
 BYTES = 65536
 ENDING_S = 10.0
-"""How long a kvstore may take to write what it has."""
+"""Max time for a kvstore to write its queued blocks."""
 STORE_PAUSE_S = 1.0
-"""Before a kvstore that ended is started again: one of the last group may still have the files."""
+"""Pause before a kvstore is restarted: one of the last group may still have the files open."""
 
 
 def main() -> int:
@@ -46,10 +47,11 @@ def main() -> int:
 
 
 def read_job(source: int) -> RankJob | None:
-    """Return what rank 0 sends over the descriptor ``source``, None if it is gone. Raises: OSError,
-    msgspec.MsgspecError."""
+    """Return the job that rank 0 sends over the descriptor ``source``, None if it is gone. Raises:
+    OSError, msgspec.MsgspecError.
+    """
     line = bytearray()
-    while not line.endswith(b"\n"):  # byte by byte: what follows it is for the rank
+    while not line.endswith(b"\n"):  # byte by byte: anything after it is for the rank
         data = os.read(source, 1)
         if not data:
             return None
@@ -58,8 +60,10 @@ def read_job(source: int) -> RankJob | None:
 
 
 def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = lambda: True) -> int:
-    """Run the rank of ``job`` while rank 0 is there, which speaks over ``source`` and is answered
-    over ``sink``, and while it ``is_wanted``. Return its exit code. Raises: OSError."""
+    """Run the rank of ``job`` while rank 0 is connected and the rank ``is_wanted``. Messages of
+    rank 0 come from ``source``, replies go to ``sink``. Return the rank's exit code. Raises:
+    OSError.
+    """
     if (reason := difference(job)) is not None:
         _say(sink, {"phase": "loading", "reason": reason, "exit": EXIT_CONFIG})
         return EXIT_CONFIG
@@ -84,18 +88,18 @@ def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = l
 
 
 def difference(job: RankJob) -> str | None:
-    """Return why this machine cannot compute a part of the model of rank 0."""
+    """Return the reason why this machine cannot compute a part of rank 0's model."""
     rank = int(job.environment[RANK_VARIABLE])
     name = f"rank {rank} on {socket.gethostname()}"
     for program, version in versions().items():
         if version != job.versions.get(program):
-            return f"{name} has {program} {version}, and rank 0 {job.versions.get(program)}"
+            return f"{name} has {program} {version}, rank 0 has {job.versions.get(program)}"
     try:
         found = model_digest(job.model)
     except ModelUnavailable as error:
         return f"{name}: {error}"
     if found != job.fingerprint:
-        return f"{name} has other weights or another config of {job.model} than rank 0"
+        return f"{name} has other weights or another config for {job.model} than rank 0"
     if (matrix := job.files.get(IBV_VARIABLE)) is not None:
         lacking = lacks_rdma(msgspec.json.decode(matrix)[rank])
         return None if lacking is None else f"{name}: {lacking}"
@@ -103,7 +107,7 @@ def difference(job: RankJob) -> str | None:
 
 
 class KeptStore:
-    """A kvstore for one rank. It writes what it has and ends when this process does."""
+    """A kvstore for one rank. It writes its queued blocks and exits when this process does."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
@@ -112,7 +116,7 @@ class KeptStore:
         self._start_at = 0.0
 
     def turn(self, now: float) -> None:
-        """Start it if it does not run."""
+        """Start it if it is not running."""
         if now < self._start_at or (self._process and self._process.poll() is None):
             return
         self._start_at = now + STORE_PAUSE_S
@@ -133,7 +137,7 @@ class KeptStore:
 
 
 class RankKeeper:
-    """Runs a rank, and hands on what it and rank 0 say."""
+    """Runs a rank, and forwards messages between it and rank 0."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class RankKeeper:
         self._phase = "loading"
 
     def run(self) -> int:
-        """Hand on what both say until one is gone. Then the rank is killed."""
+        """Forward messages until one side is gone, then kill the rank."""
         try:
             self._relay()
         finally:
@@ -162,7 +166,9 @@ class RankKeeper:
         return code if code >= 0 else 128 - code
 
     def _hung_up(self) -> bool:
-        """Wait a moment for a rank that has closed its link: its exit code says more."""
+        """Wait a moment for a rank that has closed its link, because its exit code is more
+        informative.
+        """
         try:
             self._rank.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -196,7 +202,7 @@ class RankKeeper:
 def _start(
     module: str, arguments: list[str], environment: Mapping[str, str]
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Return the link of a child process, and it."""
+    """Return the link of a child process, and the process."""
     link, child_end = socket.socketpair()
     with child_end:
         process = subprocess.Popen(
@@ -226,7 +232,7 @@ def _end(code: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         code = main()
-    except OSError as error:  # nobody reads any more
-        sys.stderr.write(f"the connection to rank 0 is lost: {error}\n")
+    except OSError as error:  # the reader is gone
+        sys.stderr.write(f"lost the connection to rank 0: {error}\n")
         code = EXIT_FAILED
     _end(code)

@@ -44,7 +44,7 @@ BEAT_EVERY_S = 0.5
 _DATE_EVERY_S = 1.0
 TOLD_WITHIN_S = 10.0
 FLUSH_S = 5
-"""How long the last events may take to reach the clients after a drain."""
+"""Max time for the last events to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0001
 
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if not settings.engine_socket:
-        return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
+        return fail(
+            PROG, "--engine-socket is required for a router that is started alone", EXIT_USAGE
+        )
     try:
         keys = ApiKeys(settings)
         tracing = open_tracing(settings.otlp_endpoint, "router")
@@ -85,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.close()
         router.engine_sockets.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
-    # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for so long
-    # each time that the event loop wants it, and it lets go of it with each call of the system:
-    # with the default of 5 ms a first token with twenty of its turns waits 100.
+    # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for this long
+    # when the event loop wants it, and the loop releases it in each system call: with the default
+    # of 5 ms, a first token that needs twenty turns of the loop waits 100 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
+    # Use uvloop if it is installed: asyncio's own loop takes twice as long per token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, router, keys, listener, link))
     if tracing is not None:
@@ -100,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Server(uvicorn.Server):
     """A server that leaves signals to `_serve`: during a drain it still answers, with 503.
 
-    uvicorn looks ten times a second whether it is to end. This one is told."""
+    uvicorn checks ten times per second whether it should exit; this server is notified.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         self._exit = asyncio.Event()
@@ -118,7 +121,7 @@ class _Server(uvicorn.Server):
             self._exit.clear()
 
     async def main_loop(self) -> None:
-        while not await self.on_tick(0):  # which also makes the header with the time
+        while not await self.on_tick(0):  # which also creates the date header
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), _DATE_EVERY_S)
 
@@ -170,8 +173,8 @@ async def _serve(
     addresses = router.settings.engine_socket
     if router.settings.curve_dir is None and any(one.startswith("tcp:") for one in addresses):
         logger.warning(
-            "every process of this machine can join --engine-socket as an engine, and then reads"
-            " prompts: only ipc://, and tcp:// with --curve-dir, are private"
+            "every process on this machine can join --engine-socket as an engine and read "
+            "prompts: use ipc://, or tcp:// with --curve-dir"
         )
     background = [asyncio.create_task(_beat(router, link)), asyncio.create_task(keys.follow())]
     await router.start()
@@ -179,8 +182,8 @@ async def _serve(
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
         if not keys and not is_loopback(listener.getsockname()[0]):
             logger.warning(
-                "no API key is set: everybody who can reach this machine can use the models"
-                " (--api-key-file sets keys, --host 127.0.0.1 keeps others out)"
+                "no API key is set: everyone who can reach this machine can use the models (set "
+                "keys with --api-key-file, or restrict access with --host 127.0.0.1)"
             )
         if link is not None:
             await _until_told(router)
@@ -198,26 +201,27 @@ def _follow(
     router: Router,
     stop_now: Callable[[], None],
 ) -> None:
-    """Take what the supervisor says, and stop once it is gone."""
+    """Handle the supervisor's messages, and stop once it is gone."""
 
     def take(message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the process is exiting
             loop.call_soon_threadsafe(router.on_supervisor_message, message)
 
     link.watch(lambda: _on_supervisor_gone(loop, stop_now), take)
 
 
 async def _until_told(router: Router) -> None:
-    """Wait for what the supervisor says of the models. Before that a request would be told that
-    there are none; connections wait in the socket."""
+    """Wait for the supervisor's list of models. Until then, requests would get the answer that
+    there are none; connections wait in the socket.
+    """
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(router.supervised.told.wait(), TOLD_WITHIN_S)
 
 
 def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
-    """Stop at once. The timer ends a process that hangs, as no supervisor is left to kill it.
+    """Stop at once. A timer ends a process that hangs, because there is no supervisor to kill it.
 
-    Called on the thread of the link.
+    Called on the link's thread.
     """
     threading.Timer(FLUSH_S, os._exit, (1,)).start()
     loop.call_soon_threadsafe(stop_now)
@@ -238,5 +242,5 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip the shutdown of the interpreter, which waits for threads that still tokenize.
+    # Skip the shutdown of the interpreter, which waits for threads that are still tokenizing.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""How a router ends: with its server, or so that another router takes over its connections."""
+"""How a router exits: with its server, or with another router taking over its connections."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from router.http.connections import Connection
 from shared.supervisor_link import SERVER_ENDS
 
 LINGER_S = 0.5
-"""So long a connection may be idle before it is closed: its client may be about to use it."""
+"""How long a connection may be idle before it is closed: its client may be about to use it."""
 FIRST_REQUEST_S = 5.0
-"""The same for a connection that is new: its client has something to ask."""
+"""The same for a new connection: its client has a request to send."""
 logger = logging.getLogger("router")
 
 
 class RouterEnd:
-    """Ends ``server`` once, on the event loop; a second time means at once."""
+    """Stops ``server`` once, on the event loop; a second call stops it immediately."""
 
     def __init__(self, server: uvicorn.Server, router: Router, *, is_supervised: bool) -> None:
         self._server = server
@@ -44,7 +44,7 @@ class RouterEnd:
         self._server.should_exit = self._server.force_exit = True
 
     def drain(self) -> None:
-        """Finish what runs, refuse what comes, and end: there will be no other router."""
+        """Finish running requests, refuse new ones, and exit: there will be no other router."""
         if self._is_handing_over:
             self._is_handing_over = False
             self._router.draining = True
@@ -55,12 +55,13 @@ class RouterEnd:
             self._task = asyncio.create_task(self._drain())
 
     def hand_over(self) -> None:
-        """Finish what runs, and end. New connections wait in the supervisor's socket for the next
-        router."""
+        """Finish running requests, and exit. New connections wait in the supervisor's socket for
+        the next router.
+        """
         if self._task is not None:
             self.at_once()
         else:
-            logger.info("ending; new connections wait for the next router")
+            logger.info("exiting; new connections wait for the next router")
             self._is_handing_over = True
             self._router.ending.set()
             self._task = asyncio.create_task(self._hand_over())
@@ -77,7 +78,7 @@ class RouterEnd:
         for listening in server.servers:
             listening.close()
         state.default_headers.append((b"connection", b"close"))
-        await asyncio.sleep(0.1)  # those that were accepted last are known then
+        await asyncio.sleep(0.1)  # the connections accepted last are known by then
         loop = asyncio.get_running_loop()
         now = loop.time()
         late_at, quiet_since = now + self._router.settings.drain_timeout_s, now
@@ -90,5 +91,5 @@ class RouterEnd:
             if state.tasks:
                 quiet_since = now
         if state.tasks:
-            self._router.abort_all("The router is restarted and did not wait longer.")
+            self._router.abort_all("The router was restarted before the answer was complete.")
         server.should_exit = True

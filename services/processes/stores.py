@@ -35,7 +35,7 @@ def connect_store(
     inbox: Inbox,
     leader: Leader | None,
 ) -> EngineStore | None:
-    """Return the client of the kvstore; None without a kvstore, or a use for it."""
+    """Return the client of the kvstore; None if there is no kvstore, or no use for it."""
     if not options.kvstore_socket or not replica.uses_store:
         return None
     from engine.io.store.group_store import GroupStore
@@ -79,7 +79,7 @@ def connect_rank_store(
             options,
             context,
             _kinds(namespace, spec, rank),
-            on_fetched=lambda *fetched: None,  # rank 0 asks for the parts of a fetch
+            on_fetched=lambda *fetched: None,  # rank 0 requests the parts of a fetch
             on_stores_answered=store.not_stored,
             wake=store.wake,
         )
@@ -96,7 +96,7 @@ def _client(
     on_stores_answered: Callable[[list[tuple[bytes, bool]]], None],
     wake: Callable[[], None],
 ) -> StoreClient:
-    """Connect to the kvstore. ``kinds`` are those of blocks and of states."""
+    """Connect to the kvstore. ``kinds`` are the kinds of blocks and states."""
     from engine.io.store.client import StoreClient
 
     address, (blocks, states) = options.kvstore_socket[0], kinds
@@ -114,7 +114,7 @@ def _client(
 
 
 def _kinds(namespace: bytes, spec: ExecutorSpec, rank: int) -> tuple[FileKind, FileKind]:
-    """Return the kinds of files of a rank's blocks and of its states."""
+    """Return the kinds of files of a rank's blocks and states."""
     states = state_namespace(namespace, spec.state_layout)
     return (
         FileKind(rank_namespace(namespace.hex(), rank), spec.block_buffers),

@@ -1,7 +1,8 @@
-"""The terminal that a process was started from.
+"""The terminal from which a process was started.
 
-SIGHUP has two meanings: the terminal is closed, and (by habit of servers) "read the configuration
-again". The terminal itself tells which: once it is closed, it cannot be opened any more.
+SIGHUP has two meanings: the terminal was closed, and (by convention of servers) "reload the
+configuration". The terminal itself tells them apart: once it is closed, it cannot be opened any
+more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 
 
 class Terminal:
-    """The controlling terminal of this process, if it has one."""
+    """The controlling terminal of this process, if any."""
 
     def __init__(self) -> None:
         self._was_there = _can_be_opened()

@@ -1,4 +1,4 @@
-"""The serving of a model that embeds or ranks, in an engine's process."""
+"""Serving of an embedding or reranking model, in an engine's process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # this imports mlx
 logger = logging.getLogger("engine")
 
 MAX_JOBS = 32
-"""Messages with texts that an engine takes at once: each has some dozens."""
+"""Max messages with texts that an engine holds; each has some dozens of texts."""
 
 
 def task_of(options: Settings, path: Path) -> wire.Task:
-    """Return what the model in ``path`` is for. Raises: `ModelUnavailable`."""
+    """Return the task of the model in ``path``. Raises: `ModelUnavailable`."""
     from engine.embedding.checkpoint import task_of
 
     return task_of(path) if options.task == "auto" else options.task
@@ -54,7 +54,7 @@ def serve_texts(
         ("--ranks", options.ranks > 1),
     ):
         if given:
-            raise ModelUnavailable(f"{flag} does not go with a model that embeds or ranks")
+            raise ModelUnavailable(f"{flag} cannot be used with an embedding or reranking model")
     with lean_imports():
         import mlx.core as mx
 
@@ -65,7 +65,7 @@ def serve_texts(
         times.ended("imports")
         device.prepare()
         own = EngineMemory.of(options)
-        logger.info("loading the model %s, to %s", options.model, task)
+        logger.info("loading the model %s, task %s", options.model, task)
         loaded = load_text_model(
             path, task, cpu_precision=options.cpu_precision, memory_bytes=own.size_bytes
         )
@@ -75,7 +75,7 @@ def serve_texts(
     io_thread.introduce(hello, loaded.tokenizer_files)
     status.device_bytes = device_memory_bytes()
     status.enter_phase("ready")
-    gc.freeze()  # what is there stays; later collections need not look at it
+    gc.freeze()  # existing objects stay; later collections need not scan them
     logger.info("ready: %s, after %s", hello.model, times)
     EmbeddingCore(
         model=loaded.model,

@@ -1,8 +1,9 @@
-"""The other ranks of an engine: rank 0 starts them, as its own children or through ssh.
+"""The other ranks of an engine: rank 0 starts them, as its children or over ssh.
 
-To the supervisor an engine of several ranks is one process group. Rank 0 ends with any of them, so
-it is restarted as one. MLX finds the ranks by the variables that ``mlx.launch`` would set; that
-program itself keeps a core busy and leaves its ranks behind when it is told to end.
+To the supervisor, an engine of several ranks is one process group. Rank 0 exits when any of them
+does, so they are restarted together. MLX finds the ranks through the variables that ``mlx.launch``
+would set; that program itself keeps a core busy, and leaves its ranks running when it is told to
+stop.
 """
 
 from __future__ import annotations
@@ -68,12 +69,15 @@ OF_THIS_MACHINE = {
     "distributed_jaccl_coordinator",
     "num_local_ranks",
 }
-"""Settings whose values mean nothing elsewhere, or are in the environment of a `RankJob`."""
+"""Settings whose values are meaningless on other machines, or are in the environment of a
+`RankJob`.
+"""
 
 
 def prepare_environment() -> None:
-    """Keep the model of several ranks in MLX's graph, where its collectives are. They run on the
-    CPU, so a GPU has to hand over its sums quickly, as MLX asks for on Macs."""
+    """Keep a model of several ranks in MLX's graph, where its collectives are. They run on the CPU,
+    so a GPU must hand over its sums quickly, as MLX recommends on Macs.
+    """
     os.environ[HOST_VARIABLE] = "0"
     os.environ.setdefault(FAST_SYNCH_VARIABLE, "1")
 
@@ -81,17 +85,18 @@ def prepare_environment() -> None:
 def divided(options: Settings, path: Path) -> Settings:
     """Return ``options`` with the number of ranks to start for the model in ``path``.
 
-    Raises: `ModelUnavailable` if it does not divide and ``--distributed-strict`` is on."""
+    Raises: `ModelUnavailable` if it does not divide evenly and ``--distributed-strict`` is set.
+    """
     reason = sharding.indivisible(path, options.ranks)
     if reason is None:
         return options
     most = sharding.most_ranks(path, options.ranks)
     if options.distributed_strict:
         raise ModelUnavailable(
-            f"{options.model} cannot be divided between {options.ranks} ranks: {reason}. "
-            f"{most} would do, or --no-distributed-strict"
+            f"{options.model} cannot be divided across {options.ranks} ranks: {reason}. Use "
+            f"{most} ranks, or --no-distributed-strict"
         )
-    logger.warning("%d ranks and not %d, since %s", most, options.ranks, reason)
+    logger.warning("using %d ranks instead of %d, because %s", most, options.ranks, reason)
     if options.num_local_ranks is None and most > 1:
         return _first_hosts(options, most)
     given = options.given | {"num_local_ranks"}
@@ -99,8 +104,9 @@ def divided(options: Settings, path: Path) -> Settings:
 
 
 def _first_hosts(options: Settings, count: int) -> Settings:
-    """Return ``options`` with the first machines of the hostfile alone. Raises:
-    `ModelUnavailable`."""
+    """Return ``options`` with only the first machines of the hostfile. Raises:
+    `ModelUnavailable`.
+    """
     hosts = remote_hosts(options)
     matrix = device_matrix(options, hosts)
     rows = None if matrix is None else [row[:count] for row in matrix[:count]]
@@ -116,8 +122,9 @@ def _first_hosts(options: Settings, count: int) -> Settings:
 
 
 def check(options: Settings, path: Path) -> None:
-    """Find out whether ranks can compute the model in ``path``, before anything is loaded. Raises:
-    `ModelUnavailable`."""
+    """Check that ranks can compute the model in ``path``, before anything is loaded. Raises:
+    `ModelUnavailable`.
+    """
     from engine.model import load
 
     load.check_divisible(path, str(options.model), trust=options.trust_remote_code)
@@ -130,20 +137,20 @@ def check(options: Settings, path: Path) -> None:
 
 
 class GroupSockets(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses at which rank 0 waits for the others."""
+    """The addresses where rank 0 waits for the others."""
 
     plans: str
     stores: str
     server_key: str | None = None
-    """Rank 0's public key, for tcp. Only ranks that it starts get to know it."""
+    """Rank 0's public key for tcp, known only to ranks that it starts."""
 
     def keys(self) -> EngineKeys | None:
-        """Return keys to connect with, None where none are needed."""
+        """Return the keys to connect with, None if none are needed."""
         return None if self.server_key is None else EngineKeys(KeyPair.fresh(), self.server_key)
 
     @classmethod
     def from_environment(cls) -> GroupSockets | None:
-        """Return those that rank 0 gave this process."""
+        """Return the addresses that rank 0 gave this process."""
         given = os.environ.get(SOCKETS_VARIABLE)
         return None if given is None else msgspec.json.decode(given, type=cls)
 
@@ -173,7 +180,7 @@ class LocalRank:
         return self._process.poll()
 
     def ended(self, code: int) -> str:
-        return f"has ended ({signal.Signals(-code).name if code < 0 else f'code {code}'})"
+        return f"has exited ({signal.Signals(-code).name if code < 0 else f'code {code}'})"
 
     def kill(self) -> None:
         self._process.kill()
@@ -190,7 +197,7 @@ class LocalRanks:
         on_failed: Callable[[str, int], None],
         command: Sequence[str] = (),
     ) -> None:
-        """Start them, with ``command`` if it is given. ``on_failed`` as in `GroupWatch`."""
+        """Start them, with ``command`` if given. ``on_failed`` as in `GroupWatch`."""
         from engine.io.store.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
@@ -198,7 +205,7 @@ class LocalRanks:
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=os.environ.get(RUN_DIR_VARIABLE))
         hosts = remote_hosts(options)
         keys = KeyPair.fresh() if hosts else None
-        # Others may not reach the name of this machine, but its address in the hostfile.
+        # Other machines may not reach this machine by name, only by its address in the hostfile.
         where = f"tcp://{hosts[0].ips[0]}:*" if hosts else f"ipc://{self._folder}/"
         names = ("", "") if hosts else ("plans", "stores")
         self.plans: PlanSender = PlanSender(context, where + names[0], options.ranks, keys)
@@ -227,7 +234,7 @@ class LocalRanks:
         self._watch.start()
 
     def _start_here(self, options: Settings, sockets: GroupSockets, command: Sequence[str]) -> None:
-        # If another program takes one meanwhile, the ranks cannot connect and begin again.
+        # If another program takes one in the meantime, the ranks cannot connect and start again.
         ports = free_ports(options.ranks)
         hosts = Path(self._folder, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
@@ -236,7 +243,7 @@ class LocalRanks:
         own_command = [sys.executable, "-P", "-m", MODULE, *settings.command_line(options), *stores]
         for rank in range(1, options.ranks):
             environment = {**os.environ, RANK_VARIABLE: str(rank), **sockets.to_environment()}
-            environment.pop(RUN_DIR_VARIABLE, None)  # it is rank 0's to remove
+            environment.pop(RUN_DIR_VARIABLE, None)  # rank 0 removes it
             self._ranks.append(LocalRank(rank, command or own_command, environment))
 
     def _start_remote(
@@ -280,7 +287,7 @@ class LocalRanks:
         return Leader(group, self.plans, self._stores, self.progress, smallest_bytes)
 
     def close(self) -> None:
-        """End them: this rank has finished its work."""
+        """Stop them, because this rank has finished its work."""
         self._watch.stop()
         self._remove_folder()
 
@@ -296,8 +303,9 @@ def start(
 ) -> LocalRanks:
     """Start the other ranks for the model in ``path``. ``on_failed`` as in `GroupWatch`.
 
-    Those of this machine start before `check`, since both import for a second, and load nothing
-    before `LocalRanks.join`. Raises: `ModelUnavailable`."""
+    Local ranks start before `check`, because both spend a second on imports, and load nothing
+    before `LocalRanks.join`. Raises: `ModelUnavailable`.
+    """
     if remote_hosts(options):
         check(options, path)
         return LocalRanks(options, context, on_failed)
@@ -311,15 +319,17 @@ def start(
 
 
 def rank_arguments(options: Settings) -> list[str]:
-    """Return the command line of a rank on another machine, which finds files of this one under
-    other names, in its environment."""
+    """Return the command line of a rank on another machine. Paths to files of this machine are
+    replaced; their content is passed in the environment.
+    """
     given = options.given - OF_THIS_MACHINE | {"distributed_mode"}
     return settings.command_line(dataclasses.replace(options, given=given))
 
 
 def store_arguments(options: Settings, rank: int) -> list[str]:
-    """Return the command line of a kvstore for ``rank`` of this engine alone. Its folder is beside
-    that of a server on its machine."""
+    """Return the command line of a kvstore for ``rank`` of this engine only. Its folder is next to
+    the folder of a server on that machine.
+    """
     given = options.given - OF_THIS_MACHINE - {"distributed_mode", "ssd_cache_dir"}
     words = settings.command_line(dataclasses.replace(options, given=given))
     folder, name = options.ssd_cache_dir, os.environ.get(ENGINE_NAME_VARIABLE, "engine")
@@ -327,11 +337,11 @@ def store_arguments(options: Settings, rank: int) -> list[str]:
 
 
 def backend(options: Settings) -> Literal["ring", "jaccl"]:
-    """Return MLX's name of what connects the ranks."""
+    """Return MLX's name of the backend that connects the ranks."""
     return "jaccl" if options.distributed_mode == "jaccl" else "ring"
 
 
 def ignore_signals() -> None:
-    """Leave signals to rank 0: they come to the whole process group."""
+    """Leave signals to rank 0: they are sent to the whole process group."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

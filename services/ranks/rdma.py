@@ -1,4 +1,4 @@
-"""Whether this machine has the RDMA devices that JACCL needs, known before anything is loaded."""
+"""Checks for the RDMA devices that JACCL needs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from collections.abc import Sequence
 from shared.network.hostfile import Device
 
 LISTS_DEVICES = "ibv_devices"
-"""The program of macOS 26.2 that lists them, ``rdma_en2`` and such, with a number each."""
+"""The program of macOS 26.2 that lists them, as ``rdma_en2`` and so on, each with a number."""
 TIMEOUT_S = 10.0
 
 
 def lacks_rdma(row: Sequence[Device]) -> str | None:
-    """Return why this machine cannot be a rank of JACCL with the devices in ``row``, which lead to
-    each other rank; None if it can. MLX has to be importable by now."""
+    """Return the reason why this machine cannot be a rank of JACCL with the devices in ``row``,
+    which lead to each other rank; None if it can. MLX must be importable.
+    """
     import mlx.core as mx
 
     if not mx.distributed.is_available("jaccl"):
         return (
-            "MLX has no JACCL here: it needs macOS 26.2 on a Mac with Thunderbolt 5, and "
+            "this MLX has no JACCL: it requires macOS 26.2 on a Mac with Thunderbolt 5, and "
             "`rdma_ctl enable` in macOS Recovery"
         )
     return missing_devices(row, listed_devices())
 
 
 def missing_devices(row: Sequence[Device], listed: Sequence[str] | None) -> str | None:
-    """Return which devices of ``row`` are not ``listed``. None: all are, or nothing is known."""
+    """Return a message on the devices of ``row`` that are not ``listed``. None: all are, or nothing
+    is known.
+    """
     if listed is None:
         return None
     names: set[str] = set()
@@ -37,7 +40,7 @@ def missing_devices(row: Sequence[Device], listed: Sequence[str] | None) -> str 
     if not missing:
         return None
     there = ", ".join(listed) or "none"
-    return f"there is no RDMA device {', '.join(missing)}: {LISTS_DEVICES} lists {there}"
+    return f"no RDMA device {', '.join(missing)}: {LISTS_DEVICES} lists {there}"
 
 
 def listed_devices() -> list[str] | None:

@@ -1,8 +1,8 @@
-"""A rank that another process keeps: its job, and the way to it.
+"""A rank kept by another process: its job, and the connection to it.
 
-Over ssh the job goes through standard input, so that no secret is on a command line; then the
-beats of rank 0 do, and those of the rank come back on standard output. Ranks that ``mlx.launch``
-has started connect to rank 0 instead. At the other end is `services.processes.rank_keeper`.
+Over ssh, the job is sent through standard input, so that no secret is on a command line; after it
+come the heartbeats of rank 0, and the rank's heartbeats return on standard output. Ranks started by
+``mlx.launch`` connect to rank 0 instead. The other end is `services.processes.rank_keeper`.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ logger = logging.getLogger(__name__)
 KEEPER = "services.processes.rank_keeper"
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 SSH_FAILED = 255
-"""What ssh ends with if it reached nobody."""
+"""ssh's exit code if it could not connect."""
 RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"
 IBV_VARIABLE = "MLX_IBV_DEVICES"
 CLOSING_S = 3.0
 GREETING_S = 5.0
-"""How long a rank that has connected may take to say which one it is."""
+"""Max time for a connected rank to identify itself."""
 PORTS = range(20_000, 30_000)
-"""Where the ranks listen for each other; a group that finds a port taken begins again."""
+"""Ports where the ranks listen for each other; a group that finds a port in use starts again."""
 COORDINATOR_PORT = 32_323
 
 
 class RankJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on another machine."""
+    """What to run on another machine."""
 
     model: str
     fingerprint: str
-    """Of config and weights; other ones are refused."""
+    """Fingerprint of config and weights; others are refused."""
     versions: dict[str, str]
     arguments: list[str]
     environment: dict[str, str]
     files: dict[str, str]
-    """Contents of files by the environment variables that name them."""
+    """Contents of files, by the environment variables that name them."""
     kvstore: list[str] | None = None
-    """The command line of a kvstore for the rank; None without one."""
+    """The command line of a kvstore for the rank; None if there is none."""
 
 
 def remote_hosts(options: Settings) -> tuple[RankHost, ...]:
-    """Return the machines of all ranks; none if all are on this one. Raises: `ModelUnavailable`."""
+    """Return the machines of all ranks; empty if all are on this one. Raises:
+    `ModelUnavailable`.
+    """
     if options.num_local_ranks is not None or options.distributed_hostfile is None:
         return ()
     try:
@@ -76,14 +78,14 @@ def remote_hosts(options: Settings) -> tuple[RankHost, ...]:
         raise ModelUnavailable(f"--distributed-hostfile: {error}") from error
     if hosts[0].address and RANK_VARIABLE not in os.environ:
         raise ModelUnavailable(
-            f"--distributed-hostfile: {options.distributed_hostfile} has addresses alone: give the "
-            "hostfile of mlx.launch, or start the server under mlx.launch"
+            f"--distributed-hostfile: {options.distributed_hostfile} contains only addresses: "
+            "pass the hostfile of mlx.launch, or start the server under mlx.launch"
         )
     return hosts
 
 
 def versions() -> dict[str, str]:
-    """Return what has to be the same on all machines."""
+    """Return the versions that must be the same on all machines."""
     from importlib.metadata import version
 
     names = ("mlx", "mlx-lm")
@@ -92,8 +94,9 @@ def versions() -> dict[str, str]:
 
 
 def device_matrix(options: Settings, hosts: Sequence[RankHost]) -> list[list[Device]] | None:
-    """Return the RDMA devices between all ranks, None where there are none. Raises:
-    `ModelUnavailable`."""
+    """Return the RDMA devices between all ranks, None if there are none. Raises:
+    `ModelUnavailable`.
+    """
     if options.distributed_mode != "jaccl":
         return None
     try:
@@ -135,14 +138,16 @@ class RemoteRank:
         with far_end:
             command = [*SSH, host.ssh, f"exec {python} -P -m {KEEPER}"]
             end = far_end.fileno()
-            # Signals to the engine's process group are rank 0's alone.
+            # Only rank 0 handles signals to the engine's process group.
             self._process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `exit_code` says so
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it has exited: `exit_code` reports it
             self.link.sendall(msgspec.json.encode(job) + b"\n")
 
     @property
     def pid(self) -> int:
-        """The process of ssh."""
+        """Return the ssh process."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
@@ -150,11 +155,11 @@ class RemoteRank:
 
     def ended(self, code: int) -> str:
         if code == SSH_FAILED:
-            return f"on {self._host.ssh} cannot be started, or the connection is lost (ssh)"
-        return f"on {self._host.ssh} has ended (code {code})"
+            return f"on {self._host.ssh} could not be started, or the connection was lost (ssh)"
+        return f"on {self._host.ssh} has exited (code {code})"
 
     def kill(self) -> None:
-        """Close the keeper's input, on which it kills the rank. Then ssh ends by itself."""
+        """Close the keeper's input, whereupon it kills the rank. ssh then exits by itself."""
         self.link.close()
         try:
             self._process.wait(CLOSING_S)
@@ -164,7 +169,7 @@ class RemoteRank:
 
 
 class LaunchedRank:
-    """A `RankProcess` that ``mlx.launch`` has started, and that has connected to this one."""
+    """A `RankProcess` started by ``mlx.launch``, which has connected to this one."""
 
     def __init__(self, rank: int, link: socket.socket, job: RankJob) -> None:
         self.rank, self.link = rank, link
@@ -172,19 +177,20 @@ class LaunchedRank:
             self.link.sendall(msgspec.json.encode(job) + b"\n")
 
     def exit_code(self) -> int | None:
-        return None  # the keeper says it
+        return None  # the keeper reports it
 
     def ended(self, code: int) -> str:
-        return f"has ended (code {code})"
+        return f"has exited (code {code})"
 
     def kill(self) -> None:
-        """Close the link, on which the keeper kills the rank and connects again."""
+        """Close the link, whereupon the keeper kills the rank and reconnects."""
         self.link.close()
 
 
 def launched_links(hosts: Sequence[RankHost], timeout_s: float) -> dict[int, socket.socket]:
-    """Return a connection to the keeper of each other rank, by its number. They connect to the
-    address of rank 0, which MLX does not use yet. Raises: `ModelUnavailable`, `RankFailed`."""
+    """Return a connection to the keeper of each other rank, by its number. They connect to rank 0's
+    address, which MLX does not use yet. Raises: `ModelUnavailable`, `RankFailed`.
+    """
     host, _, port = hosts[0].address.rpartition(":")
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + timeout_s
@@ -196,7 +202,7 @@ def launched_links(hosts: Sequence[RankHost], timeout_s: float) -> dict[int, soc
                     link, _ = server.accept()
                 except TimeoutError:
                     names = ", ".join(f"rank {rank}" for rank in missing)
-                    raise RankFailed(f"no sign of {names} in {timeout_s:.0f} s") from None
+                    raise RankFailed(f"{names} did not connect within {timeout_s:.0f} s") from None
                 link.settimeout(GREETING_S)
                 try:
                     rank = int(link.recv(8))
@@ -208,7 +214,7 @@ def launched_links(hosts: Sequence[RankHost], timeout_s: float) -> dict[int, soc
                 else:
                     link.close()
     except OSError as error:
-        raise RankFailed(f"{hosts[0].address} is not free: {error.strerror}") from error
+        raise RankFailed(f"{hosts[0].address} is in use: {error.strerror}") from error
     except BaseException:
         for link in found.values():
             link.close()

@@ -1,11 +1,11 @@
-"""`mlx-lm-server engine`: engines of this machine that join the routers of others.
+"""`mlx-lm-server engine`: engines on this machine that join routers elsewhere.
 
-They are children of this process, which starts them again when they end: after a fault, or since a
-router has told them to restart. Blocks are kept on this machine, unless ``--kvstore-socket`` says
-where.
+They are children of this process, which restarts them when they exit: after a crash, or because a
+router requested it. Blocks are stored on this machine, unless ``--kvstore-socket`` gives another
+address.
 
-All models are loaded at the start, none on demand: a router does not know of a model before an
-engine of it has joined.
+All models are loaded at startup, none on demand: a router does not know a model before one of its
+engines has joined.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
     options, models = settings.parse_models(argv, os.environ, PROG)
     raise_descriptor_limit()
     if not options.engine_socket:
-        return fail(PROG, "--engine-socket: the address of the router to join", EXIT_USAGE)
+        return fail(
+            PROG, "--engine-socket is required: the address of the router to join", EXIT_USAGE
+        )
     try:
         for address in (*options.engine_socket, *options.kvstore_socket):
             engine_keys(options.curve_dir, address)
@@ -59,7 +61,7 @@ class TooManyModels(Exception):
 def joining_children(
     options: Settings, models: Sequence[ModelEntry], run_dir: RunDir
 ) -> list[ChildSpec]:
-    """Return the specs of the engines of all ``models``, and of the kvstore that they share.
+    """Return the specs of the engines of all ``models``, and of the kvstore they share.
 
     Raises: `TooManyModels`.
     """
@@ -69,8 +71,8 @@ def joining_children(
     needed = sum(size * each.settings.engines for each, size in zip(models, sizes, strict=True))
     if not models[0].alone and needed > total:
         raise TooManyModels(
-            f"--config: all models are loaded at once here, and need {needed / 1e9:.2f} GB of"
-            f" {total / 1e9:.2f} GB (memory-gb, fleet-memory-gb)"
+            f"--config: this command loads all models at once, and they need {needed / 1e9:.2f} "
+            f"GB of {total / 1e9:.2f} GB (memory-gb, fleet-memory-gb)"
         )
     host = socket.gethostname().partition(".")[0]
     wanted = [

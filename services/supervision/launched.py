@@ -1,7 +1,7 @@
-"""A server under ``mlx.launch``, which runs one command for each rank and starts nothing again.
+"""A server under ``mlx.launch``, which runs one command per rank and restarts nothing.
 
-Rank 0 is the server. Each of the others keeps a rank for it: it connects to rank 0, runs what it is
-told to, and connects again when the group ends. All end with ``mlx.launch``.
+Rank 0 is the server. Each other process keeps a rank for it: it connects to rank 0, runs its job,
+and reconnects when the group ends. All exit with ``mlx.launch``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
 WITHOUT_LEADER_S = 90.0
-"""How long a rank waits for the next group: longer than the supervisor of rank 0 ever does."""
+"""How long a rank waits for the next group: longer than the supervisor of rank 0 ever pauses."""
 FROM_RANK_0 = {SOCKETS_VARIABLE, ENGINE_NAME_VARIABLE, RANK_VARIABLE}
 FILES_FROM_RANK_0 = {HOSTFILE_VARIABLE, HOSTS_VARIABLE}
-"""All that is taken from whoever is at the address of rank 0; the rest are this process's own."""
+"""The only settings accepted from the process at the address of rank 0; the rest are this process's
+own.
+"""
 
 
 def launched_hosts(options: Settings) -> tuple[RankHost, ...]:
-    """Return the ranks that ``mlx.launch`` has started; none if this process has another parent."""
+    """Return the ranks started by ``mlx.launch``; none if this process has another parent."""
     path = options.distributed_hostfile
     if RANK_VARIABLE not in os.environ or path is None or options.num_local_ranks is not None:
         return ()
@@ -46,7 +48,7 @@ def launched_hosts(options: Settings) -> tuple[RankHost, ...]:
 
 
 def end_with_parent() -> None:
-    """Send SIGTERM to this process once its parent is gone."""
+    """Send SIGTERM to this process when its parent is gone."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 PROG = "mlx-lm-server"
 _HIDDEN = settings.secret_variables() | {settings.CONFIG_VARIABLE}
 GRACE_S = 5.0
-"""The time beyond --drain-timeout-s that a child has to end by itself."""
+"""Time in addition to --drain-timeout-s in which a child must exit by itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,17 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     if hosts := launched_hosts(options):
         if not models[0].alone:
-            return fail(PROG, "--config: mlx.launch has started the ranks of one model", EXIT_USAGE)
+            return fail(
+                PROG,
+                "--config: not supported with ranks started by mlx.launch, which belong to one "
+                "model",
+                EXIT_USAGE,
+            )
         if rank := int(os.environ[RANK_VARIABLE]):
             return keep_rank(options, hosts, rank)
         end_with_parent()
     starter = SupervisorLink.from_environment()
     try:
-        # The socket is made here and not in the router, so that connections wait, and are not
-        # refused, while the router is restarted.
+        # The socket is created here, not in the router, so that connections wait instead of being
+        # refused while the router restarts.
         http_socket = inherited() or listen(options.host, options.port)
         with http_socket as http, RunDir.create() as run_dir:
-            if starter is not None:  # a server of another program ends with it
+            if starter is not None:  # a server started by another program exits with it
                 starter.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
             if options.cluster == "none":
                 return _supervise(argv, options, models, http, run_dir)
@@ -81,17 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Children:
-    """Makes the specs of the processes of one server: the settings that concern them, and the
-    sockets.
+    """Creates the specs of a server's processes: their settings and sockets.
 
-    Keys are left out of the flags, which every user of the machine can see. The router gets them
-    in its environment; the others have no use for them.
+    Keys are not passed as flags, which every user of the machine can see. The router gets them in
+    its environment; the others do not need them.
     """
 
     def __init__(self, options: Settings, run_dir: RunDir, joins: Sequence[str] = ()) -> None:
-        """Engines join the routers at ``joins``; by default the one of this server.
+        """Engines join the routers at ``joins``; by default this server's own.
 
-        The processes of this machine meet at private sockets. Others join at the given ones.
+        The processes of this machine connect through private sockets. Others join at the configured
+        ones.
         """
         self._options = options
         self._is_server = not joins
@@ -122,8 +127,9 @@ class Children:
         return self._spec("kvstore", "services.processes.kvstore", flags, stop_stage=2)
 
     def engine(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
-        """Return the spec of an engine, which may take ``budget_bytes`` where there are several
-        models. An engine of the only model knows its device better."""
+        """Return the spec of an engine, which may use ``budget_bytes`` if there are several models.
+        The engine of a single model determines its memory from the device.
+        """
         budget = [] if entry.alone else [f"--memory-gb={budget_bytes / 1e9:.9f}"]
         return self._spec(
             name,
@@ -133,14 +139,16 @@ class Children:
             stop_stage=1,
             announces_ready=not self._is_server,
             essential=entry.alone,
-            # Routers elsewhere learn of a loss from the first beat of the successor.
+            # Routers on other machines learn of a loss from the successor's first heartbeat.
             work=entry.id if self._is_server else "",
-            # Ranks have another environment, and it has to be there before MLX is imported.
+            # Ranks need another environment, which must be set before MLX is imported.
             spare=_command("services.processes.engine_spare") if entry.settings.ranks == 1 else (),
         )
 
     def model_jobs(self, launcher: Launcher) -> ModelJobs:
-        """Return what downloads and deletes models, in processes that ``launcher`` starts."""
+        """Return the object that downloads and deletes models, in processes that ``launcher``
+        starts.
+        """
 
         def start(kind: Kind, model: str) -> LaunchedProcess:
             spec = ChildSpec(
@@ -175,7 +183,7 @@ def _command(module: str) -> tuple[str, ...]:
 
 
 def _environment(run_dir: RunDir) -> dict[str, str]:
-    """Return the variables that all children get."""
+    """Return the environment variables of all children."""
     return {
         RUN_DIR_VARIABLE: str(run_dir.path),
         "PYTHONPATH": python_path(),
@@ -218,14 +226,14 @@ def _supervise(
         try:
             new, entries, _ = settings.read(argv, os.environ, PROG)
         except FlagError as error:
-            logger.error("the old settings stay: %s", error)
+            logger.error("keeping the old settings: %s", error)
             return
-        if entries[0].alone and not models[0].alone:  # perhaps it is just being written
-            logger.error("the old settings stay: %s has no [[model]] any more", new.config)
+        if entries[0].alone and not models[0].alone:  # the file may be only partly written
+            logger.error("keeping the old settings: %s has no [[model]] any more", new.config)
             return
         if fixed := settings.fixed_changes(options, new):
             names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))
-            logger.warning("changed only by a new start of the server: %s", names)
+            logger.warning("changing these settings requires a restart of the server: %s", names)
         fleet.reconfigure(new, entries)
 
     supervisor = Supervisor(
@@ -247,7 +255,7 @@ def _supervise(
         local.close()
         output.close()
     if code in (EXIT_FAILED, EXIT_CONFIG):
-        fail(PROG, f"{PROG} doctor with the same flags may find the cause")
+        fail(PROG, f"run {PROG} doctor with the same flags to find the cause")
     return code
 
 
@@ -274,7 +282,7 @@ def _make_announcement(
 
 
 def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -> str:
-    """Return what may be done next with the server at ``address``, such as a curl to paste."""
+    """Return suggestions for using the server at ``address``, such as a curl command to paste."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]}
     if len(models) > 1:
         body = {"model": models[0].id, **body}
@@ -286,7 +294,7 @@ def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -
     curl = " \\\n  ".join(lines)
     more = [f"{PROG} chat --url {address}"]
     if not options.no_page:
-        more.append(f"{address}/ in a browser: its state, and a chat")
+        more.append(f"{address}/ in a browser: status and chat")
     return "\n  " + "\n\n  ".join([curl, "\n  ".join(more)]) + "\n\n"
 
 

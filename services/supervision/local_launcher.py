@@ -1,4 +1,4 @@
-"""Processes of this machine, as children of the supervisor."""
+"""Processes on this machine, as children of the supervisor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ SPARE_RETRY_S = 60.0
 class LocalLauncher:
     """A `Launcher` of child processes, whose output goes to ``output``.
 
-    ``spare_after_s`` after a start of a child that a spare process may become, it starts one; 0
-    means never. So a child that ends soon again and again has no spare."""
+    It starts a spare process ``spare_after_s`` after the start of a child that a spare may become;
+    0 means never. A child that keeps crashing therefore gets no spare.
+    """
 
     def __init__(self, output: LogCollector, spare_after_s: float = 0.0) -> None:
         self._output = output
         self._spare_after_s = spare_after_s
         self._spare: LocalProcess | None = None
-        self._model: ChildSpec | None = None  # the last child that a spare may become
+        self._model: ChildSpec | None = None  # the last child for which a spare can be used
         self._spare_at = 0.0
 
     def start(self, spec: ChildSpec, now: float) -> LocalProcess:
@@ -50,9 +51,9 @@ class LocalLauncher:
         return None if self._spare is None else self._spare.pid
 
     def keep_spare(self, now: float) -> None:
-        """Start a spare process if one is due."""
+        """Start a spare process if it is due."""
         if self._spare is not None and not self._spare.is_alive():
-            logger.warning("the spare process has ended")
+            logger.warning("the spare process has exited")
             self._spare.end()
             self._spare, self._spare_at = None, now + SPARE_RETRY_S
         wanted = self._model is not None and self._spare_after_s > 0
@@ -61,12 +62,12 @@ class LocalLauncher:
             spec = replace(self._model, name="spare", command=self._model.spare)
             try:
                 self._spare = LocalProcess(spec, self._output, now)
-            except OSError as error:  # no memory, no more processes
-                logger.warning("no spare process could be started (%s)", error.strerror)
+            except OSError as error:  # out of memory or processes
+                logger.warning("cannot start a spare process (%s)", error.strerror)
                 self._spare_at = now + SPARE_RETRY_S
 
     def close(self) -> None:
-        """End the spare process."""
+        """Stop the spare process."""
         if self._spare is not None:
             self._spare.end()
 
@@ -83,8 +84,8 @@ class LocalProcess:
         self._messages: list[Mapping[str, Any]] = []
         with child_end:
             descriptors = {**spec.descriptors, LINK_VARIABLE: child_end.fileno()}
-            # A process group of its own: Ctrl-C reaches only the supervisor, which then stops
-            # the children in order.
+            # Its own process group: Ctrl-C reaches only the supervisor, which then stops the
+            # children in order.
             self._process = subprocess.Popen(
                 spec.command,
                 env={
@@ -119,7 +120,7 @@ class LocalProcess:
                 self._end_group()
         try:
             while data := self._link.recv(self._reader.MAX_LINE_BYTES):
-                self.state.last_beat_at = now  # anything proves that the child is alive
+                self.state.last_beat_at = now  # any message proves that the child is alive
                 for line in self._reader.lines(data):
                     self._on_line(line)
         except BlockingIOError:
@@ -140,10 +141,10 @@ class LocalProcess:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL if at_once else self.spec.stop_signal)
             except (ProcessLookupError, PermissionError):
-                pass  # it has just ended (macOS reports "not permitted" for a zombie)
+                pass  # it has just exited (macOS reports "not permitted" for a zombie)
 
     def hang_up(self) -> None:
-        self._process.send_signal(signal.SIGHUP)  # to the child alone
+        self._process.send_signal(signal.SIGHUP)  # only to the child
 
     def wait(self) -> None:
         self._process.wait()
@@ -153,7 +154,7 @@ class LocalProcess:
         return self._process.poll() is None
 
     def become(self, spec: ChildSpec, now: float) -> bool:
-        """Make the child of ``spec`` of this spare process; return False if it has ended."""
+        """Turn this spare process into the child of ``spec``; return False if it has exited."""
         self.spec, self.state = spec, ProcessState(started_at=now)
         order = {
             "arguments": spec.command[len(spec.spare) :],
@@ -162,13 +163,13 @@ class LocalProcess:
         return self.is_alive() and self.tell(order)
 
     def end(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the process, and wait until it has exited."""
         self.stop(at_once=True)
         self.wait()
         self.close()
 
     def _end_group(self) -> None:
-        """End what the process has left of its group, such as a rank that is stopped."""
+        """Kill the rest of its process group, such as a stopped rank."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

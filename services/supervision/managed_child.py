@@ -1,4 +1,4 @@
-"""What the supervisor keeps of a child across its restarts, and the limits of its patience."""
+"""The state of a child across its restarts, and the supervisor's time limits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from shared.exits import EXIT_STUCK
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of the supervisor's patience."""
+    """The supervisor's time limits."""
 
-    first_beat_s: float = 60.0  # silence after the start
-    loading_s: float = 30.0  # silence after the first beat, until the child is ready
-    silence_s: float = 10.0  # silence of a child that is ready
-    backoff_s: float = 0.1  # pause before a restart, doubled with each failure in a row
+    first_beat_s: float = 60.0  # max silence after the start
+    loading_s: float = 30.0  # max silence after the first heartbeat, until the child is ready
+    silence_s: float = 10.0  # max silence of a ready child
+    backoff_s: float = 0.1  # pause before a restart, doubled with each consecutive failure
     max_backoff_s: float = 30.0
-    beside_others_s: float = 2.0  # pause at least, where another child takes over the work
-    forgiving_s: float = 1.0  # of being ready, for which one earlier failure is forgiven
-    max_start_failures: int = 5  # of a child that was never ready; then the server ends
-    drain_timeout_s: float = 35.0  # of one stage of the stop
+    beside_others_s: float = 2.0  # min pause if another child takes over the work
+    forgiving_s: float = 1.0  # time being ready after which one earlier failure is forgotten
+    max_start_failures: int = (
+        5  # max failures of a child that was never ready; then the server exits
+    )
+    drain_timeout_s: float = 35.0  # max duration of one stage of the shutdown
 
     def pause_s(self, failures: int) -> float:
-        """Return the pause after so many ``failures`` in a row."""
+        """Return the pause after ``failures`` in a row."""
         return min(self.backoff_s * 2.0 ** min(failures - 1, 30), self.max_backoff_s)
 
 
 class ManagedChild:
-    """The state of a child across its restarts. Times are of ``time.monotonic``."""
+    """The state of a child across its restarts. Times are from ``time.monotonic``."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -39,13 +41,13 @@ class ManagedChild:
         self.was_ready = False
         self.ready_at: float | None = None
         """When this process became ready."""
-        self.excused_at = 0.0  # silence counts from here on
+        self.excused_at = 0.0  # silence is measured from here
         self.retired_until: float | None = None
-        """Once it was told to end for good: when it is killed."""
+        """When it will be killed, once it was told to exit permanently."""
         self.gave_up: str | None = None
-        """Why it is not started any more, in words."""
+        """The reason why it is not started any more, in words."""
         self.exit_code = 0
-        """The last one."""
+        """The last exit code."""
 
     @property
     def name(self) -> str:
@@ -53,7 +55,7 @@ class ManagedChild:
 
     @property
     def joins_as(self) -> str:
-        """What routers call it."""
+        """Its name in messages to routers."""
         return self.spec.joins_as or self.spec.name
 
     @property
@@ -65,15 +67,16 @@ class ManagedChild:
         return self.process is not None and self.process.state.phase == "ready"
 
     def forgive(self, limits: Limits, now: float) -> None:
-        """Forget failures before a run that was of use. What fails as soon as it is ready waits
-        longer each time; what is lost after a while does not."""
+        """Forget failures before a useful run. A child that fails as soon as it is ready waits
+        longer each time; a child that is lost after a while does not.
+        """
         if self.ready_at is not None:
             forgiven = int((now - self.ready_at) / limits.forgiving_s)
             self.failures = max(0, self.failures - forgiven)
             self.ready_at = None
 
     def silent_too_long_s(self, limits: Limits, now: float) -> float | None:
-        """Return the silence that is allowed, if the process has been silent for longer."""
+        """Return the allowed silence if the process has been silent for longer."""
         assert self.process is not None
         state = self.process.state
         if state.last_beat_at is None:
@@ -86,7 +89,7 @@ class ManagedChild:
 
 def describe_exit(code: int) -> str:
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     if code == EXIT_STUCK:
-        return "was stuck and ended itself"
-    return f"ended with code {code}"
+        return "made no progress and exited"
+    return f"exited with code {code}"

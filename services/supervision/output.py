@@ -1,8 +1,8 @@
-"""One log stream made from the output of several processes.
+"""One log stream from the output of several processes.
 
-Children write into pipes, which threads read at once; one thread writes to our own stream.
-So neither a child nor the supervisor waits for a paused terminal or a slow reader: lines that
-do not fit in the queue are dropped, and a line in the stream counts them.
+Children write into pipes, which threads read immediately; one thread writes to our own stream. A
+paused terminal or a slow reader thus blocks neither children nor the supervisor: lines that do not
+fit into the queue are dropped, and a line in the stream gives their number.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class LogCollector:
         self._writer.start()
 
     def follow(self, pipe: IO[bytes], name: Callable[[], str]) -> None:
-        """Read what the process of this ``name`` writes into ``pipe``, and close it at the end of
-        file."""
+        """Read the output of the process ``name`` from ``pipe``, and close it at the
+        end of file.
+        """
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         reader = threading.Thread(
             target=self._read_all, args=(pipe, name), name=f"output-{name()}", daemon=True
@@ -59,7 +60,7 @@ class LogCollector:
         """Do nothing: only `close` waits."""
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, as far as possible within ``timeout_s``."""
+        """Write the queued lines, as far as possible within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -95,11 +96,11 @@ class LogCollector:
         while (text := self._lines.get()) is not None:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                message = f"{dropped} lines were dropped: the log was not read in time"
+                message = f"{dropped} lines were dropped, because the log was not read in time"
                 warning = logs.format_line("supervisor", "warning", message, self._format)
                 text = f"{warning}\n{text}"
             try:
                 self._stream.write(text)
                 self._stream.flush()
             except (OSError, ValueError):
-                pass  # the reader is gone; the server goes on without a log
+                pass  # the reader is gone; the server continues without a log

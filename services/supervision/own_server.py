@@ -1,4 +1,4 @@
-"""A whole server that another program starts for itself, and which ends with that program."""
+"""A complete server that another program starts for itself, and that exits with that program."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
 
 _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
-"""Then a server that was told to stop is killed."""
+"""Time after which a server that was told to stop is killed."""
 _KEPT_CHARACTERS = 4000
 
 
 class OwnServerFailed(Exception):
-    """The server ended; the message holds the last that it wrote."""
+    """The server exited; the message contains its last output."""
 
 
 def arguments(
     flags: Sequence[str], http: socket.socket, link: socket.socket, **variables: str
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the command of a server, and how it is to be started (for subprocess and asyncio).
+    """Return the command of a server, and the arguments to start it (for subprocess and asyncio).
 
-    It listens on ``http``, and ends when the other end of ``link`` is closed, whatever closes it.
-    ``variables`` go into its environment."""
+    It listens on ``http``, and exits when the other end of ``link`` is closed for any reason.
+    ``variables`` are added to its environment.
+    """
     descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: link.fileno()}
     command = [sys.executable, "-P", "-m", "services.supervision.local", "--host=127.0.0.1", *flags]
     numbers = {name: str(number) for name, number in descriptors.items()}
@@ -53,7 +54,8 @@ def arguments(
 def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
     """Run a server until the end of the block; yield its URL once it is ready.
 
-    Raises `OwnServerFailed` if it ends before."""
+    Raises `OwnServerFailed` if it exits before.
+    """
     link, child_end = socket.socketpair()
     with tempfile.TemporaryFile() as written, link:
         with listen("127.0.0.1", 0) as http, child_end:
@@ -66,7 +68,7 @@ def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
                     written.seek(0)
                     text = written.read().decode(errors="replace")[-_KEPT_CHARACTERS:].strip()
                     raise OwnServerFailed(
-                        f"the server ended with code {process.returncode}: {text}"
+                        f"the server exited with code {process.returncode}: {text}"
                     )
                 time.sleep(_POLL_S)
             yield url
@@ -75,7 +77,7 @@ def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
             try:
                 process.wait(_STOP_WITHIN_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # its children end with the link to it
+                process.kill()  # its children exit with the link to it
                 process.wait()
 
 

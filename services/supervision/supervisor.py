@@ -1,10 +1,10 @@
-"""The supervisor: it keeps a set of child processes running until told to stop.
+"""The supervisor: keeps a set of child processes running until told to stop.
 
-A child that ends is restarted, with growing pauses while it keeps failing. A child whose
-beats stop (it is stopped, or hangs) is killed first. SIGTERM and SIGINT drain the children
-stage by stage; a second signal ends all at once. SIGHUP is passed on, unless it says that the
-terminal is closed: then it ends the server too. The children notice by themselves when the
-supervisor is gone (`shared.supervisor_link`).
+A child that exits is restarted, with growing pauses while it keeps failing. A child whose
+heartbeats stop (because it is stopped or hangs) is killed first. SIGTERM and SIGINT drain the
+children stage by stage; a second signal stops everything at once. SIGHUP is forwarded, unless it
+means that the terminal is closed: then it stops the server too. The children notice by themselves
+when the supervisor is gone (`shared.supervisor_link`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_WAIT_S = 0.5
 
 
 class Supervisor:
-    """Runs the children of ``specs``, and those that are added later, with ``launcher``.
+    """Runs the children of ``specs``, and those added later, with ``launcher``.
 
-    ``on_ready`` is called once, when all that announce it are ready for the first time.
-    ``on_stopping`` is called once, before the first child is told to stop. ``on_turn`` is called
-    several times a second until then. ``on_exit`` is called with each process that has ended.
-    ``on_hang_up`` is called on SIGHUP.
+    ``on_ready`` is called once, when all children that announce readiness are ready for the first
+    time. ``on_stopping`` is called once, before the first child is told to stop. ``on_turn`` is
+    called several times per second until then. ``on_exit`` is called with each process that has
+    exited. ``on_hang_up`` is called on SIGHUP.
     """
 
     def __init__(
@@ -68,18 +68,19 @@ class Supervisor:
     # -- for `on_turn` ---------------------------------------------------------
 
     def end(self, code: int) -> None:
-        """End the server with an exit code: it cannot do its work."""
+        """Stop the server with an exit code, because it cannot work."""
         self._end_code = code
 
     def add(self, spec: ChildSpec) -> ManagedChild:
-        """Run one more child from the next turn on."""
+        """Run another child, starting with the next iteration."""
         child = ManagedChild(spec)
         self.children.append(child)
         return child
 
     def retire(self, child: ManagedChild) -> None:
-        """Let ``child`` finish its work and end, for good. It is gone once it is not in
-        ``children``."""
+        """Let ``child`` finish its work and exit permanently. It is gone once it is not in
+        ``children``.
+        """
         if child.retired_until is not None:
             return
         child.retired_until = time.monotonic() + self._limits.drain_timeout_s
@@ -91,7 +92,7 @@ class Supervisor:
     def run(self) -> int:
         """Run until told to stop, or until a child cannot start; return the exit code.
 
-        To be called on the main thread. No child is left when it returns or raises.
+        Call it on the main thread. No child is left when it returns or raises.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -139,7 +140,7 @@ class Supervisor:
         return None
 
     def _pass_on_hang_up(self) -> None:
-        """Send SIGHUP to the children that take it: they read their configuration again."""
+        """Send SIGHUP to the children that handle it: they reload their configuration."""
         self._hang_up = False
         self._on_hang_up()
         for child, process in self._running():
@@ -152,14 +153,14 @@ class Supervisor:
     def _start(self, child: ManagedChild, now: float) -> int | None:
         try:
             child.process = self._launcher.start(child.spec, now)
-        except OSError as error:  # no memory, no more processes
+        except OSError as error:  # out of memory or processes
             return self._schedule_restart(child, f"could not be started ({error.strerror})", now)
         self._selector.register(child.process, selectors.EVENT_READ, child)
         logger.debug("started %s", child.name)
         return None
 
     def _wait_for_events(self, now: float) -> None:
-        """Wait for beats, signals and exits, at most `_MAX_WAIT_S` from ``now`` on."""
+        """Wait for heartbeats, signals and exits, at most `_MAX_WAIT_S` from ``now`` on."""
         due = [child.start_at - now for child in self.children if child.waits_to_start]
         for key, _ in self._selector.select(max(0.0, min([_MAX_WAIT_S, *due]))):
             if key.data is None:
@@ -172,12 +173,12 @@ class Supervisor:
         after = time.monotonic()
         if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
             for child in self.children:
-                child.excused_at = after  # the supervisor itself was stopped, not the child
+                child.excused_at = after  # the supervisor itself was suspended, not the child
                 if child.retired_until is not None:
                     child.retired_until += after - now
 
     def _check(self, child: ManagedChild, process: LaunchedProcess, now: float) -> int | None:
-        """Kill a silent child, reap a dead one. An exit code means that the server ends."""
+        """Kill a silent child, reap a dead one. An exit code means that the server stops."""
         process.refresh(now)
         if process.state.phase == "ready" and child.ready_at is None:
             child.was_ready, child.ready_at = True, now
@@ -195,13 +196,13 @@ class Supervisor:
             return self._give_up(child, "cannot start", reason, code)
         child.forgive(self._limits, now)
         if code == EXIT_OK and process.state.phase in ("ready", "draining"):  # it was told to
-            logger.info("%s has ended; starting it again", child.name)
+            logger.info("%s has exited; restarting it", child.name)
             child.start_at = now
             return None
         return self._schedule_restart(child, describe_exit(code), now)
 
     def _schedule_restart(self, child: ManagedChild, reason: str, now: float) -> int | None:
-        """Set the time of the next start. An exit code means that the server ends."""
+        """Schedule the restart. An exit code means that the server stops."""
         child.failures += 1
         if not child.was_ready and child.failures >= self._limits.max_start_failures:
             return self._give_up(child, f"{reason} at every start", reason, EXIT_FAILED)
@@ -209,11 +210,11 @@ class Supervisor:
         if self._has_stand_in(child):  # which has twice the work now, and needs the processor
             wait_s = max(wait_s, self._limits.beside_others_s)
         child.start_at = now + wait_s
-        logger.warning("%s %s; starting it again in %.1f s", child.name, reason, wait_s)
+        logger.warning("%s %s; restarting it in %.1f s", child.name, reason, wait_s)
         return None
 
     def _has_stand_in(self, child: ManagedChild) -> bool:
-        """Return whether another child does the work of ``child`` while it is away."""
+        """Return whether another child takes over the work of ``child`` meanwhile."""
         work = child.spec.work
         return bool(work) and any(
             other.is_ready and other.spec.work == work
@@ -223,19 +224,19 @@ class Supervisor:
 
     def _give_up(self, child: ManagedChild, failing: str, reason: str, code: int) -> int | None:
         child.gave_up, child.exit_code = reason, code
-        end = "so the server ends" if child.spec.essential else "and the others go on"
+        end = "so the server stops" if child.spec.essential else "and the others continue"
         logger.error("%s %s, %s", child.name, failing, end)
         return code if child.spec.essential else None
 
     def _stop_if_late(self, child: ManagedChild, process: LaunchedProcess, now: float) -> None:
-        """Kill a process that is silent, or that has not ended in time."""
+        """Kill a process that is silent, or that has not exited in time."""
         if child.retired_until is not None and now > child.retired_until:
-            logger.error("%s did not stop in time: killed", child.name)
+            logger.error("%s did not exit in time: killed", child.name)
             child.retired_until = now + _MAX_WAIT_S * 4
             process.stop(at_once=True)
         elif limit_s := child.silent_too_long_s(self._limits, now):
             child.excused_at = now  # do not kill it twice
-            logger.error("%s gave no sign of life for %.0f s: killed", child.name, limit_s)
+            logger.error("%s sent no heartbeat for %.0f s: killed", child.name, limit_s)
             process.stop(at_once=True)
 
     def _running(self) -> list[tuple[ManagedChild, LaunchedProcess]]:
@@ -245,7 +246,7 @@ class Supervisor:
         try:
             self._selector.unregister(process)
         except KeyError:
-            pass  # the child closed its end before
+            pass  # the child closed its end earlier
         process.close()
         child.process = None
         self._on_exit(child)
@@ -264,7 +265,7 @@ class Supervisor:
                     child.process.stop()
             self._wait_for_exits(children)
             if len(self._signals) > 1:
-                logger.warning("stopping at once")
+                logger.warning("stopping immediately")
                 return 128 + self._signals[-1]
         logger.info("stopped")
         return EXIT_OK
@@ -293,5 +294,5 @@ class Supervisor:
         elif number == signal.SIGHUP and not self._terminal.is_closed():
             self._hang_up = True
         elif number == signal.SIGHUP and number not in self._signals:
-            # Both the system and the shell send one, which does not mean "at once".
+            # The system and the shell may each send one, which does not mean "immediately".
             self._signals.append(number)

@@ -57,10 +57,10 @@ def test_blocks_are_listed_and_counted_beside_a_server_that_uses_them(
         assert (stats["blocks"], stats["namespaces"]) == (4, 2)
         assert cache("verify", root)["good"] == 4
         assert "a running server uses" in cache("clear", root, code=1)
-        assert "clear it with --url" in cache("clear", root, code=1)
+        assert "use --url to clear it" in cache("clear", root, code=1)
     finally:
         directory.close()
-    assert "there is no directory" in cache("ls", root / "nowhere", code=1)
+    assert "does not exist" in cache("ls", root / "nowhere", code=1)
 
 
 def test_a_bad_block_is_found(root: Path, cache: Cache) -> None:
@@ -110,10 +110,10 @@ def test_an_archive_cannot_write_anything_else(root: Path, cache: Cache, tmp_pat
     assert (found["imported"], len(found["bad"])) == (0, 5)
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "no.tar").write_text("nonsense")
-    assert "is no archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
+    assert "is not an archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
     (tmp_path / "no.tar").write_bytes(gzip.compress(archive.read_bytes())[:-20])
-    assert "is no archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
-    assert "is not the name of a file" in cache("export", root, "/", code=1)
+    assert "is not an archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
+    assert "is not a file name" in cache("export", root, "/", code=1)
 
 
 @pytest.mark.parametrize("used", ["inf", "nan", "-5", "1e300"])

@@ -109,8 +109,8 @@ def test_a_second_server_gets_a_directory_beside_the_default(
         )
 
     with kvstore("a") as a, kvstore("b") as b:
-        first = a.wait_for(r"keeps blocks in (\S+)")[1]
-        second = b.wait_for(r"keeps blocks in (\S+)")[1]
+        first = a.wait_for(r"storing blocks in (\S+)")[1]
+        second = b.wait_for(r"storing blocks in (\S+)")[1]
     assert sorted((first, second)) == [
         f"{tmp_path}/.cache/mlx-lm-server/kv-cache",
         f"{tmp_path}/.cache/mlx-lm-server/kv-cache-2",

@@ -93,10 +93,10 @@ def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["claude", "--url", "URL"], 1, "give --api-key"),
-        (["claude", "--url", "URL", "--api-key=x"], 1, "the key is not one of the server's"),
-        (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "it has a, b"),
-        (["claude", "--url", "URL", "--api-key=starting"], 1, "no model that is ready"),
+        (["claude", "--url", "URL"], 1, "set --api-key"),
+        (["claude", "--url", "URL", "--api-key=x"], 1, "the API key is not valid"),
+        (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "its models are a, b"),
+        (["claude", "--url", "URL", "--api-key=starting"], 1, "no ready model"),
         (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server"),
         (["claude", "--url", "nonsense"], 1, "no mlx-lm-server"),
         (["vim"], 2, "invalid choice"),

@@ -75,15 +75,15 @@ def test_reasoning_text_and_usage_are_told_apart() -> None:
     assert pieces == [("", "hm"), ("", "m"), ("Yes", "")]
     assert (reply.text, reply.reasoning) == ("Yes", "hmm")
     assert reply.summary().startswith("3 tokens, ")
-    assert reply.summary().endswith("prompt 9, 8 of it cached, cut at max_tokens")
+    assert reply.summary().endswith("prompt 9, 8 cached, stopped at max_tokens")
 
 
 @pytest.mark.parametrize(
     ("after", "error", "words"),
     [
         ([{"error": {"message": "out of\nmemory"}}], ServerRefused, "out of memory"),
-        ([], NoServer, "the answer broke off"),
-        (["<html>"], NoServer, "no chunk of OpenAI"),
+        ([], NoServer, "the answer is incomplete"),
+        (["<html>"], NoServer, "not a chunk of OpenAI"),
     ],
 )
 def test_a_stream_that_ends_badly_is_an_error(
@@ -126,7 +126,7 @@ def test_questions_are_taken_back_with_their_answers(
     assert [turn["content"] for turn in talk.messages()] == ["q1", "a1"]
     run("/clear")
     assert talk.messages() == []
-    with pytest.raises(CommandError, match="nothing has been asked"):
+    with pytest.raises(CommandError, match="there is no question"):
         run("/retry")
 
 

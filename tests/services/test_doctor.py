@@ -67,21 +67,21 @@ class BrokenMachine:
     def _blocks(self) -> tuple[str, str]:
         self._stack.callback(BlockDirectory(self.root / "blocks").close)
         self.flags.append(f"--ssd-cache-dir={self.root / 'blocks'}")
-        return "SSD cache", "a running server keeps its blocks in"
+        return "SSD cache", "a running server uses"
 
     def _disk(self) -> tuple[str, str]:
         self.flags.append("--disk-reserve-gb=1e9")
-        return "SSD cache", "no block will be written"
+        return "SSD cache", "no blocks will be written"
 
     def _hub(self) -> tuple[str, str]:
         (self.root / "file").touch()
         self.environment["HF_HOME"] = str(self.root / "file" / "below")
-        return "model cache", "is no folder"
+        return "model cache", "is not a folder"
 
     def _responses(self) -> tuple[str, str]:
         """Where nobody can write, and access rights allow root to."""
         self.flags.append("--response-store-dir=/proc/responses")
-        return "responses", "/proc cannot be written to (No such file or directory)"
+        return "responses", "/proc is not writable (No such file or directory)"
 
     def _socket(self) -> tuple[str, str]:
         path = self.root / "engines"
@@ -89,7 +89,7 @@ class BrokenMachine:
         other.bind(str(path))
         other.listen()
         self.flags.append(f"--engine-socket=ipc://{path}")
-        return "engine-socket", "is in use by a running process"
+        return "engine-socket", "a running process uses"
 
     def _keys(self) -> tuple[str, str]:
         create_pair(self.root / "keys", "server")
@@ -137,13 +137,13 @@ class BrokenMachine:
         (self.root / "server.toml").write_text(text)
         self.flags.append(f"--config={self.root / 'server.toml'}")
         return {
-            "half downloaded": ("model", "1 of 2 files of weights are missing: model-00002"),
+            "half downloaded": ("model", "1 of 2 weight files are missing: model-00002"),
             "corrupt config": ("model", "config.json is not valid JSON"),
             "cut file of weights": (
                 "model",
                 f"model.safetensors is cut off: {size // 2} of {size}",
             ),
-            "no such model": ("model", "there is no folder gone/"),
+            "no such model": ("model", "folder gone/ does not exist"),
             "too little memory": ("model memory", "do not fit in 0.5 GB"),
         }
 
@@ -193,7 +193,7 @@ def test_too_few_descriptors_are_found() -> None:
         timeout=TIMEOUT_S,
         check=True,
     ).stdout
-    assert "name='descriptors', text='a process may have 512" in found
+    assert "name='descriptors', text='limit of 512" in found
     assert found.count("verdict='BAD'") == 1, found
 
 
@@ -238,15 +238,19 @@ def test_files_that_are_no_models_are_told_apart(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     assert problems(tiny_model("llama")) == []
-    assert problems(tmp_path / "none") == [f"{tmp_path / 'none'} is no folder"]
+    assert problems(tmp_path / "none") == [f"{tmp_path / 'none'} is not a folder"]
     assert problems(tmp_path) == [
-        *("there is no config.json", "there is no model*.safetensors", "there is no tokenizer"),
+        *(
+            "config.json is missing",
+            "there are no model*.safetensors files",
+            "there is no tokenizer",
+        ),
     ]
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     (tmp_path / "tokenizer.json").write_text("")
     assert problems(tmp_path) == [
         "config.json is not a JSON object",
-        "model.safetensors is no safetensors file",
+        "model.safetensors is not a safetensors file",
         "tokenizer.json is not valid JSON",
     ]

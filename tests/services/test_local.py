@@ -38,7 +38,7 @@ def test_a_port_in_use_is_an_error_of_one_line() -> None:
         port = taken.getsockname()[1]
         result = run("--host=127.0.0.1", f"--port={port}", "--model=demo")
     assert result.returncode == 1
-    hint = "--port 0 takes any free one"
+    hint = "--port 0 picks a free port"
     line = f"mlx-lm-server: --port: {port} is in use by another program; {hint}\n"
     assert result.stderr == line
     assert result.stdout == ""

@@ -214,7 +214,7 @@ def test_logs_are_those_of_the_manager(
     [
         (["install", "--port", "many"], "--port"),
         (["install", "status"], "'status' does not run as a service"),
-        (["install", "--env", "HF_TOKEN"], "--env: NAME=VALUE is needed"),
+        (["install", "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["install", "--config", "none.toml"], "none.toml"),
         (["install", "--name", "../escaped", "--model", "demo"], "--name"),
         (["status", "--port", "80"], "unrecognized arguments"),

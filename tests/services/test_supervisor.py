@@ -117,7 +117,7 @@ def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -
     code, rest, log = server.end()
     assert code == EXIT_OK
     assert rest == "", "ready was announced twice"
-    assert "warning supervisor: a was ended by SIGKILL" in log
+    assert "warning supervisor: a was killed by SIGKILL" in log
 
 
 def test_a_killed_child_leaves_no_stopped_process_of_its_group(start: Start) -> None:
@@ -167,8 +167,8 @@ def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_whi
             assert started.at >= killed_at + 1.0
     server.process.terminate()
     log = server.end()[2]
-    assert "a was ended by SIGKILL; starting it again in 1.0 s" in log
-    assert "c was ended by SIGKILL; starting it again in 0.1 s" in log
+    assert "a was killed by SIGKILL; restarting it in 1.0 s" in log
+    assert "c was killed by SIGKILL; restarting it in 0.1 s" in log
 
 
 def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
@@ -264,7 +264,7 @@ def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
     server.process.terminate()
     code, _, log = server.end()
     assert code == EXIT_OK
-    assert "a did not stop in time: killed" in log
+    assert "a did not exit in time: killed" in log
 
 
 def test_a_permanent_error_at_start_ends_the_server_and_is_logged(start: Start) -> None:
@@ -287,7 +287,7 @@ def test_a_child_that_never_becomes_ready_ends_the_server(start: Start) -> None:
     server = start("a:crash:0", backoff_s=0.01, max_start_failures=3)
     code, _, log = server.end()
     assert code == 1
-    assert "a ended with code 3 at every start, so the server ends" in log
+    assert "a exited with code 3 at every start, so the server stops" in log
     assert len(server.journal()) == 3
 
 

@@ -1,4 +1,4 @@
-"""The side of a client of `/v1/files` and `/v1/batches`."""
+"""A client of `/v1/files` and `/v1/batches`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BatchStatus(NamedTuple):
     completed: int
     failed: int
     files: tuple[str | None, str | None]
-    """Those of answers and of errors."""
+    """Ids of the files with answers and errors."""
     errors: list[str]
-    """What is wrong with the input."""
+    """Errors in the input."""
 
     @property
     def has_ended(self) -> bool:
@@ -36,7 +36,7 @@ class BatchStatus(NamedTuple):
 
 
 class BatchApi:
-    """Talks to the server at ``url``. All methods raise `NoServer` and `StreamRefused`."""
+    """Client of the server at ``url``. All methods raise `NoServer` and `StreamRefused`."""
 
     def __init__(self, url: str, key: str) -> None:
         self._base, self._key = f"{url.rstrip('/').removesuffix('/v1')}/v1", key
@@ -80,7 +80,7 @@ class BatchApi:
         with opened(url, self._key, _TIMEOUT_S) as answer, to.open("wb") as file:
             shutil.copyfileobj(answer, file, _PIECE_BYTES)
             if answer.length:
-                raise NoServer(f"the answer broke off at {url}")
+                raise NoServer(f"the connection to {url} was lost while reading the response")
 
     def delete(self, file_id: str) -> None:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -95,10 +95,10 @@ class BatchApi:
             try:
                 message = str(json.loads(error.read())["error"]["message"])
             except (ValueError, TypeError, KeyError):
-                message = f"the server answers {error.code} {error.reason}"
+                message = f"the server responds with {error.code} {error.reason}"
             raise StreamRefused(message, error.code) from None
         except (OSError, HTTPException, ValueError) as error:
-            raise NoServer(f"no server answers at {self._base}: {error}") from None
+            raise NoServer(f"no server responds at {self._base}: {error}") from None
 
 
 def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The command itself: its flags, its bar, and a server of its own where it is to have one."""
+"""The command: its flags, its progress bar, and optionally a server of its own."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     work = Work(options.source, options.target, options.window, options.in_order)
     if not work.source.is_file():
-        return fail(PROG, f"{work.source} is no file", EXIT_USAGE)
+        return fail(PROG, f"{work.source} is not a file", EXIT_USAGE)
     if work.target.exists() and not (work.has_begun or options.force):
-        return fail(PROG, f"{work.target} exists: --force replaces it", EXIT_USAGE)
+        return fail(PROG, f"{work.target} exists; use --force to replace it", EXIT_USAGE)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         work.prepare()
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             api = BatchApi(url, os.environ.get(options.key_variable, ""))
             found = work.run(api, _Bar(progress).show)
     except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: stopped; the same command goes on where it was\n")
+        sys.stderr.write(f"{PROG}: stopped; run the same command again to continue\n")
         return 128 + signal.SIGINT
     except ServerRefused as error:
         _tidy(work)
@@ -58,41 +58,42 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=PROG,
-        description="Answer a file of requests, in the form of OpenAI's batches, in the places that"
-        " other requests leave. Stopped, the same command goes on where it was.",
-        epilog="Exit codes: 0 all lines are answered, 1 some are not, 2 wrong arguments,"
-        " 3 no server answers.",
+        description="Process a file of requests in OpenAI's batch format, using capacity that "
+        "other requests leave idle. If stopped, run the same command again to "
+        "continue.",
+        epilog="Exit codes: 0 all lines succeeded, 1 some failed, 2 invalid arguments, 3 no "
+        "server responds.",
     )
-    made.add_argument("source", type=Path, metavar="IN.jsonl", help="the requests, one a line")
-    made.add_argument("target", type=Path, metavar="OUT.jsonl", help="the answers")
+    made.add_argument(
+        "source", type=Path, metavar="IN.jsonl", help="file with one request per line"
+    )
+    made.add_argument("target", type=Path, metavar="OUT.jsonl", help="file for the results")
     add_server_flags(made, admin=False)
     made.add_argument(
         "--in-order",
         action="store_true",
-        help="write errors into OUT.jsonl too: a line for each of IN.jsonl, in the same order",
+        help="write errors to OUT.jsonl too, with one line per line of IN.jsonl, in the same order",
     )
-    made.add_argument(
-        "--window", default="24h", metavar="TIME", help="time that it may take (default: 24h)"
-    )
-    made.add_argument("--force", action="store_true", help="replace OUT.jsonl")
+    made.add_argument("--window", default="24h", metavar="TIME", help="max time (default: 24h)")
+    made.add_argument("--force", action="store_true", help="replace OUT.jsonl if it exists")
     made.add_argument(
         "--key-variable",
         default=KEY_VARIABLE,
         metavar="NAME",
-        help="environment variable with the server's key (default: %(default)s)",
+        help="environment variable with the API key (default: %(default)s)",
     )
     made.add_argument(
         "--serve",
         nargs=argparse.REMAINDER,
         metavar="FLAG",
-        help="start a server with these flags for this, and end it; the last flag of this command",
+        help="start a server with these flags and stop it afterwards; must be the last flag",
     )
     return made
 
 
 @contextmanager
 def _url(options: argparse.Namespace, work: Work) -> Iterator[str]:
-    """Yield the address of the server, started for this or running."""
+    """Yield the address of the server, which is already running or started for this batch."""
     if options.serve is None:
         yield options.url
         return
@@ -120,13 +121,13 @@ class _Bar:
 
 
 def _tidy(work: Work) -> None:
-    """Remove the folder of work that has not begun."""
+    """Remove the work folder if nothing was started."""
     if not work.has_begun:
         shutil.rmtree(work.folder, ignore_errors=True)
 
 
 def _report(found: BatchStatus, work: Work) -> int:
-    text = f"{found.status}: {found.completed} of {found.total} lines answered"
+    text = f"{found.status}: {found.completed} of {found.total} lines succeeded"
     if found.failed:
         text += f", {found.failed} failed: {work.target if work.in_order else work.errors}"
     sys.stderr.write("\n".join([text, *found.errors[:10]]) + "\n")

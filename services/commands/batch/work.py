@@ -1,4 +1,4 @@
-"""One run of the command: what it has begun is noted beside its output, so that it can go on."""
+"""One run of the command. Its state is stored next to its output, so that it can be continued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.commands.event_stream import StreamRefused
 _POLL_S = 0.5
 _LONGEST_POLL_S = 5.0
 _PATIENCE_S = 120.0
-"""A server that restarts may be away for so long."""
+"""Max time to wait for a server that restarts."""
 
 
 class BatchFailed(Exception):
@@ -35,7 +35,7 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        """Where the state is until the work is done."""
+        """The folder with the state until the work is done."""
         return self.target.with_name(self.target.name + ".batch")
 
     @property
@@ -47,12 +47,13 @@ class Work:
         return (self.folder / "state.json").exists()
 
     def prepare(self) -> None:
-        """Make the folder. Raises OSError."""
+        """Create the folder. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def run(self, api: BatchApi, show: Callable[[BatchStatus], None]) -> BatchStatus:
-        """Begin, or go on; return the end. Raises `BatchFailed`, `ServerRefused`, `NoServer` and
-        OSError."""
+        """Begin or continue; return the final state. Raises `BatchFailed`, `ServerRefused`,
+        `NoServer` and OSError.
+        """
         digest = _digest(self.source)
         state = self._state(digest)
         if state is None:
@@ -77,10 +78,10 @@ class Work:
             state: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
             known = state["digest"]
         except (ValueError, KeyError, TypeError):
-            raise BatchFailed(f"{self.folder} is damaged: remove it to begin anew") from None
+            raise BatchFailed(f"{self.folder} is corrupt: remove it to start again") from None
         if known != digest:
             raise BatchFailed(
-                f"{self.folder} is of another input: remove it, or name another output"
+                f"{self.folder} belongs to another input: remove it, or choose another output"
             )
         return state
 
@@ -105,8 +106,7 @@ class Work:
             except StreamRefused as error:
                 if error.status == 404:
                     raise BatchFailed(
-                        f"the server does not know {batch_id} any more: remove {self.folder} to"
-                        " begin anew"
+                        f"the server no longer has {batch_id}: remove {self.folder} to start again"
                     ) from None
                 raise
             else:
@@ -117,7 +117,7 @@ class Work:
             wait_s = min(wait_s * 1.2, _LONGEST_POLL_S)
 
     def _fetch(self, api: BatchApi, found: BatchStatus) -> None:
-        """Write the answers and the errors, each file in one go."""
+        """Write the results and the errors, each file atomically."""
         parts = [self.folder / "output", self.folder / "errors"]
         for file_id, part in zip(found.files, parts, strict=True):
             part.write_bytes(b"")
@@ -138,9 +138,7 @@ class Work:
 
 def refused_hint(error: ServerRefused) -> str:
     is_closed = isinstance(error, StreamRefused) and error.status == 501
-    return (
-        f"{error} Or give --serve, and a server is started for this." if is_closed else str(error)
-    )
+    return f"{error} Use --serve to start a server for this batch." if is_closed else str(error)
 
 
 def _digest(path: Path) -> str:
@@ -156,17 +154,17 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _endpoint(path: Path) -> str:
-    """Return what the first line asks for. Raises `BatchFailed`."""
+    """Return the endpoint of the first line. Raises `BatchFailed`."""
     for line in _lines(path):
         try:
             return str(json.loads(line)["url"])
         except (ValueError, TypeError, KeyError):
-            raise BatchFailed(f"{path}, line 1: this is no request of a batch") from None
-    raise BatchFailed(f"{path} has no lines")
+            raise BatchFailed(f"{path}, line 1: not a batch request") from None
+    raise BatchFailed(f"{path} is empty")
 
 
 def _in_order(source: Path, parts: list[Path]) -> Iterator[bytes]:
-    """Yield a line for each of ``source``, in its order, from both of ``parts``."""
+    """Yield a result for each line of ``source``, in order, from both of ``parts``."""
     places: dict[str, tuple[Path, int]] = {}
     for part in parts:
         with part.open("rb") as file:
@@ -174,7 +172,7 @@ def _in_order(source: Path, parts: list[Path]) -> Iterator[bytes]:
             for line in file:
                 places[json.loads(line)["custom_id"]] = part, start
                 start += len(line)
-    if not places:  # as of a source that is not valid
+    if not places:  # the source has no valid lines
         return
     files = {part: part.open("rb") for part in parts}
     try:

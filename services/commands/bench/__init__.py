@@ -1,1 +1,1 @@
-"""`mlx-lm-server bench`: load on a server, the executor alone, and the tiers of the cache."""
+"""`mlx-lm-server bench`: server load, executor steps, and cache tiers."""

@@ -1,4 +1,4 @@
-"""`mlx-lm-server bench NAME`: hands over to the measurement of that name."""
+"""`mlx-lm-server bench NAME`: runs the measurement of that name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from services.commands.parser import CommandParser
 from shared.settings import flag_parser
 
 BENCHES = {
-    "serve": "load on any server with OpenAI's API: tokens a second, first tokens, goodput",
-    "step": "the executor alone, by rows of a batch and by tokens",
-    "kv": "a prefix that is computed, in RAM, or on SSD",
+    "serve": "load on any server with OpenAI's API: throughput, time to first token, goodput",
+    "step": "executor steps alone, by batch size and token count",
+    "kv": "time to first token with a prefix computed, in RAM, or on SSD",
     "plot": "one plot of several results of `bench serve --save`",
 }
-"""Name, which is that of a module here, and help."""
+"""Name (a module of this package) and help."""
 
 
 WITH_SETTINGS = ("step", "kv")
-"""Those that also take the flags of the server."""
+"""Measurements that also take the server's flags."""
 
 _WITH_PARSER = {"serve": "options"}
-"""The module of its parser, where that is another."""
+"""The module of its parser, if that is another one."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the measurement that ``argv`` names; return its exit code."""
+    """Run the measurement named in ``argv``; return its exit code."""
     made = _empty_parser()
     made.add_argument("name", choices=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
     name = made.parse_args(argv[:1]).name
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def _empty_parser() -> argparse.ArgumentParser:
     return CommandParser(
         prog="mlx-lm-server bench",
-        description="Measure. Each has a --help of its own; what figures mean is in docs/bench.md.",
+        description="Run a benchmark. Each has its own --help; docs/bench.md defines the figures.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<7}{help}" for name, help in BENCHES.items()),
     )

@@ -1,4 +1,4 @@
-"""`mlx-lm-server bench kv`: the first token after a prefix that is computed, in RAM, or on SSD."""
+"""`mlx-lm-server bench kv`: time to first token with a prefix computed, in RAM, or on SSD."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shared.exits import EXIT_FAILED, EXIT_OK, fail
 PROG = "mlx-lm-server bench kv"
 TIERS = ("computed", "ram", "ssd")
 TAIL_WORDS = 16
-"""What differs between prompts with the same prefix."""
+"""Words that differ between prompts with the same prefix."""
 _STORED_WITHIN_S = 120.0
 _POLL_S = 0.1
 
@@ -50,7 +50,7 @@ class TierFailed(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure with a server of its own, and print a table; return the exit code."""
+    """Measure with a server started for it, and print a table; return the exit code."""
     options, flags = make_parser().parse_known_args(argv)
     server = settings.parse(flags, os.environ, PROG, one_model=True)
     key, admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
@@ -69,19 +69,19 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(json.dumps({"runs": options.runs, "prefixes": rows}) + "\n")
         return EXIT_OK
     shown: list[list[object]] = [
-        ["PREFIX", "COMPUTED ms", "RAM ms", "SSD ms", "RAM FOUND", "SSD FOUND", "MB ON SSD"]
+        ["PREFIX", "COMPUTED ms", "RAM ms", "SSD ms", "RAM HIT", "SSD HIT", "MB ON SSD"]
     ]
     for row in rows:
         times = (f"{1000 * row[f'{name}_s']:.0f}" for name in TIERS)
         found = (row["ram_tokens"], row["ssd_tokens"])
         shown.append([row["prompt_tokens"], *times, *found, f"{row['bytes'] / 1e6:.1f}"])
-    title = "first token after a prefix of so many tokens (medians)"
+    title = "time to first token after a prefix of this many tokens (medians)"
     sys.stdout.write(f"{title}\n{table(shown)}\n")
     return EXIT_OK
 
 
 class _Tiers:
-    """Asks a server for prompts whose prefix is in one tier or the other."""
+    """Sends prompts whose prefix is in one tier or the other."""
 
     def __init__(self, url: str, key: str, admin_key: str, folder: Path, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -91,13 +91,13 @@ class _Tiers:
         self._rng = random.Random(0)
 
     async def measure(self, tokens: Sequence[int], runs: int) -> list[dict[str, Any]]:
-        """Return what was found for prefixes of so many ``tokens``, medians of ``runs``."""
+        """Return the results for prefixes of ``tokens``, medians of ``runs``."""
         self._model = (await self._client.models())[0]
         await self._ask(words(self._rng, TAIL_WORDS))
         rows: list[dict[str, Any]] = []
         lengths = [length for length in tokens for _ in range(runs)]
         found: list[dict[str, float]] = []
-        with progress_shown() as progress, suppress(asyncio.CancelledError):  # of Ctrl-C
+        with progress_shown() as progress, suppress(asyncio.CancelledError):  # Ctrl-C
             for length in progress.track(lengths, description="prefixes"):
                 found += [await self._once(length)]
         self._client.close()
@@ -139,29 +139,31 @@ class _Tiers:
         """Return the sizes of all blocks on SSD, in bytes."""
         sizes = []
         for path in self._folder.rglob("*.safetensors"):
-            with suppress(FileNotFoundError):  # it was given its name meanwhile
+            with suppress(FileNotFoundError):  # renamed in the meantime
                 sizes.append(path.stat().st_size)
         return sizes
 
     async def _all_stored(self, blocks: int) -> int:
-        """Wait until there are so many ``blocks`` on SSD; return the bytes there."""
+        """Wait until ``blocks`` are on SSD; return their size in bytes."""
         deadline = time.monotonic() + _STORED_WITHIN_S
         while len(stored := self._stored()) < blocks:
             if time.monotonic() > deadline:
-                raise TierFailed(f"{len(stored)} of {blocks} blocks were stored on SSD in time")
+                raise TierFailed(
+                    f"only {len(stored)} of {blocks} blocks were stored on SSD in time"
+                )
             await asyncio.sleep(_POLL_S)
         return sum(stored)
 
 
 def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``parents`` have flags and a --help besides."""
+    """``parents`` contribute flags and --help."""
     parser = CommandParser(
         prog=PROG,
         parents=parents,
         add_help=not parents,
         usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
-        description="Start a server with an SSD tier of its own, and time first tokens after a "
-        "prefix that has to be computed, is in RAM, or is on SSD.",
+        description="Start a server with its own SSD tier, and measure the time to first token "
+        "after a prefix that is computed, in RAM, or on SSD.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -169,7 +171,7 @@ def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=counts,
         default=(256, 1024, 4096),
         metavar="N[,N...]",
-        help="of the prefix (default: 256,1024,4096)",
+        help="lengths of the prefix (default: 256,1024,4096)",
     )
     parser.add_argument("--runs", type=count, default=3, help="(default: %(default)s)")
     add_json_flag(parser)

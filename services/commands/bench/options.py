@@ -29,7 +29,7 @@ CONCURRENCY = (1, 2, 4, 8, 16)
 LEAST_REQUESTS = 8
 PER_CLIENT = 4
 OPEN_S = 30
-"""How long requests of an open loop come, where no flag says it."""
+"""Duration of an open loop without a flag."""
 JOINS = 3
 
 
@@ -59,11 +59,11 @@ class ServeOptions:
     plot: Path | None
 
     def loads(self) -> Sequence[int | float]:
-        """Return the clients, or the requests a second, of each level."""
+        """Return the number of clients, or requests per second, of each level."""
         return self.concurrency if self.request_rate is None else self.request_rate
 
     def count(self, load: int | float) -> int | None:
-        """Return how many conversations (or joins) a level has; None for no limit but time."""
+        """Return the number of conversations (or joins) in a level; None if only time limits it."""
         if self.shape.name == "long-join":
             return self.requests or (None if self.duration_s else JOINS)
         if self.requests is not None:
@@ -75,14 +75,14 @@ class ServeOptions:
         return math.ceil(max(LEAST_REQUESTS, load * PER_CLIENT) / self.shape.turns)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of every request."""
+        """Return the fields added to every request."""
         found: dict[str, Any] = {"temperature": self.temperature}
         if self.ignore_eos:
             found["ignore_eos"] = True
         return {**found, **self.extra_body}
 
     def said(self) -> dict[str, Any]:
-        """Return what the workload was, for the report."""
+        """Return the description of the workload for the report."""
         shape = {name: str(value) for name, value in self.shape._asdict().items()}
         return {
             **shape,
@@ -93,13 +93,16 @@ class ServeOptions:
 
 
 def read_options(argv: Sequence[str]) -> ServeOptions:
-    """Return the options of ``argv``; SystemExit says what is wrong with them."""
+    """Return the options in ``argv``. Raises SystemExit with the error."""
     parser = make_parser()
     given = parser.parse_args(argv)
     if given.request_rate and given.workload == "long-join":
-        parser.error("--request-rate: a long prompt joins --concurrency streams")
+        parser.error(
+            "--request-rate: cannot be used with joins, where a long prompt joins --concurrency "
+            "streams"
+        )
     if given.endpoint == "completions" and given.workload == "multi-turn":
-        parser.error("--workload multi-turn: only with --endpoint chat")
+        parser.error("--workload multi-turn: requires --endpoint chat")
     base = DEFAULTS[given.workload]
     names = ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns", "join_tokens")
     changes = {name: value for name in names if (value := getattr(given, name)) is not None}
@@ -133,10 +136,10 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-lm-server bench serve",
-        description="Measure any server with OpenAI's API under load. Definitions: docs/bench.md. "
-        "Ctrl-C ends it with what was measured.",
-        epilog="Exit codes: 0 done, 1 some requests failed, 2 wrong arguments, 3 no server "
-        "answers, 130 interrupted.",
+        description="Measure any server with OpenAI's API under load. docs/bench.md defines the "
+        "figures. Ctrl-C stops and reports what was measured.",
+        epilog="Exit codes: 0 done, 1 some requests failed, 2 invalid arguments, 3 no server "
+        "responds, 130 interrupted.",
         allow_abbrev=False,
     )
     _add_server(parser)
@@ -147,15 +150,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the server")
+    group = parser.add_argument_group("server")
     url = os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000")
-    group.add_argument("--url", default=url, help="its address (default: %(default)s)")
+    group.add_argument("--url", default=url, help="server URL (default: %(default)s)")
     group.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE, ""),
-        help=f"its key (default: ${KEY_VARIABLE}, which others cannot see)",
+        help=f"API key (default: ${KEY_VARIABLE}, which other users cannot read)",
     )
-    group.add_argument("--model", default="", help="(default: the first that it names)")
+    group.add_argument("--model", default="", help="model (default: the server's first model)")
     group.add_argument(
         "--endpoint",
         choices=get_args(Endpoint),
@@ -163,123 +166,134 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="/v1/chat/completions or /v1/completions (default: %(default)s)",
     )
     group.add_argument(
-        "--extra-body", type=_object, default={}, metavar="JSON", help="more fields of requests"
+        "--extra-body", type=_object, default={}, metavar="JSON", help="extra fields of requests"
     )
     group.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
     group.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="have answers as long as they may be, where the server knows the field ignore_eos",
+        help="generate up to the max length, if the server supports the field ignore_eos",
     )
     group.add_argument(
         "--timeout-s",
         type=_positive,
         default=TIMEOUT_S,
-        help="the longest a request takes (default: %(default)g)",
+        help="timeout of a request (default: %(default)g)",
     )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is asked")
+    group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload",
         choices=get_args(WorkloadName),
         default="fixed",
-        help="fixed and mixed lengths; a shared prefix; conversations; or streams that a long "
-        "prompt joins (default: %(default)s)",
+        help="fixed and mixed lengths; a shared prefix; conversations; or streams joined by a "
+        "long prompt (default: %(default)s)",
     )
     for name, what in (
-        ("input", "of a prompt, or of a message of a conversation"),
-        ("output", "the most of an answer"),
+        ("input", "length of a prompt, or of each message of a conversation"),
+        ("output", "max length of an answer"),
     ):
         group.add_argument(
             f"--{name}-tokens",
             type=_token_range,
             metavar="N[:M]",
-            help=f"{what}; from N to M if both are given",
+            help=f"{what}; random between N and M if both are given",
         )
     group.add_argument("--prefix-tokens", type=count, metavar="N", help="(default: 1000)")
     group.add_argument(
-        "--prefixes", type=count, metavar="N", help="different prefixes (default: 1)"
-    )
-    group.add_argument("--turns", type=count, metavar="N", help="of a conversation (default: 4)")
-    group.add_argument(
-        "--join-tokens", type=count, metavar="N", help="of the long prompt (default: 2000)"
+        "--prefixes", type=count, metavar="N", help="number of different prefixes (default: 1)"
     )
     group.add_argument(
-        "--seed", type=int, help="of the prompts (default: another each time, so none is cached)"
+        "--turns", type=count, metavar="N", help="turns of a conversation (default: 4)"
+    )
+    group.add_argument(
+        "--join-tokens", type=count, metavar="N", help="length of the long prompt (default: 2000)"
+    )
+    group.add_argument(
+        "--seed", type=int, help="seed of the prompts (default: random, so that nothing is cached)"
     )
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how much at once")
+    group = parser.add_argument_group("load")
     loops = group.add_mutually_exclusive_group()
     loops.add_argument(
         "--concurrency",
         type=counts,
         default=CONCURRENCY,
         metavar="N[,N...]",
-        help="closed loop: so many clients, each of which waits for its answer, level by level "
-        f"(default: {','.join(map(str, CONCURRENCY))})",
+        help="closed loop: levels of concurrent clients, each waiting for its answer (default: "
+        f"{','.join(map(str, CONCURRENCY))})",
     )
     loops.add_argument(
         "--request-rate",
         type=_rates,
         metavar="R[,R...]",
-        help="open loop: so many requests (or conversations) a second, whatever has ended",
+        help="open loop: levels of requests (or conversations) per second, independent of "
+        "completions",
     )
     group.add_argument(
         "--burstiness",
         type=_positive,
         default=1.0,
-        help="of the open loop: 1 is a Poisson process, less is burstier (default: %(default)g)",
+        help="burstiness of the open loop: 1 is a Poisson process, lower values are burstier "
+        "(default: %(default)g)",
     )
     group.add_argument(
         "--requests",
         type=count,
         metavar="N",
-        help=f"of a level (default: {PER_CLIENT} a client, {LEAST_REQUESTS} at least; "
+        help=f"requests per level (default: {PER_CLIENT} per client, at least {LEAST_REQUESTS}; "
         f"{OPEN_S} s of an open loop; {JOINS} joins)",
     )
     group.add_argument(
-        "--duration-s", type=_positive, metavar="S", help="begin no requests of a level after it"
+        "--duration-s",
+        type=_positive,
+        metavar="S",
+        help="start no requests of a level after this time",
     )
     group.add_argument(
-        "--warm-up", type=int, default=1, metavar="N", help="requests before (default: %(default)s)"
+        "--warm-up",
+        type=int,
+        default=1,
+        metavar="N",
+        help="warm-up requests (default: %(default)s)",
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what comes out")
+    group = parser.add_argument_group("results")
     group.add_argument(
         "--goodput",
         type=_limit,
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help=f"count good requests: those within limits of {', '.join(get_args(Measure))}",
+        help=f"count good requests: those within limits for {', '.join(get_args(Measure))}",
     )
     add_json_flag(parser)
-    group.add_argument("--save", type=Path, metavar="FILE", help="write JSON there too")
+    group.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     group.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the levels, as .svg, .png or .pdf"
+        "--plot", type=Path, metavar="FILE", help="plot the levels, as .svg, .png or .pdf"
     )
     group.add_argument(
-        "--label", default="", help="the server's name in plots (default: the model's)"
+        "--label", default="", help="label of the server in plots (default: the model)"
     )
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not over 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not greater than 0")
     return value
 
 
 def count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not over 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not greater than 0")
     return value
 
 
@@ -295,7 +309,7 @@ def _token_range(text: str) -> TokenRange:
     try:
         return TokenRange.parse(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor N:M") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or N:M") from None
 
 
 def _limit(text: str) -> tuple[Measure, float]:
@@ -303,7 +317,7 @@ def _limit(text: str) -> tuple[Measure, float]:
     for known in get_args(Measure):
         if name == known:
             return known, _positive(value)
-    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(get_args(Measure))}")
+    raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(get_args(Measure))}")
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -312,5 +326,5 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""`mlx-lm-server bench plot`, and pictures of measurements: by matplotlib, which is an extra."""
+"""`mlx-lm-server bench plot`, and plots of measurements with matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shared.exits import EXIT_FAILED, EXIT_OK, fail
 
 PROG = "mlx-lm-server bench plot"
 FORMATS = (".svg", ".png", ".pdf")
-MISSING = "--plot: there is no matplotlib: pip install 'mlx-lm-server[bench]'"
+MISSING = "--plot: matplotlib is not installed: pip install 'mlx-lm-server[bench]'"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Of Okabe and Ito, which most colour-blind people can tell apart."""
+"""Colours by Okabe and Ito, which most colour-blind people can distinguish."""
 MARKERS = "osD^vPX"
 _PANEL_INCHES = (4.2, 3.4)
 
@@ -28,7 +28,7 @@ class PlotFailed(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw several results of `bench serve`; return the exit code."""
+    """Plot several results of `bench serve`; return the exit code."""
     options = make_parser().parse_args(argv)
     try:
         plot([read_report(path) for path in options.results], options.plot, options.title)
@@ -39,20 +39,20 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog=PROG, description="Draw results of `bench serve --save`, a line for each --label."
+        prog=PROG, description="Plot results of `bench serve --save`, with one line per --label."
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="such results")
+    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="result files")
     parser.add_argument(
-        "--plot", type=Path, required=True, metavar="FILE", help="ends with .svg, .png or .pdf"
+        "--plot", type=Path, required=True, metavar="FILE", help="output file: .svg, .png or .pdf"
     )
-    parser.add_argument("--title", default="", help="(default: workload and model)")
+    parser.add_argument("--title", default="", help="title (default: workload and model)")
     return parser
 
 
 def check_plot(path: Path) -> None:
     """Raise `PlotFailed` if no plot can be written to ``path``."""
     if path.suffix not in FORMATS:
-        raise PlotFailed(f"--plot: {path} does not end with one of {', '.join(FORMATS)}")
+        raise PlotFailed(f"--plot: {path} must end with one of {', '.join(FORMATS)}")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -60,12 +60,16 @@ def check_plot(path: Path) -> None:
 
 
 def plot(reports: Sequence[LoadReport], path: Path, title: str = "") -> None:
-    """Draw the levels of ``reports``, a line for each, into a file named for its format."""
+    """Plot the levels of ``reports``, a line for each, to a file whose format follows from its
+    name.
+    """
     check_plot(path)
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "mlx-lm-server"  # the same figures, the same file
+    matplotlib.rcParams["svg.hashsalt"] = (
+        "mlx-lm-server"  # the same results always give the same file
+    )
     from matplotlib import pyplot
 
     panels = _join_panels() if any(_joins(each) for each in reports) else _panels(reports)
@@ -89,13 +93,13 @@ def plot(reports: Sequence[LoadReport], path: Path, title: str = "") -> None:
 
 def _panels(reports: Sequence[LoadReport]) -> list[tuple[str, Value]]:
     panels: list[tuple[str, Value]] = [
-        ("tokens generated a second", lambda level: level.output_throughput),
-        ("first token, median, ms", lambda level: _p50(level.ttft_ms)),
-        ("time per token after it, median, ms", lambda level: _p50(level.tpot_ms)),
-        ("between texts, 99 of 100 within, ms", lambda level: _p99(level.itl_ms)),
+        ("generated tokens per second", lambda level: level.output_throughput),
+        ("TTFT, median, ms", lambda level: _p50(level.ttft_ms)),
+        ("TPOT, median, ms", lambda level: _p50(level.tpot_ms)),
+        ("ITL, 99th percentile, ms", lambda level: _p99(level.itl_ms)),
     ]
     if any(level.goodput is not None for report in reports for level in report.levels):
-        panels.append(("good requests a second", lambda level: level.goodput))
+        panels.append(("good requests per second", lambda level: level.goodput))
     return panels
 
 
@@ -106,7 +110,7 @@ def _join_panels() -> list[tuple[str, Value]]:
             lambda level: _p50(level.join.longest_gap_ms) if level.join else None,
         ),
         (
-            "joiner's first token, median, ms",
+            "TTFT of the joining request, median, ms",
             lambda level: _p50(level.join.ttft_ms) if level.join else None,
         ),
     ]
@@ -137,7 +141,7 @@ def _draw(axis: Any, reports: Sequence[LoadReport], name: str, value: Value) -> 
         for level in report.levels
     }
     axis.set_title(name, fontsize=10)
-    axis.set_xlabel("requests a second" if is_open else "clients at once", fontsize=9)
+    axis.set_xlabel("requests per second" if is_open else "concurrent clients", fontsize=9)
     if len(levels) > 1 and min(levels) > 0:
         axis.set_xscale("log", base=2)
     axis.set_xticks(list(levels), list(levels.values()))

@@ -1,4 +1,4 @@
-"""What a measurement of a server is kept as (JSON), and shown as (a table)."""
+"""The report of a server measurement, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(path: Path) -> LoadReport:
-    """Raises OSError, and ValueError if the file holds something else."""
+    """Raises OSError, and ValueError if the file has other content."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=LoadReport)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no result of `bench serve`: {error}") from None
+        raise ValueError(f"{path} is not a result of `bench serve`: {error}") from None
 
 
 def text_of(report: LoadReport) -> str:
@@ -48,7 +48,7 @@ def text_of(report: LoadReport) -> str:
     ]
     groups = list(_group_rows(report))
     if len(groups) > 1:
-        lines += ["", "first tokens (TTFT, ms) by kind of request", table(groups)]
+        lines += ["", "TTFT by kind of request, in ms", table(groups)]
     joins = list(_join_rows(report))
     if len(joins) > 1:
         lines += ["", "a long prompt joins running streams (ms)", table(joins)]
@@ -57,7 +57,7 @@ def text_of(report: LoadReport) -> str:
 
 
 def load_name(level: Level) -> str:
-    """Return what the load of ``level`` is: clients, or requests a second."""
+    """Return the load of ``level``: clients, or requests per second."""
     if level.concurrency is not None:
         return str(level.concurrency)
     return f"{level.request_rate:g}/s"

@@ -1,4 +1,4 @@
-"""`mlx-lm-server bench step`: the executor alone, by rows of a batch and by tokens."""
+"""`mlx-lm-server bench step`: executor steps alone, by batch size and token count."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ PROG = "mlx-lm-server bench step"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure in a process that is started as an engine is; return its exit code."""
-    make_parser().parse_known_args(argv)  # errors and --help first
+    """Measure in a process started like an engine; return its exit code."""
+    make_parser().parse_known_args(argv)  # report errors and --help first
     environment = {**os.environ, **allocation.environment(os.environ), "PYTHONPATH": python_path()}
     command = [sys.executable, "-P", "-m", "services.commands.bench.step", *argv]
     with subprocess.Popen(command, env=environment) as process:
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # it got that too, and prints what was measured
+            except (
+                KeyboardInterrupt
+            ):  # the child received the signal too, and prints what was measured
                 continue
 
 
 def measure(argv: Sequence[str]) -> int:
-    """Print how long steps take; return the exit code."""
+    """Print the duration of steps; return the exit code."""
     options, flags = make_parser().parse_known_args(argv)
     server = settings.parse(flags, os.environ, PROG, one_model=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -66,7 +68,7 @@ def measure(argv: Sequence[str]) -> int:
 
 
 def _decode_table(rows: Sequence[dict[str, Any]]) -> str:
-    shown: list[list[object]] = [["ROWS", "CONTEXT", "MS A STEP", "MS A TOKEN", "TOK/S"]]
+    shown: list[list[object]] = [["ROWS", "CONTEXT", "MS PER STEP", "MS PER TOKEN", "TOK/S"]]
     for each in rows:
         ms, count = 1000 * each["seconds"], each["rows"]
         rate = f"{1000 * count / ms:.1f}"
@@ -75,7 +77,7 @@ def _decode_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _chunk_table(chunks: Sequence[dict[str, Any]]) -> str:
-    shown: list[list[object]] = [["TOKENS", "AFTER", "MS A CHUNK", "TOK/S"]]
+    shown: list[list[object]] = [["TOKENS", "AFTER", "MS PER CHUNK", "TOK/S"]]
     for each in chunks:
         ms, count = 1000 * each["seconds"], each["tokens"]
         shown.append([count, each["start"], f"{ms:.1f}", f"{1000 * count / ms:.1f}"])
@@ -129,20 +131,20 @@ def _chunk(executor: Executor, chunk: dict[str, Any], steps: int) -> float:
 
 
 def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``parents`` have flags and a --help besides."""
+    """``parents`` contribute flags and --help."""
     parser = CommandParser(
         prog=PROG,
         parents=parents,
         add_help=not parents,
         usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
-        description="Time steps of the executor alone: no scheduler, no sockets, no HTTP. Each "
-        "step is waited for before the next.",
+        description="Time executor steps alone, without scheduler, sockets and HTTP. Each step "
+        "finishes before the next begins.",
         allow_abbrev=False,
     )
     for name, default, what in (
         ("rows", (1, 2, 4, 8, 16), "sequences in a decode step"),
-        ("context", (200,), "tokens that each has before it"),
-        ("chunks", (64, 256), "tokens of a chunk of a prompt"),
+        ("context", (200,), "tokens before it in each sequence"),
+        ("chunks", (64, 256), "tokens in a chunk of a prompt"),
         ("after", (0, 1000), "tokens before a chunk"),
     ):
         parser.add_argument(

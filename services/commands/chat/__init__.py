@@ -1,1 +1,1 @@
-"""`mlx-lm-server chat`: a conversation in the terminal, with any server of OpenAI's API."""
+"""`mlx-lm-server chat`: a conversation in the terminal, with any server that has OpenAI's API."""

@@ -1,4 +1,4 @@
-"""The chat's side of OpenAI's API: the names of models, and answers as they are generated."""
+"""The chat's client of OpenAI's API: lists models, and streams answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.commands.event_stream import StreamRefused, events, opened
 
 _TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 600.0
-"""Of each wait while an answer is read: a prompt in a queue takes its time."""
+"""Timeout of each read while an answer is streamed: a queued prompt may take long."""
 _VERSION = re.compile(r"/v\d+$")
 Message = Mapping[str, Any]
 
 
 @dataclass
 class Reply:
-    """An answer, as far as it has come. Times are in seconds."""
+    """An answer, as far as it has arrived. Times are in seconds."""
 
     text: str = ""
     reasoning: str = ""
@@ -37,24 +37,24 @@ class Reply:
         return found if isinstance(found, int) else self.pieces
 
     def summary(self) -> str:
-        """Return one line: its length, its speed, what of the prompt was cached."""
+        """Return one line: length, speed, and how much of the prompt was cached."""
         parts = [f"{self.tokens} tokens"]
         if self.first_token_s is not None:
             decoding_s = self.took_s - self.first_token_s
             if self.tokens > 1 and decoding_s > 0:
                 parts.append(f"{(self.tokens - 1) / decoding_s:.1f} tokens/s")
-            parts.append(f"first after {self.first_token_s:.2f} s")
+            parts.append(f"first token after {self.first_token_s:.2f} s")
         prompt = self.usage.get("prompt_tokens")
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if isinstance(prompt, int):
-            parts.append(f"prompt {prompt}" + (f", {cached} of it cached" if cached else ""))
+            parts.append(f"prompt {prompt}" + (f", {cached} cached" if cached else ""))
         if self.finish_reason == "length":
-            parts.append("cut at max_tokens")
+            parts.append("stopped at max_tokens")
         return ", ".join(parts)
 
 
 class ChatClient:
-    """Talks to the server at ``url``, with or without a version such as ``/v1`` at its end."""
+    """Client of the server at ``url``, with or without a version such as ``/v1`` at the end."""
 
     def __init__(self, url: str, key: str, key_variable: str) -> None:
         url = url.rstrip("/")
@@ -69,14 +69,17 @@ class ChatClient:
         except StreamRefused as error:
             raise self._with_hint(error) from None
         except (ValueError, TypeError, KeyError):
-            raise NoServer(f"{self.base}/models is no list of models: is --url right?") from None
+            raise NoServer(
+                f"{self.base}/models is not a list of models: is --url correct?"
+            ) from None
 
     def answer(
         self, model: str, messages: Sequence[Message], parameters: Mapping[str, Any], reply: Reply
     ) -> Generator[tuple[str, str], None, None]:
-        """Yield text and reasoning as they come, one of both empty, and note them in ``reply``.
+        """Yield text and reasoning as they arrive, one of them empty, and record them in ``reply``.
 
-        The server stops when this generator is closed. Raises `NoServer`, `ServerRefused`."""
+        Closing this generator stops the server's generation. Raises `NoServer`, `ServerRefused`.
+        """
         body = {
             "model": model,
             "messages": list(messages),
@@ -100,18 +103,18 @@ class ChatClient:
                             reply.first_token_s = reply.took_s
                         yield text, reasoning
             if not reply.finish_reason:
-                raise NoServer("the answer broke off: the server closed the connection")
+                raise NoServer("the answer is incomplete: the server closed the connection")
         except StreamRefused as error:
             raise self._with_hint(error) from None
 
     def _with_hint(self, error: StreamRefused) -> ServerRefused:
         if error.status == 401:
-            return ServerRefused(f"{error} (the key is taken from ${self._key_variable})")
+            return ServerRefused(f"{error} (set the API key in ${self._key_variable})")
         return error
 
 
 def _take(data: str, reply: Reply) -> tuple[str, str]:
-    """Note one chunk of a stream in ``reply``; return its text and its reasoning."""
+    """Record one chunk of a stream in ``reply``; return its text and its reasoning."""
     try:
         chunk = json.loads(data)
         if error := chunk.get("error"):
@@ -125,7 +128,7 @@ def _take(data: str, reply: Reply) -> tuple[str, str]:
             reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
     except (ValueError, TypeError, AttributeError):
-        raise NoServer(f"this is no chunk of OpenAI's API: {data[:100]!r}") from None
+        raise NoServer(f"not a chunk of OpenAI's API: {data[:100]!r}") from None
     reply.text += text
     reply.reasoning += reasoning
     return text, reasoning

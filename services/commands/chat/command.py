@@ -1,4 +1,4 @@
-"""The command itself: its flags, one question from a pipe, or a conversation in the terminal."""
+"""The command: its flags, one question from a pipe, or a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PARAMETERS = ("temperature", "top_p", "max_tokens", "seed")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talk with a model; return the exit code."""
+    """Chat with a model; return the exit code."""
     options = parser().parse_args(argv)
     client = ChatClient(options.url, os.environ.get(options.key_variable, ""), options.key_variable)
     question = " ".join(options.question)
     if not sys.stdin.isatty():
         question = "\n\n".join(filter(None, [question, sys.stdin.read().strip()]))
         if not question:
-            return fail(PROG, "there is no question: standard input is empty", EXIT_FAILED)
+            return fail(PROG, "no question: standard input is empty", EXIT_FAILED)
     try:
         conversation = Dialogue(
             model=options.model or _first_model(client),
@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
         )
         if question:
             return _answer_once(client, conversation, question)
-        from services.commands.chat.terminal import converse  # whose libraries a pipe does not need
+        from services.commands.chat.terminal import (
+            converse,
+        )  # whose libraries are not needed in a pipe
 
         return converse(client, conversation, keep_history=not options.no_history)
     except ServerRefused as error:
@@ -52,25 +54,29 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=PROG,
-        description="Talk with a model of a running server, or of any other with OpenAI's API."
-        " A question as argument, from a pipe, or both is answered once.",
-        epilog="Exit codes: 0 done, 1 the server refused, 2 wrong arguments, 3 no server answers.",
+        description="Chat with a model of a running server, or of any other server with OpenAI's "
+        "API. A question given as an argument, through a pipe, or both is answered "
+        "once.",
+        epilog="Exit codes: 0 done, 1 the server refused, 2 invalid arguments, "
+        "3 no server responds.",
     )
-    made.add_argument("question", nargs="*", metavar="QUESTION", help="answer this, and end")
+    made.add_argument(
+        "question", nargs="*", metavar="QUESTION", help="question to answer before exiting"
+    )
     add_server_flags(made, admin=False)
-    made.add_argument("--model", help="the model (default: the first that the server has)")
-    made.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    made.add_argument("--temperature", type=float, metavar="X", help="(default: the server's)")
-    made.add_argument("--top-p", type=float, metavar="X", help="(default: the server's)")
-    made.add_argument("--max-tokens", type=int, metavar="N", help="(default: the server's)")
-    made.add_argument("--seed", type=int, metavar="N", help="(default: another one each time)")
+    made.add_argument("--model", help="model (default: the server's first model)")
+    made.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    made.add_argument("--temperature", type=float, metavar="X", help="(default: server default)")
+    made.add_argument("--top-p", type=float, metavar="X", help="(default: server default)")
+    made.add_argument("--max-tokens", type=int, metavar="N", help="(default: server default)")
+    made.add_argument("--seed", type=int, metavar="N", help="(default: random)")
     made.add_argument(
         "--key-variable",
         default=KEY_VARIABLE,
         metavar="NAME",
-        help="environment variable with the server's key (default: %(default)s)",
+        help="environment variable with the API key (default: %(default)s)",
     )
-    made.add_argument("--no-history", action="store_true", help="keep no file of what is typed")
+    made.add_argument("--no-history", action="store_true", help="do not store the input history")
     return made
 
 
@@ -82,12 +88,12 @@ def _parameters(options: argparse.Namespace) -> dict[str, Any]:
 def _first_model(client: ChatClient) -> str:
     found = client.models()
     if not found:
-        raise ServerRefused("the server has no model that is ready")
+        raise ServerRefused("the server has no ready model")
     return found[0]
 
 
 def _answer_once(client: ChatClient, conversation: Dialogue, question: str) -> int:
-    """Write the answer alone: it may be for another program."""
+    """Write only the answer, because another program may read it."""
     conversation.ask(question)
     to_terminal = sys.stdout.isatty()
     for text, _ in client.answer(

@@ -14,23 +14,23 @@ from services.commands.chat.client import ChatClient
 from shared.paths import user_path
 
 _MAX_IMAGE_BYTES = 20 << 20
-"""A larger file is no image that a server takes."""
+"""Larger files are not images that a server accepts."""
 
 
 class CommandError(Exception):
-    """A command makes no sense; the message is one line for the user."""
+    """An invalid command; the message is one line for the user."""
 
 
 @dataclass
 class Dialogue:
-    """What has been said, with which model and which parameters."""
+    """The messages so far, with the model and the parameters."""
 
     model: str
     system: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)  # of requests, by OpenAI's names
+    parameters: dict[str, Any] = field(default_factory=dict)  # of requests, by their OpenAI names
     turns: list[dict[str, Any]] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
-    """`data:` URLs that go with the next question."""
+    """`data:` URLs to send with the next question."""
 
     def messages(self) -> list[dict[str, Any]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -48,8 +48,9 @@ class Dialogue:
         self.turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> str:
-        """Drop the last question with its answer, and return it; "" if there is none. Its images
-        go with the next one."""
+        """Remove the last question and its answer, and return the question; "" if there is none.
+        Its images are sent with the next question.
+        """
         while self.turns:
             turn = self.turns.pop()
             if turn["role"] == "user":
@@ -63,7 +64,7 @@ class Dialogue:
 
 
 class Commands:
-    """What a line that begins with / does."""
+    """The action of a line that begins with /."""
 
     def __init__(self, conversation: Dialogue, client: ChatClient) -> None:
         self._conversation, self._client = conversation, client
@@ -72,54 +73,55 @@ class Commands:
         self.ended = False
 
     def run(self, line: str) -> str:
-        """Do what ``line`` says, and return what to show. Raises `CommandError`, and the errors of
-        the client."""
+        """Run the command in ``line``, and return the text to show. Raises `CommandError`, and the
+        client's errors.
+        """
         name, _, rest = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
-            raise CommandError(f"there is no {name}; /help lists the commands")
+            raise CommandError(f"unknown command {name}; /help lists the commands")
         return command[0](self, rest.strip())
 
     def help(self, _: str) -> str:
         rows = [f"  {usage:<18}{help}" for _, usage, help in COMMANDS.values()]
         return "\n".join(
-            [*rows, "  Enter sends, Alt+Enter breaks the line, Ctrl-C stops an answer"]
+            [*rows, "  Enter sends, Alt+Enter starts a new line, Ctrl-C stops an answer"]
         )
 
     def image(self, name: str) -> str:
         if not name:
             self._conversation.images.clear()
-            return "no images"
+            return "images removed"
         path = _file(name)
         try:
             if path.stat().st_size > _MAX_IMAGE_BYTES:
-                raise CommandError(f"{path} has more than {_MAX_IMAGE_BYTES >> 20} MB")
+                raise CommandError(f"{path} is larger than {_MAX_IMAGE_BYTES >> 20} MB")
             content = path.read_bytes()
         except OSError as error:
-            raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+            raise CommandError(f"cannot read {path}: {error.strerror}") from None
         kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         self._conversation.images.append(url)
-        return f"{path.name} goes with the next question"
+        return f"{path.name} will be sent with the next question"
 
     def clear(self, _: str) -> str:
         self._conversation.turns.clear()
         self._conversation.images.clear()
-        return "a new conversation"
+        return "new conversation"
 
     def again(self, _: str) -> str:
         self.retry = self._conversation.take_back()
         if not self.retry:
-            raise CommandError("nothing has been asked yet")
+            raise CommandError("there is no question to repeat")
         return ""
 
     def undo(self, _: str) -> str:
         question = self._conversation.take_back()
-        return f"taken back: {question}" if question else "nothing has been asked yet"
+        return f"removed: {question}" if question else "there is no question to remove"
 
     def system(self, text: str) -> str:
         self._conversation.system = text
-        return "system prompt set" if text else "no system prompt"
+        return "system prompt set" if text else "system prompt removed"
 
     def model(self, name: str) -> str:
         known = self._client.models()
@@ -127,7 +129,7 @@ class Commands:
             now = self._conversation.model
             return "\n".join(f"{'*' if each == now else ' '} {each}" for each in known)
         if name not in known:
-            raise CommandError(f"the server has no model {name}; it has {', '.join(known)}")
+            raise CommandError(f"the server has no model {name}; its models are {', '.join(known)}")
         self._conversation.model = name
         return f"model {name}"
 
@@ -142,7 +144,7 @@ class Commands:
         elif name:
             parameters.pop(name, None)
         shown = (f"{name} {json.dumps(value)}" for name, value in parameters.items())
-        return "\n".join(shown) or "all parameters are the server's"
+        return "\n".join(shown) or "all parameters have the server's defaults"
 
     def save(self, name: str) -> str:
         path = _file(name)
@@ -150,8 +152,8 @@ class Commands:
         try:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise CommandError(f"{path} cannot be written: {error.strerror}") from None
-        return f"saved in {path}"
+            raise CommandError(f"cannot write {path}: {error.strerror}") from None
+        return f"saved to {path}"
 
     def load(self, name: str) -> str:
         path = _file(name)
@@ -161,9 +163,9 @@ class Commands:
                 {"role": str(one["role"]), "content": _content(one["content"])} for one in found
             ]
         except OSError as error:
-            raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+            raise CommandError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError):
-            raise CommandError(f"{path} is no list of messages, as /save writes it") from None
+            raise CommandError(f"{path} is not a list of messages written by /save") from None
         system = [one["content"] for one in turns if one["role"] == "system"]
         self._conversation.system = "\n".join(system)
         self._conversation.turns = [one for one in turns if one["role"] != "system"]
@@ -190,16 +192,20 @@ def _file(name: str) -> Path:
 
 
 COMMANDS: dict[str, tuple[Callable[[Commands, str], str], str, str]] = {
-    "/help": (Commands.help, "/help", "this list"),
-    "/clear": (Commands.clear, "/clear", "begin a new conversation"),
+    "/help": (Commands.help, "/help", "show this list"),
+    "/clear": (Commands.clear, "/clear", "start a new conversation"),
     "/retry": (Commands.again, "/retry", "ask the last question again"),
-    "/undo": (Commands.undo, "/undo", "take the last question and its answer back"),
-    "/image": (Commands.image, "/image [FILE]", "send a picture with the next question, or none"),
-    "/system": (Commands.system, "/system [TEXT]", "set the system prompt, or none"),
-    "/model": (Commands.model, "/model [NAME]", "list the models, or take another"),
+    "/undo": (Commands.undo, "/undo", "remove the last question and its answer"),
+    "/image": (
+        Commands.image,
+        "/image [FILE]",
+        "add a picture to the next question, or remove all",
+    ),
+    "/system": (Commands.system, "/system [TEXT]", "set the system prompt, or remove it"),
+    "/model": (Commands.model, "/model [NAME]", "list the models, or switch to another"),
     "/set": (Commands.set, "/set [NAME VALUE]", "set a parameter of requests, such as temperature"),
     "/save": (Commands.save, "/save FILE", "write the conversation as JSON"),
-    "/load": (Commands.load, "/load FILE", "go on with a saved one"),
-    "/quit": (Commands.quit, "/quit", "end, as Ctrl-D does"),
+    "/load": (Commands.load, "/load FILE", "load a saved conversation"),
+    "/quit": (Commands.quit, "/quit", "quit, like Ctrl-D"),
 }
-"""Name -> (what it does, how it is written, help)."""
+"""Name -> (method, syntax of the argument, help)."""

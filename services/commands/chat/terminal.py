@@ -1,4 +1,4 @@
-"""The conversation in a terminal: lines with history and completion, answers as they come."""
+"""The conversation in a terminal: line editing with history and completion, streamed answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROMPT = "> "
 
 
 def converse(client: ChatClient, conversation: Dialogue, *, keep_history: bool) -> int:
-    """Talk until the user ends it; return the exit code."""
+    """Chat until the user quits; return the exit code."""
     console = Console(highlight=False, markup=False)
     commands = Commands(conversation, client)
     session: PromptSession[str] = PromptSession(
@@ -40,7 +40,7 @@ def converse(client: ChatClient, conversation: Dialogue, *, keep_history: bool) 
         try:
             line = session.prompt(_PROMPT).strip()
         except KeyboardInterrupt:
-            continue  # the line is dropped, as in a shell
+            continue  # discard the line, like a shell
         except EOFError:
             break
         try:
@@ -56,7 +56,9 @@ def converse(client: ChatClient, conversation: Dialogue, *, keep_history: bool) 
 
 
 def _answer(console: Console, client: ChatClient, conversation: Dialogue, line: str) -> None:
-    """Ask, and show the answer as it comes. Without any answer the question is taken back."""
+    """Ask the question, and show the answer as it arrives. If there is no answer at all, remove the
+    question again.
+    """
     conversation.ask(line)
     reply, stopped = Reply(), False
     try:
@@ -83,7 +85,7 @@ def _answer(console: Console, client: ChatClient, conversation: Dialogue, line: 
 
 
 def _history() -> History:
-    """Return the lines of earlier conversations, in a file that only its user can read."""
+    """Return the input history, stored in a file that only its user can read."""
     base = os.environ.get("XDG_STATE_HOME")
     folder = (Path(base) if base else Path.home() / ".local" / "state") / "mlx-lm-server"
     path = folder / "chat-history"
@@ -91,7 +93,9 @@ def _history() -> History:
         folder.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     except OSError as error:
-        sys.stderr.write(f"{path} cannot be written ({error.strerror}): lines are not kept\n")
+        sys.stderr.write(
+            f"cannot write {path} ({error.strerror}): the input history is not stored\n"
+        )
         return InMemoryHistory()
     return FileHistory(str(path))
 

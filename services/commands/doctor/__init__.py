@@ -1,1 +1,1 @@
-"""`mlx-lm-server doctor`: what is wrong with this set-up, and how to mend it."""
+"""`mlx-lm-server doctor`: what is wrong with this setup, and how to fix it."""

@@ -1,4 +1,4 @@
-"""Runs the checks for a server with the given flags, and prints what they find."""
+"""Runs the checks for a server with the given flags, and prints their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JSON = "--json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report for a server with these flags; return 0 if nothing is bad."""
+    """Print the report for a server with these flags; return 0 if nothing is BAD."""
     words = [word for word in argv if word != _JSON]
     logging.basicConfig(level=logging.CRITICAL, format="%(message)s")
     found = []
@@ -45,7 +45,7 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     try:
         options, models, notes = settings.read(argv, os.environ, PROG)
     except FlagError as error:
-        yield bad("settings", str(error), "mend this first: the settings are not looked at")
+        yield bad("settings", str(error), "fix this first: the other settings were not checked")
     else:
         yield from _settings(options, notes)
     yield from installation.checks()
@@ -58,13 +58,13 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
 
 def _settings(options: Settings, notes: Sequence[str]) -> Iterator[Check]:
     given = ", ".join(sorted(name.replace("_", "-") for name in options.given))
-    yield good("settings", f"set: {given}" if given else "all are the defaults")
+    yield good("settings", f"set: {given}" if given else "all settings have their defaults")
     for note in notes:
-        yield Check("settings", note, "WARN", "see --help-all for what there is")
+        yield Check("settings", note, "WARN", "--help-all lists all settings")
 
 
 def _line(check: Check) -> str:
-    """Return one line, and one with the remedy; on a terminal each is as wide as that."""
+    """Return one line for the finding and one for the fix, cut to the width of a terminal."""
     parts = [f"{check.verdict:<5}{check.name:<14}{check.text}"]
     if check.remedy:
         parts.append(f"{'':<19}-> {check.remedy}")
@@ -82,5 +82,5 @@ def _verdict(found: Sequence[Check]) -> str:
         verdict: sum(check.verdict == verdict for check in found) for verdict in ("BAD", "WARN")
     }
     if not any(count.values()):
-        return "\nnothing is wrong\n"
-    return f"\n{count['BAD']} to mend, {count['WARN']} to look at\n"
+        return "\nno problems found\n"
+    return f"\n{count['BAD']} to fix, {count['WARN']} to check\n"

@@ -1,4 +1,4 @@
-"""Python, the packages, and what MLX computes with."""
+"""Checks of Python, packages, and MLX's compute libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from services.commands.doctor.report import Check, bad, good
 
 _ALSO_SHOWN = ("mlx",)
-_PIP = "pip install --upgrade mlx-lm-server, in an environment of its own"
+_PIP = "pip install --upgrade mlx-lm-server, in its own virtual environment"
 
 
 def checks() -> Iterator[Check]:
@@ -22,11 +22,11 @@ def checks() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    """Compare what is installed with what this version needs."""
+    """Compare the installed packages with the requirements of this version."""
     try:
         own = importlib.metadata.distribution("mlx-lm-server")
     except importlib.metadata.PackageNotFoundError:
-        yield Check("packages", "mlx-lm-server runs from a folder and is not installed")
+        yield Check("packages", "mlx-lm-server runs from a source folder and is not installed")
         return
     wrong, shown = [], [f"mlx-lm-server {own.version}"]
     for line in own.requires or ():
@@ -35,7 +35,9 @@ def _packages() -> Iterator[Check]:
             continue
         version = _version(needed.name)
         if version is None or not needed.specifier.contains(version, prereleases=True):
-            wrong.append(f"{needed.name} {version or 'is missing'} (needed: {needed.specifier})")
+            wrong.append(
+                f"{needed.name} {version or 'is not installed'} (required: {needed.specifier})"
+            )
         elif needed.name == "mlx-lm":
             shown.append(f"mlx-lm {version}")
     shown += [f"{name} {_version(name)}" for name in _ALSO_SHOWN if _version(name)]
@@ -60,7 +62,9 @@ def _device() -> Iterator[Check]:
         import mlx.core as mx
 
         total = float(mx.array([1.0, 2.0]).sum().item())
-    except Exception as error:  # a broken installation may raise anything, and that is the result
+    except (
+        Exception
+    ) as error:  # a broken installation may raise anything, which is then the finding
         yield bad("device", f"mlx does not work: {error}", "pip install 'mlx-lm-server[cpu]'")
         return
     if total != 3.0:
@@ -75,7 +79,7 @@ def _device() -> Iterator[Check]:
 def _blas(library: str | None) -> Check:
     if library is None:
         remedy = "install the extra 'cpu', or Debian's libopenblas0-pthread"
-        return bad("fast BLAS", "none found: products take up to 60 times as long", remedy)
+        return bad("fast BLAS", "not found: matrix products take up to 60 times as long", remedy)
     return good("fast BLAS", library)
 
 
@@ -83,6 +87,6 @@ def _onnx_runtime() -> Check:
     from engine.backend import graphs
 
     if reason := graphs.unusable():
-        text = f"it cannot be used, and quantized models are slow: {reason}"
+        text = f"not usable, quantized models are slow: {reason}"
         return bad("ONNX Runtime", text, "pip install 'mlx-lm-server[cpu]'")
     return good("ONNX Runtime", _version("onnxruntime") or "found")

@@ -1,4 +1,4 @@
-"""The machine: memory, processors, descriptors, and the folders that a server writes to."""
+"""Checks of the machine: memory, processors, file descriptors, and the server's folders."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from shared.settings import Settings
 
 CGROUP = Path("/sys/fs/cgroup")
 DESCRIPTORS = 4096
-"""A connection takes one, and so does an open block file. mlx-lm sets the limit to this when it is
-imported, which fails where less is allowed."""
+"""Each connection and each open block file takes one. mlx-lm sets the limit to this value when it
+is imported, which fails if less is allowed.
+"""
 _GB = 1e9
 _MEND = {
     errno.EACCES: "chown or chmod {}, or ",
-    errno.EROFS: "mount what can be written to there (docker --volume), or ",
-    errno.ENOSPC: "make room there, or ",
-    errno.EDQUOT: "make room there, have a larger quota, or ",
+    errno.EROFS: "mount a writable volume there (docker --volume), or ",
+    errno.ENOSPC: "free some space there, or ",
+    errno.EDQUOT: "free some space there, raise the quota, or ",
 }
-"""What to do where a folder cannot be written to. Access rights alone do not tell that of root, or
-of another machine's disk."""
+"""Fixes for a folder that is not writable. Permissions alone do not predict it for root, or on a
+network disk.
+"""
 
 
 def checks(options: Settings | None) -> Iterator[Check]:
-    """Without ``options`` only what concerns every server."""
+    """Without ``options``, only checks that concern every server."""
     yield _memory()
     yield cpu_limit(CGROUP)
     yield _descriptors()
@@ -51,24 +53,26 @@ def _memory() -> Check:
     text = f"{total / _GB:.1f} GB"
     limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and limit < total:
-        text += f", of which this container may have {limit / _GB:.1f} GB"
+        text += f", of which this container may use {limit / _GB:.1f} GB"
     elif machine_bytes() < total:
         text += f", of which Metal recommends about {machine_bytes() / _GB:.1f} GB for models"
     return Check("memory", text)
 
 
 def cpu_limit(cgroup: Path) -> Check:
-    """Compare the limit of the control group at ``cgroup`` with the processors that are seen."""
+    """Compare the limit of the control group at ``cgroup`` with the number of visible
+    processors.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     allowed = _allowed_cpus(cgroup)
     if allowed is None or allowed >= (cores or 1):
         return good("processors", f"{cores}")
     return warning(
         "processors",
-        f"{cores} are seen, but this control group may use {allowed:g} of them: threads beyond that"
-        " are stopped in the middle of a step",
-        "raise the limit (docker --cpus, limits.cpu), or pin the container to as many processors"
-        " (docker --cpuset-cpus)",
+        f"{cores} are visible, but this control group may use {allowed:g} of them: more threads "
+        "are throttled in the middle of a step",
+        "raise the limit (docker --cpus, limits.cpu), or pin the container to that many "
+        "processors (docker --cpuset-cpus)",
     )
 
 
@@ -96,14 +100,14 @@ def _descriptors() -> Check:
         return good("descriptors", "unlimited" if hard == resource.RLIM_INFINITY else str(hard))
     return bad(
         "descriptors",
-        f"a process may have {hard}: mlx-lm cannot be loaded, and connections would be refused",
-        f"raise the hard limit to {DESCRIPTORS} or more: LimitNOFILE= of systemd, docker --ulimit"
-        f" nofile={DESCRIPTORS}, /etc/security/limits.conf",
+        f"limit of {hard} per process: mlx-lm cannot be imported, and connections would be refused",
+        f"raise the hard limit to at least {DESCRIPTORS}: LimitNOFILE= in systemd, docker "
+        f"--ulimit nofile={DESCRIPTORS}, /etc/security/limits.conf",
     )
 
 
 def _run_folder() -> Check:
-    """Make what a server makes: its private folder, with a socket in it."""
+    """Create what a server creates: its private folder, with a socket in it."""
     try:
         with RunDir.create() as run_dir, zmq.Context() as context:
             with context.socket(zmq.ROUTER) as probe:
@@ -113,15 +117,14 @@ def _run_folder() -> Check:
         return bad(
             "run folder",
             str(error),
-            "set XDG_RUNTIME_DIR to a folder on a local disk that you can write to, with a path of"
-            " less than 60 bytes; in a container with a read-only root, mount one (docker --tmpfs"
-            " /tmp)",
+            "set XDG_RUNTIME_DIR to a writable folder on a local disk whose path is shorter than "
+            "60 bytes; in a container with a read-only root, mount one (docker --tmpfs /tmp)",
         )
     wanted = os.environ.get("XDG_RUNTIME_DIR")
     if wanted and Path(wanted) != parent:
-        remedy = "mend or unset XDG_RUNTIME_DIR; its path has to be short"
-        return warning("run folder", f"{wanted} cannot be used, and {parent} is", remedy)
-    return good("run folder", f"sockets are made in {parent}")
+        remedy = "correct or unset XDG_RUNTIME_DIR; its path must be short"
+        return warning("run folder", f"{wanted} is not usable, {parent} is used instead", remedy)
+    return good("run folder", f"sockets are created in {parent}")
 
 
 def _model_cache() -> Iterator[Check]:
@@ -137,18 +140,22 @@ def _ssd_cache(options: Settings) -> Iterator[Check]:
     if found.verdict == "BAD":
         return
     if (owned := _is_owned(root)) and "ssd_cache_dir" in options.given:
-        remedy = "end that server, or give this one another --ssd-cache-dir, or --no-ssd"
-        yield bad("SSD cache", f"a running server keeps its blocks in {root}", remedy)
+        remedy = (
+            "stop that server, or start this one with another --ssd-cache-dir, or with --no-ssd"
+        )
+        yield bad("SSD cache", f"a running server uses {root}", remedy)
     elif owned:
-        yield Check("SSD cache", "a running server uses it: another one takes a folder beside it")
+        yield Check(
+            "SSD cache", "a running server uses it: another server uses a folder next to it"
+        )
     free = shutil.disk_usage(_existing(root)).free
     if free < options.disk_reserve_gb * 1e9:
         yield bad(
             "SSD cache",
-            f"no block will be written: {free / _GB:.1f} GB are free, and --disk-reserve-gb leaves"
-            f" {options.disk_reserve_gb:g} GB free",
-            "make room, take a folder on another disk (--ssd-cache-dir), lower --disk-reserve-gb,"
-            " or serve without (--no-ssd)",
+            f"no blocks will be written: {free / _GB:.1f} GB are free, and --disk-reserve-gb "
+            f"reserves {options.disk_reserve_gb:g} GB",
+            "free some space, use a folder on another disk (--ssd-cache-dir), lower "
+            "--disk-reserve-gb, or disable the SSD tier (--no-ssd)",
         )
 
 
@@ -165,28 +172,28 @@ def _is_owned(root: Path) -> bool:
 
 
 def _folder(name: str, path: Path, flag: str) -> Check:
-    """Look whether ``path`` can be written to, or made. It is not made here."""
+    """Check whether ``path`` is writable or can be created. It is not created."""
     path = path.expanduser()
     existing = _existing(path)
     if not existing.is_dir():
-        return bad(name, f"{path}: {existing} is no folder", f"set {flag} to another one")
+        return bad(name, f"{path}: {existing} is not a folder", f"set {flag} to another path")
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(b"doctor")
     except OSError as error:
         first = _MEND.get(error.errno or 0, "").format(existing)
-        text = f"{path}: {existing} cannot be written to ({error.strerror})"
+        text = f"{path}: {existing} is not writable ({error.strerror})"
         return bad(name, text, f"{first}set {flag} to another folder")
     free = shutil.disk_usage(existing).free
     return good(name, f"{path} ({free / _GB:.1f} GB free)")
 
 
 def _existing(path: Path) -> Path:
-    """Return the first of ``path`` and the folders above it that is there."""
+    """Return the first of ``path`` and its parent folders that exists."""
     for each in (path, *path.parents):
         try:
             if each.exists():
                 return each
-        except OSError:  # a file is in the place of a folder, or it is somebody else's
+        except OSError:  # a file is in the place of a folder, or access is denied
             continue
     return Path("/")

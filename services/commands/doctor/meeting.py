@@ -1,4 +1,6 @@
-"""Where processes and machines meet: ports, sockets, keys, certificates, other machines."""
+"""Checks of everything that processes and machines connect through: ports, sockets, keys,
+certificates, other machines.
+"""
 
 from __future__ import annotations
 
@@ -52,26 +54,26 @@ def _http(options: Settings) -> Iterator[Check]:
     except ListenError as error:
         running = _running_server(options)
         if running is None:
-            yield bad("http", str(error), "see what has it: lsof -i, or ss -ltnp")
+            yield bad("http", str(error), "find the process that uses it: lsof -i, or ss -ltnp")
             return
-        text = f"{error}: mlx-lm-server {running['version']} runs there"
-        yield warning("http", text, "to start another one, end it or choose another --port")
+        text = f"{error}: mlx-lm-server {running['version']} is running there"
+        yield warning("http", text, "stop it, or choose another --port")
         yield from _versions(running)
         return
     yield good("http", f"{options.host}:{options.port} is free")
 
 
 def _running_server(options: Settings) -> dict[str, Any] | None:
-    """Return what a server of ours at this port says of its health, None if there is none."""
+    """Return the health of an mlx-lm-server at this port, None if there is none."""
     scheme = "http" if options.ssl_certfile is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
     url = f"{scheme}://{host}:{options.port}{options.root_path}/health"
     own = ssl.create_default_context()
-    own.check_hostname, own.verify_mode = False, ssl.CERT_NONE  # nothing secret is sent
+    own.check_hostname, own.verify_mode = False, ssl.CERT_NONE  # no secrets are sent
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=own) as answer:
             text = answer.read()
-    except urllib.error.HTTPError as error:  # one that is not ready answers with 503
+    except urllib.error.HTTPError as error:  # a server that is not ready responds with 503
         text = error.read()
     except (OSError, ValueError, HTTPException):
         return None
@@ -84,17 +86,17 @@ def _running_server(options: Settings) -> dict[str, Any] | None:
 
 
 def _versions(running: dict[str, Any]) -> Iterator[Check]:
-    """Compare the versions of the processes that run with this one."""
+    """Compare the versions of the running processes with this one."""
     own, remedy = installed_version(), "install the same version everywhere, and restart"
     if running["version"] != own:
-        text = f"the running server is {running['version']}, and this is {own}"
+        text = f"the running server has version {running['version']}, this installation {own}"
         yield warning("versions", text, remedy)
     for model in running["models"]:
         for engine in model["engines"]:
             if engine["version"] != running["version"]:
                 text = (
-                    f"engine {engine['name']} is of version {engine['version']}, and its router of"
-                    f" {running['version']}"
+                    f"engine {engine['name']} has version {engine['version']}, its router "
+                    f"{running['version']}"
                 )
                 yield bad("versions", text, remedy)
 
@@ -106,37 +108,37 @@ def _socket(flag: str, address: str) -> Check:
         try:
             socket.getaddrinfo(host.strip("[]") if host != "*" else None, int(port))
         except OSError as error:
-            return bad(flag[2:], f"{host} cannot be resolved ({error.strerror})", f"mend {flag}")
+            return bad(flag[2:], f"{host} cannot be resolved ({error.strerror})", f"correct {flag}")
         return good(flag[2:], address)
     path = Path(place)
     if not path.parent.is_dir():
-        return bad(flag[2:], f"{path.parent} is no folder", f"make it, or mend {flag}")
+        return bad(flag[2:], f"{path.parent} is not a folder", f"create it, or correct {flag}")
     if path.exists() and not path.is_socket():
-        return bad(flag[2:], f"{path} is a file and no socket", f"remove it, or mend {flag}")
+        return bad(flag[2:], f"{path} is a file, not a socket", f"remove it, or correct {flag}")
     with socket.socket(socket.AF_UNIX) as probe:
         if path.exists() and probe.connect_ex(str(path)) == 0:
-            text = f"{path} is in use by a running process"
-            return bad(flag[2:], text, f"end it, or take another address ({flag})")
-    stale = ": what is left of a process that died, and is replaced" if path.exists() else ""
+            text = f"a running process uses {path}"
+            return bad(flag[2:], text, f"stop it, or choose another address ({flag})")
+    stale = ": left over from a process that died, and will be replaced" if path.exists() else ""
     return good(flag[2:], f"{address}{stale}")
 
 
 def _curve_keys(directory: Path) -> Iterator[Check]:
-    """Read the keys of those roles that the directory is for."""
+    """Read the keys of the roles for which the directory has keys."""
     is_server, is_engine = (directory / "server.secret").exists(), False
     try:
         if is_server:
             load_pair(directory, "server")
             allowed = read_allow_list(directory / ALLOW_LIST)
-            yield good("keys", f"{directory}: a server's; {len(allowed)} engine keys may join")
+            yield good("keys", f"{directory}: server keys; {len(allowed)} engine keys may join")
         is_engine = (directory / "engine.secret").exists()
         if is_engine or not is_server:
             EngineKeys.load(directory)
-            yield good("keys", f"{directory}: an engine's")
+            yield good("keys", f"{directory}: engine keys")
     except (CurveError, AllowListError) as error:
-        remedy = "mlx-lm-server keys makes keys and lists them"
+        remedy = "mlx-lm-server keys creates and lists keys"
         if "chmod" in str(error):
-            remedy = "as it says; if others could read it for long, make new keys"
+            remedy = "do that; if others could read it for a while, create new keys"
         yield bad("keys", f"--curve-dir: {error}", remedy)
 
 
@@ -146,7 +148,7 @@ def _certificate(options: Settings) -> Check:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     except (ssl.SSLError, OSError) as error:
-        remedy = "give the certificate and its own key, both as PEM"
+        remedy = "pass a certificate and its private key, both as PEM files"
         return bad("TLS", f"--ssl-certfile, --ssl-keyfile: {error}", remedy)
     return good("TLS", str(options.ssl_certfile))
 
@@ -155,21 +157,23 @@ def _api_keys(options: Settings) -> Iterator[Check]:
     try:
         keys = ApiKeys(options)
     except (OSError, ValueError) as error:
-        yield bad("API keys", str(error), "docs/operations.md says how a key file is written")
+        yield bad("API keys", str(error), "docs/operations.md describes the format of a key file")
         return
     if keys:
-        yield good("API keys", "are asked for")
+        yield good("API keys", "are required")
 
 
 def _hosts(path: Path) -> Iterator[Check]:
-    """Reach each machine of the hostfile but the first, which is this one, as an engine would."""
+    """Connect to each machine of the hostfile except the first, which is this one, like
+    an engine.
+    """
     try:
         hosts = read_hostfile(path)[1:]
     except HostfileError as error:
         yield bad("hosts", f"--distributed-hostfile: {error}", "docs/distributed.md has an example")
         return
     if shutil.which("ssh") is None:
-        yield bad("hosts", "there is no ssh on this machine", "install an ssh client")
+        yield bad("hosts", "ssh is not installed on this machine", "install an ssh client")
         return
     with ThreadPoolExecutor(len(hosts)) as threads:
         yield from threads.map(_host, hosts)
@@ -179,12 +183,12 @@ def _host(host: RankHost) -> Check:
     found = _output([*SSH, host.ssh, f"{host.python or 'python3'} --version"])
     if found.startswith("Python "):
         return good("hosts", f"{host.ssh}: {found}")
-    remedy = f"ssh {host.ssh} has to work without a password, and have the same installation there"
-    return bad("hosts", f"{host.ssh} cannot be used: {found}", remedy)
+    remedy = f"ssh {host.ssh} must work without a password, with the same installation there"
+    return bad("hosts", f"cannot use {host.ssh}: {found}", remedy)
 
 
 def _output(command: Sequence[str]) -> str:
-    """Return the last line that ``command`` prints."""
+    """Return the last line of the output of ``command``."""
     try:
         done = subprocess.run(
             command,
@@ -195,6 +199,6 @@ def _output(command: Sequence[str]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {_SSH_TIMEOUT_S} s"
+        return f"no response within {_SSH_TIMEOUT_S} s"
     lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[-1] if lines else f"ssh ended with {done.returncode}"
+    return lines[-1] if lines else f"ssh exited with code {done.returncode}"

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Verdict = Literal["ok", "BAD", "WARN", ""]
-"""BAD: the server cannot start, or not do its work. WARN: it does, but worse than it could.
-Empty: information only."""
+"""BAD: the server cannot start or cannot do its work. WARN: it works, but worse than it could.
+Empty: information only.
+"""
 
 
 class Check(NamedTuple):
-    """What was looked at, and what was found."""
+    """What was checked, and the result."""
 
     name: str
     text: str
     verdict: Verdict = ""
     remedy: str = ""
-    """What to do about it."""
+    """How to fix it."""
 
 
 def good(name: str, text: str) -> Check:

@@ -1,4 +1,4 @@
-"""The models: whether they are there, whole, and fit into memory."""
+"""Checks of the models: whether they exist, are complete, and fit into memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _model(flag: str, model: str) -> Check:
     if directory is None:
         return _absent(flag, model)
     if wrong := problems(directory):
-        fix = f"mlx-lm-server models pull {model} gets what is missing"
+        fix = f"mlx-lm-server models pull {model} downloads what is missing"
         if user_path(model).is_dir():
             fix = "copy or convert it again"
         return bad("model", f"{flag}: {_named(model, directory)}: {'; '.join(wrong)}", fix)
@@ -51,21 +51,21 @@ def _named(model: str, directory: Path) -> str:
 
 def _absent(flag: str, model: str) -> Check:
     if model in DEMOS:
-        return Check("model", f"{model}: 93 MB are downloaded at the first start")
+        return Check("model", f"{model}: 93 MB will be downloaded at the first start")
     if HUB_ID.fullmatch(model) and not model.startswith("."):
-        return Check("model", f"{model} is not on this machine: it is downloaded at the start")
-    remedy = "mlx-lm-server models lists those that are here"
-    return bad("model", f"{flag}: there is no folder {model}", remedy)
+        return Check("model", f"{model} is not on this machine and will be downloaded at startup")
+    remedy = "mlx-lm-server models lists the local ones"
+    return bad("model", f"{flag}: folder {model} does not exist", remedy)
 
 
 def _adapter(path: Path) -> Check:
-    from engine.model import adapter  # with MLX
+    from engine.model import adapter  # imports MLX
 
     try:
         adapter.check(path)
     except ModelUnavailable as error:
         return bad(
-            "adapter", f"--adapter-path: {error}", "make it with mlx_lm.lora, or mend the path"
+            "adapter", f"--adapter-path: {error}", "create it with mlx_lm.lora, or correct the path"
         )
         return None
     return good("adapter", str(path))
@@ -81,26 +81,28 @@ def _named_adapter(name: str, path: Path) -> Check:
 
 def _memory(options: Settings, directory: Path) -> Check:
     try:
-        from engine.replica.forecast import forecast  # with MLX
+        from engine.replica.forecast import forecast  # imports MLX
 
         found = forecast(directory, options)
     except ModelUnavailable as error:
-        return bad("model", f"--model: {error}", "mlx-lm has to know the model's architecture")
-    except Exception as error:  # a broken installation may raise anything, and that is the result
-        return bad("model memory", f"mlx-lm does not work: {error}", "mend what is bad above")
+        return bad("model", f"--model: {error}", "mlx-lm must support the model's architecture")
+    except (
+        Exception
+    ) as error:  # a broken installation may raise anything, which is then the finding
+        return bad("model memory", f"mlx-lm does not work: {error}", "fix the BAD findings above")
     weights = f"weights of {found.weights_bytes / _GB:.1f} GB"
     memory = f"{found.memory_bytes / _GB:.1f} GB of memory"
     if not found.fits:
         flag = "--memory-gb" if options.memory_gb is not None else "this machine"
         return bad(
             "model memory",
-            f"{weights} and the least KV cache do not fit in {memory} ({flag})",
-            "take a smaller model or one of fewer bits, --kv-bits 4, fewer --num-blocks or"
-            " --engines, or more memory",
+            f"{weights} and the smallest KV cache do not fit in {memory} ({flag})",
+            "use a smaller model or one with fewer bits, --kv-bits 4, fewer --num-blocks or "
+            "--engines, or more memory",
         )
     at_once = options.max_batch_size
     return good(
         "model memory",
-        f"{weights} in {memory}: contexts of {found.context(1):,} tokens for one sequence,"
-        f" {found.context(at_once):,} for {at_once} at once",
+        f"{weights} in {memory}: room for a context of {found.context(1):,} tokens with one "
+        f"sequence, {found.context(at_once):,} with {at_once} sequences",
     )

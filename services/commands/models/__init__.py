@@ -1,1 +1,1 @@
-"""`mlx-lm-server models`: the models of this machine, and what of them fits."""
+"""`mlx-lm-server models`: the models on this machine, and which of them fit."""

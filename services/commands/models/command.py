@@ -1,4 +1,4 @@
-"""The command itself: a list, one model by precisions of its KV cache, a download."""
+"""The command: a list, one model with several precisions of its KV cache, a download."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KV_BITS: tuple[Any, ...] = (16, 8, 4)
 _SEQUENCES = (1, 4, 8, 16)
 _GB = 1e9
 _WITH_NAME = {"ls": False, "show": True, "pull": True}
-"""The commands, and which of them take a name."""
+"""The commands, and whether they take a name."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` says; return the exit code."""
+    """Run the command in ``argv``; return the exit code."""
     words = list(argv)
     if {"-h", "--help"} & {*words}:
         _parser().print_help()
@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
     command = words.pop(0) if words and words[0] in _WITH_NAME else "ls"
     name = words.pop(0) if _WITH_NAME.get(command) and words and words[0][:1] != "-" else ""
     if _WITH_NAME.get(command) and not name:
-        return fail(PROG, f"{command}: NAME is missing", EXIT_USAGE)
+        return fail(PROG, f"{command}: NAME is required", EXIT_USAGE)
     as_json = "--json" in words
-    # By hand, as argparse would take the values of the server's flags for commands.
+    # Parsed by hand, because argparse would take the values of the server's flags for commands.
     wanted = settings.parse([word for word in words if word != "--json"], os.environ, PROG)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     load_fast_blas()  # before anything imports mlx
@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     if command == "show":
         path = directory_of(name)
         if path is None:
-            return fail(PROG, f"{name} is not on this machine: {PROG} pull gets it", EXIT_FAILED)
+            return fail(
+                PROG, f"{name} is not on this machine: download it with {PROG} pull", EXIT_FAILED
+            )
         return _show(examined(name, path, wanted), wanted, as_json=as_json)
     found = [examined(name, path, wanted) for name, path in local_models()]
     sys.stdout.write(_list(found, wanted, as_json=as_json))
@@ -63,26 +65,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _parser(*of_flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Return the parser for help; ``of_flags`` are for completion besides."""
+    """Return the parser for help; ``of_flags`` are added for completion."""
     made: argparse.ArgumentParser = CommandParser(
         prog=PROG,
         usage="%(prog)s [ls | show NAME | pull NAME] [--json] [flags of serve]",
-        description="The models of this machine, and the context, in tokens, that fits beside each"
-        " in an engine with the given flags (--memory-gb, --kv-bits, --max-batch-size, ...).",
+        description="List the models on this machine, with the context in tokens that fits next "
+        "to each in an engine with the given flags (--memory-gb, --kv-bits, "
+        "--max-batch-size, ...).",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     commands = made.add_subparsers(metavar="COMMAND")
     for name, help in (
-        ("ls", "list them (the default)"),
-        ("show", "what fits of one, by bits of the KV cache and sequences at once"),
-        ("pull", "download one, or what of it is missing"),
+        ("ls", "list the models (the default)"),
+        ("show", "show what fits for one model, by KV cache bits and number of sequences"),
+        ("pull", "download a model, or its missing files"),
     ):
         flags = () if name == "pull" else of_flags
         each = commands.add_parser(
             name, help=help, description=help, parents=flags, add_help=not flags
         )
         if _WITH_NAME[name]:
-            each.add_argument("name", metavar="NAME", help="an id of the hub, or demo")
+            each.add_argument("name", metavar="NAME", help="a Hugging Face model id, or demo")
     return made
 
 
@@ -90,7 +93,10 @@ def _list(found: Sequence[LocalModel], wanted: Settings, *, as_json: bool) -> st
     if as_json:
         return json.dumps([_as_data(each, wanted) for each in found]) + "\n"
     if not found:
-        return f"no models here; {PROG} pull NAME gets one, such as {Settings().model}, or demo\n"
+        return (
+            f"no models on this machine; download one with {PROG} pull NAME, such as "
+            f"{Settings().model}, or demo\n"
+        )
     at_once = wanted.max_batch_size
     rows: list[list[object]] = [["MODEL", "GB", "IMAGES", "CONTEXT", "FITS", f"FITS x{at_once}"]]
     notes = []
@@ -102,7 +108,10 @@ def _list(found: Sequence[LocalModel], wanted: Settings, *, as_json: bool) -> st
         elif each.forecast is not None and not each.forecast.fits:
             notes.append(f"{each.name}: {_too_large(each)}")
     lines = [table(rows), ""]
-    lines += [f"tokens of context, for one sequence and {at_once}, in {wanted.kv_bits}-bit KV"]
+    lines += [
+        f"context in tokens for one sequence and for {at_once}, with a {wanted.kv_bits}-bit KV "
+        "cache"
+    ]
     return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -118,8 +127,8 @@ def _too_large(model: LocalModel) -> str:
     assert model.forecast is not None
     found = model.forecast
     return (
-        f"{found.weights_bytes / _GB:.1f} GB of weights and the least KV cache do not fit in"
-        f" {found.memory_bytes / _GB:.1f} GB"
+        f"{found.weights_bytes / _GB:.1f} GB of weights and the smallest KV cache do not fit in "
+        f"{found.memory_bytes / _GB:.1f} GB"
     )
 
 
@@ -157,7 +166,7 @@ def _show(model: LocalModel, wanted: Settings, *, as_json: bool) -> int:
     for number in _SEQUENCES:
         fits = [0 if each.forecast is None else each.forecast.context(number) for each in by_bits]
         rows.append([number, *(_context(each, found.context_length) for each in fits)])
-    lines += ["", "context in tokens of each, of so many sequences at once:", table(rows)]
+    lines += ["", "context in tokens of each sequence, by number of sequences:", table(rows)]
     if not found.fits:
         lines += ["", _too_large(model)]
     sys.stdout.write("\n".join(lines) + "\n")

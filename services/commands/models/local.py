@@ -1,4 +1,4 @@
-"""The models that are on this machine: the demo, and those in the hub's cache."""
+"""The models on this machine: the demo model, and those in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """A model, whole or not, and what of it fits into an engine."""
+    """A model, complete or not, and the context that fits in an engine."""
 
     name: str
     path: Path
     weights_bytes: int  # on disk
     takes_images: bool = False
-    """Whether it does where the extra ``vision`` is installed."""
+    """Whether it accepts images if the extra ``vision`` is installed."""
     trouble: str = ""
-    """Why it cannot be served."""
+    """The reason why it cannot be served."""
     forecast: MemoryForecast | None = None
 
 
 def local_models() -> Iterator[tuple[str, Path]]:
-    """Yield name and directory of each model, the demo first."""
+    """Yield name and directory of each model, the demo model first."""
     if (made := directory_of("demo")) is not None:
         yield "demo", made
     yield from sorted(_cached())
 
 
 def directory_of(model: str) -> Path | None:
-    """Return where ``model`` lies on this machine, whole or not; None if it does not."""
+    """Return the directory of ``model`` on this machine, complete or not; None if there is none."""
     if model in DEMOS:
         return made_demo_model(quantized=keeps_codes(model))
     return model_directory(model)
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
-    """Yield the models of the hub's cache that mlx-lm may load: what has no config is no model."""
+    """Yield the models in the Hugging Face cache that mlx-lm may load; a model must
+    have a config.
+    """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -70,7 +72,7 @@ def _cached() -> Iterator[tuple[str, Path]]:
 
 
 def examined(name: str, path: Path, settings: Settings) -> LocalModel:
-    """Return the model in ``path`` with what fits beside it in an engine with ``settings``."""
+    """Return the model in ``path`` with the context that fits in an engine with ``settings``."""
     try:
         size = weights_in(path)
     except (OSError, ValueError):
@@ -78,7 +80,7 @@ def examined(name: str, path: Path, settings: Settings) -> LocalModel:
     if wrong := problems(path):
         return LocalModel(name=name, path=path, weights_bytes=size, trouble="; ".join(wrong))
     remember_transformers()
-    from engine.replica.forecast import forecast  # with MLX and transformers
+    from engine.replica.forecast import forecast  # imports MLX and transformers
 
     try:
         found = forecast(path, settings)
@@ -91,3 +93,9 @@ def examined(name: str, path: Path, settings: Settings) -> LocalModel:
         takes_images=serves_pictures(json.loads((path / _CONFIG).read_bytes())),
         forecast=found,
     )
+
+
+def _takes_images(path: Path) -> bool:
+    """Return whether the complete model in ``path`` accepts images."""
+    config = json.loads((path / _CONFIG).read_bytes())
+    return config.get("model_type") in FAMILIES and takes_pictures(config)

@@ -28,9 +28,11 @@ PROG = "mlx-lm-server models pull"
 
 
 def pull(name: str) -> int:
-    """Download the model ``name`` as far as it is not here; return the exit code."""
+    """Download the missing files of the model ``name``; return the exit code."""
     if name not in DEMOS and not HUB_ID.fullmatch(name):
-        return fail(PROG, f"{name!r} is neither OWNER/MODEL, as on the hub, nor demo", EXIT_USAGE)
+        return fail(
+            PROG, f"{name!r} is neither a Hugging Face model id (OWNER/MODEL) nor demo", EXIT_USAGE
+        )
     console = Console(stderr=True)
     try:
         if name in DEMOS:
@@ -44,9 +46,9 @@ def pull(name: str) -> int:
     except ModelUnavailable as error:
         return fail(PROG, error, EXIT_FAILED)
     except KeyboardInterrupt:
-        return fail(PROG, "stopped; the next pull goes on from here", 130)
+        return fail(PROG, "stopped; pull again to continue the download", 130)
     if wrong := problems(path):
-        return fail(PROG, f"{name} is no model for mlx-lm: {'; '.join(wrong)}", EXIT_FAILED)
+        return fail(PROG, f"mlx-lm cannot load {name}: {'; '.join(wrong)}", EXIT_FAILED)
     sys.stdout.write(f"{path}\n")
     return EXIT_OK
 

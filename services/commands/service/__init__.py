@@ -1,1 +1,1 @@
-"""`mlx-lm-server service`: the server as a service of the user."""
+"""`mlx-lm-server service`: run the server as a user service."""

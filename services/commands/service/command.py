@@ -1,4 +1,4 @@
-"""`mlx-lm-server service`: the server as a service of the user, of launchd or systemd."""
+"""`mlx-lm-server service`: run the server as a user service of launchd or systemd."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ _COMMANDS = ("serve", "engine", "router", "kvstore")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAST_S = 20
-"""Seconds that engines and kvstore have after the router, before all of them are killed."""
+"""Seconds that engines and kvstore get after the router has stopped, before everything
+is killed.
+"""
 
 
 def main(argv: Sequence[str], platform: str = sys.platform) -> int:
-    """Do what ``argv`` says, with the manager of ``platform``; return the exit code."""
+    """Run the command in ``argv`` with the service manager of ``platform``; return the
+    exit code.
+    """
     own = parser()
     options, rest = own.parse_known_args(argv)
     if rest and options.command != "install":
@@ -39,7 +43,7 @@ def main(argv: Sequence[str], platform: str = sys.platform) -> int:
         own.error("--name: letters, digits, '.', '_' and '-' only")
     managers: dict[str, type[Launchd | Systemd]] = {"darwin": Launchd, "linux": Systemd}
     if platform not in managers:
-        return fail(PROG, f"there is no way to run services on {platform}", EXIT_FAILED)
+        return fail(PROG, f"services are not supported on {platform}", EXIT_FAILED)
     manager: ServiceManager = managers[platform](options.name, Path.home())
     try:
         if options.command == "install":
@@ -59,16 +63,16 @@ def main(argv: Sequence[str], platform: str = sys.platform) -> int:
 
 
 def _spec(argv: Sequence[str], variables: Sequence[str]) -> ServiceSpec:
-    """Return what shall run. Flags that make no sense end the command, as they would the server."""
+    """Return the command to run. Invalid flags end this command as they would end the server."""
     command = argv[0] if argv and not argv[0].startswith("-") else "serve"
     if command not in _COMMANDS:
-        reason = f"{command!r} does not run as a service; {', '.join(_COMMANDS)} do"
+        reason = f"{command!r} cannot run as a service; use one of {', '.join(_COMMANDS)}"
         raise SystemExit(fail(PROG, reason, EXIT_USAGE))
     environment = {}
     for variable in variables:
         name, separator, environment[name] = variable.partition("=")
         if not separator or not _VARIABLE.fullmatch(name):
-            raise SystemExit(fail(PROG, "--env: NAME=VALUE is needed", EXIT_USAGE))
+            raise SystemExit(fail(PROG, "--env: expected NAME=VALUE", EXIT_USAGE))
     flags = list(argv[1:] if argv[:1] == [command] else argv)
     found = settings.parse(flags, environment, PROG)
     return ServiceSpec(
@@ -100,9 +104,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made = CommandParser(
         prog=PROG,
-        description="Run the server as a service of this user: a launchd agent on macOS, a systemd"
-        " user unit on Linux.",
-        epilog="Exit codes: 0 done (status: it runs), 1 not, 2 wrong arguments.",
+        description="Run the server as a service of the current user: a launchd agent on macOS, "
+        "a systemd user unit on Linux.",
+        epilog="Exit codes: 0 done (status: running), 1 failed (status: not running), 2 invalid "
+        "arguments.",
     )
     commands = made.add_subparsers(metavar="COMMAND", required=True, dest="command")
 
@@ -113,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
     install = command(
         "install",
-        "start a server now, at each login and after a fault; a service that is there is replaced",
+        "start a server now, at each login and after a crash; replaces an existing service",
         f"{PROG} install [--name NAME] [--env NAME=VALUE]... [serve|engine|router|kvstore] [flags]",
     )
     install.add_argument(
@@ -121,11 +126,11 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="variable of the service, which has none of the shell's; repeatable",
+        help="environment variable of the service, which does not inherit the shell's; repeatable",
     )
-    command("status", "say whether it runs")
-    logs = command("logs", "print what it has logged")
-    logs.add_argument("-n", "--lines", type=int, default=100, help="how many (default: 100)")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is logged next")
-    command("uninstall", "stop it, gracefully, and remove it")
+    command("status", "show whether the service is running")
+    logs = command("logs", "print the service's log")
+    logs.add_argument("-n", "--lines", type=int, default=100, help="number of lines (default: 100)")
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
+    command("uninstall", "stop it gracefully, and remove it")
     return made

@@ -1,7 +1,7 @@
-"""What keeps a service of the user running: launchd on macOS, systemd on Linux.
+"""The service managers of users: launchd on macOS, systemd on Linux.
 
-Both write one file and call one program (`launchctl`, `systemctl --user`). The file is readable by
-its user alone, as flags and variables of a server may be secrets.
+Both write one file and call one program (`launchctl`, `systemctl --user`). Only the user can read
+the file, because a server's flags and variables may be secrets.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A command that is to run always."""
+    """A command to keep running."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: Path
     stop_s: float
-    """Seconds that a stop may take, before the processes are killed."""
+    """Seconds that stopping may take before the processes are killed."""
 
 
 class ServiceManager(Protocol):
@@ -41,19 +41,19 @@ class ServiceManager(Protocol):
 
     @property
     def file(self) -> Path:
-        """Its definition, which is there where it is installed."""
+        """Its definition file, which exists if the service is installed."""
 
     def install(self, spec: ServiceSpec) -> None:
-        """Write the definition and start the service (again). Raises `ServiceError`."""
+        """Write the definition and start or restart the service. Raises `ServiceError`."""
 
     def uninstall(self) -> None:
         """Stop the service and remove its definition. Raises `ServiceError`."""
 
     def state(self) -> tuple[bool, str]:
-        """Return whether it runs, and its state in words."""
+        """Return whether it is running, and its state in words."""
 
     def logs(self, lines: int, *, follow: bool) -> Sequence[str]:
-        """Return the command that prints the last ``lines``, and with ``follow`` those to come."""
+        """Return the command that prints the last ``lines``, and new ones with ``follow``."""
 
 
 class Systemd:
@@ -91,7 +91,7 @@ class Systemd:
 
 
 class Launchd:
-    """An agent of the user who is logged in (launchd.plist(5))."""
+    """An agent of the logged-in user (launchd.plist(5))."""
 
     def __init__(self, name: str, home: Path) -> None:
         self._label = name
@@ -121,7 +121,7 @@ class Launchd:
         for line in printed.splitlines():
             name, separator, value = line.strip().partition(" = ")
             if separator:
-                found.setdefault(name, value)  # later ones are of sockets and events
+                found.setdefault(name, value)  # later entries belong to sockets and events
         state = found.get("state", "unknown")
         if state == "running":
             return True, f"running, process {found.get('pid')}"
@@ -135,12 +135,12 @@ class Launchd:
         return f"{self._domain}/{self._label}"
 
     def _boot_out(self) -> None:
-        """Stop the service and wait for its end: until then it cannot be started again."""
+        """Stop the service and wait for its end; it cannot be restarted before that."""
         deadline = time.monotonic() + self._stop_s + _RESTART_AFTER_S
         try:
             _run("launchctl", "bootout", self._target)
         except ServiceError:
-            pass  # it is not loaded, or is ending already, as the loop finds out
+            pass  # not loaded or already ending, as the loop finds out
         while self.state()[1] != "not loaded":
             if time.monotonic() > deadline:
                 raise ServiceError(f"{self._label} does not stop")
@@ -156,7 +156,7 @@ class Launchd:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": _RESTART_AFTER_S,
             "ExitTimeOut": round(spec.stop_s),
-            "ProcessType": "Interactive",  # others get less of the processor and the disk
+            "ProcessType": "Interactive",  # other types get less CPU and disk bandwidth
             "StandardOutPath": str(self.log),
             "StandardErrorPath": str(self.log),
         }
@@ -187,7 +187,7 @@ WantedBy=default.target
 
 
 def _quoted(text: str) -> str:
-    """Quote as in systemd.syntax(7); a percent sign would begin a specifier."""
+    """Quote as in systemd.syntax(7); percent signs start specifiers."""
     for character, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("%", "%%")):
         text = text.replace(character, escaped)
     return f'"{text}"'
@@ -206,12 +206,12 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _run(*command: str) -> str:
-    """Return what ``command`` prints. Raises `ServiceError`."""
+    """Return the output of ``command``. Raises `ServiceError`."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     except OSError as error:
         raise ServiceError(f"cannot run {command[0]}: {error.strerror}") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
-        raise ServiceError(f"`{' '.join(command)}` ends with {done.returncode}: {said}")
+        raise ServiceError(f"`{' '.join(command)}` exited with {done.returncode}: {said}")
     return done.stdout

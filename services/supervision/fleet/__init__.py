@@ -1,1 +1,1 @@
-"""The engines that run on this machine: which models are loaded, and what memory each may take."""
+"""The engines on this machine: which models are loaded, and how much memory each engine may use."""

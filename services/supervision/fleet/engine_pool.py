@@ -1,4 +1,4 @@
-"""The engines that run, and the memory that they take."""
+"""The running engines, and the memory they use."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from services.supervision.managed_child import ManagedChild
 from shared.settings import ModelEntry
 
 SpecMaker = Callable[[ModelEntry, str, int], ChildSpec]
-"""Makes the spec of an engine of a model, with its name and its budget in bytes."""
+"""Creates the spec of an engine of a model, with its name and its budget in bytes."""
 
 
 class ChildRunner(Protocol):
-    """The part of `services.supervision.supervisor.Supervisor` that is needed here."""
+    """The part of `services.supervision.supervisor.Supervisor` that the pool needs."""
 
     children: list[ManagedChild]
 
     def add(self, spec: ChildSpec) -> ManagedChild:
-        """Run one more child."""
+        """Run another child."""
 
     def retire(self, child: ManagedChild) -> None:
-        """Let a child end for good."""
+        """Stop a child permanently."""
 
     def end(self, code: int) -> None:
-        """End the server."""
+        """Stop the server."""
 
 
 class EnginePool:
-    """Starts and retires engines within ``total_bytes``. An engine counts until it has ended."""
+    """Starts and retires engines within ``total_bytes``. An engine counts until it has exited."""
 
     def __init__(self, supervisor: ChildRunner, make_spec: SpecMaker) -> None:
         self._supervisor = supervisor
         self._make_spec = make_spec
         self._owners: dict[ManagedChild, FleetModel] = {}
         self._budgets: dict[ManagedChild, int] = {}
-        """What each engine was started with. It keeps that until it ends, whatever its model's
-        budget is by now."""
+        """The budget with which each engine was started. It is valid until the engine exits, even
+        if the model's budget has changed since.
+        """
         self.total_bytes = 0
 
     def start(self, model: FleetModel) -> ManagedChild:
-        """Start one more engine of ``model``."""
+        """Start another engine of ``model``."""
         name = free_name(model.prefix, self._supervisor.children)
         spec = self._make_spec(model.entry, name, model.budget_bytes)
-        if model.engines:  # the others serve, whether this one can start or not
+        if model.engines:  # the other engines serve, whether this one can start or not
             spec = replace(spec, essential=False)
         child = self._supervisor.add(spec)
         self._owners[child], self._budgets[child] = model, model.budget_bytes
@@ -59,7 +60,7 @@ class EnginePool:
         return child
 
     def retire(self, model: FleetModel, children: Iterable[ManagedChild]) -> None:
-        """Let ``children`` finish their requests and end."""
+        """Let ``children`` finish their requests and exit."""
         for child in list(children):
             model.engines.remove(child)
             self._supervisor.retire(child)
@@ -75,13 +76,13 @@ class EnginePool:
         return child not in self._supervisor.children
 
     def fits(self, model: FleetModel) -> bool:
-        """Return whether one more engine of ``model`` has room now."""
+        """Return whether there is room for another engine of ``model`` now."""
         return self.used_bytes + model.budget_bytes <= self.total_bytes
 
     def fits_for_a_while(self, model: FleetModel) -> bool:
-        """Return whether one more engine of ``model`` has room until another has ended.
+        """Return whether another engine of ``model`` fits before a retiring engine has exited.
 
-        Budgets are mostly for caches, which grow as they are used. Weights are there at once.
+        Budgets are mostly for caches, which grow with use. Weights are allocated at once.
         """
         sizes = [owner.weights_bytes for owner in (*self._owners.values(), model)]
         known = [size for size in sizes if size is not None]
@@ -89,11 +90,11 @@ class EnginePool:
         return self.fits(model) or (len(known) == len(sizes) and enough)
 
     def bytes_of(self, model: FleetModel) -> int:
-        """Return what the engines take that serve ``model``."""
+        """Return the memory of the engines that serve ``model``."""
         return sum(self._budgets[child] for child in model.engines)
 
     def excess_bytes(self, model: FleetModel) -> int:
-        """Return what the engines of ``model`` take over the budget that new ones would get."""
+        """Return by how much the engines of ``model`` exceed the budget that new ones would get."""
         return max(0, self.bytes_of(model) - len(model.engines) * model.budget_bytes)
 
     @property
@@ -102,5 +103,5 @@ class EnginePool:
 
     @property
     def leaving_bytes(self) -> int:
-        """What engines take that are on their way out."""
+        """The memory of retiring engines."""
         return sum(size for child, size in self._budgets.items() if child.retired_until is not None)

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 ROUTER = "router"
 PATIENCE_S = 10.0
-"""After this time a model that is waited for takes the memory of one that has requests."""
+"""After this wait, a model may take memory from a model that has requests."""
 SHORTEST_STAY_S = 10.0
-"""The time that a model with requests keeps its memory at least."""
+"""Min time that a model with requests keeps its memory."""
 
 
 class EngineFleet:
-    """The engines of all models. `turn` is called several times a second."""
+    """The engines of all models. `update` is called several times per second."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class EngineFleet:
         entries: Sequence[ModelEntry],
         jobs: ModelJobs | None = None,
     ) -> None:
-        """Models are pulled and deleted at run time by ``jobs``."""
+        """``jobs`` pulls and deletes models at run time."""
         self._jobs = jobs
         self._configured = tuple(entries)
         self._pulled: list[ModelEntry] = []
@@ -74,7 +74,9 @@ class EngineFleet:
             self._supervisor.end(EXIT_CONFIG)
 
     def on_exit(self, child: ManagedChild) -> None:
-        """Tell the router that a process has ended: it would have to wait for missing beats."""
+        """Tell the router that a process has exited, so that it need not wait for missing
+        heartbeats.
+        """
         if self._router is not None and child.name != ROUTER:
             self._tell_of_end(child, planned=child.retired_until is not None)
 
@@ -83,15 +85,16 @@ class EngineFleet:
             self._router.tell({"ended": child.joins_as, "planned": planned})
 
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
-        """Serve ``entries`` and what was pulled from now on: load new models, unload others,
-        restart changed ones."""
+        """From now on serve ``entries`` and the pulled models: load new models, unload removed
+        ones, restart changed ones.
+        """
         taken = {name for entry in entries for name in entry.names}
         self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
         self._settings = settings
         self._serve(entries)
 
     def _serve(self, entries: Sequence[ModelEntry]) -> None:
-        """Serve ``entries`` of the configuration, and what was pulled."""
+        """Serve ``entries`` of the configuration, and the pulled models."""
         self._configured = tuple(entries)
         if self._pulled:  # they share the memory
             entries = [replace(entry, alone=False) for entry in entries]
@@ -111,21 +114,21 @@ class EngineFleet:
             model.entry = entry
             self._models.append(model)
         for model in known.values():
-            logger.info("model %s was taken out", model.id)
+            logger.info("model %s was removed", model.id)
             self._rolling.forget(model)
             self._pool.retire(model, model.engines)
         self._size_budgets()
         self._load_what_fits()
 
     def close(self) -> None:
-        """End what downloads and deletes models."""
+        """Stop the downloads and deletions of models."""
         if self._jobs is not None:
             self._jobs.close()
 
     # -- the router ------------------------------------------------------------
 
     def _listen(self, now: float) -> None:
-        """Take what the router says: demand in its beats, and commands."""
+        """Handle the router's messages: demand in its heartbeats, and commands."""
         (router,) = (child for child in self._supervisor.children if child.name == ROUTER)
         if router.process is not self._router:
             self._router, self._told = router.process, None
@@ -137,7 +140,7 @@ class EngineFleet:
             model.note_demand(int(waiting), float(idle_s), now)
             for child in model.engines:
                 for message in () if child.process is None else child.process.take_messages():
-                    if message.get("lost"):  # and started again, which is no exit
+                    if message.get("lost"):  # and started again, so it does not exit
                         self._tell_of_end(child, planned=False)
             model.scaling.note_load(*self._router.state.facts.get("load", {}).get(model.id, ()))
         for message in self._router.take_messages():
@@ -154,10 +157,10 @@ class EngineFleet:
                     if self._jobs is not None:
                         self._jobs.cancel(target)
                 case _:
-                    logger.error("the router asks for something unknown: %s", message)
+                    logger.error("unknown command from the router: %s", message)
 
     def _learn_device(self) -> None:
-        """Size the memory anew once an engine has said what its device has."""
+        """Recompute the memory budgets once an engine has reported its device."""
         for model in self._models:
             for child in model.engines:
                 facts = {} if child.process is None else child.process.state.facts
@@ -176,7 +179,7 @@ class EngineFleet:
             self._told = message
 
     def restart(self, target: str | None) -> None:
-        """Exchange the engines that ``target`` names: an engine, a model, or None for all."""
+        """Restart the engines that ``target`` names: an engine, a model, or None for all."""
         for model in self._models:
             if target is None or target in model.entry.names:
                 model.mend()
@@ -193,7 +196,7 @@ class EngineFleet:
 
     def _begin_job(self, kind: Kind, name: str) -> None:
         if self._jobs is None:
-            logger.error("the router asks for a model, which is not possible here: %s", name)
+            logger.error("the router requested a model, which is not possible here: %s", name)
             return
         refusal, path = "", name
         served = [model.entry for model in self._models]
@@ -201,7 +204,7 @@ class EngineFleet:
         if kind == "delete":
             refusal = delete_refusal(name, served, self._pulled)
             if known is not None and any(not child.is_ready for child in known.engines):
-                refusal = refusal or f"an engine of {name} is just starting"
+                refusal = refusal or f"an engine of {name} is starting"
         elif known is None:
             refusal = pull_refusal(name, served, self._pulled)
         else:
@@ -209,7 +212,7 @@ class EngineFleet:
         self._jobs.begin(kind, name, path, refusal)
 
     def _finish_jobs(self) -> None:
-        """Serve what has been pulled, and take out what has been deleted."""
+        """Serve pulled models, and stop serving deleted ones."""
         for job in () if self._jobs is None else self._jobs.turn():
             found = [model for model in self._models if job.name in model.entry.names]
             for model in found:
@@ -224,7 +227,7 @@ class EngineFleet:
     # -- memory ----------------------------------------------------------------
 
     def _size_budgets(self) -> None:
-        if self._settings.cluster != "none":  # Ray knows the memory of its machines
+        if self._settings.cluster != "none":  # Ray manages the memory of its machines
             self._pool.total_bytes = sys.maxsize
             for model in self._models:
                 model.budget_bytes = placed_bytes(model.entry, model.weights_bytes)
@@ -240,8 +243,8 @@ class EngineFleet:
     def _load_what_fits(self) -> None:
         """Start engines in the order of the configuration, pinned models first.
 
-        A model that fits once others have only their present budgets is loaded when they do. One
-        that was pulled is not: nobody has asked for it yet, and engines would restart for it.
+        A model that fits only when others shrink to their current budgets is loaded once they do. A
+        pulled model is not: nobody has requested it yet, and engines would restart for it.
         """
         planned = sum(len(model.engines) * model.budget_bytes for model in self._models)
         for model in sorted(self._models, key=lambda model: not model.entry.pinned):
@@ -253,7 +256,7 @@ class EngineFleet:
                 will_fit = planned <= self._pool.total_bytes and model.entry not in self._pulled
                 model.awaits_memory = will_fit and self._lacks_engines(model)
             if not model.engines and not model.awaits_memory:
-                logger.info("model %s will be loaded when it is asked for", model.id)
+                logger.info("model %s will be loaded on demand", model.id)
 
     def _lacks_engines(self, model: FleetModel) -> bool:
         return (
@@ -264,7 +267,9 @@ class EngineFleet:
         )
 
     def _load(self, model: FleetModel, now: float, *, asked: bool = False) -> None:
-        """Start the engines that ``model`` lacks, if it is waited for or loaded in part."""
+        """Start the missing engines of ``model``, if requests wait for it or it is
+        partly loaded.
+        """
         wanted = model.engines or model.waiting or model.awaits_memory or asked
         if not self._lacks_engines(model) or not wanted:
             return
@@ -276,7 +281,7 @@ class EngineFleet:
             self._make_room(model, now)
 
     def _scale(self, now: float) -> None:
-        """Follow the queues: `_load` starts what is wanted, this ends what is not."""
+        """Follow the queues: `_load` starts the engines that are needed, this stops the others."""
         for model in self._models:
             ready = sum(child.is_ready for child in model.engines)
             if line := model.scaling.follow(model.entry.settings, ready, now):
@@ -285,19 +290,19 @@ class EngineFleet:
                 self._pool.retire(model, model.engines[model.scaling.wanted :])
 
     def _measure(self, model: FleetModel) -> None:
-        """Size an unknown model again: its first load has brought it to this machine."""
+        """Determine the size of an unknown model again: its first load has downloaded it."""
         if model.weights_bytes is None:
             model.weights_bytes = entry_bytes(model.entry)
 
     def _make_room(self, model: FleetModel, now: float) -> None:
-        """Unload the models that were not used for longest, so that ``model`` will fit."""
+        """Unload the least recently used models, so that ``model`` fits."""
         pool = self._pool
         pinned = [each for each in self._models if each.entry.pinned and each is not model]
         kept = sum(each.budget_bytes * len(each.engines) for each in pinned)
         if kept + model.budget_bytes > pool.total_bytes:
             model.trouble = (
-                f"it needs {model.budget_bytes / 1e9:.2f} GB of memory, and of "
-                f"{pool.total_bytes / 1e9:.2f} GB pinned models have {kept / 1e9:.2f}"
+                f"it needs {model.budget_bytes / 1e9:.2f} GB of memory, but pinned models use "
+                f"{kept / 1e9:.2f} of {pool.total_bytes / 1e9:.2f} GB"
             )
             logger.error("model %s cannot be loaded: %s", model.id, model.trouble)
             return
@@ -309,13 +314,14 @@ class EngineFleet:
             if lacking <= 0:
                 return
             if victim.engines and victim not in (*pinned, model) and _may_go(victim, waited_s, now):
-                logger.info("model %s makes room for %s", victim.id, model.id)
+                logger.info("unloading model %s to make room for %s", victim.id, model.id)
                 lacking -= pool.bytes_of(victim)
                 pool.retire(victim, victim.engines)
 
     def _shrink(self, lacking_bytes: int) -> bool:
-        """Exchange engines that were started with larger budgets than they would get now, if that
-        frees so much. Return whether that is under way."""
+        """Restart engines whose budgets are larger than new ones would get, if that frees enough.
+        Return whether that is in progress.
+        """
         excess = self._pool.excess_bytes
         large = [model for model in self._models if excess(model) and not model.given_up]
         if any(map(self._rolling.concerns, large)):
@@ -323,7 +329,7 @@ class EngineFleet:
         if sum(map(excess, large)) < lacking_bytes:
             return False
         for model in large:
-            logger.info("model %s is restarted with less memory, for others", model.id)
+            logger.info("restarting model %s with less memory, to make room for others", model.id)
             self._rolling.add(model)
         return True
 
@@ -331,13 +337,15 @@ class EngineFleet:
         for model in self._models:
             in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
             if model.is_due and not in_use:
-                logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
+                logger.info("unloading model %s: idle for %.0f s", model.id, model.idle_s)
                 model.kept_s = None
                 self._pool.retire(model, model.engines)
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
-    """Return whether ``model`` is unloaded for another, which has been waited for that long."""
+    """Return whether ``model`` is unloaded for another model, for which requests have waited that
+    long.
+    """
     if model.idle_s > 0:
         return True
     stay_s = 0.0 if model.ready_since is None else now - model.ready_since

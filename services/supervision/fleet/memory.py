@@ -1,4 +1,4 @@
-"""The bytes that models need, known before they are loaded, and the budgets of their engines."""
+"""The memory that models need, known before they are loaded, and the budgets of their engines."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from shared.settings import ModelEntry, Settings
 logger = logging.getLogger(__name__)
 
 DARWIN_SHARE = 0.75
-"""About Metal's recommended working set, until an engine has told it."""
+"""Roughly Metal's recommended working set, until an engine has reported it."""
 OVERLAP_SHARE = 0.7
-"""While engines are exchanged, the weights of all together may take this part of the memory."""
+"""While engines are restarted, the weights of all of them may use this fraction of the memory."""
 _WEIGHTS_FACTOR = 1.5
 _LEAST_BESIDE_WEIGHTS = 2 << 30
 
 
 def weights_bytes(model: str) -> int | None:
-    """Return the size of the weights of ``model``, by the headers of its files.
+    """Return the size of the weights of ``model``, from the headers of its files.
 
-    None if it is not on this machine, or is no model.
+    None if it is not on this machine, or is not a model.
     """
     try:
         directory = model_directory(model)
         return (weights_in(directory) or None) if directory is not None else None
-    except Exception as error:  # a file that others have made may hold anything
-        logger.debug("the weights of %s cannot be measured: %s", model, error)
+    except Exception as error:  # an untrusted file may contain anything
+        logger.debug("cannot determine the size of the weights of %s: %s", model, error)
         return None
 
 
 def entry_bytes(entry: ModelEntry) -> int | None:
-    """Return the size of the weights that an engine of ``entry`` loads: of its model, and of its
-    draft model if it has one. None if one of them is not known."""
+    """Return the size of the weights that an engine of ``entry`` loads: its model and, if set, its
+    draft model. None if one of them is unknown.
+    """
     settings = entry.settings
     found = [weights_bytes(settings.model)]
     if settings.draft_model_path is not None and settings.spec_decode in ("draft", "auto"):
@@ -48,8 +49,8 @@ def entry_bytes(entry: ModelEntry) -> int | None:
 
 
 def model_directory(model: str) -> Path | None:
-    """Return where ``model`` lies on this machine, whole or not; None if it does not."""
-    if model in DEMOS:  # made when it is first loaded
+    """Return the directory of ``model`` on this machine, complete or not; None if there is none."""
+    if model in DEMOS:  # created when it is first loaded
         return max((user_cache() / "models").glob("SmolLM2*"), default=None)
     path = user_path(model)
     if path.is_dir():
@@ -64,25 +65,25 @@ def model_directory(model: str) -> Path | None:
 
 
 def machine_bytes() -> int:
-    """Return the memory that engines may take on this machine, as far as is known without MLX."""
+    """Return the memory that engines may use on this machine, as far as known without MLX."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(total * DARWIN_SHARE) if sys.platform == "darwin" else total
 
 
 def total_bytes(settings: Settings, device_bytes: int | None) -> int:
-    """Return the memory of all engines together; ``device_bytes`` is what an engine has found."""
+    """Return the memory of all engines together; ``device_bytes`` is what an engine reported."""
     if settings.fleet_memory_gb is not None:
         return int(settings.fleet_memory_gb * 1e9)
     return device_bytes or machine_bytes()
 
 
 def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total: int) -> list[int]:
-    """Return the bytes that one engine of each of ``entries`` may take, weights included.
+    """Return the bytes that one engine of each of ``entries`` may use, including weights.
 
-    What ``--memory-gb`` or ``memory_gb`` says goes first. Where all models fit at once, each gets
-    its weights and an equal part of what they leave. Otherwise each gets its weights and half as
-    much again, 2 GiB at least, so that others fit beside it. A model whose size is not known gets
-    an equal part of the memory.
+    ``--memory-gb`` or ``memory_gb`` takes precedence. If all models fit at once, each gets its
+    weights and an equal share of the rest. Otherwise each gets its weights and half as much again,
+    at least 2 GiB, so that others fit next to it. A model of unknown size gets an equal share of
+    the memory.
     """
     engines = sum(entry.settings.engines for entry in entries)
     known = [size or 0 for size in weights]
@@ -103,8 +104,9 @@ def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total:
 
 
 def placed_bytes(entry: ModelEntry, weights: int | None) -> int:
-    """Return the bytes that a machine has to have for an engine of ``entry``: 0 if its model is not
-    on this machine, and ``--memory-gb`` does not say it."""
+    """Return the bytes that a machine needs for an engine of ``entry``: 0 if its model is not on
+    this machine and ``--memory-gb`` is not set.
+    """
     if entry.settings.memory_gb is not None:
         return int(entry.settings.memory_gb * 1e9)
     if weights is None:

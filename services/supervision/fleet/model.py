@@ -14,7 +14,7 @@ ModelState = Literal["unloaded", "loading", "ready", "broken"]
 
 
 class FleetModel:
-    """A model that is configured, whether it is loaded or not. Times are of ``time.monotonic``."""
+    """A configured model, loaded or not. Times are from ``time.monotonic``."""
 
     def __init__(self, entry: ModelEntry, weights_bytes: int | None) -> None:
         self.entry = entry
@@ -22,24 +22,24 @@ class FleetModel:
         self.weights_bytes = weights_bytes
         self.budget_bytes = 0
         self.engines: list[ManagedChild] = []
-        """Those that are to serve it. Retired ones are not among them."""
+        """The engines meant to serve it, without retired ones."""
         self.waiting = 0
-        """Requests that wait for it to be loaded."""
+        """Number of requests that wait for it to load."""
         self.waiting_since: float | None = None
         self.awaits_memory = False
-        """Whether it is loaded, unasked, as soon as others have given memory back."""
+        """Whether to load it, without a request, as soon as others have freed memory."""
         self.idle_s = 0.0
-        """The time since its last request; 0 while there are any."""
+        """Time since its last request; 0 while it has requests."""
         self.kept_s: float | None = None
-        """What a request has asked for in the place of --idle-unload-s; below 0: for ever."""
+        """The value that a request has set in place of --idle-unload-s; negative: forever."""
         self.kept_since = 0.0
         self.given_up = 0
-        """Engines that cannot start beside others that run. They are tried again by a restart."""
+        """Engines that cannot start next to other running ones. A restart tries them again."""
         self.trouble: str | None = None
-        """Why it cannot be loaded, in words."""
+        """The reason why it cannot be loaded, in words."""
         self.loading_since: float | None = None
         self.load_s: float | None = None
-        """How long the last load took."""
+        """Duration of the last load."""
         self.ready_since: float | None = None
 
     @property
@@ -48,7 +48,7 @@ class FleetModel:
 
     @property
     def prefix(self) -> str:
-        """What the names of its engines begin with."""
+        """Prefix of the names of its engines."""
         return "engine" if self.entry.alone else re.sub(r"[^\w.-]+", "-", self.id).strip("-.")
 
     @property
@@ -61,11 +61,11 @@ class FleetModel:
 
     @property
     def is_due(self) -> bool:
-        """Whether it has been without a request for as long as it is kept."""
+        """Whether it has been idle for as long as it is kept loaded."""
         if self.kept_s is None:
             limit_s = self.entry.settings.idle_unload_s
             return 0 < limit_s <= self.idle_s
-        # What was told of its use may be older than the request.
+        # The last usage report may be older than the request.
         kept_s = min(self.idle_s, time.monotonic() - self.kept_since)
         return 0 <= self.kept_s <= kept_s and self.idle_s > 0
 
@@ -74,7 +74,7 @@ class FleetModel:
         self.kept_s, self.kept_since = kept_s, time.monotonic()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the router is told."""
+        """Return the state reported to the router."""
         return {
             "names": list(self.entry.names),
             "state": self.state,
@@ -89,7 +89,7 @@ class FleetModel:
         }
 
     def mend(self) -> None:
-        """Try again what could not be started."""
+        """Try engines again that could not start."""
         self.trouble, self.given_up = None, 0
 
     def note_demand(self, waiting: int, idle_s: float, now: float) -> None:
@@ -100,7 +100,9 @@ class FleetModel:
             self.waiting_since = now
 
     def follow_engines(self) -> str | None:
-        """Note engines that cannot start, and how long a load took. Return a line for the log."""
+        """Record engines that cannot start, and the duration of a load. Return a line
+        for the log.
+        """
         for child in list(self.engines):
             if child.gave_up is not None:
                 self.engines.remove(child)
@@ -118,7 +120,7 @@ class FleetModel:
 
 
 def free_name(prefix: str, children: list[ManagedChild]) -> str:
-    """Return the first name after ``prefix`` that no child has."""
+    """Return the first unused name that begins with ``prefix``."""
     taken = {child.name for child in children}
     number = 0
     while f"{prefix}-{number}" in taken:

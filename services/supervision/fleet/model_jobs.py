@@ -1,4 +1,4 @@
-"""Models that are downloaded or deleted while the server runs, each by a process of its own."""
+"""Downloads and deletions of models at run time, each in its own process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["pull", "delete"]
 StartJob = Callable[[Kind, str], LaunchedProcess]
-"""Starts the process of a job about the model of this path or id. Raises: OSError."""
+"""Starts the process of a job for the model with this path or id. Raises: OSError."""
 
 MOST_AT_ONCE = 4
 KEPT_S = 30.0
-"""How long the result of a job is told."""
+"""How long the result of a job is reported."""
 MOST_KEPT = 64
 _REASON_CHARS = 500
 
@@ -39,24 +39,25 @@ class ModelJob:
     ended_at: float = 0.0
 
     def describe(self) -> dict[str, Any]:
-        """Return what the router is told."""
+        """Return the state reported to the router."""
         names = ("kind", "number", "state", "reason", "completed", "total")
         return {name: getattr(self, name) for name in names}
 
 
 class ModelJobs:
-    """The jobs by the names of their models; of each model the last."""
+    """The jobs by model name; only the last of each model."""
 
     def __init__(self, start: StartJob) -> None:
         self._start = start
         self._jobs: dict[str, ModelJob] = {}
         self._ending: list[tuple[str, LaunchedProcess]] = []
-        """Processes of cancelled jobs, by the names of their models. They have files open, so the
-        next job of the model starts when they have ended."""
+        """Processes of cancelled jobs, by model name. They have files open, so the next job of the
+        model starts when they have exited.
+        """
         self._number = 0
 
     def begin(self, kind: Kind, name: str, path: str, refusal: str = "") -> None:
-        """Begin a job about the model called ``name``, unless there is one, or a ``refusal``."""
+        """Start a job for the model called ``name``, unless there is one, or a ``refusal``."""
         if self.is_running(name):
             return
         running = [job for job in self._jobs.values() if job.state == "running"]
@@ -64,22 +65,22 @@ class ModelJobs:
         for old in ended[: max(0, len(ended) - MOST_KEPT)]:
             del self._jobs[old.name]
         self._number += 1
-        self._jobs.pop(name, None)  # the newest is the last
+        self._jobs.pop(name, None)  # the newest is last
         job = self._jobs[name] = ModelJob(kind, name, path, self._number)
         if not refusal and len(running) >= MOST_AT_ONCE:
-            refusal = f"{len(running)} models are pulled or deleted already"
+            refusal = f"{len(running)} models are already being pulled or deleted"
         if refusal:
             self._end(job, refusal)
         else:
             self._start_process(job)
 
     def is_running(self, name: str, kind: Kind | None = None) -> bool:
-        """Return whether a job, of this ``kind`` if one is given, runs about the model."""
+        """Return whether a job (of this ``kind``, if given) is running for the model."""
         job = self._jobs.get(name)
         return job is not None and job.state == "running" and kind in (None, job.kind)
 
     def cancel(self, name: str) -> None:
-        """Stop a download. What has come is kept: the next one goes on from there."""
+        """Stop a download. Downloaded data is kept: the next download continues it."""
         job = self._jobs.get(name)
         if job is None or job.kind != "pull" or job.state != "running":
             return
@@ -90,7 +91,9 @@ class ModelJobs:
         logger.info("pull %s: cancelled", name)
 
     def turn(self) -> list[ModelJob]:
-        """Take what the processes say; return the jobs that have ended well since the last call."""
+        """Read the messages of the processes; return the jobs that have succeeded since the last
+        call.
+        """
         done: list[ModelJob] = []
         now = time.monotonic()
         for ending in list(self._ending):
@@ -112,7 +115,7 @@ class ModelJobs:
         return {name: job.describe() for name, job in self._jobs.items()}
 
     def close(self) -> None:
-        """End all processes, and wait until they have ended."""
+        """Stop all processes, and wait until they have exited."""
         running = [job.process for job in self._jobs.values() if job.process is not None]
         for process in [*running, *(process for _, process in self._ending)]:
             process.stop(at_once=True)
@@ -120,13 +123,13 @@ class ModelJobs:
             process.close()
 
     def _start_process(self, job: ModelJob) -> None:
-        """Start the process of ``job``, unless one of the same model still ends."""
+        """Start the process of ``job``, unless one of the same model is still stopping."""
         if any(name == job.name for name, _ in self._ending):
             return
         try:
             job.process = self._start(job.kind, job.path)
         except OSError as error:
-            self._end(job, f"no process could be started ({error.strerror})")
+            self._end(job, f"cannot start a process ({error.strerror})")
 
     def _has_ended_well(self, job: ModelJob, process: LaunchedProcess, now: float) -> bool:
         process.refresh(now)

@@ -1,4 +1,4 @@
-"""Models that clients pull and delete: which may be, and how they are served."""
+"""Models that clients pull and delete: which are allowed, and how they are served."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MOST_PULLED = 64
 
 
 def pull_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
-    """Return why the model ``name``, which nobody serves by this name yet, is not pulled; "" if it
-    may be. ``pulled`` are the models that were pulled before, a part of those that are ``served``.
+    """Return the reason why the model ``name``, which is not served under this name yet, cannot be
+    pulled; "" if it can. ``pulled`` are the models pulled before, a subset of those ``served``.
     """
     if name not in DEMOS and (HUB_ID.fullmatch(name) is None or name.startswith(".")):
-        return f"'{name}' is no name of the hub, which are OWNER/MODEL"
-    if _exists(name):  # and an engine would load that
-        return f"'{name}' is a path where the server runs, and no name of the hub"
+        return f"'{name}' is not a Hugging Face model id (OWNER/MODEL)"
+    if _exists(name):  # and an engine would load that path
+        return f"'{name}' is a path on the server, not a Hugging Face model id"
     for entry in served:
         if entry.settings.model.casefold() == name.casefold():
-            return f"{name} is served here as {entry.id}"
+            return f"{name} is already served here as {entry.id}"
     if len(list(pulled)) >= MOST_PULLED:
-        return f"{MOST_PULLED} models were pulled already; delete one first"
+        return f"{MOST_PULLED} models have been pulled already; delete one first"
     return ""
 
 
 def delete_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
-    """Return why the model ``name`` is not deleted; "" if it may be."""
+    """Return the reason why the model ``name`` cannot be deleted; "" if it can."""
     if all(name != entry.id for entry in pulled):
-        return f"{name} is a model of the configuration, or of another server"
+        return f"{name} is a configured model, or belongs to another server"
     for entry in served:
         if entry.id != name and any(_is_of(name, path) for path in _files_of(entry.settings)):
             return f"{entry.id} is served from its files"
@@ -43,8 +43,9 @@ def delete_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[Mod
 
 
 def pulled_entry(settings: Settings, name: str) -> ModelEntry:
-    """Return how the model ``name``, which was pulled, is served: with ``settings``, but for those
-    that were made for another model. Code that comes with it is never run."""
+    """Return how the pulled model ``name`` is served: with ``settings``, except those made for
+    another model. Code that comes with it is never run.
+    """
     defaults = Settings()
     own = {
         field.name
@@ -65,16 +66,16 @@ def _exists(name: str) -> bool:
 
 
 def _files_of(settings: Settings) -> list[str]:
-    """Return the ids and paths that an engine with ``settings`` loads weights from."""
+    """Return the ids and paths from which an engine with ``settings`` loads weights."""
     found = [settings.model, settings.draft_model_path, settings.adapter_path]
     return [str(path) for path in found if path is not None]
 
 
 def _is_of(name: str, path: str) -> bool:
-    """Return whether ``path`` is the model ``name`` of the hub, or a path into its files."""
+    """Return whether ``path`` is the Hugging Face model ``name``, or a path into its files."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    # Names that differ in case share a folder where the file system ignores case.
+    # Names that differ only in case share a folder if the file system ignores case.
     if path.casefold() == name.casefold():
         return True
     folder = Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")])

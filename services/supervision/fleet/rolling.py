@@ -1,4 +1,4 @@
-"""Rolling restarts: engines are exchanged for new ones, one at a time."""
+"""Rolling restarts: engines are replaced one at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class RollingRestart:
-    """Exchanges engines for new ones with the present settings of their model.
+    """Replaces engines with new ones that have the current settings of their model.
 
-    The new one is started first and the old one drains once it is ready, where both fit into
-    memory. Otherwise the old one drains first; requests then go to other engines, or wait.
+    If both fit into memory, the new engine is started first, and the old one drains once it is
+    ready. Otherwise the old one drains first; meanwhile requests go to other engines, or wait.
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -27,17 +27,17 @@ class RollingRestart:
         self._model: FleetModel | None = None
 
     def add(self, model: FleetModel) -> None:
-        """Exchange all engines of ``model``."""
+        """Replace all engines of ``model``."""
         for child in model.engines:
             self.add_engine(model, child)
 
     def add_engine(self, model: FleetModel, child: ManagedChild) -> None:
-        """Exchange ``child``, also if it only starts: its settings may be old ones."""
+        """Replace ``child``, even if it is still starting: its settings may be outdated."""
         if (model, child) not in self._queue:
             self._queue.append((model, child))
 
     def forget(self, model: FleetModel) -> None:
-        """Exchange no further engines of ``model``."""
+        """Do not replace any more engines of ``model``."""
         self._queue = deque(each for each in self._queue if each[0] is not model)
         if self._model is model:
             self._model = self._old = self._new = None
@@ -50,11 +50,11 @@ class RollingRestart:
         return self._model is None and not self._queue
 
     def turn(self) -> None:
-        """Go on as far as is possible without waiting."""
+        """Proceed as far as possible without waiting."""
         if self._model is None:
             self._begin_next()
         elif self._new is not None and self._new not in self._model.engines:
-            self._stop("the new engine cannot start, so the others stay")
+            self._stop("the new engine cannot start, so the others are kept")
         elif self._new is not None and self._new.is_ready:
             self._finish(self._model)
         elif self._new is None and self._old is not None and self._pool.has_ended(self._old):
@@ -73,13 +73,14 @@ class RollingRestart:
             return
 
     def _finish(self, model: FleetModel) -> None:
-        """Let the old engine drain once the new one is ready. The next is begun when it has
-        ended."""
+        """Drain the old engine once the new one is ready. The next replacement begins when it has
+        exited.
+        """
         assert self._old is not None and self._new is not None
         if self._old in model.engines:
             self._pool.retire(model, [self._old])
         if self._pool.has_ended(self._old):
-            logger.info("%s was restarted: it is %s now", self._old.name, self._new.name)
+            logger.info("%s was replaced with %s", self._old.name, self._new.name)
             self._model = self._old = self._new = None
 
     def _stop(self, reason: str) -> None:

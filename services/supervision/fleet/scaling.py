@@ -1,17 +1,19 @@
-"""How many engines a model is to have: between --engines and --max-engines, by its queue."""
+"""The number of engines of a model, between --engines and --max-engines, from its queue."""
 
 from __future__ import annotations
 
 from shared.settings import Settings
 
 UP_AFTER_S = 2.0
-"""How long the queue has to be long: the first tokens of a burst may only wait for its prompts."""
+"""How long the queue must be long: the first tokens of a burst may only be waiting for
+its prompts.
+"""
 BUSY_SHARE = 0.7
-"""The part of their places that the others may have taken once an engine has ended."""
+"""Max fraction of the other engines' capacity in use after an engine is stopped."""
 
 
 class Scaling:
-    """Follows the load of one model. Times are of ``time.monotonic``."""
+    """Follows the load of one model. Times are from ``time.monotonic``."""
 
     def __init__(self, engines: int) -> None:
         self.wanted = engines
@@ -20,14 +22,16 @@ class Scaling:
         self._spare_since: float | None = None
 
     def note_load(self, queued: int = 0, busy: float = 0.0) -> None:
-        """Note the requests in the queue, and the part of all engines' places that is taken."""
+        """Record the number of queued requests, and the fraction of all engines'
+        capacity in use.
+        """
         self._queued, self._busy = queued, busy
 
     def follow(self, settings: Settings, ready: int, now: float) -> str | None:
-        """Bring ``wanted`` up to date; return a line for the log if it has changed.
+        """Update ``wanted``; return a line for the log if it has changed.
 
-        An engine is added at a time, and the next when it is ready: so a queue that one engine
-        clears does not start ten.
+        Engines are added one at a time, the next when the previous one is ready: a queue that one
+        engine clears does not start ten.
         """
         least, most = settings.engines, settings.max_engines or settings.engines
         before = self.wanted
@@ -39,8 +43,8 @@ class Scaling:
         self._spare_since = (self._spare_since or now) if spare and before > least else None
         if self._short_since is not None and now - self._short_since >= UP_AFTER_S:
             self.wanted, self._short_since = self.wanted + 1, None
-            return f"{self._queued} requests wait: {self.wanted} engines and not {before}"
+            return f"{self._queued} requests queued: scaling from {before} to {self.wanted} engines"
         if self._spare_since is not None and now - self._spare_since >= settings.scale_down_s:
             self.wanted, self._spare_since = left, None
-            return f"{left} engines are enough, and not {before}"
+            return f"idle capacity: scaling from {before} to {left} engines"
         return None

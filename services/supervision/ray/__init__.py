@@ -1,5 +1,5 @@
 """Engines on the machines of a Ray cluster: `mlx-lm-server --cluster ray`.
 
-Ray places engines and keeps them running; it sees no request. `cluster` prepares a server for it,
-`launcher` starts engines and hears of them, `host` runs beside each engine.
+Ray places engines and restarts them; it handles no requests. `cluster` prepares a server for it,
+`launcher` starts engines and receives their messages, `host` runs next to each engine.
 """

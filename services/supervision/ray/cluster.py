@@ -1,4 +1,4 @@
-"""A server whose engines Ray places: the address and the keys with which they join its router."""
+"""A server whose engines Ray places: the address and keys with which they join its router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WILDCARDS = ("0.0.0.0", "*")
 
 
 class ClusterUnavailable(Exception):
-    """There is no Ray, or no cluster; the message is one line for the user."""
+    """Ray is not installed, or there is no cluster; the message is one line for the user."""
 
 
 class RayCluster:
@@ -33,7 +33,7 @@ class RayCluster:
         try:
             import ray
         except ImportError:
-            raise ClusterUnavailable("ray is not installed: mlx-lm-server[ray] has it") from None
+            raise ClusterUnavailable("ray is not installed: install mlx-lm-server[ray]") from None
         try:
             ray.init(
                 address=options.ray_address,
@@ -63,7 +63,7 @@ class RayCluster:
         self._own: dict[str, Any] = {"engine_socket": sockets, "curve_dir": directory}
 
     def prepared(self, options: Settings) -> Settings:
-        """Return ``options`` with the address where the router waits for engines, and the keys."""
+        """Return ``options`` with the address where the router accepts engines, and the keys."""
         return dataclasses.replace(options, **self._own, given=options.given | self._own.keys())
 
     def launcher(self, local: Launcher, output: LogCollector) -> Launcher:
@@ -72,7 +72,9 @@ class RayCluster:
         return RayLauncher(local, output, self._keys)
 
     def placed(self, make: SpecMaker, options: Settings) -> SpecMaker:
-        """Return what makes specs of engines that Ray places, from those of this machine."""
+        """Return a function that converts specs of local engines to specs of engines that Ray
+        places.
+        """
         stores = [each for each in options.kvstore_socket if each.startswith("tcp:")]
         store = [f"--kvstore-socket={stores[0]}"] if stores else ["--no-ssd"]
 
@@ -98,7 +100,7 @@ class RayCluster:
 
 
 def _make_keys(directory: Path) -> None:
-    """Make keys of this start of the server, and let the engines in that have them."""
+    """Create keys for this run of the server, and allow engines with them to join."""
     create_pair(directory, "server")
     engine = create_pair(directory, "engine").public
     write_allow_list(directory / ALLOW_LIST, [parse_allowed_key(engine, ["name=ray"])])

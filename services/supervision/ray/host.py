@@ -1,7 +1,7 @@
-"""The actor beside an engine: it starts the process, and hands on what that says.
+"""The actor next to an engine: it starts the process, and forwards its messages.
 
-The engine is at the other end of a pipe (`shared.supervisor_link`), whose end it takes as the end
-of its supervisor: so it dies with its actor, however that ends.
+The engine is connected by a pipe (`shared.supervisor_link`) and treats its end as the end of its
+supervisor: it therefore exits with its actor, for whatever reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.paths import python_path
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
 
 FOR_GOOD = (EXIT_OK, EXIT_CONFIG, EXIT_USAGE)
-"""After these exit codes another start would not help."""
+"""Exit codes after which a restart would not help."""
 Said = list[tuple[Literal["beat", "log", "exit"], Any]]
 _READ_S = 1.0
 _MOST_BYTES = 256 * 1024
@@ -32,8 +32,8 @@ class EngineHost:
     """Runs one engine. Its methods are called through Ray, `read` by one caller at a time."""
 
     def __init__(self, name: str, arguments: Sequence[str], keys: Mapping[str, str]) -> None:
-        """``arguments`` are those of an engine; ``keys`` are the files of --curve-dir."""
-        # A file of Ray's would be world-readable, and this directory ends with the actor.
+        """``arguments`` are an engine's; ``keys`` are the files of --curve-dir."""
+        # A file managed by Ray would be world-readable; this directory is removed with the actor.
         self._directory = tempfile.TemporaryDirectory(prefix="mlxlm-ray-")
         for file, text in keys.items():
             (Path(self._directory.name) / file).write_text(text)
@@ -67,10 +67,10 @@ class EngineHost:
         self._told_to_end = False
 
     def read(self) -> Said:
-        """Wait a while for what the engine says, and return it; its exit code is the last.
+        """Wait a while for messages of the engine, and return them; the last one is its exit code.
 
-        An engine that fails once it has been ready ends this process too, which Ray then starts
-        again, here or elsewhere.
+        An engine that fails after it was ready ends this process too, which Ray then restarts, here
+        or on another machine.
         """
         said: Said = []
         for key, _ in self._selector.select(_READ_S):
@@ -89,11 +89,11 @@ class EngineHost:
         return said
 
     def write(self, data: bytes) -> None:
-        """Send ``data`` to the engine, as its supervisor."""
+        """Send ``data`` to the engine, in the role of its supervisor."""
         self._link.sendall(data)
 
     def signal(self, number: int, ends: bool) -> None:
-        """Send a signal to the engine, perhaps one that asks it to end."""
+        """Send a signal to the engine."""
         self._told_to_end = self._told_to_end or ends
         if self._process.poll() is None:
             self._process.send_signal(number)

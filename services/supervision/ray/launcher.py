@@ -1,4 +1,4 @@
-"""A `Launcher` that lets Ray place those processes that say what they need of a machine."""
+"""A `Launcher` that lets Ray place the processes that specify the resources they need."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from services.supervision.ray.host import EngineHost
 from shared.supervisor_link import LineReader
 
 PLACING = b'{"phase": "placing"}\n'
-"""What is said in the place of an engine that Ray has not placed yet."""
+"""The phase reported for an engine that Ray has not placed yet."""
 LOST = b'\n{"lost": true}\n' + PLACING
-"""What is said of an engine that is lost, perhaps in the midst of a line."""
+"""The text reported when an engine is lost, possibly in the middle of a line."""
 _TURN_S = 1.0
 _AGAIN_S = 0.2
 _END_S = 10.0
 
 
 class RayLauncher:
-    """Starts actors for engines; all other processes are left to ``local``."""
+    """Starts actors for engines; ``local`` starts all other processes."""
 
     def __init__(self, local: Launcher, output: LogCollector, keys: Mapping[str, str]) -> None:
         self._local, self._output, self._keys = local, output, keys
@@ -53,8 +53,9 @@ class RayLauncher:
 
 
 class RayProcess:
-    """A `LaunchedProcess` that is an engine with its actor. Ray starts the actor again, where there
-    is room, if it or its machine is lost: that is no end of the process."""
+    """A `LaunchedProcess` that is an engine with its actor. If the actor or its machine is lost,
+    Ray restarts it where there is room: the process does not end.
+    """
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class RayProcess:
     def stop(self, *, at_once: bool = False) -> None:
         self._ends = True
         if at_once or not self._is_placed:
-            ray.kill(self._actor)  # the engine ends with it
+            ray.kill(self._actor)  # the engine exits with it
         else:
             self._actor.signal.remote(int(self.spec.stop_signal), True)
 
@@ -125,11 +126,11 @@ class RayProcess:
     # -- on a thread of its own ------------------------------------------------
 
     def _follow(self) -> None:
-        """Hand on what the engine says, until it has ended for good."""
+        """Forward the engine's messages, until it has exited permanently."""
         with self._to_us, os.fdopen(self._log, "wb", buffering=0) as log:
             try:
                 self._exit_code = self._read_all(log)
-            except OSError:  # closed: nobody listens any more
+            except OSError:  # closed: there is no listener any more
                 self._exit_code = -signal.SIGKILL
 
     def _read_all(self, log: Any) -> int:
@@ -143,8 +144,8 @@ class RayProcess:
             try:
                 said = ray.get(pending)
             except RayActorError:
-                # Either Ray starts it again, and the next call waits for that; or it is gone, and
-                # the next call fails at once.
+                # Either Ray restarts it, and the next call waits for that; or it is gone, and the
+                # next call fails immediately.
                 if self._ends or time.monotonic() - lost_at < 2 * _AGAIN_S:
                     return -signal.SIGKILL
                 self._is_placed = False

@@ -163,7 +163,7 @@ class Site:
     @property
     def router_losses(self) -> int:
         """How often the router has ended without being told to, says the supervisor."""
-        return sum("router was ended by" in line for line in list(self.server.log))
+        return sum("router was killed by" in line for line in list(self.server.log))
 
     async def has_lost_router(self, losses: int) -> bool:
         """Return whether it was lost since there were ``losses``. The log may be late."""

@@ -56,7 +56,7 @@ def test_a_second_server_on_the_machine_finds_its_own_places(
 ) -> None:
     first, client, second, other_client = two_servers
     assert complete(client) == complete(other_client)
-    places = {each.wait_for(r"keeps blocks in (\S+)")[1] for each in (first, second)}
+    places = {each.wait_for(r"storing blocks in (\S+)")[1] for each in (first, second)}
     cache = home / ".cache" / "mlx-lm-server"
     assert places == {str(cache / "kv-cache"), str(cache / "kv-cache-2")}
 

@@ -81,7 +81,7 @@ def test_a_restart_of_all_engines_under_load_fails_no_request_and_breaks_no_text
         server.process.send_signal(signal.SIGHUP)
         try:
             server.wait_until(
-                lambda: sum("was restarted: it is" in line for line in server.log) == 2,
+                lambda: sum("was replaced with" in line for line in server.log) == 2,
                 PATIENCE_S,
                 "both are exchanged",
             )

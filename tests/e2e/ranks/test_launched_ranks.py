@@ -207,11 +207,11 @@ def test_jaccl_is_refused_where_there_is_none(
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps(HOSTS))
     options = settings.Settings(distributed_mode="jaccl", distributed_hostfile=hosts)
-    with pytest.raises(ModelUnavailable, match=r"MLX has no JACCL here: it needs macOS 26\.2"):
+    with pytest.raises(ModelUnavailable, match=r"this MLX has no JACCL: it requires macOS 26\.2"):
         check(options, tiny_model("llama"))
     assert missing_devices([None, "rdma_en2"], ["rdma_en2", "rdma_en4"]) is None
     assert missing_devices([None, ["rdma_en2", "rdma_en7"]], ["rdma_en2"]) == (
-        "there is no RDMA device rdma_en7: ibv_devices lists rdma_en2"
+        "no RDMA device rdma_en7: ibv_devices lists rdma_en2"
     )
     assert missing_devices([None, "rdma_en2"], None) is None
 

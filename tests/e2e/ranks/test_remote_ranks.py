@@ -195,7 +195,10 @@ def test_rdma_devices_are_checked(tmp_path: Path) -> None:
         ("[]", "names 0 hosts"),
         ('[["10.0.0.1:5"], ["10.0.0.2"]]', "is not a hostfile"),
         ('[{"ssh": "a"}, {"ssh": "b"}]', "a has no ips"),
-        ('[{"ssh": "a", "ips": ["1"]}, {"ssh": "-oProxyCommand=x", "ips": ["1"]}]', "is no name"),
+        (
+            '[{"ssh": "a", "ips": ["1"]}, {"ssh": "-oProxyCommand=x", "ips": ["1"]}]',
+            "is not a machine name",
+        ),
     ],
 )
 def test_a_bad_hostfile_is_refused(tmp_path: Path, content: str, line: str) -> None:

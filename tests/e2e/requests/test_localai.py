@@ -180,7 +180,7 @@ def test_prompts_that_localai_made_itself_are_completed_as_they_are(
 @pytest.mark.parametrize(
     ("message", "status", "words"),
     [
-        (PredictOptions(), "INVALID_ARGUMENT", "no Prompt"),
+        (PredictOptions(), "INVALID_ARGUMENT", "neither Prompt"),
         (chat("x", Temperature=9), "INVALID_ARGUMENT", "temperature"),
         (chat("x", Grammar="root ::= [a-z]"), "INVALID_ARGUMENT", "GBNF"),
         (chat("x", Grammar="[" * 100_000), "INVALID_ARGUMENT", "GBNF"),

@@ -134,7 +134,7 @@ def test_joined_weights_give_the_products_side_by_side() -> None:
     both = np.concatenate([Multiplier(part)(x) for part in parts], axis=1)
     assert np.array_equal(Multiplier(join(parts))(x), both)
     other = four_bits(32)
-    with pytest.raises(Unsupported, match="different ways"):
+    with pytest.raises(Unsupported, match="different quant"):
         join([parts[0], other])
     with pytest.raises(Unsupported, match="different kinds"):
         join([parts[0], DenseWeight(np.zeros((2, WIDTH), np.float32))])

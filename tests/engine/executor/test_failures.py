@@ -166,7 +166,7 @@ def test_a_failing_step_without_sequences_ends_the_engine(
     whole.turn()
     assert whole.ends["a"].finish == "error"
     monkeypatch.setattr(whole.scheduler, "schedule", lambda room: "a plan without sequences")
-    with pytest.raises(RuntimeError, match="no sequence in it"):
+    with pytest.raises(RuntimeError, match="without any sequence"):
         whole.turn()
 
 

@@ -46,7 +46,7 @@ def test_a_file_is_answered(
     kept = len(batches.api.files.list().data)
     run = command(server, source, target)
     _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "completed: 2 of 3 lines answered, 1 failed" in said
+    assert run.returncode == 1 and "completed: 2 of 3 lines succeeded, 1 failed" in said
     assert ids(target) == ["a", "c"] and ids(tmp_path / "out.errors.jsonl") == ["b"]
     assert {path.name for path in tmp_path.iterdir()} == {
         *("in.jsonl", "out.jsonl", "out.errors.jsonl")

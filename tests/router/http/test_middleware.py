@@ -131,7 +131,7 @@ def test_a_server_with_keys_may_have_any_name(guarded: Server) -> None:
 def test_a_server_without_keys_says_that_everybody_can_use_it(
     keyless: Server, guarded: Server, server: Server
 ) -> None:
-    line = "no API key is set: everybody who can reach this machine can use the models"
+    line = "no API key is set: everyone who can reach this machine can use the models"
     assert keyless.log.read_text().count(line) == 1
     assert line not in guarded.log.read_text() + server.log.read_text()
 

@@ -88,9 +88,9 @@ def test_a_conversation_in_a_terminal(served: Server, tmp_path: Path) -> None:
         for question in ("Who are you?", "And now?"):
             chat.send(f"{question}\r")
             chat.expect_exact("hello there")
-            chat.expect("tokens, .*first after")
+            chat.expect("tokens, .*first token after")
         chat.send("/nonsense\r")
-        chat.expect_exact("there is no /nonsense")
+        chat.expect_exact("unknown command /nonsense")
         chat.send("/undo\r")
         chat.expect_exact("taken back: And now?")
         chat.send("/set temperature hot\r")
@@ -98,11 +98,11 @@ def test_a_conversation_in_a_terminal(served: Server, tmp_path: Path) -> None:
         chat.send("What is wrong?\r")
         chat.expect_exact("temperature")
         chat.send("/set temperature\r")
-        chat.expect_exact("are the server's")
+        chat.expect_exact("have the server's defaults")
         chat.send("/retry\r")
         chat.expect_exact("hello there")
         chat.send(f"/save {saved}\r")
-        chat.expect_exact("saved in")
+        chat.expect_exact("saved to")
         chat.send("/quit\r")
     assert json.loads(saved.read_text()) == [
         {"role": "system", "content": "Be brief."},
@@ -151,12 +151,12 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(
     code, _, error = ask("hi", "--model", "other")
     assert code == 1 and "other" in error and error.count("\n") == 1
     code, _, error = ask("hi", url=f"http://127.0.0.1:{free_port}")
-    assert code == 3 and "no server answers" in error
+    assert code == 3 and "no server responds" in error
     code, _, error = ask("hi", url="localhost")
     assert code == 3 and error.startswith("mlx-lm-server chat: --url: ")
     monkeypatch.setenv("EXAMPLE_KEY", "wrong")
     code, _, error = ask("hi", "--key-variable", "EXAMPLE_KEY")
-    assert code == 1 and "(the key is taken from $EXAMPLE_KEY)" in error
+    assert code == 1 and "(set the API key in $EXAMPLE_KEY)" in error
 
 
 def test_the_status_in_a_terminal_is_live_until_q(served: Server) -> None:
@@ -211,5 +211,5 @@ def test_the_doctor_knows_the_server_at_its_port_and_engines_of_another_version(
     argv = ["--host=127.0.0.1", f"--port={urlsplit(served.url).port}"]
     port, versions, *_ = meeting.checks(parse(argv, {}, "prog"))
     assert (port.verdict, versions.verdict) == ("WARN", "BAD")
-    assert "mlx-lm-server" in port.text and "runs there" in port.text
-    assert "engine engine-0 is of version test" in versions.text and versions.remedy
+    assert "mlx-lm-server" in port.text and "is running there" in port.text
+    assert "engine engine-0 has version test" in versions.text and versions.remedy

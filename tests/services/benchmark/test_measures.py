@@ -144,12 +144,12 @@ def test_a_level_has_as_many_requests_as_flags_say() -> None:
     ("argv", "said"),
     [
         (["--goodput", "ttfb:3"], "'ttfb' is none of ttft, tpot, e2el"),
-        (["--input-tokens", "9:3"], "'9:3' is neither N nor N:M"),
-        (["--concurrency", "0"], "'0' is not over 0"),
+        (["--input-tokens", "9:3"], "'9:3' is not N or N:M"),
+        (["--concurrency", "0"], "'0' is not greater than 0"),
         (["--request-rate", "1", "--concurrency", "2"], "not allowed with"),
         (["--request-rate", "1", "--workload", "long-join"], "--concurrency streams"),
-        (["--workload", "multi-turn", "--endpoint", "completions"], "only with --endpoint chat"),
-        (["--extra-body", "[1]"], "is no JSON object"),
+        (["--workload", "multi-turn", "--endpoint", "completions"], "requires --endpoint chat"),
+        (["--extra-body", "[1]"], "is not a JSON object"),
     ],
 )
 def test_wrong_flags_are_named(

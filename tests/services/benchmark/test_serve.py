@@ -136,7 +136,7 @@ def test_levels_are_drawn(url: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "levels.svg"
     bench(tmp_path, url, "--concurrency", "1,2", "--requests", "2", "--plot", str(picture))
-    assert "tokens generated a second" in _texts(picture)
+    assert "generated tokens per second" in _texts(picture)
     both = tmp_path / "both.png"
     report = str(tmp_path / "report.json")
     assert cli.main(["bench", "plot", report, report, "--plot", str(both)]) == 0

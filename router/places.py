@@ -16,7 +16,7 @@ class Places:
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
 
     async def take(self, key: str) -> None:
-        """Wait for a place. It is to be given back by `give_back`."""
+        """Wait for a slot. Return it with `give_back`."""
         place = asyncio.get_running_loop().create_future()
         self._waiting[key].append(place)
         self._hand_out()

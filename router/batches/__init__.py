@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: requests of a file, run in the places that others leave."""
+"""OpenAI's files and batches: requests from a file, run in idle capacity."""

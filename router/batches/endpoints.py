@@ -1,4 +1,4 @@
-"""`/v1/batches`, and the table of what is served of files and batches."""
+"""`/v1/batches`, and the table of endpoints for files and batches."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from router.fleet.tenants.tenant import Tenant
 from router.places import Places
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""What batches may ask for."""
+"""The endpoints that batches may use."""
 MAX_UNFINISHED = 100
-"""Batches of one key that have not ended."""
+"""Max unfinished batches per key."""
 _PAGE_BATCHES, _MAX_PAGE_BATCHES = 20, 100
 _TAG = "OpenAI batches"
 
@@ -65,7 +65,7 @@ class UploadForm(Struct, frozen=True):
 
 
 class Batches:
-    """The handlers. They stop with the router, and their state stays."""
+    """The handlers. They stop with the router, but their state is kept."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Batches:
         endpoints: Mapping[str, ASGIApp],
         tenant_named: Callable[[str], Tenant | None],
     ) -> None:
-        """``endpoints`` answer lines, by path. Raises `BatchDirectoryError`."""
+        """``endpoints`` process lines, by path. Raises `BatchDirectoryError`."""
         assert router.settings.batch_dir is not None
         directory = BatchDirectory(router.settings.batch_dir.expanduser())
         stopping = asyncio.Event()
@@ -111,10 +111,10 @@ class Batches:
         def add(store: BatchStore) -> Row:
             file = required(store.find_file(key, body.input_file_id), "file", body.input_file_id)
             if file["purpose"] != "batch":
-                raise InvalidRequest("This file is no input.", param="input_file_id")
+                raise InvalidRequest("This file cannot be used as input.", param="input_file_id")
             if len(store.unfinished(key)) >= MAX_UNFINISHED:
                 raise TooManyRequests(
-                    f"This API key has {MAX_UNFINISHED} unfinished batches, which is its limit.",
+                    f"This API key has reached its limit of {MAX_UNFINISHED} unfinished batches.",
                     code="too_many_batches",
                     retry_after_s=60,
                 )
@@ -234,7 +234,7 @@ def _file_operations(files: FileEndpoints) -> list[Operation]:
         Operation(
             path=one,
             endpoint=files.retrieve,
-            summary="Describe a file",
+            summary="Get the description of a file",
             tag=_TAG,
             response_type=FileObject,
             errors=errors,
@@ -251,7 +251,7 @@ def _file_operations(files: FileEndpoints) -> list[Operation]:
         Operation(
             path=one + "/content",
             endpoint=files.content,
-            summary="Get what is in a file",
+            summary="Get the content of a file",
             tag=_TAG,
             media_type="application/octet-stream",
             errors=errors,
@@ -289,7 +289,7 @@ def _batch_operations(batches: Batches) -> list[Operation]:
         Operation(
             path=one,
             endpoint=batches.retrieve,
-            summary="Describe a batch",
+            summary="Get the state of a batch",
             tag=_TAG,
             response_type=BatchObject,
             errors=errors,
@@ -297,7 +297,7 @@ def _batch_operations(batches: Batches) -> list[Operation]:
         Operation(
             path=one + "/cancel",
             endpoint=batches.cancel,
-            summary="Cancel a batch; what it has stays",
+            summary="Cancel a batch; its results so far are kept",
             tag=_TAG,
             method="POST",
             response_type=BatchObject,

@@ -1,4 +1,4 @@
-"""`/v1/files`: the files of requests that batches read, and the files that they write."""
+"""`/v1/files`: input files of batches, and the result files that batches write."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class FileEndpoints:
             required(store.find_file(key, file_id), "file", file_id)
             if (batch := store.user_of(file_id)) is not None:
                 raise InvalidRequest(
-                    f"{batch} reads this file: cancel it first.", code="file_in_use"
+                    f"{batch} reads this file: cancel the batch first.", code="file_in_use"
                 )
             store.delete_file(key, file_id)
 
@@ -178,7 +178,7 @@ class FileEndpoints:
             raise
 
     async def _check_room(self, tenant: Tenant, headers: Headers) -> None:
-        """Raise `ApiError` if ``tenant`` may have no further file."""
+        """Raise `ApiError` if ``tenant`` may not have another file."""
         settings = self._context.settings
         count, used = await self._run(lambda store: store.use_of(tenant.name))
         _check_count(count, settings.batch_max_files)
@@ -187,7 +187,7 @@ class FileEndpoints:
             raise _storage_full(settings.batch_max_mb)
 
     def _add(self, store: BatchStore, new: NewFile) -> Row:
-        """Add a file that has come. Others may have come meanwhile."""
+        """Add an uploaded file. Others may have been added in the meantime."""
         count, used = store.use_of(new.key)
         _check_count(count, self._context.settings.batch_max_files)
         if used + new.bytes > self._context.max_bytes:
@@ -224,10 +224,10 @@ def file_object(row: Row) -> FileObject:
 
 
 def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewFile:
-    """Return the file that ``upload`` has brought. Raises `InvalidRequest`."""
+    """Return the file received by ``upload``. Raises `InvalidRequest`."""
     fields = upload.fields
     if fields.get("purpose") != "batch":
-        raise InvalidValue("'purpose' must be batch: files are for nothing else.", param="purpose")
+        raise InvalidValue("'purpose' must be batch, the only supported purpose.", param="purpose")
     expiry_s = keep_s
     if "expires_after[seconds]" in fields or "expires_after[anchor]" in fields:
         seconds = fields.get("expires_after[seconds]", "")
@@ -239,7 +239,7 @@ def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewF
             MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S
         ):
             raise InvalidValue(
-                f"'expires_after[seconds]' must be {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.",
+                f"'expires_after[seconds]' must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}.",
                 param="expires_after[seconds]",
             )
         expiry_s = min(int(seconds), keep_s)
@@ -249,29 +249,32 @@ def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewF
 
 
 def _check_origin(headers: Headers) -> None:
-    """Any page of a browser may send a form anywhere, without being asked for permission: without
-    a key it could fill the disk."""
+    """Any web page can post a form to any server without permission: without a key it could fill
+    the disk.
+    """
     if "origin" in headers and not {"authorization", "x-api-key"} & set(headers.keys()):
-        raise Forbidden("A page has to send a key with a file.", code="key_needed")
+        raise Forbidden("Uploads from web pages require an API key.", code="key_needed")
 
 
 def _check_count(count: int, limit: int) -> None:
     if count >= limit:
         raise InvalidRequest(
-            f"This API key has {count} files, which is its limit: delete some.",
+            f"This API key has reached its limit of {count} files: delete some.",
             code="too_many_files",
         )
 
 
 def _storage_full(limit_mb: int) -> InvalidRequest:
     return InvalidRequest(
-        f"The files of this API key may have {limit_mb} MB: delete some.", code="storage_full"
+        f"The files of this API key may have {limit_mb} MB in total: delete some.",
+        code="storage_full",
     )
 
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:
-    """Read on for a moment: closing while the client still sends resets the connection, and the
-    client would never see the answer."""
+    """Keep reading for a moment: closing while the client is still sending resets the connection,
+    and the client would never see the answer.
+    """
     try:
         async with asyncio.timeout(_DISCARD_S):
             while await anext(chunks, None) is not None:

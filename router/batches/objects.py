@@ -1,4 +1,4 @@
-"""Files and batches as the API shows them, and the body that makes a batch."""
+"""Files and batches in the API's format, and the body that creates a batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DeletedFile(Struct, frozen=True, kw_only=True):
 
 
 class BatchError(Struct, frozen=True, kw_only=True):
-    """Why the file of a batch is not valid."""
+    """The reasons why the file of a batch is invalid."""
 
     code: str
     message: str
@@ -76,7 +76,7 @@ class ReasoningTokens(Struct, frozen=True, kw_only=True):
 
 
 class BatchUsage(Struct, frozen=True, kw_only=True):
-    """The tokens of all lines that were answered."""
+    """Token counts of all answered lines."""
 
     input_tokens: int = 0
     input_tokens_details: CachedTokens = CachedTokens()
@@ -89,7 +89,7 @@ class BatchObject(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
-    model: Annotated[str | None, Meta(description="That of its first line.")]
+    model: Annotated[str | None, Meta(description="The model of its first line.")]
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
@@ -130,7 +130,7 @@ class CreateBatch(RequestBody, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=16,
-            description="`24h`, or any other time up to `30d`: a number with s, m, h or d.",
+            description="`24h`, or another time up to `30d`: a number with s, m, h or d.",
         ),
     ]
     metadata: (
@@ -140,7 +140,7 @@ class CreateBatch(RequestBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if len(self.metadata or ()) > _MAX_PAIRS:
-            raise InvalidValue(f"'metadata' has over {_MAX_PAIRS} pairs.", param="metadata")
+            raise InvalidValue(f"'metadata' has more than {_MAX_PAIRS} pairs.", param="metadata")
         if not 0 < self.window_s <= MAX_WINDOW_S:
             raise InvalidValue(
                 "'completion_window' must be a time up to 30d, such as 24h.",
@@ -149,6 +149,6 @@ class CreateBatch(RequestBody, frozen=True, kw_only=True):
 
     @property
     def window_s(self) -> int:
-        """The seconds of the window; 0 if it is none."""
+        """The seconds of the window; 0 if it is invalid."""
         found = _WINDOW.fullmatch(self.completion_window)
         return int(found[1]) * _UNITS[found[2]] if found else 0

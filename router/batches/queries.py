@@ -1,4 +1,4 @@
-"""What the handlers of files and of batches have in common."""
+"""The shared part of the handlers of files and batches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _Result = TypeVar("_Result")
 
 
 class FileNotFound(NotFound, code="file_not_found"):
-    """There is no such file, or it is another key's."""
+    """The file does not exist or belongs to another key."""
 
 
 class BatchNotFound(NotFound, code="batch_not_found"):
-    """There is no such batch, or it is another key's."""
+    """The batch does not exist or belongs to another key."""
 
 
 class StorageFailed(Unavailable, code="storage_failed"):
-    """The disk of the server is full or fails."""
+    """The server's disk is full or fails."""
 
 
 async def run_store(context: BatchContext, work: Callable[[BatchStore], _Result]) -> _Result:
-    """Return what ``work`` does with the store. Raises `StorageFailed`."""
+    """Return the result of ``work`` on the store. Raises `StorageFailed`."""
     try:
         return await context.directory.run(work)
     except StoreFailed as error:
@@ -37,11 +37,11 @@ async def run_store(context: BatchContext, work: Callable[[BatchStore], _Result]
 
 
 def storage_failed(error: Exception) -> StorageFailed:
-    return StorageFailed(f"The disk of the server does not take it: {error}", retry_after_s=30)
+    return StorageFailed(f"The server cannot write to its disk: {error}", retry_after_s=30)
 
 
 def required(found: _Result | None, what: str, name: str | None) -> _Result:
-    """Return ``found``. Raises `NotFound` if there is none: with another key's id too."""
+    """Return ``found``. Raises `NotFound` if there is none, or if it belongs to another key."""
     if found is None:
         kind = FileNotFound if what == "file" else BatchNotFound
         raise kind(f"There is no {what} '{(name or '')[:64]}'.", param=f"{what}_id")
@@ -49,12 +49,13 @@ def required(found: _Result | None, what: str, name: str | None) -> _Result:
 
 
 def page_query(request: Request, default: int, most: int) -> tuple[int, str | None, bool]:
-    """Return the limit of a page, the id that it follows, and whether the newest come first.
-    Raises `InvalidValue`."""
+    """Return the limit of a page, the id after which it starts, and whether the newest come first.
+    Raises `InvalidValue`.
+    """
     query = request.query_params
     limit, order = query.get("limit", str(default)), query.get("order", "desc")
     if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= most:
-        raise InvalidValue(f"'limit' must be 1 to {most}.", param="limit")
+        raise InvalidValue(f"'limit' must be between 1 and {most}.", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidValue("'order' must be 'asc' or 'desc'.", param="order")
     return int(limit), query.get("after"), order == "desc"

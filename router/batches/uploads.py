@@ -1,4 +1,4 @@
-"""Uploads of files: `multipart/form-data` (RFC 7578), written to the disk as it comes."""
+"""Uploads of files: `multipart/form-data` (RFC 7578), written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def boundary_of(content_type: str | None) -> bytes:
-    """Return what separates the parts. Raises `UnsupportedMediaType`."""
+    """Return the boundary between the parts. Raises `UnsupportedMediaType`."""
     media_type, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
-        raise UnsupportedMediaType("A file comes as multipart/form-data, with a boundary.")
+        raise UnsupportedMediaType("Files must be uploaded as multipart/form-data with a boundary.")
     return boundary
 
 
 class Upload:
-    """One upload, which writes its part "file" to ``path``. Its methods run on any thread, one at a
-    time."""
+    """One upload, which writes its part "file" to ``path``. Its methods may run on any thread, one
+    at a time.
+    """
 
     def __init__(self, boundary: bytes, path: Path, max_bytes: int) -> None:
         """Raises OSError."""
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """The client's name of the file; None until it has come. It names nothing here."""
+        """The client's name for the file; None until it has arrived. It is not used as a path."""
         self.size = 0
         self._max_bytes = max_bytes
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -61,19 +62,18 @@ class Upload:
         )
 
     def feed(self, data: bytes) -> None:
-        """Take in the next bytes of the body. Raises `InvalidRequest`, `BodyTooLarge`, OSError."""
+        """Process the next bytes of the body. Raises `InvalidRequest`, `BodyTooLarge`, OSError."""
         try:
             self._parser.write(data)
         except MultipartParseError as error:
             raise InvalidRequest(f"The body is not multipart/form-data: {error}") from None
 
     def finish(self) -> None:
-        """Write what is left to the disk. Raises `InvalidRequest` if something is missing, and
-        OSError."""
+        """Write the rest to disk. Raises `InvalidRequest` if something is missing, and OSError."""
         if not self._is_complete:
-            raise InvalidRequest("The body ends within a part, or has none.")
+            raise InvalidRequest("The body is empty or ends inside a part.")
         if self.filename is None:
-            raise InvalidRequest("'file' is missing.", param="file")
+            raise InvalidRequest("'file' is required.", param="file")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -89,7 +89,7 @@ class Upload:
     def _begin_part(self) -> None:
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise InvalidRequest(f"The body has over {_MAX_PARTS} parts.")
+            raise InvalidRequest(f"The body has more than {_MAX_PARTS} parts.")
         self._headers, self._value = {}, b""
 
     def _add_header_name(self, data: bytes, start: int, end: int) -> None:
@@ -108,7 +108,7 @@ class Upload:
         self._name = options.get(b"name", b"").decode(errors="replace")
         self._in_file = self._name == "file"
         if self._in_file and self.filename is not None:
-            raise InvalidRequest("There are two files; each needs a request.", param="file")
+            raise InvalidRequest("There are two files; send each in its own request.", param="file")
         if self._in_file:
             self.filename = _tidied(options.get(b"filename", b"").decode(errors="replace"))
 
@@ -131,11 +131,11 @@ class Upload:
 
 def _bounded(value: bytes) -> bytes:
     if len(value) > _MAX_FIELD_BYTES:
-        raise InvalidRequest(f"A field of the form has over {_MAX_FIELD_BYTES} bytes.")
+        raise InvalidRequest(f"A form field has more than {_MAX_FIELD_BYTES} bytes.")
     return value
 
 
 def _tidied(name: str) -> str:
-    """Return a name of a file that can be shown."""
+    """Return a file name that is safe to display."""
     last = re.split(r"[/\\]", name)[-1]
     return _UNPRINTABLE.sub("", last)[:_MAX_NAME_CHARS] or "upload"

@@ -1,4 +1,4 @@
-"""What an administrator does to engines and requests that run."""
+"""Administrative operations on running engines and requests."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from shared.wire import ClearCache, Drain, Message
 logger = logging.getLogger(__name__)
 
 RESTART_TIMEOUT_S = 900.0
-"""The longest that one engine may take to finish its requests, and to load its model again."""
+"""Max time for an engine to finish its requests and load its model again."""
 ABSENT_S = 60.0
-"""The longest that nothing is heard of it meanwhile. Its supervisor waits 30 s at most before it
-starts it again, and it beats soon after that."""
+"""Max time without a sign of it. Its supervisor waits at most 30 s before restarting it, and its
+heartbeats begin soon after that.
+"""
 _POLL_S = 0.2
 _TELL_S = 2.0
-"""The longest that our supervisor takes to say that it has begun."""
+"""Max time for our supervisor to report that it has begun."""
 
 
 class Administration:
-    """Runs on the event loop. ``send`` sends a message to an engine, and returns False if not."""
+    """Runs on the event loop. ``send`` sends a message to an engine, and returns False
+    on failure.
+    """
 
     def __init__(
         self,
@@ -42,14 +45,14 @@ class Administration:
         self._dispatcher = dispatcher
         self._supervised = supervised
         self._told: list[str] = []
-        """The engines that our supervisor was told to restart last."""
+        """The engines of the last restart command to our supervisor."""
         self._told_at = float("-inf")
         self._send = send
         self._queue: list[str] = []
         self._task: asyncio.Task[None] | None = None
 
     def drain(self, name: str, *, undo: bool = False) -> Engine:
-        """Give an engine no further requests, or ``undo`` that. Those it has go on.
+        """Stop sending requests to an engine, or ``undo`` that. Its current requests continue.
 
         Raises `EngineNotFound`.
         """
@@ -58,10 +61,11 @@ class Administration:
         return engine
 
     def restart(self, name: str | None = None) -> list[str]:
-        """Restart an engine, or all, one at a time. Return the names of those that will be.
+        """Restart an engine, or all of them one at a time. Return the names of the engines to be
+        restarted.
 
-        Engines of this server are its supervisor's to exchange. One that joined from elsewhere
-        is told to finish its requests and end, and is started again by a supervisor there. Raises
+        The supervisor replaces this server's engines. An engine that joined from elsewhere is told
+        to finish its requests and exit, and its own supervisor restarts it. Raises
         `EngineNotFound`.
         """
         engines = self._registry.engines if name is None else [self._find(name)]
@@ -79,7 +83,7 @@ class Administration:
 
     @property
     def restarting(self) -> list[str]:
-        """The engines that are being restarted, or wait for it."""
+        """The engines that are restarting or waiting for it."""
         heard = time.monotonic() - self._told_at > _TELL_S
         return [*(self._told if self._supervised.restarting or not heard else []), *self._queue]
 
@@ -93,7 +97,7 @@ class Administration:
         return list(islice(self._dispatcher.in_flight, limit))
 
     def cancel(self, request_id: str) -> int:
-        """End an answer, or one choice of it, with an error. Return the number of sequences.
+        """End an answer, or one choice of it, with an error. Return the number of sequences ended.
 
         Raises `RequestNotFound`.
         """
@@ -103,7 +107,7 @@ class Administration:
             if request_id in (entry.sequence.request_id, answer_id(entry))
         ]
         if not found:
-            raise RequestNotFound(f"No request '{request_id}' is running or waiting.")
+            raise RequestNotFound(f"No request '{request_id}' is running or queued.")
         for entry in found:
             self._dispatcher.fail(entry, _cancelled())
         return len(found)
@@ -117,7 +121,7 @@ class Administration:
             if engine.name == name:
                 return engine
         known = ", ".join(engine.name for engine in self._registry.engines) or "none"
-        raise EngineNotFound(f"There is no engine '{name}'; there are: {known}.")
+        raise EngineNotFound(f"There is no engine '{name}'; the engines are: {known}.")
 
     async def _restart_in_turn(self) -> None:
         while self._queue:
@@ -127,17 +131,18 @@ class Administration:
                 trouble = await self._restart_one(engine)
                 if trouble is not None:
                     rest = ", ".join(self._queue[1:]) or "none"
-                    logger.error("engine %s %s; these are not restarted: %s", name, trouble, rest)
+                    logger.error("engine %s %s; not restarting: %s", name, trouble, rest)
                     self._queue.clear()
                     return
                 logger.info("engine %s was restarted", name)
             except EngineNotFound:
-                pass  # it has gone meanwhile
+                pass  # it has left in the meantime
             self._queue.pop(0)
 
     async def _restart_one(self, engine: Engine) -> str | None:
-        """Wait until another process has the place of ``engine`` and is ready. Return why that is
-        given up, None if it is done."""
+        """Wait until another process has replaced ``engine`` and is ready. Return the reason for
+        giving up, or None.
+        """
         incarnation = engine.hello.incarnation
         self._send(engine, Drain())
         began = heard = time.monotonic()
@@ -149,13 +154,13 @@ class Administration:
             if self._registry.hears(engine):
                 heard = now
             elif now - heard > ABSENT_S:
-                return f"has been away for {ABSENT_S:.0f} s"
+                return f"did not come back within {ABSENT_S:.0f} s"
             await asyncio.sleep(_POLL_S)
         return f"was not ready again within {RESTART_TIMEOUT_S:.0f} s"
 
 
 def answer_id(entry: InFlight) -> str:
-    """Return the id of the answer that the sequence is a choice of."""
+    """Return the id of the answer to which the sequence belongs."""
     return entry.sequence.request_id.rpartition(":")[0]
 
 

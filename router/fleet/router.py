@@ -1,4 +1,6 @@
-"""The router: engines' messages go to the registry and the dispatcher; handlers start here."""
+"""The router: passes engines' messages to the registry and the dispatcher; entry point for
+handlers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ _ASLEEP_S = 2.0
 
 
 class Router:
-    """The state of the router process, for handlers, and the messages of its engines."""
+    """The state of the router process for HTTP handlers, and the receiver of its
+    engines' messages.
+    """
 
     def __init__(
         self,
@@ -90,7 +94,8 @@ class Router:
             self.rate_limits.on_generated,
             lambda model: not model.engines and self.supervised.will_load(model.id),
         )
-        # Beside the socket: its lock keeps other routers out of the directory, even after a kill.
+        # Next to the socket: its lock keeps other routers out of the directory, and a kill releases
+        # it.
         paths = [address[6:] for address in addresses if address.startswith("ipc://")]
         store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
@@ -100,34 +105,36 @@ class Router:
         self.adapters = Adapters(self.registry, self.supervised, self._send_to)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
-        """Threads for what takes long."""
+        """Threads for slow work."""
         self.images = ImagePreparer(settings, self.metrics.images)
         self.batches = BatchFigures()
         self.loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
-        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # tasks beside others
-        self.closers: list[Callable[[], None]] = [self.images.close]  # on threads, at the end
+        self.background: list[
+            Callable[[], Coroutine[Any, Any, None]]
+        ] = []  # tasks that run alongside
+        self.closers: list[Callable[[], None]] = [self.images.close]  # run on threads at the end
         self.leaving = False
-        """Whether load balancers are to go elsewhere: it will drain soon."""
+        """Whether load balancers should use other servers, because this one will drain soon."""
         self.draining = False
         self.ending = asyncio.Event()
-        """Set when answers that have no end of their own are to end."""
+        """Set when answers without an end of their own must end."""
         self.shutdown_clean = True
-        """False after a shutdown has cut requests."""
+        """False after a shutdown has cancelled requests."""
         self._tasks: list[asyncio.Task[None]] = []
         self._add_gauges()
 
     def _add_gauges(self) -> None:
-        """Add the metrics that are read only when Prometheus asks."""
+        """Add the metrics that are evaluated only when Prometheus scrapes."""
         self.batches.add_gauges(self.metrics)
         self.metrics.add_gauge(
             "event_loop_lag_max_seconds",
-            "The longest that the event loop stood still in the last minute",
+            "Max delay of the event loop in the last minute",
             self.loop_lag.worst_s,
         )
         self.metrics.add_gauge(
             "work_waiting",
-            "Requests that wait for a thread that prepares them",
+            "Requests queued for a preparation thread",
             lambda: self.work.num_waiting,
         )
         engines = EngineCollector(
@@ -163,9 +170,9 @@ class Router:
             await asyncio.to_thread(close)
 
     async def drain(self, timeout_s: float, delay_s: float = 0.0) -> None:
-        """Refuse new requests and wait for those in flight. Cut them after ``timeout_s``.
+        """Refuse new requests and wait for those in flight. Cancel them after ``timeout_s``.
 
-        Before that, serve for ``delay_s`` more and tell load balancers to go elsewhere.
+        Before that, keep serving for ``delay_s`` and tell load balancers to use other servers.
         """
         self.leaving = True
         self.ending.set()
@@ -175,7 +182,7 @@ class Router:
         while self.admission.num_requests and waited_s < timeout_s:
             await asyncio.sleep(0.05)
             waited_s += 0.05
-        self.abort_all("The server is shutting down and did not wait longer.")
+        self.abort_all("The server shut down before the answer was complete.")
 
     def abort_all(self, message: str) -> None:
         """Refuse new requests and end those in flight with the error ``message``."""
@@ -184,7 +191,7 @@ class Router:
         count = self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down"))
         if count:
             self.shutdown_clean = False
-            logger.warning("%d sequences were cut", count)
+            logger.warning("%d sequences were cancelled", count)
 
     # -- for HTTP handlers -----------------------------------------------------
 
@@ -195,7 +202,7 @@ class Router:
         """Count a request of ``tenant`` to ``model`` against all limits of requests, while it is
         served.
 
-        Puts what is left of the limits into ``headers``. Raises `TooManyRequests`.
+        Puts the remaining limits into ``headers``. Raises `TooManyRequests`.
         """
         limit = model.settings.max_concurrent_requests
         with self.admission.limit_concurrency(tenant, model.replicas.id, limit):
@@ -204,7 +211,7 @@ class Router:
 
     @property
     def model_names(self) -> dict[str, list[str]]:
-        """The names of each model that is configured or has joined, by its own name."""
+        """The names of each configured or joined model, by its own name."""
         configured = {each.names[0]: each.names for each in self.supervised.models.values()}
         joined = {model.id: model.names for model in self.registry.models.values()}
         return {**configured, **joined}
@@ -215,13 +222,14 @@ class Router:
         if configured is None or self.draining or not tenant.may_use(configured.names):
             return None
         model = self.registry.models.get(configured.names[0])
-        # With engines, even if these are lost, its queue takes requests.
+        # If it has engines, even lost ones, its queue accepts requests.
         is_known = model is not None and model.model is not None and bool(model.engines)
         return None if is_known else configured
 
     async def wait_until_loaded(self, configured: ConfiguredModel, tenant: Tenant) -> None:
-        """Wait until the supervisor has loaded a model. Raises `Unavailable` if it cannot, or is
-        late, and `TooManyRequests`."""
+        """Wait until the supervisor has loaded a model. Raises `Unavailable` if that fails or times
+        out, and `TooManyRequests`.
+        """
         model_id, limit_s = configured.names[0], self.settings.first_token_timeout_s
         deadline, limit = time.monotonic() + limit_s, self.settings.max_concurrent_requests
         with (
@@ -236,18 +244,19 @@ class Router:
                         retry_after_s=limit_s,
                     )
                 if time.monotonic() > deadline:
-                    raise not_ready(f"it was not loaded within {limit_s:g} s")
+                    raise not_ready(f"it did not load within {limit_s:g} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def loaded_model(self, name: str | None, tenant: Tenant) -> Model:
-        """Return the same as `model_for`, after waiting until it is loaded."""
+        """Like `model_for`, after waiting until the model is loaded."""
         if (unloaded := self.unloaded_model(name, tenant)) is not None:
             await self.wait_until_loaded(unloaded, tenant)
         return self.model_for(name, tenant)
 
     def model_for(self, name: str | None, tenant: Tenant) -> Model:
-        """Return the model called ``name``, if it can take a request of ``tenant`` now or soon.
-        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`."""
+        """Return the model called ``name``, if it can accept a request of ``tenant`` now or soon.
+        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`.
+        """
         settings = self.settings
         if self.draining:
             raise Unavailable(
@@ -280,7 +289,7 @@ class Router:
         if "models" in message:
             self.supervised.on_models(message)
         elif "ended" in message:
-            self.engine_sockets.receive_pending()  # its last words
+            self.engine_sockets.receive_pending()  # its last messages
             self.registry.on_ended(str(message["ended"]), planned=bool(message.get("planned")))
 
     # -- RegistryListener ------------------------------------------------------
@@ -292,7 +301,7 @@ class Router:
 
     def on_engine_refused(self, reason: str) -> None:
         self.metrics.engines_refused.labels(reason).inc()
-        self.metrics.recent.note("an engine", f"was refused: {reason}")
+        self.metrics.recent.note("an engine", f"refused: {reason}")
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         planned = engine.phase == "draining" or engine.left
@@ -370,7 +379,7 @@ class Router:
                 stood_still_s = time.monotonic() - before - _TICK_S
                 if stood_still_s > _ASLEEP_S:
                     self._forgive(stood_still_s)
-                # First: beats may wait in the socket after the loop was blocked.
+                # First: heartbeats may wait in the socket after the loop was blocked.
                 self.engine_sockets.receive_pending()
                 self.registry.expel(
                     lambda engine: not self.engine_sockets.may_serve(engine.key, engine.hello)
@@ -381,8 +390,12 @@ class Router:
                 logger.exception("housekeeping")
 
     def _forgive(self, asleep_s: float) -> None:
-        """Count a time in which this process stood still for nobody, as that of a machine that
-        slept: engines could not be heard."""
-        logger.warning("this process stood still for %.0f s: held against nobody", asleep_s)
+        """Ignore a time in which this process was suspended, as on a machine that slept: engines
+        could not be heard.
+        """
+        logger.warning(
+            "this process was suspended for %.0f s, which is not counted as silence of engines",
+            asleep_s,
+        )
         self.registry.forgive(asleep_s)
         self.dispatcher.forgive(asleep_s)

@@ -1,4 +1,4 @@
-"""What models are for, and the refusal of one that is for something else."""
+"""The tasks of models, and the error for a model with the wrong task."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ _EXAMPLES: Mapping[Task, str] = {
 
 
 def check_task(model: Model, task: Task, router: Router) -> None:
-    """Raise `NotSupported` if ``model`` is not for ``task``: the text says which model is."""
+    """Raise `NotSupported` if ``model`` does not perform ``task``; the message names a model that
+    does.
+    """
     if (own := model.hello.task) == task:
         return
     others = models_for(task, router)
     advice = (
-        f"Here {' and '.join(others)} can"
+        f"Use {' or '.join(others)} instead"
         if others
-        else (f"No model that can is loaded here; one such as {_EXAMPLES[task]} has to be")
+        else (f"No such model is loaded here; load one such as {_EXAMPLES[task]}")
     )
     raise NotSupported(
-        f"The model '{model.names[0]}' {_DOES[own]} (it is for {_PATHS[own]}), and {_PATHS[task]}"
-        f" needs one that {_DOES[task]}. {advice}.",
+        f"The model '{model.names[0]}' {_DOES[own]} (use {_PATHS[own]}), but {_PATHS[task]} "
+        f"needs a model that {_DOES[task]}. {advice}.",
         param="model",
         code="wrong_task",
     )

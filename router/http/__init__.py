@@ -1,1 +1,1 @@
-"""The web application: middleware, connections, and the endpoints that generate no text."""
+"""The web application: middleware, connections, and endpoints that do not generate text."""

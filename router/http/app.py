@@ -99,7 +99,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
     app.router.redirect_slashes = False
     app.state.router = router
     app.state.keys = keys
-    make_document = partial(  # takes a tenth of a second, and few need it
+    make_document = partial(  # takes a tenth of a second, and is rarely needed
         openapi.document,
         table,
         version=router.version,
@@ -112,7 +112,9 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
 
 
 def _batch_operations(router: Router, answering: list[Operation], keys: ApiKeys) -> list[Operation]:
-    """Return those of files and batches, whose lines are answered as requests of ``answering``."""
+    """Return the operations of files and batches, whose lines are processed like requests of
+    ``answering``.
+    """
     if router.settings.batch_dir is None:
         return []
     endpoints = {

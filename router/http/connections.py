@@ -1,4 +1,4 @@
-"""Limits of a connection: uvicorn alone would wait for headers and for readers without end."""
+"""Limits of a connection: uvicorn alone would wait forever for headers and for slow readers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from router.http.transports import DrainingTransport
 
 
 class Connection(HttpToolsProtocol):
-    """The connection of one client. Between an answer and the next byte, uvicorn's own keep-alive
-    timeout applies."""
+    """The connection of one client. Between a response and the next byte, uvicorn's own keep-alive
+    timeout applies.
+    """
 
     headers_timeout_s: ClassVar[float] = 30.0
-    """For complete headers, from the connection's start or the first byte after an answer."""
+    """Time limit for complete headers, from the start of the connection or the first byte after a
+    response.
+    """
     max_header_bytes: ClassVar[int] = 64 * 1024
     """Approximate: bytes are counted as they arrive."""
     max_headers: ClassVar[int] = 256
-    """Each header is looked at for each one that is read."""
+    """Limited, because each new header is compared with the others."""
     max_pipelined: ClassVar[int] = 8
-    """Requests that may wait behind the one that is answered."""
+    """Max requests queued behind the current one."""
     write_timeout_s: ClassVar[float] = 120.0
-    """The time in which a client has to take something, once its buffers are full."""
+    """Time in which a client must read something once its buffers are full."""
 
     _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _refusal: ApiError | None = None
-    """Why the parser was stopped; None if the input is not HTTP."""
+    """The reason why the parser was stopped; None if the input is not HTTP."""
     _answered: RequestResponseCycle | None = None
-    """The request that is answered now. `cycle` is the last one, which may wait behind it."""
+    """The request being answered. `cycle` is the last one, which may be queued behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         draining = DrainingTransport(transport, self.loop, self.write_timeout_s)
@@ -45,7 +48,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_headers_timer()
         cast(DrainingTransport, self.transport).lost()
-        # uvicorn tells the last request only: the one that is answered would go on to its end.
+        # uvicorn notifies only the last request: the one being answered would continue to its end.
         for cycle in (self._answered, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -63,7 +66,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._headers_timer is None:
             if not self._responding:
-                self._expect_headers()  # only blank lines came
+                self._expect_headers()  # only blank lines arrived
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
@@ -78,17 +81,17 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > self.max_headers:
-            self._stop_parser(HeadersTooLarge(f"There are over {self.max_headers} headers."))
+            self._stop_parser(HeadersTooLarge(f"There are more than {self.max_headers} headers."))
 
     def on_headers_complete(self) -> None:
         self._cancel_headers_timer()
-        # They may have come all at once, with the end.
+        # They may have arrived all at once, with the end.
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.max_header_bytes:
             self._stop_parser(self._headers_too_large)
         super().on_headers_complete()
         if self.pipeline:
-            # uvicorn stops to read here, and would not see that the client closes.
+            # uvicorn stops reading here, and would not notice that the client disconnects.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -111,10 +114,10 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _headers_too_large(self) -> HeadersTooLarge:
-        return HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes.")
+        return HeadersTooLarge(f"The headers are larger than {self.max_header_bytes} bytes.")
 
     def _stop_parser(self, refusal: ApiError) -> None:
-        """Raise out of the parser: it would go on with all that has arrived."""
+        """Raise out of the parser, which would otherwise continue with all received data."""
         self._refusal = refusal
         raise refusal
 
@@ -137,7 +140,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_headers_timeout(self) -> None:
         if self._responding:
-            # The headers are those of the next request; the current one may take its time.
+            # These are the headers of the next request; the current one may take its time.
             self._start_headers_timer()
         elif self._header_bytes:
             seconds = f"{self.headers_timeout_s:g} s"
@@ -146,8 +149,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _respond_and_close(self, error: ApiError) -> None:
-        """Answer input that did not become a request, and close. While an answer is being
-        sent, only close."""
+        """Respond to input that did not become a request, and close. While a response is being
+        sent, only close.
+        """
         answered = self._answered
         if answered is not None and answered.response_started and not answered.response_complete:
             self.transport.close()

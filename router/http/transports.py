@@ -1,4 +1,4 @@
-"""A transport whose client has to read."""
+"""A transport whose client must read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from typing import Any
 
 CLOSE_TIMEOUT_S = 10.0
-"""The time in which the last bytes have to go out after `close`."""
+"""Time limit for sending the last bytes after `close`."""
 MIN_PROGRESS_BYTES = 16 * 1024
-"""What a client has to take in that time, if it does not take all that is left."""
+"""Number of bytes that a client must read in that time, if it does not read all."""
 
 
 class DrainingTransport:
-    """A transport that is aborted if its client stops to read.
+    """A transport that is aborted if its client stops reading.
 
-    `close` alone waits until the client has taken what is buffered: one that never reads would keep
-    its descriptor and its buffer for as long as it likes.
+    `close` alone waits until the client has read all buffered data: a client that never reads could
+    keep its descriptor and buffer for as long as it likes.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class DrainingTransport:
             self.watch()
 
     def watch(self) -> None:
-        """Abort unless the buffer gets smaller."""
+        """Abort unless the buffer shrinks."""
         if self._timer is None:
             self._buffered_bytes = self._transport.get_write_buffer_size()
             self._timer = self._loop.call_later(self._timeout_s, self._check)
 
     def lost(self) -> None:
-        """Note that the connection is gone."""
+        """Record that the connection is gone."""
         self._lost = True
         self._stop_watching()
 

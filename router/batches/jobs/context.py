@@ -1,4 +1,4 @@
-"""What the jobs of all batches share."""
+"""The shared context of the jobs of all batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MB = 1_000_000
 class BatchContext:
     directory: BatchDirectory
     endpoints: Mapping[str, ASGIApp]
-    """By path: what answers requests there."""
+    """The handlers of requests, by path."""
     tenant_named: Callable[[str], Tenant | None]
     settings: Settings
     metrics: Metrics
@@ -38,7 +38,7 @@ class BatchContext:
     stopping: asyncio.Event
     """Set when the router ends."""
     checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """For what reads or writes whole files."""
+    """Threads that read or write whole files."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -47,16 +47,16 @@ class BatchContext:
 
     @property
     def max_bytes(self) -> int:
-        """The most that files and results of a key may have."""
+        """Max total size of a key's files and results."""
         return self.settings.batch_max_mb * _MB
 
     @property
     def is_young(self) -> bool:
-        """Whether engines may still be joining, so that a model which is missing may come."""
+        """Whether engines may still be joining, so that a missing model may still come."""
         return time.monotonic() - self.began < self.settings.restart_wait_s
 
     async def refresh(self) -> None:
-        """Bring the figures up to date."""
+        """Update the figures."""
         with contextlib.suppress(Exception):
             found = await self.directory.run(lambda store: store.totals())
             self.figures.unfinished, self.figures.lines, self.figures.lines_done = found

@@ -1,4 +1,4 @@
-"""One batch on its way: its file is checked, its lines run, and their ends become files."""
+"""The job of one batch: its file is validated, its lines run, and their results become files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _READ_BYTES = 1_000_000
 _WRITE_LINES = 500
 _ENDS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
-    "batch_cancelled": "This request was not executed: the batch was cancelled before.",
+    "batch_cancelled": "This request was not executed because the batch was cancelled.",
 }
 _LOST = msgspec.json.encode(
     BatchErrors(
@@ -45,11 +45,11 @@ _LOST = msgspec.json.encode(
     )
 ).decode()
 Lines = list[tuple[int, int, bytes]]
-"""The number of each, where it begins in the file, and the line."""
+"""The number of each line, its offset in the file, and its content."""
 
 
 class BatchJob:
-    """Brings a batch to its end. Whatever state the store has, the job goes on from there."""
+    """Processes a batch to its end. The job continues from whatever state the store has."""
 
     def __init__(self, context: BatchContext, row: Row) -> None:
         self._context = context
@@ -63,7 +63,7 @@ class BatchJob:
         self._stop_reading = threading.Event()
 
     def end(self) -> None:
-        """Leave off what runs: the batch is cancelled, or the router ends."""
+        """Stop processing, because the batch was cancelled or the router exits."""
         self._ending.set()
         self._stop_reading.set()
 
@@ -77,10 +77,10 @@ class BatchJob:
                 await self._step(row)
             except (StoreFailed, OSError, sqlite3.Error) as error:
                 context.metrics.batch_store_errors.inc()
-                logger.warning("%s waits for its disk: %s", self._id, error)
+                logger.warning("%s is waiting for its disk: %s", self._id, error)
                 await asyncio.sleep(_AGAIN_S)
-            except Exception:  # a bug: its batch can still be cancelled, and expires
-                logger.exception("%s failed, and goes on", self._id)
+            except Exception:  # an internal error: its batch can still be cancelled, and expires
+                logger.exception("%s failed and is retried", self._id)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(context.stopping.wait(), _AGAIN_AFTER_BUG_S)
             await context.refresh()
@@ -117,7 +117,7 @@ class BatchJob:
         await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
 
     async def _advance(self, state: BatchState, **columns: object) -> None:
-        """Bring the batch into ``state``, unless it was cancelled meanwhile."""
+        """Set the ``state`` of the batch, unless it was cancelled in the meantime."""
         await self._context.directory.run(
             lambda store: store.advance(self._number, state, **columns)
         )
@@ -157,13 +157,14 @@ class BatchJob:
             ending.cancel()
             has_fed = feeding.done()
             gone.set()
-            await feeding  # or its error; the next step looks which lines have ended
+            await feeding  # or its error; the next step checks which lines have ended
         if not has_fed and not self._ending.is_set():
             await self._expire()
 
     async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
         """Run each line that is not ``done``; return when all that began have ended, which is soon
-        once ``gone`` is set."""
+        once ``gone`` is set.
+        """
         context = self._context
         lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
         slots = asyncio.Semaphore(context.settings.max_batch_requests)
@@ -194,12 +195,13 @@ class BatchJob:
         finally:
             while running:
                 await asyncio.wait(running)
-            if failures:  # the next step would run these lines again at once
+            if failures:  # otherwise the next step would run these lines again at once
                 raise failures[0]
 
     def _sources(self, lines: Lines) -> list[tuple[int, LineSource]]:
-        """Return how each of ``lines`` gets its content. A large one reads it again: many batches
-        may have lines that wait."""
+        """Return how each of ``lines`` gets its content. A large line is read again later, because
+        many batches may have waiting lines.
+        """
         return [
             (
                 number,
@@ -211,7 +213,7 @@ class BatchJob:
         ]
 
     async def _end_lines(self, code: str) -> None:
-        """Give an error to each line that has not ended."""
+        """Set an error for each line without a result."""
         directory = self._context.directory
         done = await directory.run(lambda store: store.lines_done(self._number))
         lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
@@ -247,7 +249,7 @@ class BatchJob:
             raise
 
     def _write_file(self, file_id: str, ok: bool) -> int:
-        """Write a file of results; return its size. An empty one is not kept."""
+        """Write a file of results; return its size. An empty one is deleted."""
         directory, size = self._context.directory, 0
         with open(
             os.open(directory.new_path(file_id), os.O_WRONLY | os.O_CREAT, 0o600), "wb"
@@ -266,12 +268,12 @@ class BatchJob:
 def _unfinished(
     lines: Iterator[FoundLine], done: Sequence[int]
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the lines but for those with the numbers ``done``, which are in order."""
+    """Yield the lines except those numbered in ``done``, which is sorted."""
     place = 0
     for number, start, raw in lines:
         if place < len(done) and done[place] == number:
             place += 1
-        elif raw is not None:  # a file that was checked has no line that is too long
+        elif raw is not None:  # a validated file has no line that is too long
             yield number, start, raw
 
 

@@ -1,4 +1,4 @@
-"""One line of a batch, answered by the very code that answers a request of its endpoint."""
+"""One line of a batch, processed by the same code as a request to its endpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LineAnswer(NamedTuple):
 
 
 class TryAgain(Exception):
-    """There is no place or no engine for the line now."""
+    """There is no capacity or no engine for the line now."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -54,10 +54,11 @@ async def call(
     *,
     models_may_come: bool,
 ) -> LineAnswer:
-    """Return the answer to ``body``. ``gone`` ends it as a client that closes its connection does.
-    With ``models_may_come`` a model that is unknown is waited for.
+    """Return the response to ``body``. Setting ``gone`` ends it like a client that closes its
+    connection. With ``models_may_come``, wait for an unknown model.
 
-    Raises `TryAgain`, and `ClientDisconnected` once ``gone`` is set."""
+    Raises `TryAgain`, and `ClientDisconnected` once ``gone`` is set.
+    """
     request_id = f"req_{uuid.uuid4().hex}"
     scope = _scope(path, tenant, request_id)
     parts: list[bytes] = []
@@ -78,7 +79,7 @@ async def call(
         if may_stream and await asyncio.to_thread(_streams, body):
             raise InvalidValue("'stream' must be false in a batch.", param="stream")
         await endpoint(scope, receive, send)
-    except EngineLost as error:  # perhaps the line itself has ended two engines
+    except EngineLost as error:  # the line itself may have crashed two engines
         return LineAnswer(error.status, request_id, error.body())
     except (TooManyRequests, Unavailable) as error:
         raise TryAgain(error) from None
@@ -89,7 +90,7 @@ async def call(
     except ClientDisconnected:
         raise
     except Exception:
-        logger.exception("a line of a batch failed (%s)", request_id)
+        logger.exception("a line of a batch raised an exception (%s)", request_id)
         failure = InternalError()
         return LineAnswer(failure.status, request_id, failure.body())
     return LineAnswer(200, request_id, b"".join(parts))

@@ -1,4 +1,4 @@
-"""One line of a batch: it waits for a place, is answered, and its end is written."""
+"""One line of a batch: it waits for capacity, runs, and its result is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 30.0
 
 LineSource = bytes | Callable[[], bytes]
-"""A line, or what reads it on a thread once it has a place."""
+"""A line, or a function that reads it on a thread once there is capacity."""
 
 
 class LineJob:
@@ -41,8 +41,9 @@ class LineJob:
         self._has_place = False
 
     async def run(self, gone: asyncio.Event, *, is_full: bool) -> None:
-        """Bring the line to its end, unless ``gone`` is set before; then it has none. ``is_full``:
-        its key has no room for an answer."""
+        """Process the line to its end, unless ``gone`` is set before; then it has no result.
+        ``is_full``: its key has no space for an answer.
+        """
         context = self._context
         try:
             result = await self._result(gone, is_full=is_full)
@@ -54,7 +55,7 @@ class LineJob:
     async def _result(self, gone: asyncio.Event, *, is_full: bool) -> Result | None:
         if is_full:
             limit = self._context.settings.batch_max_mb
-            message = f"The files of this API key have over {limit} MB: delete some."
+            message = f"The files of this API key exceed {limit} MB: delete some."
             custom_id = (await self._line()).custom_id
             self._count(507)
             return not_run(self._batch, self._number, custom_id, "storage_full", message)
@@ -64,9 +65,11 @@ class LineJob:
                 return await self._run_once(gone)
             except ClientDisconnected:
                 return None
-            except TryAgain as error:  # it holds the line, which is not kept while it waits
+            except (
+                TryAgain
+            ) as error:  # it holds the line's content, which is not kept while waiting
                 after_s = error.after_s
-            self._give_back()  # a model that is away keeps no places from the others
+            self._give_back()  # a model that is unavailable must not take capacity from others
             tries += 1
             wait_s = min(max(after_s, 2.0 ** min(tries, 10) / 4), _LONGEST_WAIT_S)
             await _unless(gone, asyncio.sleep(wait_s))
@@ -81,8 +84,10 @@ class LineJob:
         try:
             whole = partial(make, *answer)
             return whole() if small else await self._context.directory.read(whole)
-        except msgspec.MsgspecError:  # a line without an end would run again and again
-            logger.exception("a line of a batch has no JSON as its answer (%s)", answer.request_id)
+        except msgspec.MsgspecError:  # a line without a result would run again and again
+            logger.exception(
+                "the response to a line of a batch is not JSON (%s)", answer.request_id
+            )
             failure = InternalError()
             return make(failure.status, answer.request_id, failure.body())
 
@@ -124,7 +129,7 @@ class LineJob:
 
 
 async def _unless(gone: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do ``work`` until ``gone`` is set; return whether it was done."""
+    """Run ``work`` until ``gone`` is set; return whether it was completed."""
     working, waiting = asyncio.create_task(work), asyncio.create_task(gone.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The file of a batch, line by line, and what is checked before any line runs."""
+"""The lines of a batch's file, and their validation before any of them runs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from msgspec import Raw, Struct
 from router.batches.objects import BatchError
 
 MAX_LINES = 50_000
-"""As many as OpenAI takes."""
+"""OpenAI's limit."""
 MAX_ID_CHARS = 512
 _MAX_ERRORS = 50
 _ENVELOPE_BYTES = 4096
-"""What a line has beside its body."""
+"""Max size of a line in addition to its body."""
 _BOM = b"\xef\xbb\xbf"
 _REST_EVERY_BYTES = 256 * 1024
-"""The decoder of JSON lets no other thread run: after so much, this one rests for longer than it
-took, as those of `router.tokens.work_pool` do."""
+"""The JSON decoder lets no other thread run: after this much, pause for longer than it took, like
+`router.tokens.work_pool`.
+"""
 
 
 class FoundLine(NamedTuple):
-    """A line of a file that is not empty."""
+    """A nonempty line of a file."""
 
     number: int
-    """From 1 on."""
+    """Counted from 1."""
     start: int
-    """Where it begins in the file, in bytes."""
+    """Its offset in the file, in bytes."""
     raw: bytes | None
-    """None for one that is too long, which is not read into memory."""
+    """None if it is too long; then it is not read into memory."""
 
 
 class InputLine(Struct, frozen=True):
@@ -49,7 +50,7 @@ class _Model(Struct, frozen=True):
 
 
 class Checked(Struct, frozen=True):
-    """What a file has. It is valid if there are no ``errors``."""
+    """The result of validating a file. It is valid if there are no ``errors``."""
 
     total: int
     errors: list[BatchError]
@@ -57,7 +58,7 @@ class Checked(Struct, frozen=True):
 
 
 def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
-    """Yield each line that is not empty. Raises OSError."""
+    """Yield each nonempty line. Raises OSError."""
     limit = max_body_bytes + _ENVELOPE_BYTES
     number = start = following = 0
     with path.open("rb") as file:
@@ -76,7 +77,7 @@ def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
 
 
 def read_line(path: Path, start: int, max_body_bytes: int) -> bytes:
-    """Return the line that begins at ``start``, as `read_lines` has it. Raises OSError."""
+    """Return the line that begins at ``start``, like `read_lines`. Raises OSError."""
     with path.open("rb") as file:
         file.seek(start)
         return _stripped(file.readline(max_body_bytes + _ENVELOPE_BYTES + 1), start)
@@ -87,11 +88,11 @@ def _stripped(line: bytes, start: int) -> bytes:
 
 
 def parse_line(raw: bytes) -> InputLine:
-    """Return a line. Raises ValueError with what is wrong."""
+    """Return a line. Raises ValueError with the reason if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=InputLine)
     except msgspec.ValidationError as error:
-        raise ValueError(f"This is no request of a batch: {error}.") from None
+        raise ValueError(f"This is not a batch request: {error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"This is not a line of JSON in UTF-8: {error}.") from None
 
@@ -99,9 +100,11 @@ def parse_line(raw: bytes) -> InputLine:
 def check_file(
     path: Path, endpoint: str, max_body_bytes: int, stopped: threading.Event
 ) -> Checked | None:
-    """Return what ``path`` has, for requests of ``endpoint``; None if ``stopped`` meanwhile.
+    """Return the content of ``path``, with requests for ``endpoint``; None if ``stopped`` in the
+    meantime.
 
-    Takes long, and rests in between. Raises OSError."""
+    Takes long, and pauses in between. Raises OSError.
+    """
     errors: list[BatchError] = []
     seen: set[bytes] = set()
     model: str | None = None
@@ -110,7 +113,9 @@ def check_file(
     for number, _, raw in read_lines(path, max_body_bytes):
         total += 1
         if total > MAX_LINES:
-            errors.append(_error("too_many_lines", f"There are over {MAX_LINES} lines.", number))
+            errors.append(
+                _error("too_many_lines", f"There are more than {MAX_LINES} lines.", number)
+            )
             break
         found = _check_line(raw, endpoint, number, seen, max_body_bytes)
         if isinstance(found, BatchError):
@@ -125,7 +130,7 @@ def check_file(
                 return None
             read, began = 0, time.monotonic()
     if not total:
-        errors.append(_error("empty_file", "The file has no lines.", None))
+        errors.append(_error("empty_file", "The file is empty.", None))
     return Checked(total, errors, model)
 
 
@@ -133,7 +138,7 @@ def _check_line(
     raw: bytes | None, endpoint: str, number: int, seen: set[bytes], max_body_bytes: int
 ) -> InputLine | BatchError:
     if raw is None:
-        message = f"The body of a request may have {max_body_bytes} bytes."
+        message = f"The body of a request is limited to {max_body_bytes} bytes."
         return _error("line_too_long", message, number)
     try:
         line = parse_line(raw)
@@ -144,13 +149,13 @@ def _check_line(
         return _error("invalid_custom_id", message, number, "custom_id")
     digest = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16)
     if digest.digest() in seen:
-        message = f"'custom_id' is that of an earlier line: {line.custom_id[:64]}"
+        message = f"'custom_id' is already used by an earlier line: {line.custom_id[:64]}"
         return _error("duplicate_custom_id", message, number, "custom_id")
     seen.add(digest.digest())
     if line.method != "POST":
         return _error("invalid_method", "'method' must be POST.", number, "method")
     if line.url != endpoint:
-        message = f"'url' must be {endpoint}, as the batch says."
+        message = f"'url' must be {endpoint}, the endpoint of the batch."
         return _error("invalid_url", message, number, "url")
     if not bytes(line.body).startswith(b"{"):
         return _error("invalid_body", "'body' must be an object.", number, "body")

@@ -1,4 +1,4 @@
-"""Lines of output and error files, in OpenAI's form."""
+"""Lines of output and error files, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Details(Struct, frozen=True):
 
 
 class _Usage(Struct, frozen=True):
-    """That of completions and of embeddings, or that of responses."""
+    """Usage of completions and embeddings, or of responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -55,7 +55,7 @@ class _Answer(Struct, frozen=True):
 def answered(
     batch: int, line: int, custom_id: str, status: int, request_id: str, body: bytes
 ) -> Result:
-    """Return the end of a line that has an answer, which is JSON."""
+    """Return the result of an answered line; the answer is JSON."""
     response = LineResponse(status_code=status, request_id=request_id, body=Raw(body))
     record = _encoded(custom_id, response=response)
     if status != 200:
@@ -76,7 +76,7 @@ def answered(
 
 
 def not_run(batch: int, line: int, custom_id: str, code: str, message: str) -> Result:
-    """Return the end of a line that has not run."""
+    """Return the result of a line that has not run."""
     record = _encoded(custom_id, error=LineError(code=code, message=message))
     return Result(batch, line, False, record)
 

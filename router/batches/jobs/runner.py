@@ -1,4 +1,4 @@
-"""Runs all batches: those that a router before this one has left, and new ones."""
+"""Runs all batches: those left by an earlier router, and new ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STOP_WITHIN_S = 5.0
 
 class BatchRunner:
     def __init__(self, context: BatchContext, ending: asyncio.Event) -> None:
-        """``ending`` is set when the router begins to end."""
+        """``ending`` is set when the router starts to shut down."""
         self._context, self._ending = context, ending
         self._jobs: dict[int, tuple[BatchJob, asyncio.Task[None]]] = {}
         """By number of the batch."""
 
     async def run(self) -> None:
-        """Go on with all unfinished batches, until the router ends."""
+        """Run all unfinished batches, until the router exits."""
         context = self._context
         try:
             await self._resume()
@@ -51,14 +51,14 @@ class BatchRunner:
             task.add_done_callback(partial(self._ended, number, row["id"]))
 
     def cancel(self, number: int) -> None:
-        """Let go of what runs of a batch, which is cancelled in the store."""
+        """Stop the running lines of a batch that is cancelled in the store."""
         if number in self._jobs:
             self._jobs[number][0].end()
 
     def _ended(self, number: int, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._jobs[number]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s stands still until the next start", batch_id, exc_info=error)
+            logger.error("%s is suspended until the next start", batch_id, exc_info=error)
 
     async def _resume(self) -> None:
         directory = self._context.directory
@@ -70,7 +70,7 @@ class BatchRunner:
                 return
             except StoreFailed as error:
                 self._context.metrics.batch_store_errors.inc()
-                logger.warning("batches wait for their disk: %s", error)
+                logger.warning("batches are waiting for their disk: %s", error)
                 await _wait(self._ending, _AGAIN_S)
 
     async def _remove_old(self) -> None:
@@ -81,7 +81,7 @@ class BatchRunner:
                 await context.directory.read(partial(context.directory.remove, file_id))
         except StoreFailed as error:
             context.metrics.batch_store_errors.inc()
-            logger.warning("old files of batches are not removed: %s", error)
+            logger.warning("cannot delete old files of batches: %s", error)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""The directory of ``--batch-dir``: its lock, its database, its files, and the thread that writes.
+"""The directory of ``--batch-dir``: its lock, its database, its files, and the writer thread.
 
-Names of files are ids that are made here.
+File names are ids generated here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _Result = TypeVar("_Result")
 
 
 class BatchDirectoryError(Exception):
-    """The directory cannot be used; the message is one line for the user."""
+    """The directory is not usable; the message is one line for the user."""
 
 
 class BatchDirectory:
-    """One router uses it at a time; the system releases its lock when that router ends, however it
-    ends."""
+    """Only one router uses it at a time; the system releases the lock when the router exits, for
+    whatever reason.
+    """
 
     def __init__(self, root: Path) -> None:
         """Raises `BatchDirectoryError`."""
@@ -45,18 +46,19 @@ class BatchDirectory:
             self._root = root
             self._sweep()
         except (OSError, sqlite3.Error, StoreFailed) as error:
-            raise BatchDirectoryError(f"{root} cannot be used: {error}") from None
+            raise BatchDirectoryError(f"cannot use {root}: {error}") from None
         self._thread = ThreadPoolExecutor(1, "batches")
         self._readers = ThreadPoolExecutor(_READERS, "batch-files")
 
     async def run(self, work: Callable[[BatchStore], _Result]) -> _Result:
-        """Return what ``work`` does with the store, on the one thread that writes. It is done also
-        if nobody waits for it any more. Raises `StoreFailed`."""
+        """Return the result of ``work`` on the store, run on the single writer thread. It runs even
+        if the caller is cancelled. Raises `StoreFailed`.
+        """
         running = asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
         return await asyncio.shield(running)
 
     async def read(self, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` does with files, on another thread."""
+        """Return the result of ``work`` on files, run on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     def close(self) -> None:
@@ -74,15 +76,15 @@ class BatchDirectory:
         return f"file-{uuid.uuid4().hex}"
 
     def path(self, file_id: str) -> Path:
-        """Return where a file is. ``file_id`` is one of the store's, never a client's."""
+        """Return the path of a file. ``file_id`` comes from the store, never from a client."""
         return self._root / "files" / file_id
 
     def new_path(self, file_id: str) -> Path:
-        """Return where a file is while it is written."""
+        """Return the path of a file while it is being written."""
         return self._root / "new" / file_id
 
     def publish(self, file_id: str) -> None:
-        """Give a file that is written whole, and on the disk, its place. Raises OSError."""
+        """Move a file that is complete and on disk to its place. Raises OSError."""
         self.new_path(file_id).rename(self.path(file_id))
         folder = os.open(self._root / "files", os.O_RDONLY)
         try:
@@ -91,12 +93,12 @@ class BatchDirectory:
             os.close(folder)
 
     def remove(self, file_id: str) -> None:
-        """Remove a file, whether it is complete or not."""
+        """Delete a file, complete or not."""
         for path in (self.path(file_id), self.new_path(file_id)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("%s is not removed: %s", path, error)
+                logger.warning("cannot delete %s: %s", path, error)
 
     def discard(self, *file_ids: str) -> asyncio.Future[None]:
         """Remove files that the store does not have. A change that was given up is made all the
@@ -118,7 +120,7 @@ class BatchDirectory:
             self.remove(file_id)
 
     def _sweep(self) -> None:
-        """Remove files that the store does not know: their writer was killed."""
+        """Delete files that the store does not know, because their writer was killed."""
         known = self._store.file_ids()
         for folder in ("files", "new"):
             for path in (self._root / folder).iterdir():

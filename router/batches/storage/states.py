@@ -1,4 +1,4 @@
-"""The states of a batch, and which follow which (OpenAI, "Batch API", batch statuses)."""
+"""The states of a batch and their transitions (OpenAI, "Batch API", batch statuses)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchState(StrEnum):
 
     @property
     def time_field(self) -> str:
-        """The column that says when a batch came into this state."""
+        """The column with the time at which a batch entered this state."""
         return f"{self.value}_at"
 
 

@@ -1,7 +1,7 @@
-"""What must survive the router: files, batches and the answers of lines, in one SQLite file.
+"""The state that survives the router: files, batches and results of lines, in one SQLite file.
 
-All methods are called on one thread, so there is one writer; each change is one transaction, which
-is on the disk when the method returns (a write-ahead log with ``synchronous = FULL``).
+All methods are called on one thread, so there is a single writer; each change is one transaction,
+which is on disk when the method returns (a write-ahead log with ``synchronous = FULL``).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ CREATE TABLE IF NOT EXISTS results (
 );
 """
 _VACUUM_PAGES = 20_000
-"""Given back to the file system at a time: some 80 MB."""
+"""Pages returned to the file system at a time: some 80 MB."""
 MAX_BATCHES = 10_000
-"""Batches of a key that are kept; nothing else counts what they take on the disk."""
+"""Max batches per key that are kept; nothing else limits their disk space."""
 _ENDED = ", ".join(f"'{state}'" for state in BatchState if state.has_ended)
 _UNFINISHED_INDEX = (
     "CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (input_file_id)"
     f" WHERE state NOT IN ({_ENDED})"
 )
-"""They are counted at the end of each line, and those that have ended may be many."""
+"""These are counted at the end of each line, and there may be many finished ones."""
 
 Row = dict[str, Any]
 """A row of a table, by column."""
@@ -73,13 +73,13 @@ class NewFile(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of one line."""
+    """The result of one line."""
 
     batch: int
     line: int
     ok: bool
     record: bytes
-    """A line of the output file or of the error file."""
+    """A line of the output file or the error file."""
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -104,7 +104,7 @@ class BatchStore:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """Make the changes of the block all or none. Raises `StoreFailed`."""
+        """Make all changes of the block or none. Raises `StoreFailed`."""
         database = self._database
         try:
             database.execute("BEGIN IMMEDIATE")
@@ -151,7 +151,8 @@ class BatchStore:
         purpose: str | None = None,
     ) -> tuple[list[Row], bool] | None:
         """Return up to ``limit`` rows of "files" or "batches" of ``key`` that follow the id
-        ``after``, and whether there are more. None: there is no such id."""
+        ``after``, and whether there are more. None: there is no such id.
+        """
         direction, follows = ("DESC", "<") if newest_first else ("ASC", ">")
         where, values = "key = ?", [key]
         if purpose is not None:
@@ -166,7 +167,7 @@ class BatchStore:
         return found[:limit], len(found) > limit
 
     def use_of(self, key: str) -> tuple[int, int]:
-        """Return the number of files of ``key``, and the bytes of its files and results."""
+        """Return the number of files of ``key``, and the total bytes of its files and results."""
         files = self._rows("SELECT count(*) n, total(bytes) b FROM files WHERE key = ?", key)[0]
         results = self._rows("SELECT total(result_bytes) b FROM batches WHERE key = ?", key)[0]
         return files["n"], int(files["b"] + results["b"])
@@ -188,8 +189,7 @@ class BatchStore:
         return {row["id"] for row in self._rows("SELECT id FROM files")}
 
     def remove_old(self, now: int, keep_s: int) -> list[str]:
-        """Forget files that have expired, and batches that ended long ago. Return the files'
-        ids."""
+        """Remove expired files, and batches that ended long ago. Return the files' ids."""
         used = f"SELECT input_file_id FROM batches WHERE state NOT IN ({_ENDED})"
         query = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})"
         ids = [row["id"] for row in self._rows(query, now)]
@@ -206,8 +206,9 @@ class BatchStore:
     # -- batches ---------------------------------------------------------------
 
     def add_batch(self, values: Row) -> Row:
-        """Add a batch, which is validating. ``values``: the columns that do not change. Of more
-        than `MAX_BATCHES` of its key, the oldest that have ended are forgotten."""
+        """Add a batch in the state validating. ``values``: the columns that do not change. If its
+        key has more than `MAX_BATCHES`, the oldest finished ones are removed.
+        """
         columns = {**values, "state": BatchState.VALIDATING.value}
         names, places = ", ".join(columns), ", ".join("?" * len(columns))
         with self._change() as database:
@@ -235,7 +236,7 @@ class BatchStore:
         return self._rows(query, *values)
 
     def totals(self) -> tuple[int, int, int]:
-        """Return the number of unfinished batches, of their lines, and of those that have ended."""
+        """Return the number of unfinished batches, of their lines, and of their finished lines."""
         query = (
             "SELECT count(*) n, total(total) lines, total(completed + failed) done FROM batches"
             f" WHERE state NOT IN ({_ENDED})"
@@ -244,15 +245,16 @@ class BatchStore:
         return int(found["n"]), int(found["lines"]), int(found["done"])
 
     def advance(self, number: int, state: BatchState, **columns: object) -> bool:
-        """Bring a batch into ``state``; return whether it was in one that this may follow."""
+        """Set the ``state`` of a batch; return False if its current state does not allow that."""
         with self._change() as database:
             return _advance(database, number, state, columns)
 
     # -- lines -----------------------------------------------------------------
 
     def add_results(self, results: Sequence[Result]) -> None:
-        """Add the ends of lines, and count them. A line that has ended already stays as it is, and
-        so does a batch."""
+        """Add results of lines, and count them. A line that already has a result is not changed,
+        nor is a finished batch.
+        """
         with self._change() as database:
             for one in results:
                 query = (
@@ -270,12 +272,12 @@ class BatchStore:
                 )
 
     def lines_done(self, number: int) -> array[int]:
-        """Return the lines of a batch that have ended, in their order."""
+        """Return the lines of a batch that have a result, in order."""
         query = "SELECT line FROM results WHERE batch = ? ORDER BY line"
         return array("I", (row["line"] for row in self._rows(query, number)))
 
     def finish(self, number: int, state: BatchState, files: Iterable[tuple[str, NewFile]]) -> None:
-        """End a batch with its files, by the columns that name them; its results are in these."""
+        """End a batch with its files, given by their columns; its results are in these files."""
         with self._change() as database:
             columns: dict[str, object] = {"result_bytes": 0}
             for column, file in files:
@@ -286,8 +288,9 @@ class BatchStore:
 
 
 def read_results(path: Path, number: int, ok: bool) -> Iterator[bytes]:
-    """Yield the records of a batch in the order of its lines. On any thread: it has a connection of
-    its own. Raises sqlite3.Error."""
+    """Yield the records of a batch in the order of its lines. Safe on any thread, because it has
+    its own connection. Raises sqlite3.Error.
+    """
     database = sqlite3.connect(path)
     try:
         query = "SELECT record FROM results WHERE batch = ? AND ok = ? ORDER BY line"

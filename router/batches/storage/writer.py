@@ -1,4 +1,4 @@
-"""Writes the ends of lines, those of all batches together: as many as wait in one transaction."""
+"""Writes the results of lines of all batches: all waiting results in one transaction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _AGAIN_S = 2.0
 
 
 class ResultWriter:
-    """While the disk takes nothing, lines keep their places until it does: no other line runs
-    whose answer would have nowhere to go."""
+    """While the disk accepts no writes, lines keep their slots: no other line runs whose result
+    could not be stored.
+    """
 
     def __init__(
         self, directory: BatchDirectory, stopping: asyncio.Event, on_error: Callable[[], None]
@@ -27,7 +28,7 @@ class ResultWriter:
         self._log = RateLimitedLogger(logger)
 
     async def write(self, result: Result) -> bool:
-        """Return once ``result`` is on the disk; False if that could not be before the end."""
+        """Return once ``result`` is on disk; False if the router exits first."""
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((result, written))
         if self._task is None:
@@ -39,7 +40,7 @@ class ResultWriter:
             some, self._waiting = self._waiting, []
             is_written = await self._try([result for result, _ in some])
             for _, written in some:
-                if not written.done():  # the line may have been given up
+                if not written.done():  # the line may have been cancelled
                     written.set_result(is_written)
         self._task = None
 
@@ -50,10 +51,10 @@ class ResultWriter:
                 return True
             except StoreFailed as error:
                 self._on_error()
-                self._log.warning("answers of batches cannot be written: %s", error)
-            except Exception:  # such as a lack of memory; all lines would wait for this task
+                self._log.warning("cannot write results of batches: %s", error)
+            except Exception:  # such as out of memory; all lines would wait for this task
                 self._on_error()
-                logger.exception("answers of batches cannot be written")
+                logger.exception("cannot write results of batches")
             if self._stopping.is_set():
                 return False
             try:

@@ -1,4 +1,4 @@
-"""Engines, and the models that they serve."""
+"""Engines, and the models they serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Engine:
     ) -> None:
         self.peer = peer
         self.key = key
-        """The public key that it joined under; None: without CURVE."""
+        """The public key with which it joined; None: without CURVE."""
         self.hello = hello
         self.name = name
         self.phase: Phase = "loading"
@@ -33,25 +33,25 @@ class Engine:
         self.store: StoreStats | None = None
         self.last_beat = time.monotonic()
         self.lost_reason: str | None = None
-        """Why the engine is gone; None while it is there."""
+        """The reason why the engine is gone; None while it is connected."""
         self.drained = False
-        """Whether an administrator lets it take no further requests."""
+        """Whether an administrator has drained it."""
         self.left = False
-        """Whether the engine has said that it ends."""
+        """Whether the engine has announced its exit."""
         self.request_ids: dict[str, None] = {}
-        """The sequences in flight here, in the order in which they were placed."""
+        """The sequences in flight here, in order of placement."""
         self.prefix_index = PrefixIndex()
         self.backoff_until = 0.0
         self._stall_limit_s = stall_limit_s
 
     @property
     def silence_s(self) -> float:
-        """The time since the last beat."""
+        """The time since the last heartbeat."""
         return time.monotonic() - self.last_beat
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine cannot take requests now, in words; None if it can."""
+        """The reason why the engine cannot accept requests now, in words; None if it can."""
         if self.lost_reason is not None:
             return self.lost_reason
         if self.phase != "ready":
@@ -59,27 +59,26 @@ class Engine:
         if self.drained:
             return "drained by an administrator"
         if self.stalled_s > self._stall_limit_s:
-            return f"stalled: computed nothing for {self.stalled_s:.0f} s with requests in flight"
+            return f"stalled: no progress for {self.stalled_s:.0f} s with requests in flight"
         return None
 
     @property
     def free_capacity(self) -> int:
-        """The number of further sequences that the engine takes now."""
+        """The number of sequences that the engine can accept now."""
         if self.trouble is not None or time.monotonic() < self.backoff_until:
             return 0
         return max(0, self.hello.max_sequences - len(self.request_ids))
 
     @property
     def is_full(self) -> bool:
-        """Whether it would take another sequence if it had one less."""
+        """Whether it could accept another sequence if it had one less."""
         is_waited_for = time.monotonic() < self.backoff_until
         full = len(self.request_ids) >= self.hello.max_sequences
         return self.trouble is None and full and not is_waited_for
 
     @property
     def spare_rows(self) -> int:
-        """The rows that would decode nothing, if all that is here decoded: the places of
-        batches."""
+        """The rows left idle if all its sequences decoded: capacity for batches."""
         rows = min(self.hello.max_batch_size, self.hello.max_sequences)
         return max(0, min(rows - len(self.request_ids), self.free_capacity))
 
@@ -97,13 +96,13 @@ class Engine:
 
 
 class ModelReplicas:
-    """The engines that serve one model, and what they have in common."""
+    """The engines that serve one model, and their common properties."""
 
     def __init__(self, hello: Hello, settings: Settings) -> None:
         self.hello = hello
-        """That of the engine that joined last."""
+        """The introduction of the engine that joined last."""
         self.settings = settings
-        """The router's, with what the engines of this model set for it."""
+        """The router's settings with those that the engines of this model override."""
         self.successor: ModelReplicas | None = None
         """The version of the model that has replaced this one, if any."""
         self.tokenizer_files = acceptable_files(hello.files)
@@ -111,9 +110,9 @@ class ModelReplicas:
         self.renderer: Renderer | None = None
         """None until the tokenizer is loaded."""
         self.load_error: str | None = None
-        """Why there is no renderer, in words."""
+        """The reason why there is no renderer, in words."""
         self.model: Model | None = None
-        """What requests work with; None until an engine has been ready."""
+        """The data for requests; None until an engine has been ready."""
         self._last_ready = time.monotonic()
         self.created = int(time.time())
         self.adapters: dict[str, AdapterRef] = {}
@@ -145,12 +144,12 @@ class ModelReplicas:
 
     @property
     def names(self) -> list[str]:
-        """What the API calls the model, its own name first."""
+        """The model's names in the API, its own name first."""
         return [self.hello.model, *self.hello.aliases]
 
     @property
     def capabilities(self) -> list[str]:
-        """What the tokenizer and its template make possible, if the model generates text."""
+        """The features enabled by the tokenizer and its template, if the model generates text."""
         if self.renderer is None or self.hello.task != "generate":
             return []
         return self.renderer.capabilities
@@ -162,7 +161,7 @@ class ModelReplicas:
         return [engine for engine in self.engines if engine.trouble is None]
 
     def update_readiness(self) -> bool:
-        """Return whether an engine is ready; keep `model` and `unready_for_s` up to date."""
+        """Return whether an engine is ready; update `model` and `unready_for_s`."""
         if self.renderer is None or not self.ready_engines:
             return False
         self.model = self.model or Model(self, self.renderer)
@@ -170,7 +169,7 @@ class ModelReplicas:
         return True
 
     def forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which readiness could not be seen."""
+        """Exclude a time during which readiness could not be observed."""
         self._last_ready += asleep_s
 
     def unready_for_s(self, now: float) -> float:
@@ -178,18 +177,18 @@ class ModelReplicas:
 
     @property
     def troubles(self) -> list[str]:
-        """Why no engine is ready, or what is wrong with single engines."""
+        """The reason why no engine is ready, or the problems of single engines."""
         found = [f"engine {e.name}: {e.trouble}" for e in self.engines if e.trouble]
         if self.load_error is not None:
             found.append(self.load_error)
         elif self.renderer is None:
-            found.append("its tokenizer is being loaded")
+            found.append("its tokenizer is loading")
         if not self.engines:
             found.append("no engine is connected")
         return found
 
     def matches(self, hello: Hello, settings: Settings) -> bool:
-        """Return whether an engine with ``hello`` and ``settings`` is one of these."""
+        """Return whether an engine with ``hello`` and ``settings`` belongs to these."""
         return (
             self.hello.fingerprint == hello.fingerprint
             and self.hello.aliases == hello.aliases
@@ -244,6 +243,6 @@ class Model:
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """How images are prepared for it; None: it takes none."""
+        """How images are prepared for it; None: it accepts none."""
         vision = self.renderer.vision
         return None if vision is None else ImageProcessor(self.renderer.directory, vision)

@@ -1,5 +1,6 @@
-"""The models by name, and the versions of each: engines of one name with other weights, tokenizer
-files or settings. One version is current and gets all new requests."""
+"""The models by name, and their versions: engines of one name with different weights, tokenizer
+files or settings. One version is current and gets all new requests.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelVersions:
-    """A version that joins beside others becomes the current one as soon as it is ready, and the
-    one before finishes what it has. Should all engines of the current one be lost while an
-    earlier one is ready, that one is current again."""
+    """A version that joins next to others becomes current as soon as it is ready, and the previous
+    one finishes its requests. If all engines of the current version are lost while an earlier one
+    is ready, the earlier one becomes current again.
+    """
 
     def __init__(self, on_replaced: Callable[[ModelReplicas], None]) -> None:
         """``on_replaced`` is called with a version that is no longer the current one."""
@@ -26,7 +28,7 @@ class ModelVersions:
 
     @property
     def all(self) -> list[ModelReplicas]:
-        """All versions of all models, the current ones first."""
+        """All versions of all models, current ones first."""
         return [*self.current.values(), *self._others]
 
     def find(self, hello: Hello, settings: Settings) -> ModelReplicas:
@@ -43,14 +45,18 @@ class ModelVersions:
         if current is None:
             self.current[new.id] = new
         elif any(engine.lost_reason is None for engine in current.engines):
-            logger.info("another version of model %s joins; it waits until it is ready", new.id)
+            logger.info(
+                "another version of model %s joins and will be used once it is ready", new.id
+            )
             self._others.append(new)
         else:
             self._make_current(new)
         return new
 
     def other_owner(self, hello: Hello) -> tuple[str, str] | None:
-        """Return a name of ``hello`` that another model has, and that model, if there is one."""
+        """Return a name of ``hello`` that belongs to another model, and that model, if there is
+        one.
+        """
         for model in self.current.values():
             for name in (hello.model, *hello.aliases):
                 if model.id != hello.model and model.engines and name in model.names:
@@ -58,7 +64,7 @@ class ModelVersions:
         return None
 
     def on_ready(self, version: ModelReplicas) -> None:
-        """Note that ``version`` has a ready engine."""
+        """Record that ``version`` has a ready engine."""
         current = self.current.get(version.id)
         if current is version:
             return
@@ -85,5 +91,5 @@ class ModelVersions:
         if before is not None:
             before.successor = version
             self._others.append(before)
-            logger.info("model %s has a new version now", version.id)
+            logger.info("model %s has a new version", version.id)
             self._on_replaced(before)

@@ -1,4 +1,4 @@
-"""The blocks of prefixes that an engine has in RAM."""
+"""The prefix blocks that an engine has in RAM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ASSUMED_LIMIT = 65_536
 
 
 class PrefixIndex:
-    """The blocks that an engine has reported, and those that it is about to have.
+    """The blocks that an engine has reported, and those it is expected to have soon.
 
     The latter are assumed when a sequence is placed there. Their number is bounded (LRU).
     """
@@ -41,14 +41,15 @@ class PrefixIndex:
             self._assumed.popitem(last=False)
 
     def num_cached_blocks(self, blocks: Sequence[bytes], at_least: int = 1) -> int:
-        """Return how many of ``blocks`` the engine need not compute: those up to the last known.
-        0 if these are fewer than ``at_least``, which is found out sooner.
+        """Return how many of ``blocks`` the engine need not compute: those up to the last known
+        one. 0 if fewer than ``at_least``, which is detected sooner.
 
-        The engine has the blocks before that one too, or, if it stands for recurrent state, does
+        The engine also has the blocks before that one or, if it stands for recurrent state, does
         not report them.
         """
         end = blocks[at_least - 1 :]
-        # Sets compare in a tenth of the time of a loop: there are many engines and many blocks.
+        # Comparing sets takes a tenth of the time of a loop: there are many engines and many
+        # blocks.
         known = self._reported.intersection(end) | (self._assumed.keys() & end)
         for count in range(len(blocks), at_least - 1, -1) if known else ():
             if blocks[count - 1] in known:

@@ -38,16 +38,16 @@ class RegistryListener(Protocol):
         """An engine was refused, for ``reason`` in one word."""
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
-        """``engine`` has lost everything that it had in flight."""
+        """``engine`` has lost all its sequences in flight."""
 
     def on_capacity_changed(self, model: ModelReplicas) -> None:
         """An engine of ``model`` may have more capacity than before."""
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
-        """``model`` has a successor now, which gets all new requests."""
+        """``model`` has a successor, which gets all new requests."""
 
     def is_configured(self, model_id: str) -> bool:
-        """Return whether the model is to be kept in mind without engines."""
+        """Return whether the model is remembered without engines."""
 
 
 class Registry:
@@ -77,7 +77,7 @@ class Registry:
         self._load_tasks: set[asyncio.Task[None]] = set()
         self._versions = ModelVersions(listener.on_model_replaced)
         self.models = self._versions.current
-        """By their names: what new requests get."""
+        """By name: the versions for new requests."""
 
     def find_engine(self, peer: bytes) -> Engine | None:
         return self._engines.get(peer)
@@ -96,20 +96,22 @@ class Registry:
         ]
 
     def set_drained(self, engine: Engine, drained: bool) -> None:
-        """Let ``engine`` take no further requests, or again; also if it joins anew meanwhile."""
+        """Stop or resume sending requests to ``engine``; also applies if it rejoins meanwhile."""
         engine.drained = drained
         (self._drained.add if drained else self._drained.discard)(engine.hello.incarnation)
 
     @property
     def unregistered_engines(self) -> list[str]:
-        """In words: the engines that beat and have not introduced themselves, since they load."""
+        """Engines, in words, that send heartbeats but have not introduced themselves, because they
+        are loading.
+        """
         return [
             f"engine {beat.engine}: {beat.phase} for {beat.phase_s:.0f} s"
             for _, beat in self._unregistered.values()
         ]
 
     def hears(self, engine: Engine) -> bool:
-        """Return whether ``engine`` beats, or another process with its name."""
+        """Return whether ``engine`` sends heartbeats, or another process with its name."""
         name = engine.hello.engine
         return any(beat.engine == name for _, beat in self._unregistered.values()) or any(
             each.hello.engine == name and each.lost_reason is None for each in self.engines
@@ -117,11 +119,11 @@ class Registry:
 
     @property
     def versions(self) -> list[ModelReplicas]:
-        """All models, and earlier and coming versions of them that have engines."""
+        """All models, and their earlier and upcoming versions that have engines."""
         return self._versions.all
 
     def find_model(self, name: str | None) -> ModelReplicas | None:
-        """Return the model called ``name``; for None the configured model, else the first."""
+        """Return the model called ``name``; for None, the configured model, else the first."""
         models = list(self.models.values())
         if name is None:
             configured = {self._settings.model, *self._settings.served_model_name[:1]}
@@ -136,7 +138,7 @@ class Registry:
 
     @property
     def takes_images(self) -> bool:
-        """Whether one of the models takes images."""
+        """Whether any model accepts images."""
         return any(model.hello.vision is not None for model in self.models.values())
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class Registry:
     # -- messages from peers ---------------------------------------------------
 
     def ping(self, peer: bytes) -> None:
-        """Ask ``peer`` for a `Hello`, at most once a second."""
+        """Ask ``peer`` for a `Hello`, at most once per second."""
         now = time.monotonic()
         if now - self._pinged_at.get(peer, -_PING_INTERVAL_S) >= _PING_INTERVAL_S:
             if len(self._pinged_at) > 10_000:
@@ -163,7 +165,7 @@ class Registry:
         if hello.protocol not in SUPPORTED_VERSIONS:
             spoken = " or ".join(map(str, SUPPORTED_VERSIONS))
             self._reject(
-                hello, f"it speaks protocol {hello.protocol}, this router {spoken}", "version"
+                hello, f"it uses protocol {hello.protocol}, this router {spoken}", "version"
             )
             return
         if nonsense := _invalid_hello(hello):
@@ -174,10 +176,10 @@ class Registry:
             return
         for other in list(self._engines.values()):
             if other.peer == peer or other.hello.incarnation == hello.incarnation:
-                self._remove(other, "joined anew")
+                self._remove(other, "rejoined")
         self._retire_predecessors(hello.engine, hello.incarnation, drop=True)
         if (taken := self._versions.other_owner(hello)) is not None:
-            self._reject(hello, f"{taken[1]} is called {taken[0]} already", "model")
+            self._reject(hello, f"{taken[1]} already has the name {taken[0]}", "model")
             return
         try:
             settings = overlay(self._settings, hello.options, f"engine {hello.engine}")
@@ -187,7 +189,7 @@ class Registry:
         model = self._versions.find(hello, settings)
         name = hello.engine
         if any(engine.name == name for engine in self._engines.values()):
-            name = f"{name}-{hello.incarnation[:8]}"  # two engines were given the same name
+            name = f"{name}-{hello.incarnation[:8]}"  # two engines have the same name
         of_key = None if key is None else key.key
         engine = Engine(peer, hello, name, settings.stall_timeout_s / 2, of_key)
         engine.drained = hello.incarnation in self._drained
@@ -198,12 +200,12 @@ class Registry:
         model.add_adapters(hello)
         self._listener.on_engine_joined(engine)
         logger.info("engine %s joined: model %s", hello.engine, hello.model)
-        # Makes it drop requests of a router that is gone, if it sent the `Hello` unasked.
+        # Makes it drop the requests of a router that is gone, in case it sent the `Hello` unasked.
         self.ping(peer)
         self._ensure_renderer(peer, model)
 
     def on_beat(self, peer: bytes, beat: Beat) -> Engine | None:
-        """Return the engine of the beat; None if it has to introduce itself first."""
+        """Return the engine that sent the heartbeat; None if it must introduce itself first."""
         engine = self._engines.get(peer)
         if engine is None or engine.hello.incarnation != beat.incarnation:
             if engine is not None:
@@ -224,7 +226,7 @@ class Registry:
         return engine
 
     def on_files(self, files: Files, contents: list[bytes]) -> None:
-        """Store files by their real digests: a wrong file is never found."""
+        """Store files by their actual digests: a wrong file is never used."""
         wanted = {digest for model in self.versions for digest in model.tokenizer_files.values()}
         for content in contents[: len(files.names)]:
             self._file_store.put(content, wanted)
@@ -238,7 +240,7 @@ class Registry:
             self._remove(engine, "left")
 
     def on_ended(self, name: str, *, planned: bool) -> None:
-        """The process of the engine ``name`` has ended, says the supervisor."""
+        """The supervisor reports that the process of the engine ``name`` has exited."""
         for engine in list(self._engines.values()):
             if engine.hello.engine == name and engine.lost_reason is None:
                 engine.left |= planned
@@ -259,7 +261,7 @@ class Registry:
     # -- time ------------------------------------------------------------------
 
     def forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which no engine could be heard as its silence."""
+        """Exclude a time in which no engine could be heard from its silence."""
         for engine in self._engines.values():
             engine.last_beat += asleep_s
         for model in self.versions:
@@ -269,7 +271,7 @@ class Registry:
         now = time.monotonic()
         for engine in list(self._engines.values()):
             if engine.lost_reason is None and engine.silence_s > BEAT_TIMEOUT_S:
-                self._mark_lost(engine, f"sent no beat for {BEAT_TIMEOUT_S:.0f} s")
+                self._mark_lost(engine, f"sent no heartbeat for {BEAT_TIMEOUT_S:.0f} s")
             elif engine.lost_reason is not None and engine.silence_s > REMOVE_AFTER_S:
                 self._remove(engine, "forgotten")
         for engine in list(self._engines.values()):
@@ -290,7 +292,7 @@ class Registry:
     def _mark_lost(self, engine: Engine, reason: str) -> None:
         if engine.lost_reason is None:
             if engine.left:
-                logger.info("engine %s has ended", engine.name)
+                logger.info("engine %s has left", engine.name)
             else:
                 logger.warning("engine %s is lost: %s", engine.name, reason)
             engine.lost_reason = reason
@@ -309,9 +311,10 @@ class Registry:
         return model.successor is not None or not self._listener.is_configured(model.id)
 
     def _retire_predecessors(self, name: str, incarnation: str, *, drop: bool) -> None:
-        """Mark older engines called ``name`` lost, if they are silent: a new one replaces them.
+        """Mark older engines called ``name`` as lost if they are silent, because a new one replaces
+        them.
 
-        Otherwise the router would wait for their beats.
+        Otherwise the router would wait for their heartbeats.
         """
         for other in list(self._engines.values()):
             is_older = other.hello.engine == name and other.hello.incarnation != incarnation
@@ -321,19 +324,19 @@ class Registry:
                     self._remove(other, "restarted")
 
     def _reject(self, hello: Hello, reason: str, word: str) -> None:
-        """Log ``reason`` once, and count it as ``word``.
+        """Log ``reason`` once, and count it under ``word``.
 
-        The engine goes on beating and may be registered later.
+        The engine keeps sending heartbeats and may be registered later.
         """
         if hello.incarnation not in self._rejected:
             if len(self._rejected) >= _MAX_REJECTED:
                 self._rejected.clear()
             self._rejected.add(hello.incarnation)
             self._listener.on_engine_refused(word)
-            logger.error("engine %s is not used: %s", hello.engine, reason)
+            logger.error("engine %s was refused: %s", hello.engine, reason)
 
     def _ensure_renderer(self, peer: bytes, model: ModelReplicas) -> None:
-        """Load the tokenizer of ``model``, or ask ``peer`` for files that are missing."""
+        """Load the tokenizer of ``model``, or request missing files from ``peer``."""
         missing = self._file_store.missing(model.tokenizer_files)
         if not missing:
             self._start_loading(model)
@@ -345,7 +348,7 @@ class Registry:
 
     def _start_loading(self, model: ModelReplicas) -> None:
         if model.renderer is None and model.load_error is None:
-            model.load_error = "its tokenizer is being loaded"
+            model.load_error = "its tokenizer is loading"
             task = asyncio.ensure_future(self._load_renderer(model))
             self._load_tasks.add(task)
             task.add_done_callback(self._load_tasks.discard)
@@ -356,7 +359,7 @@ class Registry:
                 model.tokenizer_files, model.settings, model.hello.vision
             )
         except Exception as error:  # a broken tokenizer may raise anything
-            logger.error("the tokenizer of %s cannot be loaded: %s", model.id, error)
+            logger.error("cannot load the tokenizer of %s: %s", model.id, error)
             logger.debug("the tokenizer of %s", model.id, exc_info=error)
             model.load_error = "its tokenizer cannot be loaded"
             return
@@ -370,7 +373,7 @@ class Registry:
 
 
 def _invalid_hello(hello: Hello) -> str | None:
-    """Return what is wrong with ``hello``, if anything."""
+    """Return the error in ``hello``, if any."""
     sizes = ("context_length", "vocab_size", "block_size", "max_sequences")
     bad = [name for name in sizes if getattr(hello, name) < 1]
     if not all(hello.aliases) or not hello.model:

@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 256
 _POLLIN = int(zmq.POLLIN)
-"""As a number: operations on flags of `enum` take microseconds."""
+"""As an integer: operations on flags of `enum` take microseconds."""
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LINGER_MS = 500
 
 
 class EngineSocketError(Exception):
-    """The address cannot be used: it is taken, not allowed, or in no directory."""
+    """The address is not usable: in use, not permitted, or its directory does not exist."""
 
 
 class EngineSocket:
     """A socket that receives on the event loop and sends without blocking.
 
-    ``on_message`` is called with the peer's routing id, the message, its raw frames and the key
-    that it came under. A message that does not decode is dropped with a warning, and
-    ``on_undecodable`` is called. With a ``gatekeeper`` the socket uses CURVE.
+    ``on_message`` is called with the peer's routing id, the message, its raw frames and the
+    sender's key. A message that cannot be decoded is dropped with a warning, and ``on_undecodable``
+    is called. With a ``gatekeeper``, the socket uses CURVE.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class EngineSocket:
         self._socket = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
-            # Nobody takes over the name of a connection: a key would get the prompts of another.
+            # No peer may take over another connection's name: it would receive the prompts of
+            # another key.
             (zmq.ROUTER_HANDOVER, int(gatekeeper is None)),
             (zmq.MAXMSGSIZE, _MAX_FRAME_BYTES),
             (zmq.LINGER, _LINGER_MS),
@@ -77,7 +78,7 @@ class EngineSocket:
             raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
 
     def start(self) -> None:
-        """Begin to receive, on the running loop."""
+        """Start receiving on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self.receive_pending)
         self.receive_pending()
@@ -92,9 +93,10 @@ class EngineSocket:
             os.close(self._lock)
 
     def send(self, peer: bytes, message: Message, *payload: bytes | memoryview) -> bool | None:
-        """Return True if ``message`` is queued, False if the queue is full, None without a peer.
+        """Return True if ``message`` is queued, False if the queue is full, None if there is no
+        such peer.
 
-        The frames of a ``payload`` are not copied, so they must not change.
+        The frames of ``payload`` are not copied, so they must not change.
         """
         try:
             frames = [peer, *encode(message, *payload)]
@@ -106,15 +108,15 @@ class EngineSocket:
                 raise
             return None
         finally:
-            # The descriptor is edge-triggered: a send may consume the signal of what has arrived.
+            # The descriptor is edge-triggered: a send may consume the signal for received messages.
             self._schedule_receive()
         return True
 
     def receive_pending(self) -> None:
-        """Receive what has arrived, in batches, so that others on the loop do not wait long."""
+        """Receive messages in batches, so that other tasks on the loop do not wait long."""
         self._receive_scheduled = False
         for _ in range(_BATCH):
-            # To ask costs less than an exception each time that nothing is there.
+            # Polling is cheaper than an exception each time there is nothing to receive.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
             if self._gatekeeper is None:
@@ -132,7 +134,7 @@ class EngineSocket:
     def _handle_protected(self, frames: Sequence[zmq.Frame]) -> None:
         assert self._gatekeeper is not None
         key = self._gatekeeper.find(frames)
-        if key is not None:  # otherwise it was on the list when it connected
+        if key is not None:  # otherwise the key was on the list when it connected
             peer, *content = (frame.bytes for frame in frames)
             self._handle_frames(peer, content, key)
 
@@ -146,12 +148,14 @@ class EngineSocket:
         try:
             self._on_message(peer, message, payload, key)
         except Exception:
-            # A bug in the handling of one message must not keep the others from being handled.
+            # An error in handling one message must not prevent the handling of others.
             logger.exception("handling a %s from peer %s", type(message).__name__, peer.hex())
 
 
 def _lock(address: str) -> int | None:
-    """Lock ``address`` against a second router: a ZeroMQ bind would take it over silently."""
+    """Lock ``address`` against a second router, because a ZeroMQ bind would silently
+    take it over.
+    """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
         return None
@@ -160,5 +164,5 @@ def _lock(address: str) -> int | None:
     except OSError as error:
         raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
     if lock is None:
-        raise EngineSocketError(f"cannot bind {address}: another router has it")
+        raise EngineSocketError(f"cannot bind {address}: another router uses it")
     return lock

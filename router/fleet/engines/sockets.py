@@ -1,4 +1,4 @@
-"""All addresses at which engines join: a private one, and others over tcp with CURVE."""
+"""All addresses where engines join: a private one, and others over tcp with CURVE."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from shared.wire import Beat, Hello, Message, ToRouter
 
 
 class EngineSockets:
-    """The sockets of a router, as if they were one.
+    """The sockets of a router, used as one.
 
-    A peer's name is the number of its socket, one byte, and its routing id there. Engines that join
-    under a key are called ``KEY'S NAME.THEIR NAME``, so that none passes for another key's.
+    A peer's name is the number of its socket, one byte, followed by its routing id. Engines that
+    join with a key are named ``KEY'S NAME.THEIR NAME``, so that none can pass for an engine of
+    another key.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class EngineSockets:
                 self._gatekeeper = Gatekeeper(self._context, curve_dir, on_refused=on_refused)
             for address in addresses:
                 if is_named(address):
-                    raise EngineSocketError(f"{address} is for engines; a router has tcp://")
+                    raise EngineSocketError(
+                        f"{address} is a form for engines; a router needs tcp://"
+                    )
                 self._sockets.append(self._bind(address, on_undecodable))
         except CurveError as error:
             self.close()
@@ -53,7 +56,7 @@ class EngineSockets:
             raise EngineSocketError(f"--engine-socket: {error}") from None
 
     def start(self) -> None:
-        """Begin to receive, on the running loop."""
+        """Start receiving on the running loop."""
         if self._gatekeeper is not None:
             self._gatekeeper.start()
         for socket in self._sockets:
@@ -67,7 +70,7 @@ class EngineSockets:
         self._context.term()
 
     def send(self, peer: bytes, message: Message, *payload: bytes | memoryview) -> bool | None:
-        """As `EngineSocket.send`."""
+        """Like `EngineSocket.send`."""
         return self._sockets[peer[0]].send(peer[1:], message, *payload)
 
     def receive_pending(self) -> None:
@@ -75,7 +78,7 @@ class EngineSockets:
             socket.receive_pending()
 
     def may_serve(self, key: str | None, hello: Hello) -> bool:
-        """Return whether an engine that joined under ``key`` may (still) serve its model."""
+        """Return whether an engine that joined with ``key`` may (still) serve its model."""
         if key is None or self._gatekeeper is None:
             return True
         allowed = self._gatekeeper.find_key(key)

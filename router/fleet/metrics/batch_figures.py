@@ -1,4 +1,4 @@
-"""What metrics, probes and the page show of batches."""
+"""The figures of batches in metrics, probes and the page."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from functools import partial
 from router.fleet.metrics.prometheus import Metrics
 
 _HELP = {
-    "unfinished": "Batches that have not ended",
+    "unfinished": "Unfinished batches",
     "lines": "Lines of unfinished batches",
-    "lines_done": "Lines of unfinished batches that have an answer or an error",
-    "running": "Lines of batches that run, or wait for a place in an engine",
+    "lines_done": "Lines of unfinished batches that have a result",
+    "running": "Lines of batches that are running or queued at an engine",
 }
 
 
 @dataclass
 class BatchFigures:
-    """Kept up to date by `router.batches`. All are 0 without ``--batch-dir``."""
+    """Updated by `router.batches`. All are 0 without ``--batch-dir``."""
 
     unfinished: int = 0
-    """Batches that have not ended."""
+    """Unfinished batches."""
     lines: int = 0
-    """Lines of these, as far as they have been counted."""
+    """Their lines, as far as counted."""
     lines_done: int = 0
-    """Lines of these that have an answer or an error."""
+    """Their lines with an answer or an error."""
     running: int = 0
-    """Lines that run now, or wait for a place in an engine."""
+    """Lines that are running or queued at an engine."""
 
     def add_gauges(self, metrics: Metrics) -> None:
         for name, help_ in _HELP.items():

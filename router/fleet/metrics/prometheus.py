@@ -70,9 +70,9 @@ _ENGINE_GAUGES = {
     "active_sequences": ("running", "Sequences in the engine's batch"),
     "used_blocks": ("used_blocks", "KV cache blocks in use"),
     "free_blocks": ("free_blocks", "KV cache blocks free"),
-    f"{_PREFIX}engine_waiting_sequences": ("waiting", "Sequences waiting in the engine"),
+    f"{_PREFIX}engine_waiting_sequences": ("waiting", "Sequences queued in the engine"),
     f"{_PREFIX}kv_limit_bytes": ("limit_bytes", "Limit of the engine's memory ledger"),
-    f"{_PREFIX}kv_unevictable_bytes": ("unevictable_bytes", "Held by running sequences"),
+    f"{_PREFIX}kv_unevictable_bytes": ("unevictable_bytes", "Bytes held by running sequences"),
     f"{_PREFIX}kept_states": ("kept_states", "Kept states of recurrent layers"),
     f"{_PREFIX}adapters_loaded": ("adapters_loaded", "Adapters whose weights are in memory"),
     f"{_PREFIX}open_passes": ("open_passes", "Passes of chunks with layers still to compute"),
@@ -81,12 +81,12 @@ _ENGINE_GAUGES = {
 
 _STORE_GAUGES = {
     "store_blocks": ("blocks", "Blocks and states on SSD"),
-    "store_bytes": ("bytes", "Bytes that they take"),
-    "store_limit_bytes": ("limit_bytes", "The most that they may take now (0: no limit)"),
+    "store_bytes": ("bytes", "Bytes of blocks and states on SSD"),
+    "store_limit_bytes": ("limit_bytes", "Current size limit on SSD in bytes (0: no limit)"),
 }
 _STORE_COUNTERS = {
-    "store_evicted": ("evicted_total", "Blocks removed from SSD for want of room"),
-    "store_expired": ("expired_total", "Blocks removed from SSD since nobody used them"),
+    "store_evicted": ("evicted_total", "Blocks deleted from SSD to make room"),
+    "store_expired": ("expired_total", "Blocks deleted from SSD because of their age"),
     "store_disk_errors": ("disk_errors_total", "Operations on SSD that failed"),
 }
 """By name: the field of `StoreStats`, and the help. Engines of one KV store report the same."""
@@ -106,9 +106,10 @@ class LoopSeries:
 
 
 class LoopHistogram(Collector):
-    """A histogram by model for what happens at each token, observed on the event loop only.
+    """A histogram by model for per-token events, observed only on the event loop.
 
-    That of prometheus_client locks, and looks at bucket after bucket: it takes ten times as long.
+    prometheus_client's histogram takes a lock and checks bucket after bucket: it takes ten times as
+    long.
     """
 
     def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
@@ -144,19 +145,21 @@ class Metrics:
             name = f"{_PREFIX}{name}_seconds"
             return Histogram(name, help_, ["model"], buckets=_SECONDS, registry=self.registry)
 
-        self.requests = counter("requests", "Answers by path and status", ("path", "status"))
-        self.first_token = histogram("time_to_first_token", "From admission to the first token")
+        self.requests = counter("requests", "Responses by path and status", ("path", "status"))
+        self.first_token = histogram(
+            "time_to_first_token", "Time from admission to the first token"
+        )
         self.inter_token = LoopHistogram(
-            f"{_PREFIX}inter_token_seconds", "Between two deltas", _SHORT_SECONDS
+            f"{_PREFIX}inter_token_seconds", "Time between two deltas", _SHORT_SECONDS
         )
         self.registry.register(self.inter_token)
-        self.end_to_end = histogram("end_to_end", "From admission to the end of the answer")
-        self.queue_time = histogram("queue_time", "From admission to an engine")
-        self.prefill_time = histogram("prefill", "Prefill of one sequence")
-        self.decode_time = histogram("decode", "Decode of one sequence")
-        self.encode_time = histogram("encode", "Vectors or scores of some texts, once begun")
-        self.aborts = counter("aborts", "Sequences given up: client gone, timeout, drain")
-        self.resumed = counter("resumed_requests", "Sequences submitted once more")
+        self.end_to_end = histogram("end_to_end", "Time from admission to the end of the answer")
+        self.queue_time = histogram("queue_time", "Time from admission to an engine")
+        self.prefill_time = histogram("prefill", "Prefill time of one sequence")
+        self.decode_time = histogram("decode", "Decode time of one sequence")
+        self.encode_time = histogram("encode", "Time to compute vectors or scores of some texts")
+        self.aborts = counter("aborts", "Sequences aborted: client disconnected, timeout, drain")
+        self.resumed = counter("resumed_requests", "Sequences resubmitted after a failure")
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
         self.adapter_requests = counter(
             "adapter_requests", "Requests that named an adapter", ("model", "adapter")
@@ -165,18 +168,20 @@ class Metrics:
         self.engines_joined = counter("engines_joined", "Engines that joined", ("model",))
         self.engines_left = counter("engines_left", "Engines that left or were lost", ("reason",))
         self.engines_refused = counter(
-            "engines_refused", "Connections and engines that were not let in", ("reason",)
+            "engines_refused", "Refused connections and engines", ("reason",)
         )
-        self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
+        self.dropped_messages = counter(
+            "dropped_messages", "Wire messages that could not be decoded"
+        )
         self.loop_lag = Histogram(
             f"{_PREFIX}event_loop_lag_seconds",
-            "How late the event loop is",
+            "Delay of the event loop",
             buckets=_LAG_SECONDS,
             registry=self.registry,
         )
         self._add_counters_of_batches(counter)
         self.work_refused = counter(
-            "work_refused", "Requests that the threads preparing them had no room or no time for"
+            "work_refused", "Requests rejected because the preparation threads were busy"
         )
         self.images = ImageMetrics(self.registry)
         self._add_counters_of_keys(counter)
@@ -188,37 +193,35 @@ class Metrics:
 
     def _add_counters_of_keys(self, counter: Callable[..., Counter]) -> None:
         self.key_requests = counter(
-            "key_requests", "Answers by API key and status", ("key", "status")
+            "key_requests", "Responses by API key and status", ("key", "status")
         )
         self.key_refusals = counter(
-            "key_refusals", "Requests refused with a 429, by API key and code", ("key", "code")
+            "key_refusals", "Requests rejected with 429, by API key and code", ("key", "code")
         )
-        self.key_prompt_tokens = counter("key_prompt_tokens", "Tokens of prompts", ("key",))
-        self.key_generated_tokens = counter("key_generated_tokens", "Tokens generated", ("key",))
+        self.key_prompt_tokens = counter("key_prompt_tokens", "Prompt tokens", ("key",))
+        self.key_generated_tokens = counter("key_generated_tokens", "Generated tokens", ("key",))
         self.limits_store_errors = counter(
-            "limits_store_errors", "Times that the store of --limits-url did not answer"
+            "limits_store_errors", "Times that the --limits-url store did not respond"
         )
         self.limits_store_up = Gauge(
             f"{_PREFIX}limits_store_up",
-            "0: the store of --limits-url is gone, and this router counts alone",
+            "0: the --limits-url store is unreachable, and this router counts alone",
             registry=self.registry,
         )
 
     def _add_counters_of_batches(self, counter: Callable[..., Counter]) -> None:
         self.batch_lines = counter(
             "batch_lines",
-            "Lines of batches that have ended, by path and status",
+            "Finished lines of batches, by path and status",
             ("path", "status"),
         )
         self.batch_places_returned = counter(
-            "batch_places_returned", "Lines of batches that gave a place in an engine back"
+            "batch_places_returned", "Lines of batches that were preempted for other requests"
         )
-        self.batch_store_errors = counter(
-            "batch_store_errors", "Times that the state of batches could not be written"
-        )
+        self.batch_store_errors = counter("batch_store_errors", "Failed writes of batch state")
 
     def add_gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
-        """Add a gauge that is read only when Prometheus asks."""
+        """Add a gauge that is evaluated only when Prometheus scrapes."""
         Gauge(_PREFIX + name, help_, registry=self.registry).set_function(value)
 
     def exposition(self) -> bytes:
@@ -227,11 +230,11 @@ class Metrics:
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """Metrics that are read only when Prometheus asks."""
+    """Metrics that are evaluated only when Prometheus scrapes."""
 
     models: Mapping[str, ModelReplicas]
     versions: Callable[[], Iterable[ModelReplicas]]
-    """The same, and earlier and coming versions."""
+    """The current models, and their earlier and upcoming versions."""
     num_waiting: Callable[[str], int]
     shutdown_clean: Callable[[], bool]
 
@@ -248,12 +251,12 @@ class EngineCollector(Collector):
         yield from _store_metrics(engines)
         yield from _draft_metrics(engines)
         hits = GaugeMetricFamily(
-            "cache_hit_rate", "Part of the prompts' tokens found in a cache", labels=_LABELS
+            "cache_hit_rate", "Fraction of prompt tokens found in a cache", labels=_LABELS
         )
-        ready = GaugeMetricFamily(f"{_PREFIX}engine_ready", "Takes requests", labels=_LABELS)
+        ready = GaugeMetricFamily(f"{_PREFIX}engine_ready", "Accepts requests", labels=_LABELS)
         used = GaugeMetricFamily(
             f"{_PREFIX}kv_utilization",
-            "Part of the KV memory that running sequences hold",
+            "Fraction of the KV memory held by running sequences",
             labels=_LABELS,
         )
         for model, engine in engines:
@@ -262,19 +265,19 @@ class EngineCollector(Collector):
             used.add_metric([model, engine.name], engine.memory_pressure)
         yield from (hits, ready, used)
         queued = GaugeMetricFamily(
-            "queued_requests", "Sequences waiting for an engine", labels=["model"]
+            "queued_requests", "Sequences queued for an engine", labels=["model"]
         )
         for model in self.models:
             queued.add_metric([model], self.num_waiting(model))
         yield queued
         yield GaugeMetricFamily(
             "dist_fatal",
-            "1: a tensor parallel group has failed and is not back",
+            "1: a tensor parallel group has failed and not recovered",
             value=float(any(_is_failed_group(engine) for _, engine in engines)),
         )
         yield GaugeMetricFamily(
             "shutdown_clean",
-            "0: the shutdown that is going on had to cut requests",
+            "0: the current shutdown had to cancel requests",
             value=float(self.shutdown_clean()),
         )
 
@@ -298,10 +301,12 @@ def _family(
 
 
 def _store_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
-    """Yield the figures of the KV store, by each engine that it answers."""
+    """Yield the figures of the KV store, by engine that reports them."""
     stores = [(model, engine.name, engine.store) for model, engine in engines if engine.store]
     state = GaugeMetricFamily(
-        f"{_PREFIX}store_state", "1 for the state of the SSD's disk", labels=(*_LABELS, "state")
+        f"{_PREFIX}store_state",
+        "1 for the current state of the SSD's disk",
+        labels=(*_LABELS, "state"),
     )
     for model, name, store in stores:
         for value in get_args(StoreState):
@@ -320,11 +325,11 @@ def _draft_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
     """Yield the figures of speculation, by source of drafts."""
     counter, gauge = CounterMetricFamily, GaugeMetricFamily
     for kind, name, field, help_ in (
-        (counter, "draft_proposals", "proposals", "Runs of drafts that were verified"),
-        (counter, "draft_tokens", "drafted", "Tokens that were drafted"),
-        (counter, "accepted_draft_tokens", "accepted", "Tokens that were drafted and accepted"),
-        (counter, "draft_seconds", "spent_s", "Seconds until drafts were there"),
-        (gauge, "draft_saved_seconds", "saved_s", "Seconds that drafts saved since the start"),
+        (counter, "draft_proposals", "proposals", "Runs of draft tokens that were verified"),
+        (counter, "draft_tokens", "drafted", "Draft tokens"),
+        (counter, "accepted_draft_tokens", "accepted", "Draft tokens that were accepted"),
+        (counter, "draft_seconds", "spent_s", "Seconds spent on drafting"),
+        (gauge, "draft_saved_seconds", "saved_s", "Seconds saved by drafts since the start"),
     ):
         family = kind(_PREFIX + name, help_, labels=(*_LABELS, "source"))
         for model, engine in engines:

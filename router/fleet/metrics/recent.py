@@ -1,4 +1,4 @@
-"""What happened lately, for people: first tokens, errors and losses. Bounded, in memory only."""
+"""Recent events for display: first tokens, errors and losses. Bounded, in memory only."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from msgspec import Struct
 
 WINDOW_S = 60.0
 _MAX_TIMES = 256
-"""Of each model: the feed sorts them once a second."""
+"""Max per model, because the feed sorts them once per second."""
 _MAX_INCIDENTS = 50
 
 
 class Incident(Struct, kw_only=True):
-    """Something that went wrong, or an engine that came or went."""
+    """An error, or an engine that came or went."""
 
-    at: float  # seconds since the epoch, of the last time
+    at: float  # time of the last occurrence, in seconds since the epoch
     subject: str  # an engine's name, or the path of a request
     what: str
     is_error: bool
-    count: int = 1  # so often, one after the other
-    request_id: str | None = None  # of the last one, as in the log
+    count: int = 1  # number of consecutive occurrences
+    request_id: str | None = None  # request id of the last occurrence, as in the log
 
 
 class Percentiles(Struct, frozen=True, kw_only=True):
-    """Of the times in the last `WINDOW_S`."""
+    """First-token times within the last `WINDOW_S`."""
 
     count: int
     p50: float  # seconds
@@ -40,23 +40,23 @@ class Percentiles(Struct, frozen=True, kw_only=True):
 
 
 class Recent:
-    """Observed on the event loop only."""
+    """Observed only on the event loop."""
 
     def __init__(self) -> None:
         self.losses: Counter[str] = Counter()
-        """How often each engine was lost."""
+        """Number of losses by engine."""
         self._first_tokens: dict[str, deque[tuple[float, float]]] = {}
         self._incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
 
     @property
     def incidents(self) -> list[Incident]:
-        """The last ones, the newest first."""
+        """The last events, newest first."""
         return list(reversed(self._incidents))
 
     def note(
         self, subject: str, what: str, *, is_error: bool = True, request_id: str | None = None
     ) -> None:
-        """Remember that ``what`` happened to ``subject``. Repeated, it takes no further place."""
+        """Record that ``what`` happened to ``subject``. A repetition only increases the count."""
         found = next((x for x in self._incidents if (x.subject, x.what) == (subject, what)), None)
         count = 1
         if found is not None:
@@ -74,14 +74,14 @@ class Recent:
         )
 
     def on_first_token(self, model: str, now: float, seconds: float) -> None:
-        """Take the ``seconds`` from admission to a first token, which came at ``now``."""
+        """Record the ``seconds`` from admission to a first token at ``now``."""
         times = self._first_tokens.get(model)
         if times is None:
             times = self._first_tokens[model] = deque(maxlen=_MAX_TIMES)
         times.append((now, seconds))
 
     def first_tokens(self) -> tuple[Percentiles | None, dict[str, Percentiles]]:
-        """Return those of all models together, and of each model that had any."""
+        """Return the times of all models together, and of each model with any."""
         since = time.monotonic() - WINDOW_S
         found: dict[str, list[float]] = {}
         for model, times in self._first_tokens.items():
@@ -91,5 +91,5 @@ class Recent:
                 found[model] = sorted(seconds for _, seconds in times)
         if not found:
             return None, {}
-        together = sorted(chain.from_iterable(found.values()))  # quick, as its parts are sorted
+        together = sorted(chain.from_iterable(found.values()))  # fast, because its parts are sorted
         return Percentiles.of(together), {name: Percentiles.of(v) for name, v in found.items()}

@@ -13,10 +13,10 @@ from shared.wire import Vision
 
 
 class Renderers:
-    """Models with the same files and settings share a renderer, as long as one of them has it.
+    """Models with the same files and settings share a renderer, for as long as one of them uses it.
 
-    The library that reads a tokenizer's file holds the interpreter meanwhile, a tenth of a second
-    or more: other streams should not wait for that when a model comes in another version.
+    The library that reads a tokenizer's file blocks the interpreter for a tenth of a second or
+    more: other streams should not wait for that when a new version of a model joins.
     """
 
     def __init__(self, files: TokenizerFileStore) -> None:
@@ -47,8 +47,8 @@ class Renderers:
                 reasoning_parser=reasoning,
                 vision=vision,
             )
-            # The garbage collector looks at all objects from time to time, with everything else
-            # held up: the libraries that read tokenizers have so many that it takes a tenth of a
+            # The garbage collector scans all objects from time to time and blocks everything else:
+            # the libraries that read tokenizers create so many objects that it takes a tenth of a
             # second.
             gc.freeze()
             self._loaded[key] = renderer

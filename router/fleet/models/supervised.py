@@ -1,4 +1,4 @@
-"""The router's view of the supervisor: which models are configured, and what it tells of them."""
+"""The router's view of the supervisor: the configured models, and their state."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ ConfiguredState = Literal["unloaded", "loading", "ready", "broken"]
 
 
 class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the configuration, as the supervisor describes it."""
+    """A configured model, as the supervisor describes it."""
 
-    names: list[str]  # its own first
+    names: list[str]  # its own name first
     state: ConfiguredState
-    reason: str | None = None  # why it is broken
+    reason: str | None = None  # the reason if it is broken
     pinned: bool = False
     adapters: list[str] = []  # the names of those of its settings
     engines: list[str] = []
-    load_s: float | None = None  # how long its last load took
+    load_s: float | None = None  # duration of its last load
     weights_bytes: int | None = None
-    idle_unload_s: float = 0.0  # as configured; 0: it is never unloaded
-    kept_s: float | None = None  # as a request said instead; below 0: for ever
+    idle_unload_s: float = 0.0  # as configured; 0: never unloaded
+    kept_s: float | None = None  # set by a request instead; negative: forever
 
 
 class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that the supervisor pulls or deletes, or did a moment ago."""
+    """A model that the supervisor is pulling or deleting, or has just done."""
 
     kind: Literal["pull", "delete"]
     number: int
     state: Literal["running", "done", "failed", "cancelled"]
     reason: str = ""
     completed: int = 0  # bytes
-    total: int = 0  # as far as it is known
+    total: int = 0  # as far as known
 
     @property
     def has_ended(self) -> bool:
@@ -54,37 +54,38 @@ class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SupervisorChannel(Protocol):
-    """What takes the messages; `shared.supervisor_link.SupervisorLink` is one."""
+    """Receives the messages; for example, `shared.supervisor_link.SupervisorLink`."""
 
     def tell(self, **message: object) -> bool:
         """Send a message; return whether it was sent."""
 
 
 class Supervised:
-    """What the supervisor has said, and the demand that it is told of. Empty in a router that was
-    started alone."""
+    """The state reported by the supervisor, and the demand reported to it. Empty in a router that
+    was started alone.
+    """
 
     def __init__(self, channel: SupervisorChannel | None) -> None:
         self._channel = channel
         self.told = asyncio.Event()
-        """Set once the supervisor has said which models there are."""
+        """Set once the supervisor has sent the models."""
         self.models: dict[str, ConfiguredModel] = {}
         """By their own names, in the order of the configuration."""
         self.jobs: dict[str, RemoteJob] = {}
-        """By the names of models; of each the last."""
+        """By model name; only the last job of each."""
         self._followers: Counter[str] = Counter()
         self.restarting = False
-        """Whether engines are being exchanged."""
+        """Whether engines are being restarted."""
         self._waiting: dict[str, int] = {}
         self._used_at: dict[str, float] = {}
 
     def on_models(self, message: Mapping[str, Any]) -> None:
-        """Take what the supervisor says of the models."""
+        """Apply the supervisor's message about the models."""
         try:
             self.models = msgspec.convert(message["models"], dict[str, ConfiguredModel])
             self.jobs = msgspec.convert(message.get("jobs", {}), dict[str, RemoteJob])
         except msgspec.ValidationError as error:
-            logger.error("the supervisor says something unknown: %s", error)
+            logger.error("unknown message from the supervisor: %s", error)
         self.restarting = bool(message.get("restarting"))
         now = time.monotonic()
         self._used_at = {name: self._used_at.get(name, now) for name in self.models}
@@ -96,25 +97,27 @@ class Supervised:
         return {name for model in self.models.values() for name in model.engines}
 
     def find(self, name: str | None) -> ConfiguredModel | None:
-        """Return the model called ``name``; for None the first of the configuration."""
+        """Return the model called ``name``; for None, the first configured one."""
         for model in self.models.values():
             if name is None or name in model.names:
                 return model
         return None
 
     def will_load(self, model_id: str) -> bool:
-        """Return whether the supervisor will load the model if it has to."""
+        """Return whether the supervisor will load the model on demand."""
         model = self.models.get(model_id)
         return model is not None and model.state != "broken"
 
     def restart(self, target: str | None = None) -> bool:
-        """Exchange the engine or the engines of the model ``target``, or all engines, one at a
-        time. Return False without a supervisor that could be told."""
+        """Restart the engine or the engines of the model ``target``, or all engines, one at a time.
+        Return False if there is no supervisor to do it.
+        """
         return self._channel is not None and self._channel.tell(do="restart", target=target)
 
     def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
-        """Have ``model`` unloaded after ``keep_s`` without a request; infinity: never, None: as is
-        configured."""
+        """Unload ``model`` after ``keep_s`` without a request; infinity: never, None: as
+        configured.
+        """
         name = model.names[0]
         told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
         if keep_s != 0:
@@ -130,36 +133,39 @@ class Supervised:
     async def follow_job(
         self, kind: Literal["pull", "delete"], name: str
     ) -> AsyncGenerator[RemoteJob, None]:
-        """Begin to pull or delete the model ``name``, or join who does, and yield each state of it
+        """Start pulling or deleting the model ``name``, or join a running job, and yield each state
         until it has ended. A download that nobody follows any more is cancelled.
 
-        Raises `EndpointNotSupported` where there is no supervisor that could, and `Unavailable`.
+        Raises `EndpointNotSupported` if there is no supervisor to do it, and `Unavailable`.
         """
         before = self.jobs.get(name)
         ended = before.number if before is not None and before.has_ended else -1
         if self._channel is None:
-            raise EndpointNotSupported("The models of this router are not its own to manage.")
+            raise EndpointNotSupported("This router cannot manage its models.")
         if not self._channel.tell(do=kind, target=name):
-            raise Unavailable("The supervisor takes no message now.", retry_after_s=1)
+            raise Unavailable("The supervisor accepts no messages now.", retry_after_s=1)
         deadline = time.monotonic() + _BEGIN_S
         last: RemoteJob | None = None
         self._followers[name] += 1
         try:
             while not (last and last.has_ended):
                 job = self.jobs.get(name)
-                # One that was cancelled was another's: this one keeps its own from that.
+                # A cancelled job belonged to another request: this one prevents that for its own.
                 is_news = job is not None and job.number > ended and job != last
                 if job is not None and is_news and job.state != "cancelled":
                     if job.kind != kind:
                         raise Unavailable(
-                            f"{name} is just being {'pull' if job.kind == 'pull' else 'delet'}ed.",
+                            f"{name} is already being "
+                            f"{'pull' if job.kind == 'pull' else 'delet'}ed.",
                             retry_after_s=5,
                         )
                     last = job
                     yield job
                     continue
                 if last is None and time.monotonic() > deadline:
-                    raise Unavailable("The supervisor has not begun it in time.", retry_after_s=1)
+                    raise Unavailable(
+                        "The supervisor did not start the job in time.", retry_after_s=1
+                    )
                 await asyncio.sleep(_LOOK_AGAIN_S)
         finally:
             self._followers[name] -= 1
@@ -172,7 +178,7 @@ class Supervised:
 
     @contextmanager
     def waiting_for(self, model: ConfiguredModel) -> Iterator[None]:
-        """Count a request that waits for ``model`` to be loaded."""
+        """Count a request that waits for ``model`` to load."""
         name = model.names[0]
         self._waiting[name] = self._waiting.get(name, 0) + 1
         try:
@@ -184,9 +190,10 @@ class Supervised:
     def demand(
         self, in_use: Collection[str], stranded: Mapping[str, int]
     ) -> dict[str, tuple[int, float]]:
-        """Return, by model, how many requests wait for it to be loaded, and the seconds since its
-        last request: 0 while it has any, as those ``in_use``. ``stranded`` are the requests whose
-        model was unloaded after they had come."""
+        """Return, by model, how many requests wait for it to load, and the seconds since its last
+        request: 0 while it has any, like those ``in_use``. ``stranded`` are the requests whose
+        model was unloaded after they arrived.
+        """
         now = time.monotonic()
         found = {}
         for name in self.models:

@@ -17,7 +17,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class TokenizerFileStore:
     """A private directory of files named by their SHA-256. `close` removes it.
 
-    Nothing else uses ``root``: files that a killed router left there are removed. The default is a
+    Nothing else uses ``root``: files left there by a killed router are deleted. The default is a
     new temporary directory.
     """
 
@@ -31,11 +31,11 @@ class TokenizerFileStore:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def missing(self, files: Mapping[str, str]) -> list[str]:
-        """Return the names in ``files`` (name to digest) whose content is not stored."""
+        """Return the names in ``files`` (name to digest) whose content is missing."""
         return [name for name, digest in files.items() if not (self._root / digest).exists()]
 
     def put(self, content: bytes, wanted: Container[str]) -> None:
-        """Store ``content`` if its real digest is ``wanted``, in whole or not at all."""
+        """Store ``content`` atomically if its actual digest is ``wanted``."""
         digest = hashlib.sha256(content).hexdigest()
         if digest in wanted:
             partial = self._root / f"{digest}.partial"
@@ -43,7 +43,7 @@ class TokenizerFileStore:
             partial.replace(self._root / digest)
 
     def assemble(self, files: Mapping[str, str]) -> Path:
-        """Return a directory that has ``files`` under their names."""
+        """Return a directory that contains ``files`` under their names."""
         directory = Path(tempfile.mkdtemp(prefix="model-", dir=self._root))
         for name, digest in files.items():
             (directory / name).symlink_to(self._root / digest)
@@ -51,9 +51,9 @@ class TokenizerFileStore:
 
 
 def acceptable_files(offered: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the ``offered`` files (name to digest) that a router takes.
+    """Return the ``offered`` files (name to digest) that a router accepts.
 
-    A name must be in the fixed list and a digest well-formed, since both become parts of paths.
+    A name must be in the fixed list and a digest well-formed, because both become parts of paths.
     """
     return {
         name: digest

@@ -1,10 +1,10 @@
 """Limits on new requests: concurrent requests, the length of the queue, memory pressure.
 
-Where there are several tenants, none can fill what they share. One may take another place only
-while it has fewer places than are free: alone it gets half of them, beside k others that want as
-many a (k + 2)th, and some are always free for one that comes anew. (Dynamic thresholds: Choudhury
-and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998. Fixed shares
-were the alternative: two of a half leave nothing to a third.)
+With several tenants, none can take all of the shared capacity. A tenant may take another slot only
+while it has fewer slots than are free: alone it gets half of them, beside k equally busy tenants a
+(k + 2)th, and some are always free for a new tenant. (Dynamic thresholds: Choudhury and Hahne,
+"Dynamic queue length thresholds for shared-memory packet switches", 1998. The alternative was fixed
+shares: two shares of a half leave nothing for a third tenant.)
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ class Admission:
         self._settings = settings
         self._departure_rate = departure_rate
         self.num_requests = 0
-        """Running and queued ones."""
+        """Number of running and queued requests."""
         self.num_requests_of: Counter[str] = Counter()
-        """The same by tenant; only those that have any."""
+        """The same by tenant, for tenants that have any."""
         self._num_requests_to: Counter[str] = Counter()
         """The same by model."""
 
     @contextmanager
     def limit_concurrency(self, tenant: Tenant, model_id: str, limit: int) -> Iterator[None]:
-        """Count one request of ``tenant`` to a model, which has a ``limit`` of its own (0: none),
-        while it is served. Raises `TooManyRequests`. Lines of batches are not counted: they take
-        no place that anybody else wants."""
+        """Count a request of ``tenant`` to a model, which has its own ``limit`` (0: none), while it
+        is served. Raises `TooManyRequests`. Requests of batches are not counted, because they use
+        only idle capacity.
+        """
         if tenant.background:
             yield
             return
         reason = self._too_many(tenant)
         if limit and self._num_requests_to[model_id] >= limit:
-            reason = reason or f"The model {model_id} has {limit} requests, which is its limit."
+            reason = reason or (
+                f"The model {model_id} has reached its limit of {limit} concurrent requests."
+            )
         if reason is not None:
             raise TooManyRequests(
                 reason,
@@ -63,24 +66,27 @@ class Admission:
                 del self.num_requests_of[tenant.name]
 
     def _too_many(self, tenant: Tenant) -> str | None:
-        """Return why no further request of ``tenant`` can be taken, if so."""
+        """Return the reason why no further request of ``tenant`` can be accepted, if any."""
         own, limit = self.num_requests_of[tenant.name], self._settings.max_concurrent_requests
         if tenant.concurrency and own >= tenant.concurrency:
-            return f"This API key has {own} requests, which is its limit."
+            return f"This API key has reached its limit of {own} concurrent requests."
         free = limit - self.num_requests
         if not limit or own < free or (tenant.alone and free > 0):
             return None
         if free > 0:
-            return f"This API key has {own} requests. The other {free} places are for other keys."
-        return f"The server has {self.num_requests} requests, which is its limit."
+            return (
+                f"This API key has {own} requests. The remaining {free} slots are reserved "
+                "for other keys."
+            )
+        return f"The server has reached its limit of {self.num_requests} concurrent requests."
 
     def check_queue(
         self, model: ModelReplicas, queue: ModelQueue, tenant: Tenant, *, priority: int, new: int
     ) -> None:
         """Check that ``new`` sequences of ``tenant`` may join ``queue``. Raises `TooManyRequests`.
 
-        While none of its sequences waits, a request may have more sequences than the queue holds.
-        It would never be admitted otherwise.
+        If it has no queued sequences, a request may have more sequences than the queue holds,
+        because otherwise it would never be admitted.
         """
         if tenant.background:
             return
@@ -89,7 +95,7 @@ class Admission:
         places = model.settings.max_queue_size + capacity - waiting
         if own and new + (0 if tenant.alone else own) > places:
             raise TooManyRequests(
-                f"The queue is full ({waiting} waiting, {own} of them with this API key).",
+                f"The queue is full ({waiting} requests queued, {own} of them for this API key).",
                 code="queue_full",
                 retry_after_s=self._departure_rate.wait_s(waiting),
             )
@@ -97,8 +103,8 @@ class Admission:
         wait_s = queue.predicted_wait_s(tenant, priority)
         if wait_s > limit_s:
             raise TooManyRequests(
-                f"The queue is too long: the first token would come after {wait_s:.0f} s, and the"
-                f" server ends what has none after {limit_s:g} s.",
+                f"The queue is too long: the first token is expected after {wait_s:.0f} s, but "
+                f"the timeout for it is {limit_s:g} s.",
                 code="queue_too_long",
                 retry_after_s=max(1.0, wait_s - limit_s),
             )
@@ -109,7 +115,7 @@ class Admission:
         threshold = model.settings.memory_pressure_threshold
         if ready and min(engine.memory_pressure for engine in ready) >= threshold:
             raise Unavailable(
-                "The server is short of KV cache memory.",
+                "The server is out of KV cache memory.",
                 code="memory_pressure",
                 retry_after_s=max(_MEMORY_RETRY_AFTER_S, self._departure_rate.wait_s(0)),
             )

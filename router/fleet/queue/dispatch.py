@@ -1,4 +1,4 @@
-"""Places waiting sequences on engines, and follows them until they end."""
+"""Places queued sequences on engines, and tracks them until they end."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 2
-"""A sequence fails once it has lost so many engines: it may be what killed them."""
+"""A sequence fails after losing this many engines, because it may be the cause."""
 FORGIVEN_AFTER_TOKENS = 256
-"""So many tokens after a loss, the sequence was not its cause. The one that is can end an engine
-for each so many of its tokens at most."""
+"""A sequence that generates this many tokens after a loss was not its cause. A harmful sequence can
+thus end at most one engine per this many of its tokens.
+"""
 
 _MISSED_BEATS = 2
 _SETTLE_S = 2.0
@@ -43,7 +44,7 @@ _SEND_BACKOFF_S = 0.25
 
 
 class Dispatcher:
-    """The owner of every sequence from its admission to its end. Runs on the event loop."""
+    """The owner of every sequence from admission to its end. Runs on the event loop."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class Dispatcher:
         on_generated: Callable[[Tenant, int], None],
         is_loaded_on_demand: Callable[[ModelReplicas], bool] = lambda model: False,
     ) -> None:
-        """``send`` takes an engine, a message and its raw frames. ``on_generated`` is told of
-        tokens as they come. ``is_loaded_on_demand`` says whether a model without engines will get
-        one."""
+        """``send`` takes an engine, a message and its raw frames. ``on_generated`` is called with
+        new tokens. ``is_loaded_on_demand`` says whether a model without engines will get one.
+        """
         self._settings = settings
         self._send = send
         self._metrics = metrics
@@ -66,11 +67,11 @@ class Dispatcher:
         self.departure_rate = DepartureRate()
 
     def num_waiting(self, model_id: str) -> int:
-        """Return how many sequences wait, without lines of batches."""
+        """Return the number of queued sequences, without those of batches."""
         return sum(q.num_waiting for model, q in self._queues.items() if model.id == model_id)
 
     def wants(self, model_id: str) -> int:
-        """Return how many sequences wait, with lines of batches."""
+        """Return the number of queued sequences, including those of batches."""
         return sum(len(queue) for model, queue in self._queues.items() if model.id == model_id)
 
     @property
@@ -80,7 +81,7 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> Iterable[InFlight]:
-        """Everything that runs and waits, the oldest first. Not to be kept."""
+        """All running and queued sequences, oldest first. Do not keep the result."""
         return self._in_flight.values()
 
     @property
@@ -100,9 +101,9 @@ class Dispatcher:
         self.place(model)
 
     def stop(self, sequence: RemoteSequence) -> None:
-        """End the text of a sequence at a stop string. The engine frees the sequence at once.
+        """End the text of a sequence at a stop string. The engine frees the sequence immediately.
 
-        The sequence is done when the engine's usage has come, or is late.
+        The sequence is done when the engine's usage has arrived or timed out.
         """
         entry = self._in_flight.get(sequence.request_id)
         if entry is None or entry.engine is None:
@@ -114,7 +115,7 @@ class Dispatcher:
             self._end(entry, sequence.end)
 
     def release(self, sequence: RemoteRequest) -> None:
-        """Free the place of a sequence in the queue or in an engine: nothing waits for it."""
+        """Remove a sequence from the queue or from its engine, because nothing waits for it."""
         entry = self._in_flight.get(sequence.request_id)
         if entry is None:
             return
@@ -171,7 +172,7 @@ class Dispatcher:
             self._on_generated(tenant, generated[name])
 
     def _on_delta(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
-        """Return the number of tokens that the sequence has gained."""
+        """Return the number of new tokens of the sequence."""
         if entry.sequence.state is RemoteRequestState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
                 self._end(entry, lambda: entry.sequence.end(delta.usage))
@@ -180,7 +181,7 @@ class Dispatcher:
             self._end(entry, lambda: entry.sequence.fail(InternalError()))
         elif delta.finish == "abort":
             planned = engine.phase == "draining"
-            self._retry_or_fail(entry, f"engine {engine.name} gave it up", planned=planned)
+            self._retry_or_fail(entry, f"engine {engine.name} aborted it", planned=planned)
         else:
             return self._apply(engine, entry, delta, now)
         return 0
@@ -191,7 +192,7 @@ class Dispatcher:
             return
         error = message.error
         if error is None and (rows := texts.rows_in(message)) is None:
-            error = f"{len(message.rows)} bytes of rows"
+            error = f"{len(message.rows)} bytes of rows, which is a wrong size"
         if error is not None:
             logger.error("engine %s failed %s: %s", engine.name, message.request_id, error)
             self._end(entry, lambda: texts.fail(InternalError()))
@@ -200,7 +201,7 @@ class Dispatcher:
         self._end(entry, lambda: texts.finish(rows))
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
-        """Compare what the engine says it has with what was placed there."""
+        """Compare the sequences listed by the engine with those placed there."""
         mentioned = {(one.request_id, one.attempt): one for one in live}
         settled = time.monotonic() - _SETTLE_S
         for entry in self._placed_on(engine):
@@ -211,7 +212,7 @@ class Dispatcher:
                 sequence.take_progress(found)
                 if found.accepted:
                     sequence.accept()
-            # The main thread of an engine does not see new messages while it computes.
+            # An engine's main thread does not see new messages while it computes.
             elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
                 sequence.missed_beats += 1
                 if sequence.missed_beats >= _MISSED_BEATS:
@@ -221,12 +222,14 @@ class Dispatcher:
                 self._send(engine, Abort(request_id=request_id, attempt=attempt))
 
     def on_engine_lost(self, engine: Engine, reason: str, *, planned: bool) -> None:
-        """Submit again what ``engine`` had. That it was ``planned`` is not held against it."""
+        """Resubmit the sequences of ``engine``. A ``planned`` restart does not count
+        against them.
+        """
         for entry in self._placed_on(engine):
             self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
-        """Give the successor of ``model`` what waits, as far as that can go on there."""
+        """Move the queued sequences of ``model`` to its successor, if they can continue there."""
         queue = self._queues[model]
         for entry in list(self._in_flight.values()):
             if entry.model is model and entry.engine is None:
@@ -252,7 +255,7 @@ class Dispatcher:
             self._check_timeouts(entry, now)
 
     def place(self, model: ModelReplicas) -> None:
-        """Send as many waiting sequences to engines as these take now."""
+        """Send as many queued sequences to engines as these accept now."""
         queue = self._queues.get(model)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
@@ -281,8 +284,9 @@ class Dispatcher:
                 self._metrics.queue_time.labels(model.id).observe(waited_s)
 
     def _take_back(self, model: ModelReplicas) -> None:
-        """Take the place of the newest line of a batch for what waits. The line waits again, with
-        the tokens that it has; its prefix stays in the engine's cache."""
+        """Replace the newest line of a batch with a waiting sequence. The line is queued again with
+        its tokens; its prefix stays in the engine's cache.
+        """
         full = [engine for engine in model.ready_engines if engine.is_full]
         ids = [request_id for engine in full for request_id in engine.request_ids]
         entries = [self._in_flight[request_id] for request_id in ids]
@@ -343,7 +347,7 @@ class Dispatcher:
             self.fail(entry, error)
 
     def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
-        """Start another attempt after one that the engine did not finish, or end with an error."""
+        """Retry a sequence that the engine did not finish, or end it with an error."""
         sequence = entry.sequence
         if sequence.state is RemoteRequestState.STOPPING:
             self._requeue(entry)  # which ends it
@@ -353,12 +357,12 @@ class Dispatcher:
         sequence.losses += not planned
         sequence.tokens_at_loss = sequence.num_output_tokens
         if sequence.losses >= MAX_LOSSES:
-            logger.warning("%s ended with an error: %s", sequence.request_id, reason)
+            logger.warning("%s failed: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
             self._end(entry, lambda: sequence.fail(engine_lost(wait_s)))
             return
         logger.info(
-            "%s is submitted once more, after %d tokens: %s",
+            "%s is resubmitted after %d tokens: %s",
             sequence.request_id,
             sequence.num_output_tokens,
             reason,

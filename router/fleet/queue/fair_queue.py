@@ -1,4 +1,4 @@
-"""The order in which waiting sequences are placed: priority, fairness between keys, age."""
+"""The order in which queued sequences are placed: priority, fairness between keys, age."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterable, Iterator
 from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 
 AGE_TURN_EVERY = 8
-"""One in so many departures goes by age, whatever its priority."""
+"""One in this many departures is by age, regardless of priority."""
 
 _Lane = list[tuple[float, int, RemoteRequest]]
 
 
 class FairQueue:
-    """The waiting sequences of one model.
+    """The queued sequences of one model.
 
     The highest priority goes first; within a priority, the API key with the fewest sequences in
     engines; within a key, the oldest sequence.
 
-    Each eighth departure is a turn of age, or a sequence of low priority could starve. The keys
-    take these turns in the order in which they began to wait, and each turn goes to the key's
-    oldest sequence. So a sequence behind m older ones of its key departs within 8 * keys * (m + 1)
-    departures, where ``keys`` is the largest number of keys that wait at once.
+    Every eighth departure is by age, because sequences of low priority could starve otherwise. The
+    keys take these departures in the order in which they began to wait, each for its oldest
+    sequence. A sequence behind m older ones of its key therefore departs within 8 * keys * (m + 1)
+    departures, where ``keys`` is the largest number of keys waiting at once.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[int, dict[str, _Lane]] = {}
         self._waiting_by_key: dict[str, int] = {}
-        """The number of waiting sequences by key, in the order of the keys' turns of age."""
+        """The number of queued sequences by key, in the order of the keys' departures by age."""
         self._pushed = 0
         self._popped = 0
         self._waiting: set[RemoteRequest] = set()
@@ -41,7 +41,7 @@ class FairQueue:
         return iter(list(self._waiting))
 
     def push(self, sequence: RemoteRequest) -> None:
-        """Add a sequence, perhaps one that has waited before: age counts from the arrival."""
+        """Add a sequence, possibly one that was queued before: age counts from its arrival."""
         lane = self._lanes.setdefault(sequence.priority, {}).setdefault(sequence.key, [])
         self._pushed += 1
         heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
@@ -49,7 +49,7 @@ class FairQueue:
         self._waiting_by_key[sequence.key] = self._waiting_by_key.get(sequence.key, 0) + 1
 
     def discard(self, sequence: RemoteRequest) -> None:
-        """Remove a sequence, if it waits. Its entry is skipped when it comes up."""
+        """Remove a sequence if it is queued. Its entry is skipped later."""
         if sequence in self._waiting:
             self._waiting.discard(sequence)
             self._count_out(sequence.key)
@@ -58,9 +58,9 @@ class FairQueue:
         return self._waiting_by_key.get(key, 0)
 
     def num_ahead(self, key: str, priority: int, running: Counter[str]) -> int:
-        """Return how many waiting sequences go before a new one, if no others come.
+        """Return how many queued sequences go before a new one, if no others arrive.
 
-        Turns of age are left out: they only make it later.
+        Departures by age are ignored; they only delay it.
         """
         own = running[key] + sum(
             len(lanes.get(key, ())) for step, lanes in self._lanes.items() if step >= priority
@@ -81,7 +81,7 @@ class FairQueue:
     ) -> RemoteRequest | None:
         """Return the next sequence, if any; ``running`` counts the sequences in engines by key.
 
-        Keys whose next sequence ``is_held_back`` are passed over.
+        Keys whose next sequence ``is_held_back`` are skipped.
         """
         held = self._held(is_held_back)
         if held.issuperset(self._waiting_by_key):
@@ -115,7 +115,7 @@ class FairQueue:
 
     def _by_age(self, held: set[str]) -> _Lane:
         key = next(key for key in self._waiting_by_key if key not in held)
-        self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # the last in turn from now on
+        self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # to the end of the order
         return _oldest(lanes[key] for lanes in self._lanes.values() if key in lanes)
 
     def _count_out(self, key: str) -> None:
@@ -124,7 +124,7 @@ class FairQueue:
             del self._waiting_by_key[key]
 
     def _drop_stale(self) -> None:
-        """Remove entries that no longer wait from the heads of lanes, and empty lanes."""
+        """Remove entries that are no longer queued from the heads of lanes, and empty lanes."""
         for priority, lanes in list(self._lanes.items()):
             for key, lane in list(lanes.items()):
                 while lane and not self._is_waiting(lane[0][2]):

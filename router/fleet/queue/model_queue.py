@@ -1,4 +1,4 @@
-"""The sequences of one model: those that wait, and how many of each tenant engines have."""
+"""The sequences of one model: those queued, and how many of each tenant are in engines."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class DepartureRate:
         self._departures.clear()
 
     def estimate_s(self, ahead: int, enough: int = 2) -> float | None:
-        """Estimate the time until ``ahead`` sequences have left and one more has a place.
+        """Estimate the time until ``ahead`` sequences have left and another can be placed.
 
         None if fewer than ``enough`` departures are known.
         """
         if len(self._departures) < enough:
             return None
-        # Counted up to now, or a queue that stands still would look fast.
+        # Measured until now; otherwise a stalled queue would look fast.
         elapsed_s = self._clock() - self._departures[0]
         return (ahead + 1) * elapsed_s / (len(self._departures) - 1)
 
     def wait_s(self, ahead: int) -> float:
-        """Return the estimate as a time after which a client may try again."""
+        """Return the estimate as a time after which a client should retry."""
         estimate_s = self.estimate_s(ahead)
         if estimate_s is None:
             return _RETRY_AFTER_S
@@ -50,13 +50,13 @@ class DepartureRate:
 
 
 class ModelQueue:
-    """The queue of one model, with what decides whose turn it is."""
+    """The queue of one model, with the data that decides the order."""
 
     def __init__(self) -> None:
         self._waiting = FairQueue()
         self._running: Counter[str] = Counter()
         self._background = FairQueue()
-        """Lines of batches. They go when nobody else waits, and so need no turns of age there."""
+        """Lines of batches. They go only when nothing else waits, so age does not matter."""
         self._running_background: Counter[str] = Counter()
         self._departures_while_waiting = DepartureRate()
 
@@ -80,9 +80,8 @@ class ModelQueue:
     def pop(self, model: ModelReplicas) -> RemoteRequest | None:
         """Return the next sequence that may be placed on the engines of ``model``, if any.
 
-        Where there are several tenants, none gets the last eighth of the rows that decode. A
-        tenant that comes anew finds one of them free, and does not wait for the end of a long
-        answer of another.
+        With several tenants, none gets the last eighth of the decode rows. A new tenant then finds
+        a free row, and does not wait for the end of another tenant's long answer.
         """
         return self._waiting.pop(self._running, self._holds_back(model))
 
@@ -114,9 +113,9 @@ class ModelQueue:
     def engine_priority(self, sequence: RemoteRequest) -> int:
         """Return the priority of ``sequence`` in an engine, before it is placed.
 
-        Where there are several tenants, the first sequence of each goes before the further ones of
-        others, a step of priority lower: engines compute prompts one after the other, and the long
-        ones of one tenant would hold up the first token of the next.
+        With several tenants, the first sequence of each goes before further sequences of others,
+        which are one priority lower: engines compute prompts one after the other, and the long
+        prompts of one tenant would delay the first token of the next.
         """
         further = not sequence.tenant.alone and self._running[sequence.key] > 0
         return sequence.priority - further
@@ -132,16 +131,16 @@ class ModelQueue:
             del running[sequence.key]
 
     def on_departure(self) -> None:
-        """Record that a sequence has ended. Only a queue that waits shows how fast it moves."""
+        """Record the end of a sequence. Only a nonempty queue shows how fast it moves."""
         if self._waiting:
             self._departures_while_waiting.record()
         else:
             self._departures_while_waiting.clear()
 
     def predicted_wait_s(self, tenant: Tenant, priority: int) -> float:
-        """Estimate how long a new sequence will wait for an engine; 0 if there is no telling.
+        """Estimate how long a new sequence will wait for an engine; 0 if unknown.
 
-        It errs on the short side: later sequences that go first are not counted.
+        The estimate is a lower bound: later sequences that overtake it are not counted.
         """
         if not self._waiting:
             return 0.0

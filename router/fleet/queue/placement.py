@@ -1,4 +1,4 @@
-"""The choice of an engine: the one with most of the prefix, unless it is clearly busier."""
+"""The choice of an engine: the one with the longest cached prefix, unless it is clearly busier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.fleet.sequences.remote_request import RemoteRequest
 from shared.hashing import Picture, block_hashes, prompt_root
 
 PromptBlocks = Mapping[tuple[bytes, int], Sequence[bytes]]
-"""The hashes of a prompt's blocks, by the namespace and the block size of engines."""
+"""The hashes of a prompt's blocks, by the engines' namespace and block size."""
 
 
 def prompt_blocks(
@@ -22,7 +22,7 @@ def prompt_blocks(
     """Return the hashes of a prompt for all of ``engines``; none if there is no choice. ``images``
     are those in it, and ``adapter`` is the digest of its adapter.
 
-    Each token takes a tenth of a microsecond: this is for the threads of a `WorkPool`.
+    Each token takes a tenth of a microsecond: run this on the threads of a `WorkPool`.
     """
     roots = {_root(engine) for engine in engines} if len(engines) > 1 else set()
     return {
@@ -34,11 +34,13 @@ def prompt_blocks(
 
 
 def choose_engine(engines: Sequence[Engine], sequence: RemoteRequest) -> Engine:
-    """Return the best of ``engines`` for ``sequence``: at least one, each with capacity."""
+    """Return the best of ``engines`` for ``sequence``. There must be at least one, each with
+    capacity.
+    """
     if len(engines) == 1:
         return engines[0]
     least = min(len(engine.request_ids) for engine in engines)
-    # Even a cached prefix is not worth an engine that is clearly busier.
+    # Even a cached prefix does not justify an engine that is clearly busier.
     ranked = [engine for engine in engines if len(engine.request_ids) <= 2 * least + 4]
     best, most = ranked[0], 0
     for engine in ranked:

@@ -1,4 +1,4 @@
-"""A request's half in the router: from the queue to an engine, perhaps to another, to its end."""
+"""The router's side of a request: from the queue through one or more engines to its end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class RemoteRequestState(enum.Enum):
     WAITING = "waiting"
     """In the queue."""
     PLACED = "placed"
-    """Sent to an engine that has not answered."""
+    """Sent to an engine that has not responded yet."""
     ACCEPTED = "accepted"
     STOPPING = "stopping"
-    """Cut by a stop string; waits for the engine's final usage."""
+    """Ended by a stop string; waits for the engine's final usage."""
     DONE = "done"
 
 
 class RemoteRequest(ABC):
-    """The router's half of a sequence or of texts. Its dispatcher keeps its model and engine."""
+    """The router's side of a sequence or of texts. Its dispatcher keeps its model and engine."""
 
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
-    """As `router.fleet.queue.placement.prompt_blocks` returns them."""
+    """The result of `router.fleet.queue.placement.prompt_blocks`."""
     payload: Sequence[bytes | memoryview] = ()
-    """The raw frames that go with each attempt's message."""
+    """Raw frames sent with the message of each attempt."""
     computed_prompt_tokens: int | None = None
-    """Tokens of a prompt that this attempt has computed or found, as far as it is known."""
+    """Prompt tokens that this attempt has computed or found, as far as known."""
     usage: Usage | None = None
     first_token_at: float | None = None
     last_token_at = 0.0
@@ -48,9 +48,9 @@ class RemoteRequest(ABC):
         self.state = RemoteRequestState.WAITING
         self.attempt = 0
         self.losses = 0
-        """Engines that it lost, but for those that left as planned."""
+        """Number of engines lost with it, except planned exits."""
         self.tokens_at_loss = 0
-        """The tokens that it had then."""
+        """Number of its tokens at the last loss."""
         self.error: ApiError | None = None
         self.missed_beats = 0
         self.arrived_at = self.queued_at = time.monotonic()
@@ -80,7 +80,7 @@ class RemoteRequest(ABC):
 
     @property
     def has_output(self) -> bool:
-        """Whether the rest has to be of the same weights."""
+        """Whether the rest must come from the same weights."""
         return self.num_output_tokens > 0
 
     @abstractmethod
@@ -97,14 +97,14 @@ class RemoteRequest(ABC):
         self.computed_prompt_tokens = None
 
     def requeue(self) -> None:
-        """Wait again, as a new attempt. Messages about the old one are void."""
+        """Queue it again, as a new attempt. Messages about the old attempt are ignored."""
         self.state = RemoteRequestState.WAITING
         self.computed_prompt_tokens = None
         self.attempt += 1
         self.queued_at = time.monotonic()
 
     def forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which nothing could come."""
+        """Exclude a time in which nothing could arrive."""
         self.arrived_at += asleep_s
         self.queued_at += asleep_s
         self.placed_at += asleep_s
@@ -117,11 +117,11 @@ class RemoteRequest(ABC):
             self._on_change()
 
     def take_progress(self, live: LiveRequest) -> None:
-        """Take in what a beat says: of texts it says nothing."""
+        """Apply a heartbeat, which contains nothing about texts."""
         del live
 
     def end(self, usage: Usage | None = None) -> None:
-        """End what was stopped or released."""
+        """End a request that was stopped or released."""
         self.usage = usage or self.usage
         self.state = RemoteRequestState.DONE
         self._on_change()

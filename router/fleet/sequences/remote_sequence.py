@@ -1,4 +1,4 @@
-"""One sequence, from the queue to an engine, perhaps to another one, to its end."""
+"""The router's side of one sequence, from the queue through one or more engines to its end."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RemoteSequence(RemoteRequest):
         self.prompt_blocks = prompt_blocks
         self.payload = payload
         self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
-        """Whether log-probabilities come with the tokens."""
+        """Whether log-probabilities arrive with the tokens."""
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        """Those of `output_token_ids`, if they are asked for."""
+        """The log-probabilities of `output_token_ids`, if requested."""
         self._prompt_logprobs: list[PackedLogprobs] = []
         self._num_prompt_logprobs = 0
         self.stop_token: int | None = None
@@ -55,13 +55,13 @@ class RemoteSequence(RemoteRequest):
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether all log-probabilities of the prompt that are asked for have come."""
+        """Whether all requested log-probabilities of the prompt have arrived."""
         count = self._num_prompt_logprobs
         return self.submit.prompt_logprobs is None or count == len(self.submit.token_ids) - 1
 
     @property
     def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
-        """Those of the prompt's tokens but for the first, if they are asked for."""
+        """The log-probabilities of the prompt's tokens except the first, if requested."""
         return chain.from_iterable(self._prompt_logprobs)
 
     @property
@@ -70,8 +70,9 @@ class RemoteSequence(RemoteRequest):
 
     @property
     def predicted(self) -> tuple[int, int]:
-        """The tokens of the request's `prediction` that were drafted, and accepted or rejected, as
-        far as the last engine has told."""
+        """The drafted tokens of the request's `prediction`, accepted or rejected, as far as the
+        last engine has reported.
+        """
         usage = self.usage
         if usage is None:
             return 0, 0
@@ -94,7 +95,7 @@ class RemoteSequence(RemoteRequest):
             self._num_prompt_logprobs = 0
 
     def take_progress(self, live: LiveRequest) -> None:
-        """Take in what a beat says of the prompt, unless tokens have come since."""
+        """Apply a heartbeat's data on the prompt, unless tokens have arrived since."""
         told, length = live.computed_prompt_tokens, len(self.submit.token_ids)
         if told is not None and live.generated >= len(self.output_token_ids):
             # The last token of a prompt is computed with the first output.
@@ -104,11 +105,11 @@ class RemoteSequence(RemoteRequest):
     def apply(self, delta: Delta, now: float) -> None:
         """Add a delta. Raises `MissingTokensError` if it does not continue the last one.
 
-        ``now`` is the time of ``time.monotonic``.
+        ``now`` is from ``time.monotonic``.
         """
         if delta.index != len(self.output_token_ids):
             raise MissingTokensError(
-                f"token {delta.index} came after {len(self.output_token_ids)} tokens"
+                f"token {delta.index} arrived after {len(self.output_token_ids)} tokens"
             )
         if self._is_scored:
             self._add_logprobs(delta)
@@ -133,10 +134,10 @@ class RemoteSequence(RemoteRequest):
             self._prompt_logprobs.append(delta.prompt_logprobs)
             self._num_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.token_ids and not self.has_prompt_logprobs:
-            raise MissingTokensError("tokens came before the log-probabilities of the prompt")
+            raise MissingTokensError("tokens arrived before the log-probabilities of the prompt")
         if self.submit.logprobs is not None:
             if len(delta.logprobs or ()) != len(delta.token_ids):
-                raise MissingTokensError("tokens came without their log-probabilities")
+                raise MissingTokensError("tokens arrived without their log-probabilities")
             self.logprobs += delta.logprobs or ()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Texts that an engine embeds, or pairs that it scores."""
+"""Texts to embed, or pairs to score, on an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = NDArray[np.float32]
 
 
 class RemoteTexts(RemoteRequest):
-    """The router's half of an `Encode`."""
+    """The router's side of an `Encode`."""
 
     def __init__(
         self,
@@ -28,12 +28,13 @@ class RemoteTexts(RemoteRequest):
         *,
         is_part: bool,
     ) -> None:
-        """``width`` is that of a row. If it ``is_part`` of a request, other parts have rows of the
-        same weights."""
+        """``width`` is the number of values in a row. If it ``is_part`` of a request, other parts
+        have rows from the same weights.
+        """
         super().__init__(encode.request_id, encode.priority, tenant, on_change)
         self._encode, self._width, self._is_part = encode, width, is_part
         self.rows: Rows | None = None
-        """One for each text, once they are done."""
+        """One row for each text, once done."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -47,7 +48,7 @@ class RemoteTexts(RemoteRequest):
         return replace(self._encode, attempt=self.attempt, priority=priority)
 
     def rows_in(self, encoded: Encoded) -> Rows | None:
-        """Return the rows of an answer, None if it has not as many numbers as it should."""
+        """Return the rows of a reply, None if their number is wrong."""
         shape = len(self._encode.token_ids), self._width
         if len(encoded.rows) != 4 * shape[0] * shape[1]:
             return None

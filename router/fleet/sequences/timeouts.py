@@ -1,4 +1,4 @@
-"""How long a sequence may wait: for an engine, for its first token, and for each further one."""
+"""How long a sequence may wait: for an engine, for its first token, and for each further token."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 
 
 def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError | None:
-    """Return why a sequence has to end at ``now`` (of ``time.monotonic``), if so.
+    """Return the reason why a sequence must end at ``now`` (from ``time.monotonic``), if any.
 
-    ``loaded_on_demand``: its model has no engine, and will get one. Lines of batches wait as long
-    as their batch has time: others go before them.
+    ``loaded_on_demand``: its model has no engine, but will get one. Lines of batches wait until
+    their batch expires, because others go first.
     """
     settings, sequence = entry.model.settings, entry.sequence
     if sequence.tenant.background:
@@ -19,11 +19,11 @@ def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError 
     if sequence.first_token_at is None:
         limit_s = settings.first_token_timeout_s
         if now - sequence.arrived_at > limit_s:
-            return GenerationTimeout(f"No token came within {limit_s:g} s.")
+            return GenerationTimeout(f"No token was generated within {limit_s:g} s.")
     elif not is_waiting or entry.model.ready_engines:
         limit_s = settings.request_timeout_s
         if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
-            return GenerationTimeout(f"The generation was silent for {limit_s:g} s.")
+            return GenerationTimeout(f"No further token was generated within {limit_s:g} s.")
     if is_waiting:
         waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
         limit_s = settings.restart_wait_s

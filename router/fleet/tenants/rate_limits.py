@@ -1,4 +1,4 @@
-"""Requests and tokens per minute, of each tenant."""
+"""Requests and tokens per minute for each tenant."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FLUSH_S = 0.25
 
 
 class _Refusal(NamedTuple):
-    """An amount that a window had no room for. Times are of ``time.monotonic``."""
+    """An amount that did not fit into a window. Times are from ``time.monotonic``."""
 
     limit: int
     amount: int
     until: float
-    """When there is room, if nothing else is added."""
+    """When it will fit, if nothing else is added."""
     reset_at: float
-    """When the window is empty, if nothing else is added."""
+    """When the window will be empty, if nothing else is added."""
 
     def holds_for(self, limit: int, amount: int) -> bool:
         same = limit <= self.limit and amount >= self.amount
@@ -38,8 +38,8 @@ class _Refusal(NamedTuple):
 class RateLimits:
     """The limits of all tenants.
 
-    A request counts when it comes, its prompt once it is tokenized, its answer as it is generated.
-    What an aborted request did not generate does not count.
+    A request counts on arrival, its prompt once tokenized, its answer as it is generated. Tokens
+    that an aborted request did not generate are not counted.
     """
 
     def __init__(self, url: str | None, metrics: Metrics) -> None:
@@ -47,13 +47,13 @@ class RateLimits:
         self._metrics = metrics
         self._uncharged: Counter[Tenant] = Counter()
         self._used = asyncio.Event()
-        """Set when there may be something in `_uncharged`."""
-        """Tokens that are not in the windows yet; below 0: they have more."""
+        """Set when `_uncharged` may have entries."""
+        """Tokens not yet in the windows; negative if the windows have too many."""
         self._refusals: dict[str, _Refusal] = {}
-        """The last of each window."""
+        """The last refusal of each window."""
 
     async def admit_request(self, tenant: Tenant, headers: dict[str, str]) -> None:
-        """Count a request. Put what is left into ``headers``. Raises `TooManyRequests`."""
+        """Count a request. Put the remaining limits into ``headers``. Raises `TooManyRequests`."""
         limit = tenant.requests_per_minute
         if not limit:
             return
@@ -63,14 +63,14 @@ class RateLimits:
         headers.update(_headers("requests", limit, left, refusal))
         if refusal:
             raise TooManyRequests(
-                f"This API key has had its {limit} requests of this minute.",
+                f"This API key has reached its limit of {limit} requests per minute.",
                 retry_after_s=refusal.until - time.monotonic(),
             )
 
     async def admit_prompt(self, tenant: Tenant, tokens: int, headers: dict[str, str]) -> None:
-        """Count the tokens of a prompt. Put what is left into ``headers``.
+        """Count the tokens of a prompt. Put the remaining limits into ``headers``.
 
-        Raises `TooManyRequests`, and `InvalidRequest` if no wait would help.
+        Raises `TooManyRequests`, and `InvalidRequest` if waiting would not help.
         """
         limit = tenant.tokens_per_minute
         if limit:
@@ -82,7 +82,8 @@ class RateLimits:
     ) -> None:
         if tokens > limit:
             raise InvalidRequest(
-                f"The prompt has {tokens} tokens. This API key may use {limit} in a minute.",
+                f"The prompt has {tokens} tokens, but this API key is limited to {limit} tokens "
+                "per minute.",
                 code="prompt_over_rate_limit",
             )
         await self._flush(tenant)
@@ -93,18 +94,18 @@ class RateLimits:
         headers.update(_headers("tokens", limit, left, refusal))
         if refusal:
             raise TooManyRequests(
-                f"This API key has {left} of its {limit} tokens of this minute left, and the prompt"
-                f" has {tokens}.",
+                f"This API key has {left} of {limit} tokens left in this minute, but the prompt "
+                f"has {tokens}.",
                 retry_after_s=refusal.until - time.monotonic(),
             )
         self._uncharged[tenant] += tokens - units * unit
         self._used.set()
 
     async def _acquire(self, name: str, limit: int, amount: int) -> _Refusal | None:
-        """Add ``amount`` to the window, or return why not.
+        """Add ``amount`` to the window, or return the refusal.
 
-        A refusal is remembered: before its time no other request has a chance, so that a client
-        that asks again and again costs no question to Redis.
+        A refusal is remembered: until its time no other request can succeed, so that a client that
+        keeps retrying causes no queries to Redis.
         """
         known = self._refusals.get(name)
         if known is not None and known.holds_for(limit, amount):
@@ -119,14 +120,14 @@ class RateLimits:
         return refusal
 
     def on_generated(self, tenant: Tenant, tokens: int) -> None:
-        """Count tokens of an answer. They reach the windows soon (`run`)."""
+        """Count tokens of an answer. They are added to the windows soon (`run`)."""
         self._metrics.key_generated_tokens.labels(tenant.name).inc(tokens)
         if tenant.tokens_per_minute:
             self._uncharged[tenant] += tokens
             self._used.set()
 
     async def run(self) -> NoReturn:
-        """Put what was generated into the windows, a few times a second while there is any."""
+        """Add generated tokens to the windows, a few times per second while there are any."""
         while True:
             if not self._uncharged and not self._windows.is_shared:
                 self._used.clear()
@@ -134,11 +135,11 @@ class RateLimits:
             await asyncio.sleep(_FLUSH_S)
             try:
                 if await self._windows.recover():
-                    self._refusals.clear()  # they are those of this router's own windows
+                    self._refusals.clear()  # these are already in this router's own windows
                 for tenant in list(self._uncharged):
                     await self._flush(tenant)
             except Exception:
-                logger.exception("tokens are not counted")
+                logger.exception("failed to count tokens")
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # the connection may be broken already
@@ -155,9 +156,9 @@ class RateLimits:
 
 
 def _headers(what: str, limit: int, remaining: int, refusal: _Refusal | None) -> dict[str, str]:
-    """Return the headers by which OpenAI says the same.
+    """Return the rate limit headers in OpenAI's format.
 
-    The reset is the time until all of the limit can be used again: a whole window after what was
+    The reset is the time until the whole limit is available again: a full window after what was
     just admitted.
     """
     reset_s = math.ceil(refusal.reset_at - time.monotonic()) if refusal else WINDOW_S

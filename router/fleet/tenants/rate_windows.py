@@ -1,4 +1,4 @@
-"""What was used within the last minute: in memory, or in a Redis that several routers share."""
+"""Usage within the last minute: in memory, or in a Redis shared by several routers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ logger = logging.getLogger(__name__)
 
 WINDOW_S = 60
 TIMEOUT_S = 1.0
-"""How long a request waits for an answer of Redis."""
+"""How long a request waits for a response from Redis."""
 _ATTEMPTS = 2
 _MAX_CONNECTIONS = 16
 _MAX_ENTRIES = 4096
-"""The most entries of one window in Redis, which has one for each unit."""
+"""Max entries of a window in Redis, which has one entry per unit."""
 _UNLIMITED = 2**31
 
 _Result = TypeVar("_Result")
 
 
 class LimitsStoreError(Exception):
-    """The store of the limits cannot be used; the message is one line for the user."""
+    """The rate limit store is not usable; the message is one line for the user."""
 
 
 class MemoryWindows(MovingWindowSupport):
     """Moving windows in this process.
 
-    That of `limits` visits every key at each hit, with a thread for each, and counts by a clock
-    that may be set. This one costs a few operations, whatever is counted.
+    The memory storage of `limits` visits every key at each hit, starts a thread for each, and uses
+    a clock that may be adjusted. This one costs a few operations, whatever is counted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,10 +63,10 @@ class MemoryWindows(MovingWindowSupport):
 
 
 class RateWindows:
-    """Amounts by name, of the last minute. A name may have any string in it.
+    """Amounts of the last minute, by name. A name may be any string.
 
-    While Redis does not answer, this router counts by itself: limits hold for each router then,
-    and no request waits. (To refuse everything, or to allow everything, were the alternatives.)
+    While Redis does not respond, this router counts on its own: limits then apply per router, and
+    no request waits. (The alternatives were to refuse or to allow everything.)
     """
 
     def __init__(self, url: str | None, metrics: Metrics) -> None:
@@ -84,30 +84,30 @@ class RateWindows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether they are in a Redis, which may be lost, and has to be asked whether it is."""
+        """Whether they are in a Redis, which may be lost and must then be polled."""
         return self._shared is not None
 
     def unit(self, limit: int) -> int:
-        """Return the amount that is counted as one, so that a window has a bounded size."""
+        """Return the amount counted as one unit, so that a window has a bounded size."""
         return 1 if self._shared is None else -(-limit // _MAX_ENTRIES)
 
     async def acquire(self, name: str, limit: int, amount: int) -> bool:
-        """Add ``amount`` if no more than ``limit`` is used then; return whether it was added."""
+        """Add ``amount`` if the total does not exceed ``limit``; return whether it was added."""
         return await self._ask(lambda store: store.acquire_entry(name, limit, WINDOW_S, amount))
 
     async def charge(self, name: str, amount: int) -> None:
-        """Add ``amount``, whatever the limit is: it has been used."""
+        """Add ``amount`` regardless of the limit: it has been used."""
         limit = _UNLIMITED + amount
         await self._ask(lambda store: store.acquire_entry(name, limit, WINDOW_S, amount))
 
     async def used(self, name: str, within_s: int = WINDOW_S) -> int:
-        """Return what was used within the last ``within_s`` seconds."""
+        """Return the usage of the last ``within_s`` seconds."""
         found = await self._ask(lambda store: store.get_moving_window(name, _UNLIMITED, within_s))
         return found[1]
 
     async def wait_s(self, name: str, limit: int, amount: int) -> int:
-        """Return the whole seconds after which ``amount`` can be added, if nothing else is."""
-        too_early, enough = -1, WINDOW_S + 1  # one more, as windows in memory are rounded up
+        """Return the whole seconds until ``amount`` can be added, if nothing else is."""
+        too_early, enough = -1, WINDOW_S + 1  # one more, because windows in memory are rounded up
         while enough - too_early > 1:
             middle = (too_early + enough) // 2
             if await self.used(name, WINDOW_S - middle) + amount <= limit:
@@ -121,7 +121,7 @@ class RateWindows:
             await self._disconnect()
 
     async def recover(self) -> bool:
-        """Ask a Redis that did not answer whether it does now; return whether it does again."""
+        """Check a Redis that did not respond; return whether it responds again."""
         if self._shared is None or not self._lost:
             return False
         try:
@@ -132,12 +132,12 @@ class RateWindows:
         if answers:
             self._lost = False
             self._metrics.limits_store_up.set(1)
-            logger.info("--limits-url: it answers again")
+            logger.info("--limits-url: connected again")
         return answers
 
     async def _ask(self, operation: Callable[[MovingWindowSupport], Awaitable[_Result]]) -> _Result:
-        # The time for an answer begins when there is a connection: many requests at once are no
-        # sign that Redis is gone.
+        # The timeout for a response starts when there is a connection: many simultaneous requests
+        # do not mean that Redis is down.
         async with self._connections:
             for attempt in range(_ATTEMPTS):
                 if self._shared is None or self._lost:
@@ -156,15 +156,17 @@ class RateWindows:
             self._lost = True
             self._metrics.limits_store_up.set(0)
             reason = " ".join(str(error).split()) or type(error).__name__
-            logger.error("--limits-url: %s; until it answers, this router counts alone", reason)
+            logger.error(
+                "--limits-url: %s; this router counts alone until it responds again", reason
+            )
 
 
 def _connect(
     url: str,
 ) -> tuple[RedisStorage, Callable[[], Awaitable[None]], type[Exception]]:
-    """Return the storage at ``url``, what closes its connections, and its error.
+    """Return the storage at ``url``, its close function, and its error type.
 
-    It is connected to when it is needed.
+    It connects on demand.
 
     Valkey speaks Redis' protocol, so one client library is enough. Raises `LimitsStoreError`.
     """
@@ -172,7 +174,7 @@ def _connect(
         from redis.asyncio import ConnectionPool
         from redis.exceptions import RedisError
     except ImportError:
-        raise LimitsStoreError("it needs the extra 'redis'") from None
+        raise LimitsStoreError("requires the extra 'redis'") from None
 
     address = url.replace("valkey", "redis", 1).replace("redis+unix://", "unix://", 1)
     pool = ConnectionPool.from_url(

@@ -1,4 +1,4 @@
-"""The holders of API keys: what each may use, and how much of it."""
+"""The holders of API keys: what each may use, and how much."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shared.wire import BACKGROUND_PRIORITY
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """The holder of an API key (or of several with one name), or everybody where no keys are set.
+    """The holder of an API key (or of several with one name), or every client if no keys are set.
 
-    Limits of 0 are none.
+    A limit of 0 means no limit.
     """
 
     name: str = ""
@@ -19,18 +19,18 @@ class Tenant:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrency: int = 0
-    """The most requests that run and wait at once."""
+    """Max requests that run and wait at once."""
     models: frozenset[str] | None = None
     """The names of the models that may be used; None: all."""
     max_priority: int | None = None
     """The highest priority; None: any."""
     alone: bool = True
-    """Whether nobody else has a key. Otherwise places are kept free for the others."""
+    """Whether this is the only tenant. Otherwise capacity is reserved for the others."""
     background: bool = False
-    """Whether this is for lines of batches: they fill the places that others leave."""
+    """Whether this is for lines of batches, which use idle capacity only."""
 
     def in_background(self) -> Tenant:
-        """Return the same for lines of batches, which have limits of their own."""
+        """Return this tenant for lines of batches, which have their own limits."""
         return replace(
             self, background=True, requests_per_minute=0, tokens_per_minute=0, concurrency=0
         )
@@ -40,7 +40,8 @@ class Tenant:
         return self.models is None or not self.models.isdisjoint(names)
 
     def priority(self, asked: int | None) -> int:
-        """Return the priority of a request that asks for ``asked``: lowered, never refused.
+        """Return the priority of a request that asks for ``asked``: too high a value is lowered,
+        not rejected.
 
         The answer is the same, and a client does not know the limits of its key.
         """
@@ -51,6 +52,6 @@ class Tenant:
 
 
 ADMINISTRATOR = Tenant(name="(admin)")
-"""Who has the admin key. No API key can have this name."""
+"""The holder of the admin key. No API key can have this name."""
 EVERYBODY = Tenant()
-"""The tenant of all requests where no keys are set."""
+"""The tenant of all requests if no keys are set."""

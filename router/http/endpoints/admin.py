@@ -1,4 +1,4 @@
-"""`/admin`: what an administrator sees and does. Served with ``--admin-key`` only."""
+"""`/admin`: administrative queries and commands. Only with ``--admin-key``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class EngineDetails(Struct, frozen=True, kw_only=True):
     name: str
     model: str
     ready: bool
-    trouble: Annotated[str | None, Meta(description="Why it takes no requests.")]
+    trouble: Annotated[str | None, Meta(description="The reason why it accepts no requests.")]
     phase: str
-    drained: Annotated[bool, Meta(description="Whether it is given no further requests.")]
-    key: Annotated[str | None, Meta(description="The public key that it joined under.")]
-    silence_s: Annotated[float, Meta(description="The time since its last beat.")]
+    drained: Annotated[bool, Meta(description="Whether it has been drained.")]
+    key: Annotated[str | None, Meta(description="The public key with which it joined.")]
+    silence_s: Annotated[float, Meta(description="Seconds since its last heartbeat.")]
     sequences: int
     max_sequences: int
     used_blocks: int
@@ -41,20 +41,20 @@ class EngineDetails(Struct, frozen=True, kw_only=True):
     active_memory_bytes: int
     generated_tokens: int
     version: str
-    incarnation: Annotated[str, Meta(description="Another one after each start.")]
+    incarnation: Annotated[str, Meta(description="Different after each start.")]
 
 
 class EngineList(Struct, frozen=True, kw_only=True):
     engines: list[EngineDetails]
     restarting: Annotated[
-        list[str], Meta(description="Those that are being restarted, or wait for it.")
+        list[str], Meta(description="Engines that are restarting or waiting for it.")
     ]
 
 
 class RequestDetails(Struct, frozen=True, kw_only=True):
     """One sequence: a choice of an answer."""
 
-    id: Annotated[str, Meta(description="The id of the answer; it ends the request.")]
+    id: Annotated[str, Meta(description="The id of the answer; it can be used to end the request.")]
     choice: int
     key: Annotated[str, Meta(description="The name of the API key.")]
     model: str
@@ -64,7 +64,7 @@ class RequestDetails(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     computed_prompt_tokens: Annotated[
         int | None,
-        Meta(description="Those computed or found in a cache so far; null: not known, or queued."),
+        Meta(description="Tokens computed or found in a cache so far; null: unknown, or queued."),
     ]
     output_tokens: int
     attempt: int
@@ -72,11 +72,11 @@ class RequestDetails(Struct, frozen=True, kw_only=True):
 
 class RequestList(Struct, frozen=True, kw_only=True):
     total: int
-    requests: Annotated[list[RequestDetails], Meta(description="The oldest first.")]
+    requests: Annotated[list[RequestDetails], Meta(description="Oldest first.")]
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """What was done, and to how many or which."""
+    """What was done, and the number or names of the objects."""
 
     done: str
     count: int
@@ -121,8 +121,8 @@ async def reload_keys(http: Request) -> Response:
     try:
         count = await http.app.state.keys.reload()
     except KeyFileError as error:
-        raise InvalidRequest(f"The keys stay as they were: {error}", code="bad_keys") from None
-    return _done(http, "keys read", count=count)
+        raise InvalidRequest(f"The API keys stay as they were: {error}", code="bad_keys") from None
+    return _done(http, "keys reloaded", count=count)
 
 
 async def set_log_level(http: Request) -> Response:
@@ -135,7 +135,7 @@ async def list_requests(http: Request) -> Response:
     router = _router(http)
     text = http.query_params.get("limit", "100")
     if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_REQUESTS:
-        raise InvalidValue(f"'limit' is a number from 1 to {MAX_REQUESTS}.", param="limit")
+        raise InvalidValue(f"'limit' must be a number between 1 and {MAX_REQUESTS}.", param="limit")
     found = router.administration.requests(int(text))
     return json_response(
         RequestList(
@@ -155,7 +155,7 @@ def _router(http: Request) -> Router:
 
 
 def _done(http: Request, what: str, names: list[str] | None = None, count: int = 0) -> Response:
-    """Return an answer, and put it into the access log: the audit of what was done."""
+    """Return a response, and put it into the access log, which is the audit log."""
     names = names or []
     http.scope["state"]["audit"] = {"done": what.replace(" ", "_"), "count": count or len(names)}
     return json_response(Done(done=what, count=count or len(names), names=names))
@@ -166,10 +166,10 @@ def _flag(http: Request, name: str) -> bool:
 
 
 def _choice(http: Request, name: str, choices: tuple[str, ...]) -> str:
-    """Return a parameter of the query; the first of ``choices`` where there is none."""
+    """Return a parameter of the query; by default the first of ``choices``."""
     value = http.query_params.get(name, choices[0])
     if value not in choices:
-        raise InvalidValue(f"'{name}' is one of {', '.join(choices)}.", param=name)
+        raise InvalidValue(f"'{name}' must be one of {', '.join(choices)}.", param=name)
     return value
 
 
@@ -220,22 +220,22 @@ _get = partial(Operation, tag="Administration", access="admin key")
 _post = partial(_get, method="POST", response_type=Done)
 _UNDO = {"undo": _one_of(("false", "true"))}
 OPERATIONS = (
-    _get("/admin/engines", list_engines, "The engines", response_type=EngineList),
+    _get("/admin/engines", list_engines, "List the engines", response_type=EngineList),
     _post(
         "/admin/engines/{name}/drain",
         drain_engine,
-        "Give an engine no further requests",
+        "Stop sending requests to an engine",
         query=_UNDO,
         errors=(InvalidRequest, EngineNotFound),
     ),
     _post(
         "/admin/engines/{name}/restart",
         restart_engine,
-        "Restart an engine once its requests have ended",
+        "Restart an engine once its requests have finished",
         errors=(EngineNotFound,),
     ),
     _post("/admin/restart", restart_all, "Restart all engines, one at a time"),
-    _post("/admin/drain", drain_server, "Take no further requests, for good"),
+    _post("/admin/drain", drain_server, "Stop accepting requests, permanently"),
     _post(
         "/admin/cache/clear",
         clear_cache,
@@ -243,18 +243,18 @@ OPERATIONS = (
         query={"tier": _one_of(_TIERS)},
         errors=(InvalidRequest,),
     ),
-    _post("/admin/keys/reload", reload_keys, "Read the API keys again", errors=(InvalidRequest,)),
+    _post("/admin/keys/reload", reload_keys, "Reload the API keys", errors=(InvalidRequest,)),
     _post(
         "/admin/log-level",
         set_log_level,
-        "Set the lowest level that the router logs",
+        "Set the minimum log level of the router",
         query={"level": _one_of(_LEVELS)},
         errors=(InvalidRequest,),
     ),
     _get(
         "/admin/requests",
         list_requests,
-        "The requests that run and wait",
+        "List running and queued requests",
         query={"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS, "default": 100}},
         response_type=RequestList,
         errors=(InvalidRequest,),

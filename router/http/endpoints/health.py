@@ -1,4 +1,4 @@
-"""The state of the server, for people, probes, load balancers and Prometheus."""
+"""The state of the server, for operators, probes, load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.fleet.router import Router
 from shared.wire import EngineStats
 
 _DEGRADED_FROM = 0.72
-"""The fraction of the memory pressure threshold from which on the status is "degraded"."""
+"""Fraction of the memory pressure threshold above which the status is "degraded"."""
 
 HealthStatus = Literal["ok", "degraded", "overloaded", "shutting_down"]
 
@@ -31,7 +31,7 @@ class Liveness(Struct, frozen=True):
 
 class Readiness(Struct, frozen=True):
     status: Literal["ready", "not ready"]
-    reasons: Annotated[list[str], Meta(description="Why the server is not ready.")]
+    reasons: Annotated[list[str], Meta(description="The reason why the server is not ready.")]
 
 
 class BlockCounts(Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
     sequences: int
     max_sequences: int
     memory_pressure: Annotated[
-        float, Meta(description="The fraction of the KV memory that cannot be evicted.")
+        float, Meta(description="Fraction of the KV memory that cannot be evicted.")
     ]
     blocks: BlockCounts
     kept_states: int
@@ -67,10 +67,10 @@ class ModelState(Struct, frozen=True, kw_only=True):
     status: HealthStatus
     state: Annotated[
         ConfiguredState,
-        Meta(description="An unloaded model is loaded when it is asked for; a broken one cannot."),
+        Meta(description="An unloaded model is loaded on demand; a broken one failed to load."),
     ]
-    reason: Annotated[str | None, Meta(description="Why the model is broken.")]
-    load_s: Annotated[float | None, Meta(description="How long its last load took, in seconds.")]
+    reason: Annotated[str | None, Meta(description="The reason why the model is broken.")]
+    load_s: Annotated[float | None, Meta(description="Duration of its last load, in seconds.")]
     queued: int
 
 
@@ -83,12 +83,12 @@ class Version(Struct, frozen=True):
 
 
 class BatchTotals(Struct, frozen=True, kw_only=True):
-    """Of all keys; zeros without `--batch-dir`."""
+    """Totals of all keys; zeros without `--batch-dir`."""
 
     unfinished: int
     lines: Annotated[int, Meta(description="Lines of the unfinished batches.")]
-    lines_done: Annotated[int, Meta(description="Those that have an answer or an error.")]
-    running: Annotated[int, Meta(description="Those that run, or wait for a place in an engine.")]
+    lines_done: Annotated[int, Meta(description="Lines with an answer or an error.")]
+    running: Annotated[int, Meta(description="Lines that are running or queued at an engine.")]
 
     @classmethod
     def of(cls, router: Router) -> BatchTotals:
@@ -99,7 +99,7 @@ class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
     version: str
     reasons: list[str]
-    requests: Annotated[int, Meta(description="Requests that run or wait.")]
+    requests: Annotated[int, Meta(description="Running and queued requests.")]
     batches: BatchTotals
     models: list[ModelHealth]
 
@@ -133,8 +133,9 @@ async def show_version(http: Request) -> Response:
 
 
 def can_answer(router: Router) -> bool:
-    """Return whether the server answers requests for one model at least: it has a ready engine, or
-    will be loaded when it is asked for."""
+    """Return whether the server can answer requests for at least one model: it has a ready engine,
+    or can be loaded on demand.
+    """
     if router.draining or router.leaving:
         return False
     if any(model.ready_engines for model in router.registry.models.values()):
@@ -143,7 +144,7 @@ def can_answer(router: Router) -> bool:
 
 
 def _unready_reasons(router: Router) -> list[str]:
-    """Return why models cannot answer now; those that are loaded on demand are none."""
+    """Return the reasons why models cannot answer now, except those loaded on demand."""
     if router.draining or router.leaving:
         return ["the server is shutting down"]
     found = []
@@ -154,8 +155,8 @@ def _unready_reasons(router: Router) -> list[str]:
             continue
         troubles = [] if model is None else model.troubles
         if known is not None and known.state == "broken":
-            troubles = [f"it is broken: {known.reason}"]
-        troubles = troubles or ["it is being loaded"]
+            troubles = [f"broken: {known.reason}"]
+        troubles = troubles or ["loading"]
         found += [f"model {model_id}: {trouble}" for trouble in troubles]
     if not registry.models and not configured:
         found.append("no engine has joined yet")
@@ -163,7 +164,7 @@ def _unready_reasons(router: Router) -> list[str]:
 
 
 def health_of(router: Router) -> tuple[int, Health]:
-    """Return the HTTP status, and the body. A server that cannot answer for any model is a 503."""
+    """Return the HTTP status, and the body. The status is 503 if no model can answer."""
     status, reasons = server_state(router)
     bad = not can_answer(router) or status in ("overloaded", "shutting_down")
     return 503 if bad else 200, Health(
@@ -184,7 +185,8 @@ def health_of(router: Router) -> tuple[int, Health]:
 
 def server_state(router: Router) -> tuple[HealthStatus, list[str]]:
     """Return the status and its reasons, for the worst model. A model that cannot answer makes the
-    server degraded."""
+    server degraded.
+    """
     reasons = _unready_reasons(router)
     models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold
@@ -200,7 +202,7 @@ def server_state(router: Router) -> tuple[HealthStatus, list[str]]:
 
 
 def model_states(router: Router) -> Iterator[ModelState]:
-    """Yield the state of each model, those of the configuration first."""
+    """Yield the state of each model, configured models first."""
     threshold = router.settings.memory_pressure_threshold
     for model_id in {**router.supervised.models, **router.registry.models}:
         model = router.registry.models.get(model_id)
@@ -252,16 +254,16 @@ OPERATIONS = (
     _operation(
         "/health",
         show_health,
-        "The state of the server, of each model and each engine",
+        "State of the server, its models and engines",
         response_type=Health,
         statuses=(200, 503),
         errors=(Forbidden,),
     ),
-    _operation("/livez", show_livez, "Whether the process runs", response_type=Liveness),
+    _operation("/livez", show_livez, "Liveness probe: the process runs", response_type=Liveness),
     _operation(
         "/readyz",
         show_readyz,
-        "Whether a model can answer",
+        "Readiness probe: a model can answer",
         response_type=Readiness,
         statuses=(200, 503),
         errors=(Forbidden,),

@@ -1,4 +1,4 @@
-"""`/v1/models`: a list that clients of OpenAI and of Anthropic can read."""
+"""`/v1/models`: a list that clients of OpenAI and Anthropic can read."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parent: Annotated[str | None, Meta(description="The model that an adapter is added to.")] = None
     max_model_len: Annotated[
         int | None,
-        Meta(description="The context, in tokens; null until the model is loaded first."),
+        Meta(
+            description="The context, in tokens; null until the model is loaded for the first time."
+        ),
     ]
-    context_length: Annotated[int | None, Meta(description="The same as `max_model_len`.")]
-    max_prompt_tokens: Annotated[int, Meta(description="The longest prompt that is taken.")]
+    context_length: Annotated[int | None, Meta(description="Same as `max_model_len`.")]
+    max_prompt_tokens: Annotated[int, Meta(description="Max length of a prompt.")]
     capabilities: list[str]
-    kv_bits: Annotated[int | None, Meta(description="16 for a KV cache in the model's own type.")]
+    kv_bits: Annotated[int | None, Meta(description="16: the KV cache has the model's own type.")]
     draft_saved_s: Annotated[
         float | None,
         Meta(
-            description="Seconds of decode steps that drafts saved since the engines started; null "
-            "without speculation."
+            description="Seconds of decode time that drafts have saved since the engines "
+            "started; null without speculation."
         ),
     ]
     replicas: Annotated[int, Meta(description="Engines that serve the model.")]
-    ready_replicas: Annotated[int, Meta(description="Engines that take requests now.")]
+    ready_replicas: Annotated[int, Meta(description="Engines that accept requests now.")]
     state: Annotated[
         ConfiguredState,
-        Meta(description="An unloaded model is loaded when it is asked for; a broken one cannot."),
+        Meta(description="An unloaded model is loaded on demand; a broken one failed to load."),
     ]
     # Anthropic's clients read these.
     type: Literal["model"] = "model"
@@ -88,7 +90,7 @@ async def show_model(http: Request) -> Response:
     for model_id, names in router.model_names.items():
         if name in names:
             if not http.state.tenant.may_use(names):
-                raise ModelForbidden(f"The API key may not use {name}.", param="model")
+                raise ModelForbidden(f"This API key may not use {name}.", param="model")
             return json_response(_card(router, model_id, name, names))
     if (found := router.adapters.find(name)) is not None:
         if not http.state.tenant.may_use(found.listed.names):
@@ -129,7 +131,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
 
 
 def _saved_s(model: ModelReplicas) -> float | None:
-    """Return what drafts saved; None if no engine of ``model`` speculates."""
+    """Return the time saved by drafts; None if no engine of ``model`` speculates."""
     drafts = [each.stats.drafts for each in model.engines if each.stats.drafts is not None]
     if not drafts:
         return None

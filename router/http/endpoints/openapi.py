@@ -1,6 +1,6 @@
-"""The OpenAPI document (3.1), made from the table of operations and their types.
+"""The OpenAPI document (3.1), generated from the table of operations and their types.
 
-Sources: OpenAPI Specification 3.1.1; msgspec's JSON schemas, of the 2020-12 dialect.
+Sources: OpenAPI Specification 3.1.1; msgspec's JSON schemas, in the 2020-12 dialect.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _REQUEST_ID = {
     "schema": {"type": "string"},
 }
 _RETRY_AFTER = {
-    "description": "Seconds after which to try again.",
+    "description": "Seconds after which to retry.",
     "schema": {"type": "integer", "minimum": 1},
 }
-_AUTHENTICATE = {"description": "How to send a key.", "schema": {"type": "string"}}
+_AUTHENTICATE = {"description": "How to authenticate.", "schema": {"type": "string"}}
 
 
 def document(
@@ -116,7 +116,7 @@ def _path_parameters(template: str) -> list[str]:
 
 
 def _security(key_needed: bool | None) -> list[_Json]:
-    """Return the headers of which one is enough. An empty entry says that none is needed."""
+    """Return alternative authentication headers. An empty entry means that none is required."""
     if key_needed is None:
         return []
     known: list[_Json] = [{"bearer": []}, {"x-api-key": []}]
@@ -137,7 +137,7 @@ def _responses(operation: Operation, references: dict[Any, _Json]) -> _Json:
     }
     for status in operation.statuses:
         responses[str(status)] = {
-            "description": "The answer." if status == 200 else "The same, if not ready.",
+            "description": "The response." if status == 200 else "The same response, if not ready.",
             "headers": {"x-request-id": _REQUEST_ID, **headers},
             "content": _content(operation, references),
         }
@@ -183,16 +183,16 @@ def _event(content: _Json, last_data: str | None) -> _Json:
 
 
 def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
-    """Reduce the schemas of fields that are not supported to their neutral values."""
+    """Restrict the schemas of unsupported fields to their neutral values."""
     for name in unsupported_fields(kind):
         properties[name] = {
             "enum": [None, *kind.neutral.get(name, ())],
-            "description": "Not supported: other values are refused.",
+            "description": "Not supported: other values are rejected.",
         }
 
 
 def _normalized(value: Any) -> Any:
-    """Return ``value`` with descriptions in Markdown and patterns that end as in ECMAScript."""
+    """Return ``value`` with descriptions in Markdown and patterns in ECMAScript syntax."""
     if isinstance(value, list):
         return [_normalized(each) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`/v1/rerank` as Jina and Cohere have it, and `/v1/score` as vLLM has it."""
+"""`/v1/rerank` in the format of Jina and Cohere, and `/v1/score` in vLLM's."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class RerankRequest(RequestBody, frozen=True, kw_only=True):
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
     top_n: Annotated[
-        Count | None, Meta(description="How many of the best are returned. By default all.")
+        Count | None, Meta(description="Number of best documents to return (default: all).")
     ] = None
     return_documents: bool | None = None
     instruction: Annotated[
         str | None,
-        Meta(description="What is looked for, for models that are told: Qwen3-Reranker."),
+        Meta(description="Task instruction, for models that support it, such as Qwen3-Reranker."),
     ] = None
     max_tokens_per_doc: Annotated[
         Count | None,
-        Meta(description="The most tokens of query and document together; the model's, if less."),
+        Meta(description="Max tokens of query and document together, at most the model's limit."),
     ] = None
     truncate: Annotated[
         bool | None,
-        Meta(description="Whether documents that are too long are cut. By default they are."),
+        Meta(description="Truncate documents that are too long (default: true)."),
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
-    # Of Cohere's first version: which fields of a document count, and in which order.
+    # From Cohere's first version: which fields of a document are used, and in which order.
     rank_fields: Any = None
     max_chunks_per_doc: Any = None
 
@@ -90,7 +90,7 @@ class BilledUnits(Struct, frozen=True):
 
 
 class RerankMeta(Struct, frozen=True):
-    """What Cohere's clients read beside the results."""
+    """Additional data that Cohere's clients read."""
 
     api_version: ApiVersion = ApiVersion()
     billed_units: BilledUnits = BilledUnits()
@@ -99,19 +99,19 @@ class RerankMeta(Struct, frozen=True):
 class RerankResponse(Struct, frozen=True, kw_only=True):
     id: str
     model: str
-    results: Annotated[list[RankedDocument], Meta(description="The best first.")]
+    results: Annotated[list[RankedDocument], Meta(description="Best first.")]
     usage: RerankUsage
     meta: RerankMeta = RerankMeta()
 
 
 class ScoreRequest(RequestBody, frozen=True, kw_only=True):
-    """One text and some others, or as many of both."""
+    """One text and several others, or the same number of both."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     text_1: _Texts
     text_2: _Texts
     truncate: Annotated[
-        bool | None, Meta(description="Whether texts that are too long are cut, and not refused.")
+        bool | None, Meta(description="Truncate texts that are too long instead of rejecting them.")
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
@@ -120,15 +120,15 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Raises `InvalidRequest` if the numbers of texts do not go together."""
+        """Raises `InvalidRequest` if the numbers of texts do not match."""
         firsts = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         seconds = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
             raise InvalidValue(
-                f"'text_1' has {len(firsts)} texts and 'text_2' {len(seconds)}: 'text_1' must have"
-                " one, or as many.",
+                f"'text_1' has {len(firsts)} texts and 'text_2' {len(seconds)}: 'text_1' must "
+                "have one, or the same number.",
                 param="text_2",
             )
         return list(zip(firsts, seconds, strict=True))
@@ -139,7 +139,7 @@ class Score(Struct, frozen=True, kw_only=True):
     object: Literal["score"] = "score"
     score: Annotated[
         float,
-        Meta(description="From 0 to 1; the cosine of the vectors from a model that embeds."),
+        Meta(description="From 0 to 1; for an embedding model, the cosine similarity."),
     ]
 
 
@@ -188,7 +188,7 @@ async def rerank(http: Request) -> Response:
         results=results,
         usage=RerankUsage(found.num_tokens, found.num_tokens),
     )
-    # With the documents it is as large as the body.
+    # Including the documents, it is as large as the body.
     return await router.work.run_large(caller.tenant.name, lambda: json_response(answer), size)
 
 
@@ -224,7 +224,7 @@ async def score(http: Request) -> Response:
 
 
 async def _scoring_model(router: Router, name: str | None, caller: Caller) -> Model:
-    """Return a model that ranks, or the one that embeds if it is named or there is no other."""
+    """Return a reranking model, or an embedding model if it is named or there is no other."""
     if name is None and not models_for("rerank", router):
         return await text_model(router, name, caller, "embed")
     if name is not None:
@@ -240,7 +240,7 @@ async def _cosines(
     pairs = body.pairs
     texts: list[str | list[int]] = [text for pair in pairs for text in pair]
     if len(texts) > 2 * MAX_TEXTS:
-        raise InvalidRequest(f"{len(pairs)} pairs are more than {MAX_TEXTS}.", param="text_2")
+        raise InvalidRequest(f"{len(pairs)} pairs, the limit is {MAX_TEXTS}.", param="text_2")
     found: EncodedTexts = await embed_texts(
         router, model, caller, texts, field="text_2", truncate=bool(body.truncate), size=2 * size
     )
@@ -273,7 +273,7 @@ OPERATIONS = (
         _operation(
             path=path,
             endpoint=rerank,
-            summary="Documents in the order in which they answer a query",
+            summary="Rank documents by how well they answer a query",
             body_type=RerankRequest,
             example=_RERANK,
             response_type=RerankResponse,
@@ -284,7 +284,7 @@ OPERATIONS = (
         _operation(
             path=path,
             endpoint=score,
-            summary="How well texts go together",
+            summary="Score how well texts match",
             body_type=ScoreRequest,
             example=_SCORE,
             response_type=ScoreResponse,

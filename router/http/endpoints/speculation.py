@@ -1,4 +1,4 @@
-"""`/v1/spec_decode/metrics`: what speculative decoding does, for people."""
+"""`/v1/spec_decode/metrics`: statistics of speculative decoding."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from shared.wire import DraftCounts, DraftStats
 
 
 class DraftFigures(Struct, frozen=True, kw_only=True):
-    """What became of drafts."""
+    """The outcome of drafts."""
 
-    proposals: Annotated[int, Meta(description="Runs of drafts that were verified.")]
+    proposals: Annotated[int, Meta(description="Runs of draft tokens that were verified.")]
     drafted_tokens: int
     accepted_tokens: int
     saved_s: Annotated[
         float,
         Meta(
-            description="Seconds of steps that drafts saved, by the time that steps without them "
-            "are known to take; below zero if they cost more than they saved."
+            description="Decode time saved by drafts, in seconds, from the known time of steps "
+            "without drafts; negative if they cost more than they saved."
         ),
     ]
     spent_s: Annotated[
-        float, Meta(description="Seconds until drafts were there; `saved_s` is without them.")
+        float, Meta(description="Seconds spent on drafting, already subtracted from `saved_s`.")
     ]
     acceptance_rate: Annotated[
-        float | None, Meta(description="Accepted tokens of those drafted; null without any.")
+        float | None,
+        Meta(description="Acceptance rate: accepted of drafted tokens; null without any."),
     ]
     accepted_per_proposal: Annotated[
-        float | None, Meta(description="Tokens that a run of drafts saved a step of its own.")
+        float | None, Meta(description="Accepted tokens per run of drafts.")
     ]
 
 
 class EngineSpeculation(Struct, frozen=True, kw_only=True):
     name: str
-    sources: Annotated[dict[str, DraftFigures], Meta(description="By where drafts came from.")]
+    sources: Annotated[dict[str, DraftFigures], Meta(description="By source of the drafts.")]
     total: DraftFigures
     acceptance: Annotated[
         dict[str, float],
-        Meta(description="How likely a draft is accepted now, by source and kind of guess."),
+        Meta(description="Current acceptance probability, by source and kind of draft."),
     ]
     step_s: Annotated[
         dict[str, float],
-        Meta(description="Seconds that a decode step takes, by the tokens that it computes."),
+        Meta(description="Seconds of a decode step, by the number of tokens that it computes."),
     ]
 
 
 class ModelSpeculation(Struct, frozen=True, kw_only=True):
     id: str
     total: DraftFigures
-    engines: Annotated[list[EngineSpeculation], Meta(description="Those that speculate.")]
+    engines: Annotated[list[EngineSpeculation], Meta(description="Engines that speculate.")]
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
@@ -126,7 +127,7 @@ OPERATIONS = (
     Operation(
         "/v1/spec_decode/metrics",
         show_speculation,
-        "What speculative decoding does",
+        "Statistics of speculative decoding",
         "Server",
         response_type=Speculation,
     ),

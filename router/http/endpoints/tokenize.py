@@ -44,8 +44,8 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None,
         Meta(
-            description="Whether the tokens that the model begins with are put first. By default"
-            " true for a text, false for a conversation, whose template has them."
+            description="Add the special tokens that the model begins with (default: true for a "
+            "text, false for a conversation, whose template includes them)."
         ),
     ] = None
     return_token_strs: bool | None = None
@@ -59,7 +59,7 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("One of 'prompt' and 'messages' is needed.", param="prompt")
+            raise InvalidRequest("One of 'prompt' and 'messages' is required.", param="prompt")
         _ = self.prompt_ending
 
     @property
@@ -73,7 +73,7 @@ class TokenizeResponse(Struct, frozen=True, kw_only=True):
     tokens: list[int]
     token_strs: Annotated[
         list[str] | None,
-        Meta(description="The tokens as in the vocabulary; null if not asked for."),
+        Meta(description="The tokens as in the vocabulary; null if not requested."),
     ]
 
 
@@ -135,7 +135,8 @@ def _detokenized(request: DetokenizeRequest, model: Model) -> Response:
     if max(request.tokens, default=0) >= model.hello.vocab_size:
         over = next(i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size)
         raise InvalidValue(
-            f"'tokens[{over}]' is over {model.hello.vocab_size - 1}, the model's last token id.",
+            f"'tokens[{over}]' is greater than {model.hello.vocab_size - 1}, the model's last "
+            "token id.",
             param=f"tokens[{over}]",
         )
     return json_response(DetokenizeResponse(prompt=model.renderer.decode(request.tokens)))
@@ -146,7 +147,7 @@ OPERATIONS = (
     _operation(
         path="/tokenize",
         endpoint=tokenize,
-        summary="The token ids of a text or a conversation",
+        summary="Tokenize a text or a conversation",
         body_type=TokenizeRequest,
         example={"prompt": "Hello", "return_token_strs": True},
         response_type=TokenizeResponse,
@@ -154,7 +155,7 @@ OPERATIONS = (
     _operation(
         path="/detokenize",
         endpoint=detokenize,
-        summary="The text of token ids",
+        summary="Convert token ids to text",
         body_type=DetokenizeRequest,
         example={"tokens": [1, 2, 3]},
         response_type=DetokenizeResponse,

@@ -1,6 +1,6 @@
-"""Paths of other servers' APIs that are not served here.
+"""Paths of other servers' APIs that are not supported here.
 
-An answer that says so helps more than a 404: some clients try every endpoint of OpenAI's API.
+An explicit error helps more than a 404: some clients try every endpoint of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class UnsupportedEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._feature.lower() in _OF_BATCHES:
             raise EndpointNotSupported(
-                f"{self._feature} are served by a server with --batch-dir, which this one lacks."
+                f"{self._feature} require --batch-dir, which is not set on this server."
             )
         raise EndpointNotSupported(
-            f"{self._feature} are not served here: this server generates text, embeds and ranks it."
+            f"{self._feature} are not supported: this server generates, embeds and ranks text."
         )
 
 
 def unsupported_routes(*, batches: bool) -> list[Route]:
-    """Return the routes of these paths; with ``batches`` those of files and batches are others."""
+    """Return the routes of these paths; with ``batches``, files and batches are not among them."""
     left_out = _OF_BATCHES if batches else ()
     paths = {f"/v1/{name}": each for name, each in _UNSUPPORTED.items() if name not in left_out}
     paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}

@@ -1,6 +1,6 @@
-"""One line in the log for each request: who asked, what it cost, how long it took.
+"""One log line per request: its client, its cost, its duration.
 
-Prompts, texts and keys are never in it.
+It never contains prompts, texts or keys.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MAX_PATH = 200
 
 @dataclass
 class RequestRecord:
-    """What is known of one request once it has been answered."""
+    """The known facts of a request that has been answered."""
 
     method: str
     path: str
     request_id: str
     client_id: str | None
-    """What OpenAI's clients call a request (`x-client-request-id`)."""
+    """The client's own id of the request (`x-client-request-id`)."""
     began_at: float = field(default_factory=time.monotonic)
     status: int = 0
-    """0 until the answer has begun."""
+    """0 until the response has begun."""
     error_code: str | None = None
-    """Of an answer that is an error, or was cut by the client."""
+    """Code of an error response, or of a stream that the client cut off."""
 
     @classmethod
     def begin(cls, scope: Scope, path: str, request_id: str, headers: Headers) -> RequestRecord:
@@ -46,22 +46,24 @@ class RequestRecord:
 
     @property
     def final_status(self) -> int:
-        """The status; 499 if the client went away before there was one."""
+        """The status; 499 if the client disconnected before there was one."""
         return self.status or 499
 
     @property
     def is_trouble(self) -> bool:
-        """Whether an operator wants to know of it: a refusal for want of room, an error of the
-        server, or a stream that an error has cut."""
+        """Whether an operator should see it: a rejection for lack of capacity, a server error, or a
+        stream cut off by an error.
+        """
         was_cut = self.status == 200 and self.error_code not in (None, "client_disconnected")
         return self.status == 429 or self.status >= 500 or was_cut
 
     def write(self, scope: Scope, level: int) -> None:
-        """Write the line. What is not known is left out."""
+        """Write the line. Unknown fields are omitted."""
         if not logger.isEnabledFor(level):
             return
         state = scope["state"]
-        # A path is the client's text: shown whole only if it cannot look like something else.
+        # A path is the client's text: it is shown completely only if it cannot be mistaken for
+        # something else.
         shown = self.path[:_MAX_PATH]
         shown = shown if _PLAIN.fullmatch(shown) else ascii(shown)
         total_s = time.monotonic() - self.began_at

@@ -1,4 +1,4 @@
-"""The API keys that requests may use."""
+"""The API keys that clients may use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLL_S = 0.5
 
 
 class ApiKeys:
-    """The keys that are accepted. Only digests are kept."""
+    """The accepted keys. Only digests are kept."""
 
     def __init__(self, settings: Settings) -> None:
         """Read ``--api-key`` and ``--api-key-file``. Raises `KeyFileError`."""
@@ -52,26 +52,26 @@ class ApiKeys:
         """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
         if not self._tenants:
             return self._everybody
-        # The lookup takes a digest: its time tells nothing about keys that are nearly right.
+        # The lookup uses a digest, so its timing reveals nothing about almost correct keys.
         tenant = self._tenants.get(digest(given_key(headers)))
         if tenant is None:
             raise Unauthorized("The API key is not valid.")
         return tenant
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant called ``name``, if one of the keys is still its own."""
+        """Return the tenant called ``name``, if one of the keys still belongs to it."""
         if not self._tenants:
             return self._everybody if name == self._everybody.name else None
         return next((each for each in self._tenants.values() if each.name == name), None)
 
     def reload_soon(self) -> None:
-        """Make `follow` read the keys again, whether or not the file seems to have changed."""
+        """Make `follow` reload the keys, whether or not the file seems to have changed."""
         self._reload_asked.set()
 
     async def follow(self) -> NoReturn:
-        """Read the keys again whenever the file has changed and then kept still for a moment.
+        """Reload the keys whenever the file has changed and then been stable for a moment.
 
-        A file that is being written would be read in part otherwise.
+        Otherwise a file that is still being written would be read in part.
         """
         seen = self._stamp
         while True:
@@ -86,12 +86,12 @@ class ApiKeys:
                     self._stamp = stamp
 
     async def reload(self) -> int:
-        """Read the keys again, and return their number. Running requests go on.
+        """Reload the keys, and return their number. Running requests continue.
 
-        Raises `KeyFileError`; then the old ones stay.
+        Raises `KeyFileError`; the old keys then stay.
         """
         self._tenants = await asyncio.to_thread(read_tenants, self._settings)
-        logger.info("API keys read again: %d", len(self._tenants))
+        logger.info("reloaded %d API keys", len(self._tenants))
         return len(self._tenants)
 
     async def _try_reload(self) -> bool:
@@ -107,7 +107,7 @@ class ApiKeys:
 
 
 class SingleKey:
-    """The one key of a path, such as ``--metrics-key``; None lets everybody in."""
+    """The single key of a path, such as ``--metrics-key``; None allows everyone."""
 
     def __init__(self, key: str | None) -> None:
         self._digest = None if key is None else digest(key)
@@ -116,15 +116,16 @@ class SingleKey:
         return self._digest is not None
 
     def check(self, headers: Headers) -> None:
-        """Raise `Unauthorized` unless ``headers`` have the key."""
+        """Raise `Unauthorized` unless ``headers`` contain the key."""
         if self._digest is None or hmac.compare_digest(self._digest, digest(given_key(headers))):
             return
         raise Unauthorized("The key is not valid.")
 
 
 class AdminKey:
-    """The key of ``/admin`` and of ``paths``, where there is one. Keys of ``keys`` are known, and
-    do not suffice."""
+    """The key of ``/admin`` and of ``paths``, if one is set. API ``keys`` are recognized but not
+    sufficient.
+    """
 
     def __init__(self, key: str | None, keys: ApiKeys, paths: frozenset[str]) -> None:
         self._paths = paths
@@ -136,7 +137,7 @@ class AdminKey:
         return self._digest is not None and is_guarded
 
     def check(self, headers: Headers) -> Tenant:
-        """Return who administrates. Raises `AdminForbidden` and `Unauthorized`."""
+        """Return the administrator's tenant. Raises `AdminForbidden` and `Unauthorized`."""
         given = digest(given_key(headers))
         if self._digest is not None and hmac.compare_digest(self._digest, given):
             return ADMINISTRATOR
@@ -147,17 +148,17 @@ class AdminKey:
 
 
 def given_key(headers: Headers) -> str:
-    """Return the key that a client sends. Raises `Unauthorized` if there is none."""
+    """Return the key sent by a client. Raises `Unauthorized` if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else ""
     given = given or headers.get("x-api-key", "")
     if not given:
-        raise Unauthorized("An API key is needed: Authorization: Bearer KEY.")
+        raise Unauthorized("An API key is required: Authorization: Bearer KEY.")
     return given
 
 
 def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Return what changes with the contents of the file; None if there is none."""
+    """Return a value that changes with the contents of the file; None if there is no file."""
     try:
         status = None if path is None else path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, each in the shape of the API whose path was called."""
+"""Errors as HTTP responses, each in the format of the API whose path was called."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 async def http_exception_handler(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own errors (unknown path, wrong method) in our shape."""
+    """Convert Starlette's own errors (unknown path, wrong method) to our format."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(NotFound(f"There is no {request.url.path} here."), request.scope)
+        return error_response(
+            NotFound(f"The path {request.url.path} does not exist."), request.scope
+        )
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         message = f"{request.method} is not allowed for {request.url.path}."

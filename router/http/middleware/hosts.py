@@ -1,7 +1,7 @@
-"""The names by which clients may call a server without keys.
+"""The host names under which clients may call a server without keys.
 
-A page in a browser can make its own host name mean an address of the browser's machine (DNS
-rebinding), and then read what a server there answers. Its requests carry that name as `Host`.
+A web page can make its own host name resolve to an address of the user's machine (DNS rebinding),
+and then read the responses of a server there. Its requests carry that name as `Host`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PORT = re.compile(r":\d*$")
 class AllowedHosts:
     """Allows addresses, this machine's names, names without a dot, and ``names``.
 
-    No page comes from a name without a dot: containers call each other by such. Of ``names``, one
-    that begins with a dot stands for all that end so, and ``*`` for all.
+    No web page comes from a name without a dot, which containers use to reach each other. In
+    ``names``, a name that begins with a dot stands for all its subdomains, and ``*`` for all names.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class AllowedHosts:
     def allows(self, host: str | None) -> bool:
         """Return whether a request with this ``Host`` may be answered.
 
-        One without is no browser's.
+        A request without one does not come from a browser.
         """
         if host is None or "*" in self._names:
             return True

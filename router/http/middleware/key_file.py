@@ -1,12 +1,12 @@
-"""API keys and what they may do, from the flags and from ``--api-key-file``.
+"""API keys and their permissions, from the flags and from ``--api-key-file``.
 
-The file has one key a line, perhaps followed by fields::
+The file has one key per line, optionally followed by fields::
 
     sk-alice name=alice rpm=60 tpm=100000 concurrency=8 models=small,large priority=5
     { key = "sk-bob", name = "bob", rpm = 10 }
 
-or it is TOML with a table ``[[key]]`` for each key. Empty lines and those that begin with ``#`` are
-left out. Messages of errors name lines and fields, never a key.
+or it is TOML with a table ``[[key]]`` for each key. Empty lines and lines that begin with ``#`` are
+ignored. Error messages name lines and fields, never a key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TABLES = re.compile(r"^\s*\[\[?\s*\w+", re.MULTILINE)
 
 
 class KeyFileError(ValueError):
-    """The keys cannot be used; the message is one line for the user."""
+    """The keys are not usable; the message is one line for the user."""
 
 
 class KeyFileUnreadable(KeyFileError):
@@ -39,7 +39,7 @@ class KeyFileUnreadable(KeyFileError):
 
 
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One key of the file. What is not set is what the flags say."""
+    """One key of the file. Unset fields default to the flags."""
 
     key: str
     name: str | None = None
@@ -65,7 +65,7 @@ def read_tenants(settings: Settings) -> dict[bytes, Tenant]:
         if key in tenants and origin == origins[key] == "--api-key":
             continue
         if key in tenants:
-            raise KeyFileError(f"{origin}: the same key as in {origins[key]}")
+            raise KeyFileError(f"{origin}: the key is already set in {origins[key]}")
         tenants[key], origins[key] = _tenant(entry, key, settings, origin), origin
     _check_names(tenants, origins)
     alone = len({tenant.name for tenant in tenants.values()}) <= 1
@@ -79,8 +79,8 @@ def digest(key: str) -> bytes:
 def _among(tenant: Tenant, alone: bool) -> Tenant:
     """Return ``tenant`` as one of several, unless it is ``alone``.
 
-    One of several has the priority 0 at most, if nothing else is said: otherwise anybody could put
-    its requests before those of all others.
+    By default, one of several has at most priority 0: otherwise any tenant could put its requests
+    before all others.
     """
     if alone or tenant.max_priority is not None:
         return replace(tenant, alone=alone)
@@ -89,16 +89,16 @@ def _among(tenant: Tenant, alone: bool) -> Tenant:
 
 def _tenant(entry: _KeyEntry, key: bytes, settings: Settings, origin: str) -> Tenant:
     if not entry.key or not entry.key.isascii() or not entry.key.isprintable() or " " in entry.key:
-        raise KeyFileError(f"{origin}: a key is printable ASCII without spaces")
+        raise KeyFileError(f"{origin}: a key must be printable ASCII without spaces")
     name = entry.name
     if name is not None and (not _NAME.fullmatch(name) or name.startswith(_UNNAMED)):
         raise KeyFileError(
-            f"{origin}: name: letters, digits, '.', '_' and '-', at most 64, and not"
-            f" '{_UNNAMED}' at its beginning"
+            f"{origin}: name: only letters, digits, '.', '_' and '-' are allowed, at most 64, "
+            f"and it must not begin with '{_UNNAMED}'"
         )
     for field in ("rpm", "tpm", "concurrency"):
         if not 0 <= (getattr(entry, field) or 0) <= _MOST:
-            raise KeyFileError(f"{origin}: {field} is not from 0 to {_MOST}")
+            raise KeyFileError(f"{origin}: {field} must be between 0 and {_MOST}")
     if entry.models is not None and not all(entry.models):
         raise KeyFileError(f"{origin}: models has an empty name")
     rpm = settings.rate_limit_requests if entry.rpm is None else entry.rpm
@@ -114,12 +114,14 @@ def _tenant(entry: _KeyEntry, key: bytes, settings: Settings, origin: str) -> Te
 
 
 def _check_names(tenants: dict[bytes, Tenant], origins: dict[bytes, str]) -> None:
-    """Two keys may have one name, to replace one by the other, if they may do the same."""
+    """Two keys may have the same name, so that one can replace the other, if their permissions are
+    the same.
+    """
     by_name: dict[str, tuple[Tenant, str]] = {}
     for key, tenant in tenants.items():
         other, origin = by_name.setdefault(tenant.name, (tenant, origins[key]))
         if other != tenant:
-            raise KeyFileError(f"{origins[key]}: name: as in {origin}, with other limits")
+            raise KeyFileError(f"{origins[key]}: same name as {origin}, but other limits")
 
 
 def _read_file(path: Path) -> list[tuple[str, _KeyEntry]]:
@@ -132,7 +134,7 @@ def _read_file(path: Path) -> list[tuple[str, _KeyEntry]]:
     raw = _tables(text, path) if _TABLES.search(text) else _lines(text, path)
     entries = [(origin, _convert(fields, origin)) for origin, fields in raw]
     if not entries:
-        raise KeyFileError(f"--api-key-file: no key in {path}")
+        raise KeyFileError(f"--api-key-file: {path} has no keys")
     return entries
 
 
@@ -146,7 +148,7 @@ def _convert(fields: object, origin: str) -> _KeyEntry:
 def _tables(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     document = _toml(text, f"--api-key-file: {path}")
     if list(document) != ["key"] or not isinstance(document["key"], list):
-        raise KeyFileError(f"--api-key-file: {path} has something other than tables [[key]]")
+        raise KeyFileError(f"--api-key-file: {path} contains something other than [[key]] tables")
     for number, fields in enumerate(document["key"], 1):
         yield f"--api-key-file: {path}, key {number}", fields
 
@@ -170,7 +172,7 @@ def _fields(words: Sequence[str], origin: str) -> dict[str, Any]:
         if word.startswith("#"):
             break
         if not equals or name in fields:
-            raise KeyFileError(f"{origin}: after the key come fields like rpm=60, each once")
+            raise KeyFileError(f"{origin}: only fields like rpm=60 may follow the key, each once")
         fields[name] = value.split(",") if name == "models" else value
     return fields
 
@@ -179,7 +181,7 @@ def _toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of long numbers and deep arrays
-        # The message may show a part of the line, and so of a key.
+        # The message may show part of the line, and so of a key.
         place = re.search(r"\(at .*\)", str(error))
         shown = f" {place[0]}" if place else ""
         raise KeyFileError(f"{origin}: not valid TOML{shown}") from None

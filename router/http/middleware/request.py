@@ -1,4 +1,4 @@
-"""What every request gets, whatever its path: an id, a check of its key, an answer to errors."""
+"""Processing of every request, whatever its path: an id, a check of its key, error responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shared.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 _NAMES_MODELS = frozenset({"/health", "/readyz", "/metrics"})
-"""Paths without a key that say which models there are."""
+"""Paths, not protected by a key, that reveal the models."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -46,9 +46,10 @@ class RequestMiddleware:
         loop_lag: LoopLag,
         tracing: Tracing | None,
     ) -> None:
-        """``public_paths`` never need a key, ``metrics_key_paths`` that of ``--metrics-key`` alone,
-        ``admin_key_paths`` that of ``--admin-key``, where there is one.
-        ``metrics`` counts ``metric_paths`` by name."""
+        """``public_paths`` never require a key, ``metrics_key_paths`` only the ``--metrics-key``,
+        ``admin_key_paths`` the ``--admin-key``, if set. ``metrics`` counts ``metric_paths`` by
+        name.
+        """
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
@@ -77,7 +78,7 @@ class RequestMiddleware:
         path = self._strip_root_path(scope)
         record = RequestRecord.begin(scope, path, request_id, headers)
         limits_left: dict[str, str] = {}
-        """Headers that `router.fleet.tenants.rate_limits` fills while the request is admitted."""
+        """Headers that `router.fleet.tenants.rate_limits` sets while the request is admitted."""
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -111,7 +112,7 @@ class RequestMiddleware:
             record.error_code = "internal_error"
             logger.exception("%s %s failed (%s)", scope["method"], path, request_id)
             if record.status:
-                raise  # the answer has begun: the server closes the connection
+                raise  # the response has begun: the server closes the connection
             await error_response(InternalError(), scope)(scope, receive, send_with_id)
         finally:
             if (held := scope["state"].get("image_memory")) is not None:
@@ -119,7 +120,7 @@ class RequestMiddleware:
             self._finish(scope, path, record)
 
     def _finish(self, scope: Scope, path: str, record: RequestRecord) -> None:
-        """Count and log a request that has been answered."""
+        """Count and log an answered request."""
         state, status = scope["state"], str(record.final_status)
         known = path if path in self._metric_paths else state.get("template", "other")
         if (generation := state.get("generation")) is not None and generation.stream_error:
@@ -148,15 +149,15 @@ class RequestMiddleware:
             return self._admin_key.check(headers)
         if not self._keys and not self._hosts.allows(headers.get("host")):
             raise HostForbidden(
-                "This server has no keys, and answers only to names that it knows: set"
-                " --allowed-host to this name, or use keys."
+                "This server has no API keys, and responds only to known host names: add this "
+                "name with --allowed-host, or use API keys."
             )
         if is_public or path in self._metrics_key_paths:
             return EVERYBODY
         return self._keys.identify(headers)
 
     def _strip_root_path(self, scope: Scope) -> str:
-        """Return the path without ``--root-path``, which some proxies pass on and others strip."""
+        """Return the path without ``--root-path``, which some proxies keep and others strip."""
         path: str = scope["path"]
         if self._root_path and (path + "/").startswith(self._root_path + "/"):
             scope["root_path"] = self._root_path

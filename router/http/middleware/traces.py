@@ -1,4 +1,4 @@
-"""The span of a request in the router."""
+"""The trace span of a request in the router."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RequestTrace:
-    """The span of one request, below the client's if it sent a ``traceparent``."""
+    """The span of one request, a child of the client's span if it sent a ``traceparent``."""
 
     def __init__(self, tracing: Tracing, headers: Headers, record: RequestRecord) -> None:
         self._tracing = tracing
@@ -28,7 +28,9 @@ class RequestTrace:
         self.traceparent = tracing.traceparent(self._span)
 
     def end(self, scope: Scope, route: str) -> None:
-        """End the span, with that of the time in the queue. ``route`` is the path's template."""
+        """End the span, after adding one for the time in the queue. ``route`` is the path's
+        template.
+        """
         record, state = self._record, scope["state"]
         self._span.update_name(f"{record.method} {route}")
         attributes: dict[str, str | int | float] = {

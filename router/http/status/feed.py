@@ -1,7 +1,7 @@
-"""`/page/feed`: the state of the server once a second, as server-sent events, for the page.
+"""`/page/feed`: the state of the server once per second, as server-sent events, for the page.
 
-One sampler serves all viewers, and only while there are any; each event is encoded once. A viewer
-that reads slowly gets the newest state when it has read: nothing is queued for it.
+One sampler serves all viewers, and runs only while there are any; each event is encoded once. A
+slow viewer gets the newest state when it has read the last one: nothing is queued for it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ MAX_VIEWERS = 32
 HISTORY_SAMPLES = 300
 EVERY_S = 1.0
 WRITE_TIMEOUT_S = 30.0
-"""A viewer that takes no byte for so long is given up."""
+"""A viewer that reads nothing for this long is disconnected."""
 
 logger = logging.getLogger(__name__)
 
 
 class StatusFeed:
     """An ASGI application. Each viewer gets the ``history``, then ``status`` events: the first with
-    all engines, the others with those whose turn it is."""
+    all engines, the others with some engines in turn.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._history: deque[Point] = deque(maxlen=HISTORY_SAMPLES)
         self._sampler = StatusSampler(router)
         self._viewers: set[asyncio.Event] = set()
-        """Each is set when there is a new event, or none any more."""
+        """Each is set when there is a new event, or when there will be none."""
         self._task: asyncio.Task[None] | None = None
         self._sampled_at = 0.0
         self._status: ServerStatus | None = None
         self._event = b""
         self._first_event = b""
-        """For a new viewer. Empty until there is one since the last sample."""
+        """The history for new viewers. Empty until it is first requested after a sample."""
 
     @property
     def operation(self) -> Operation:
@@ -58,7 +59,7 @@ class StatusFeed:
         return Operation(
             "/page/feed",
             self,
-            "The state of the server once a second",
+            "State of the server once per second",
             "Server",
             access="metrics key" if has_key else "key",
             media_type="text/event-stream",
@@ -66,22 +67,22 @@ class StatusFeed:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Browsers ask nobody before a GET. Such a page could read nothing, and take all places.
+        # Browsers send a GET without asking. Such a page could read nothing, but occupy all slots.
         is_other_site = Headers(scope=scope).get("sec-fetch-site") == "cross-site"
         if is_other_site and not self._router.settings.cors_origin:
-            raise SiteForbidden("Pages of other sites get no feed: see --cors-origin.")
+            raise SiteForbidden("Pages of other sites cannot read the feed: see --cors-origin.")
         with self._viewer() as changed:
             async with cancel_on_disconnect(receive):
                 await self._show(changed, send)
 
     @contextmanager
     def _viewer(self) -> Iterator[asyncio.Event]:
-        """Count a viewer; the first one starts the sampler, and the last one ends it."""
+        """Count a viewer; the first one starts the sampler, and the last one stops it."""
         if self._router.ending.is_set():
             raise Unavailable("The server is shutting down.", code="shutting_down")
         if len(self._viewers) >= MAX_VIEWERS:
             raise TooManyRequests(
-                f"There are {MAX_VIEWERS} viewers, which is the limit.",
+                f"The limit of {MAX_VIEWERS} viewers is reached.",
                 code="too_many_viewers",
                 retry_after_s=10,
             )
@@ -123,7 +124,7 @@ class StatusFeed:
         return self._first_event
 
     async def _sample(self) -> None:
-        """Sample until the last viewer leaves or the server ends."""
+        """Sample until the last viewer leaves or the server stops."""
         ending = self._router.ending
         while not ending.is_set():
             wait_s = self._sampled_at + EVERY_S - time.monotonic()
@@ -149,7 +150,9 @@ def _encoded(status: ServerStatus) -> bytes:
 
 
 async def _write(send: Send, body: bytes) -> None:
-    """Send ``body``. Raises `ClientDisconnected` if nothing of what was sent before is read."""
+    """Send ``body``. Raises `ClientDisconnected` if the viewer reads nothing that was
+    sent before.
+    """
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,4 +1,4 @@
-"""What the status page shows: a sample of the server's state, and the samples of some minutes."""
+"""The data of the status page: a sample of the server's state, and the samples of some minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.wire import StoreStats
 
 
 class PromptTokens(Struct, frozen=True, kw_only=True):
-    """Tokens of prompts, by where their keys and values came from."""
+    """Prompt tokens, by the source of their keys and values."""
 
     ram: int = 0
     ssd: int = 0
@@ -22,16 +22,16 @@ class PromptProgress(Struct, frozen=True, kw_only=True):
     """The prompts that an engine has been computing for a while."""
 
     prompts: int
-    computed: int  # tokens of all of them, those found in a cache included
+    computed: int  # total tokens, including those found in a cache
     tokens: int  # of all of them
 
 
 class Rates(Struct, frozen=True, kw_only=True):
-    """What an engine did between its last two beats that were sampled."""
+    """Rates of an engine between its last two sampled heartbeats."""
 
-    generated: float  # tokens a second
-    prompt: float  # tokens of prompts a second, those of the cache included
-    steps: float  # steps a second
+    generated: float  # tokens per second
+    prompt: float  # prompt tokens per second, including those from the cache
+    steps: float  # steps per second
     batch: float | None = None  # rows of a decode step; None without steps
     step_s: float | None = None
 
@@ -48,24 +48,24 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     ready: bool
     trouble: str | None
     is_lost: bool
-    silence_s: float  # since its last beat
+    silence_s: float  # since its last heartbeat
     sequences: int  # placed there by this router
     max_sequences: int
     running: int
     waiting: int
-    rates: Rates | None  # None until two beats were sampled
-    memory_pressure: float  # the part of the KV memory that running sequences hold
+    rates: Rates | None  # None until two heartbeats were sampled
+    memory_pressure: float  # fraction of the KV memory held by running sequences
     memory_limit_bytes: int
     active_memory_bytes: int
     blocks: BlockCounts
-    recent_prompts: PromptTokens  # of the last minute, as far as it was sampled
+    recent_prompts: PromptTokens  # of the last minute, as far as sampled
     prompts: PromptTokens  # since the start of the engine
     ssd: StoreStats | None
     drafts: DraftTotals | None  # None without speculation
     preemptions: int
-    losses: int  # how often it was lost
+    losses: int  # number of times it was lost
     version: str
-    computing: PromptProgress | None = None  # None: no prompt takes long
+    computing: PromptProgress | None = None  # None: no prompt is taking long
 
 
 class ModelFigures(Struct, frozen=True, kw_only=True):
@@ -79,24 +79,24 @@ class ModelFigures(Struct, frozen=True, kw_only=True):
     kv_bits: int | None
     capabilities: list[str]
     queued: int
-    generated: float  # tokens a second
+    generated: float  # tokens per second
     first_token: Percentiles | None  # of the last minute
     between_tokens_s: float | None  # mean since the last sample
     engines: list[str]
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """What is plotted."""
+    """The plotted values."""
 
     at: float  # seconds since the epoch
-    generated: float  # tokens a second
-    prompt: float  # tokens of prompts a second
+    generated: float  # tokens per second
+    prompt: float  # prompt tokens per second, including those from the cache
     running: int  # sequences
     queued: int  # sequences
     batch: float | None  # rows of the decode steps of all engines
     first_token: float | None  # median of the last minute, in seconds
-    hit_rate: float | None  # part of the tokens of the last minute's prompts found in a cache
-    memory_pressure: float  # that of the engine that has most
+    hit_rate: float | None  # fraction of prompt tokens of the last minute found in a cache
+    memory_pressure: float  # of the engine with the highest pressure
 
 
 class ServerStatus(Struct, frozen=True, kw_only=True):
@@ -108,9 +108,9 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     reasons: list[str]
     now: Point
     first_token: Percentiles | None  # of the last minute
-    loop_lag_s: float  # the longest of the last minute
+    loop_lag_s: float  # max of the last minute
     viewers: int
     batches: BatchTotals
     models: list[ModelFigures]
-    engines: dict[str, EngineFigures]  # by name: of many engines some each time, all at first
-    incidents: list[Incident]  # the newest first
+    engines: dict[str, EngineFigures]  # by name: all at first; in a large fleet only some each time
+    incidents: list[Incident]  # newest first

@@ -1,6 +1,6 @@
-"""`/`: the page that shows what the server does, and has a place to chat.
+"""`/`: the page with the status of the server and a chat.
 
-Its files are those of `router/page/`, served as they are; they load nothing from elsewhere.
+Its files are in `router/page/`, served unchanged; they load nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, but asked for again with its ETag
+    "cache-control": "no-cache",  # cached, but revalidated with its ETag
 }
 
 
@@ -94,9 +94,9 @@ def operations(router: Router) -> list[Operation]:
 
 
 def _with_base(start: PageFile, root_path: str) -> PageFile:
-    """Return the page with addresses that are relative to ``root_path``, however it is asked for.
+    """Return the page with addresses relative to ``root_path``, for whatever path was requested.
 
-    Without one they are relative to its own address, which is right behind any proxy.
+    Without a root path they are relative to the page's own address, which works behind any proxy.
     """
     if not root_path:
         return start

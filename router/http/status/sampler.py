@@ -1,4 +1,4 @@
-"""Makes the samples that the status page shows (`router.http.status.figures`)."""
+"""Creates the samples shown on the status page (`router.http.status.figures`)."""
 
 from __future__ import annotations
 
@@ -32,21 +32,24 @@ from router.http.status.figures import (
 from shared.wire import DraftStats, EngineStats
 
 ENGINES_AT_ONCE = 16
-"""Those of a larger fleet take turns, so that a sample of it costs no more, and its event is no
-longer."""
+"""The engines of a larger fleet take turns, so that a sample costs no more and its event is no
+longer.
+"""
 _SHARES_S = 60.0
 _NO_PROMPTS = PromptProgress(prompts=0, computed=0, tokens=0)
 _LONG_S = 1.0
-"""A prompt is shown as being computed after so long: two beats have told of it then. Short ones
-would come and go between two samples."""
+"""A prompt is shown as being computed after this time: two heartbeats have reported it then. Short
+prompts would come and go between two samples.
+"""
 _STALE_S = 3.0
-"""Rates are over no longer times: an earlier sample is of when somebody watched before."""
+"""Max interval for rates: an earlier sample dates from an earlier viewer."""
 
 
 @dataclass
 class _Beats:
-    """The figures of one engine, by the times of the beats that brought them: of each sample one,
-    those of the last minute."""
+    """The figures of one engine at the times of its heartbeats: one per sample, for the last
+    minute.
+    """
 
     sampled: deque[tuple[float, EngineStats]] = field(default_factory=deque)
 
@@ -77,21 +80,21 @@ class _Beats:
         )
 
     def prompts(self) -> PromptTokens:
-        """Return where the tokens of the last minute's prompts came from."""
+        """Return where the prompt tokens of the last minute came from."""
         return _prompts(self.sampled[-1][1], self.sampled[0][1])
 
 
 class StatusSampler:
-    """Makes samples. Rates are between a sample and the one before."""
+    """Creates samples. Rates are computed between a sample and the previous one."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._beats: dict[Engine, _Beats] = {}
         self._computing: dict[Engine, PromptProgress] = {}
         self._figures: dict[Engine, EngineFigures] = {}
-        """As they were last made; the oldest first."""
+        """Engines by their last update, oldest first."""
         self._gaps: dict[str, tuple[float, int]] = {}
-        """By model: the sum and the number of times between tokens, at the last sample."""
+        """By model: sum and count of the times between tokens, at the last sample."""
         self._sampled_at = 0.0
 
     @property
@@ -139,7 +142,7 @@ class StatusSampler:
         )
 
     def _some_figures(self, rates: dict[Engine, Rates | None]) -> dict[str, EngineFigures]:
-        """Make the figures of engines that have none, and those that are the oldest."""
+        """Compute the figures of engines that have none, and of those with the oldest."""
         now = time.monotonic()
         if now - self._sampled_at > _STALE_S:
             self._figures.clear()
@@ -223,7 +226,7 @@ class StatusSampler:
 
 
 def _long_prompts(in_flight: Iterable[InFlight]) -> dict[Engine, PromptProgress]:
-    """Return how far the prompts are that engines have had for `_LONG_S`, by engine."""
+    """Return the progress of the prompts that engines have had for `_LONG_S`, by engine."""
     found: dict[Engine, PromptProgress] = {}
     placed_before = time.monotonic() - _LONG_S
     for entry in in_flight:
@@ -259,14 +262,14 @@ def _drafts(stats: DraftStats) -> DraftTotals:
 
 
 def _mean_batch(rates: list[Rates]) -> float | None:
-    """Return the mean number of rows of a step, over the steps of all engines."""
+    """Return the mean number of rows per step, over the steps of all engines."""
     steps = sum(each.steps for each in rates)
     rows = sum(each.steps * (each.batch or 0.0) for each in rates)
     return round(rows / steps, 2) if steps else None
 
 
 def _hit_rate(prompts: Iterable[PromptTokens]) -> float | None:
-    """Return which part of the tokens of prompts was found in a cache; None without any."""
+    """Return the fraction of prompt tokens found in a cache; None if there are none."""
     found = computed = 0
     for each in prompts:
         found += each.ram + each.ssd

@@ -273,7 +273,7 @@ def test_a_killed_engine_costs_only_time(server: Server) -> None:
     killer.join()
     assert np.array_equal(found[:3], wanted)
     assert any("engine bert-0 is lost" in line for line in server.log)
-    assert any("is submitted once more" in line for line in server.log)
+    assert any("is resubmitted" in line for line in server.log)
 
 
 def test_a_client_that_leaves_frees_its_texts(server: Server) -> None:

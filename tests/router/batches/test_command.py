@@ -96,7 +96,7 @@ def test_what_is_wrong_is_one_line(
     assert run.returncode == 2
     run = command(server, written(tmp_path / "empty.jsonl"), target)
     _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "no lines" in said
+    assert run.returncode == 1 and "is empty" in said
     run = command(server, written(tmp_path / "twice.jsonl", line("a"), line("a")), target)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 1 and "line 2:" in said

@@ -75,7 +75,7 @@ def test_a_restart_is_given_up_with_a_line_if_an_engine_does_not_come_back(
         await until(lambda: not router.administration.restarting)
 
     roll(wait)
-    assert "engine one has been away for 0 s; these are not restarted: two" in caplog.text
+    assert "engine one did not come back within 0 s; not restarting: two" in caplog.text
 
 
 def test_a_restart_waits_for_an_engine_that_loads(roll: Callable[[Act], None]) -> None:

@@ -251,7 +251,7 @@ def test_missing_beats_make_the_server_unready(
     server.wait_ready()
     engine.behaviour.beats = False
     eventually(lambda: server.client.get("/readyz").status_code == 503)
-    assert "no beat" in server.client.get("/readyz").text
+    assert "no heartbeat" in server.client.get("/readyz").text
     engine.behaviour.beats = True
     server.wait_ready()
     assert text_of(server.chat("x")) == "hi"
@@ -295,7 +295,7 @@ def test_a_restart_is_noticed_before_the_beats_are_missed(
     start_engine(server, name="again", script=says("hi"))
     assert text_of(answer.result(60)) == "hi"
     log = server.log.read_text()
-    assert "engine again is lost: sent no beat" not in log and "engine again is lost" in log
+    assert "engine again is lost: sent no heartbeat" not in log and "engine again is lost" in log
 
 
 def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start, says: Any) -> None:

@@ -263,5 +263,5 @@ def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
     assert server.log.read_text().count("this router counts alone") == 1
     redis.start()
     eventually(lambda: server.chat("x").status_code == 200)
-    assert server.log.read_text().count("it answers again") == 1
+    assert server.log.read_text().count("connected again") == 1
     assert "limits_store_up 1.0" in server.client.get("/metrics").text

@@ -50,7 +50,7 @@ def test_another_version_of_a_model_takes_over_when_it_is_ready(
     eventually(lambda: bool(second.got(Ping)))
     assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 1
     second.behaviour.phase = "ready"
-    eventually(lambda: "model tiny has a new version now" in server.log.read_text())
+    eventually(lambda: "model tiny has a new version" in server.log.read_text())
     assert text_of(server.chat("x")) == "new"
     assert server.chat("x", max_tokens=601).status_code == 400
     first.behaviour.hold_tokens_after = None

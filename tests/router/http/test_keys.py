@@ -86,25 +86,25 @@ def test_a_key_that_is_alone_has_any_priority(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no key in"),
-        ("# nothing\n", "no key in"),
-        ("secret rpm", "line 1: after the key come fields"),
-        ("secret rpm=1 rpm=2", "line 1: after the key come fields"),
+        ("", "has no keys"),
+        ("# nothing\n", "has no keys"),
+        ("secret rpm", "line 1: only fields like rpm=60 may follow"),
+        ("secret rpm=1 rpm=2", "line 1: only fields like rpm=60 may follow"),
         ("ok\nsecret rpm=many", "line 2: Expected `int |"),
-        ("secret rpm=-1", "line 1: rpm is not from 0 to"),
+        ("secret rpm=-1", "line 1: rpm must be between 0 and"),
         ("secret colour=red", "line 1: Object contains unknown field `colour`"),
         ("secret name=a/b", "line 1: name: letters"),
         ("secret name=key-1", "line 1: name: letters"),
         ("secret models=", "line 1: models has an empty name"),
-        ("secret\nother\nsecret", "line 3: the same key as in"),
-        ("secret name=x rpm=1\nother name=x rpm=2", "line 2: name: as in"),
-        ("s\u00e9cret", "a key is printable ASCII"),
+        ("secret\nother\nsecret", "line 3: the key is already set in"),
+        ("secret name=x rpm=1\nother name=x rpm=2", "line 2: same name as"),
+        ("s\u00e9cret", "a key must be printable ASCII"),
         ('{ key = "secret', "line 1: not valid TOML"),
         ('[[key]]\nkey = "secret\n', "not valid TOML (at line 2"),
         ('{ key = "secret", rpm = ' + 5000 * "9" + " }", "line 1: not valid TOML"),
         ('{ key = "secret", x = ' + 100_000 * "[", "line 1: not valid TOML"),
-        ("secret rpm=" + 400 * "9", "line 1: rpm is not from 0 to 1000000000000"),
-        ("[key]\na = 1", "something other than tables"),
+        ("secret rpm=" + 400 * "9", "line 1: rpm must be between 0 and 1000000000000"),
+        ("[key]\na = 1", "something other than [[key]] tables"),
         ('[[key]]\nname = "x"', "key 1: Object missing required field `key`"),
     ],
 )
@@ -181,7 +181,10 @@ def test_a_key_has_its_own_bound(
     answers = [background(ask, shared_server, "three") for _ in range(4)]
     eventually(lambda: sum(answer.done() for answer in answers) == 1)
     (refused,) = (answer.result() for answer in answers if answer.done())
-    assert refused.json()["error"]["message"] == "This API key has 3 requests, which is its limit."
+    assert (
+        refused.json()["error"]["message"]
+        == "This API key has reached its limit of 3 concurrent requests."
+    )
     slow_engine.behaviour.hold_tokens_after = None
     assert sorted(answer.result(60).status_code for answer in answers) == [200, 200, 200, 429]
 
@@ -301,7 +304,7 @@ def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
     eventually(lambda: status_of(server, "second") == 200)
     assert status_of(server, "first") == 401
     path.write_text("")
-    eventually(lambda: "the API keys stay as they were: --api-key-file: no key" in log_of(server))
+    eventually(lambda: "the API keys, they stay as they were: --api-key-file: " in log_of(server))
     path.unlink()
     eventually(lambda: "stay as they were: --api-key-file: cannot read" in log_of(server))
     assert status_of(server, "second") == 200

@@ -67,8 +67,7 @@ class EngineCore:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """``pixels`` holds the results of picture requests for the executor; None if it accepts
-        none. ``on_idle`` is called whenever there is nothing to run.
-        """
+        none. ``on_idle`` is called whenever there is nothing to run."""
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store

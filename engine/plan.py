@@ -29,8 +29,7 @@ from shared.wire import Grammar, PackedLogprobs, SamplingParams, TokenLogprobs
 
 Payload = tuple[bytes | memoryview, ...]
 """The content of a block or a snapshot: one buffer per storage group of the model, or per array of
-its state. Order and sizes are the same throughout a namespace.
-"""
+its state. Order and sizes are the same throughout a namespace."""
 
 
 class StateSearch(NamedTuple):
@@ -102,8 +101,7 @@ class Insert(PlanOp, frozen=True):
 
 class BlockName(PlanOp, frozen=True):
     """The kvstore's name for a block or snapshot that this plan inserts or exports. Other ranks
-    need it, because each inserts and stores its own part.
-    """
+    need it, because each inserts and stores its own part."""
 
     block_id: int  # of the block or the snapshot
     hash: bytes
@@ -157,8 +155,7 @@ class Decode(PlanOp, frozen=True):
     position: int  # of the input token; its KV is written here
     token_id: int | None
     """The input token. None is the token sampled by the slot's previous decode, which the scheduler
-    may not have seen yet.
-    """
+    may not have seen yet."""
     output_index: (
         int  # index of the output in its request; determines the noise together with the seed
     )
@@ -168,19 +165,16 @@ class Decode(PlanOp, frozen=True):
     logprobs: int | None = None  # number of alternatives to return
     history: tuple[int, ...] | None = None
     """All tokens at the positions before this one. Sent with the first decode in a slot if sampling
-    looks back or there is a grammar.
-    """
+    looks back or there is a grammar."""
     constrained: bool = False
     """The token must be one that the grammar allows; a ``forbidden`` token only if the grammar
-    allows nothing else.
-    """
+    allows nothing else."""
     grammar: Grammar | None = None  # sent with the first decode in a slot
     forced: int | None = None  # the token to choose, regardless of probability and grammar
     shift: int = 0  # added to the position that the model uses for rotation
     drafts: tuple[int, ...] = ()
     """Guessed tokens after the input, which is then given and not ``forced``. ``forbidden`` applies
-    after each of them. None ends the sequence.
-    """
+    after each of them. None ends the sequence."""
     guesses: int = 0
     """How many tokens after the run the executor may guess itself, where it can
     (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
@@ -189,8 +183,7 @@ class Decode(PlanOp, frozen=True):
 
 class EncodePicture(PlanOp, frozen=True):
     """Compute embeddings of a picture, or continue computing them. Its arrays are stored with those
-    received in requests (`engine.vision.pixels`).
-    """
+    received in requests (`engine.vision.pixels`)."""
 
     digest: bytes
     token_ids: tuple[int, ...]  # of the picture in a prompt
@@ -210,16 +203,14 @@ class Chunk(PlanOp, frozen=True):
     """Compute the KV of consecutive tokens without sampling: the last token of a prompt goes
     through a `Decode`. The chunks of a plan form a pass, identified by the number of the plan.
     Later plans may compute the rest of it (`Stretch`); until then no other operation uses their
-    slots.
-    """
+    slots."""
 
     slot: Slot
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     target_ids: tuple[int, ...] = ()
     """The tokens that follow each of the first of ``token_ids``. Their log-probabilities are
-    returned (`PromptLogprobs`).
-    """
+    returned (`PromptLogprobs`)."""
     logprobs: int = 0  # number of alternatives to return with each
     pictures: tuple[ShownPart, ...] = ()
     shift: int = 0  # as in `Decode`
@@ -239,14 +230,12 @@ class Stretch(PlanOp, frozen=True):
     number: int  # of the pass: the step whose plan had its chunks, this one or an earlier one
     end: int
     """Number of layers of the pass to compute. It is complete with
-    `ExecutorSpec.layers` or more.
-    """
+    `ExecutorSpec.layers` or more."""
 
 
 class Save(PlanOp, frozen=True):
     """Copy consecutive positions of a slot into new blocks, as they are after this plan's decodes
-    and chunks.
-    """
+    and chunks."""
 
     slot: Slot
     start: int  # position of the first block
@@ -309,30 +298,25 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to ``tokens``
     guesses: tuple[tuple[int, ...], ...] = ()
     """Guesses for the tokens after the run of each decode; empty if the executor
-    guessed nothing.
-    """
+    guessed nothing."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """New results for chunks with ``target_ids``, of this plan or an earlier one: without gaps, and
-    before the result of the slot's first decode.
-    """
+    before the result of the slot's first decode."""
     exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
     """The slots whose chunk or grammar raised an exception, with the reason. Nothing of theirs was
-    saved, and the rest of the chunk's pass is dropped; everything else in the plan was done.
-    """
+    saved, and the rest of the chunk's pass is dropped; everything else in the plan was done."""
     failed_pictures: tuple[tuple[bytes, str], ...] = ()
     """Digests of pictures whose encoding failed, with the reason. Nothing is kept for them."""
     elapsed_s: float = 0.0  # time on the device of a step that overlapped with no other step
     chunks_apart: bool = False  # whether ``elapsed_s`` is without the chunks
     chunk_times: tuple[tuple[int, float], ...] = ()
     """New measurements of the time that such steps took for chunks: number of the step, and
-    seconds.
-    """
+    seconds."""
     build_s: float = 0.0  # host time to build and dispatch the step
     sample_s: float = 0.0
     """Host time to sample tokens. If the host is the device, neither this nor ``build_s`` includes
-    computation time.
-    """
+    computation time."""
 
     @property
     def run_lengths(self) -> tuple[int, ...]:

@@ -33,8 +33,7 @@ class StoreClock:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``saved`` is the last result of `saved`. If it is missing or damaged, the clock starts at
-        wall time.
-        """
+        wall time."""
         self._wall = wall
         self._monotonic = monotonic
         self._offset_s = _resume(saved, wall()) - monotonic()

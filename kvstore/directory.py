@@ -305,8 +305,7 @@ class BlockDirectory:
 
 def scan_blocks(root: Path, foreign: list[str]) -> Iterator[tuple[BlockKey, FileInfo]]:
     """Yield every block below ``root``, in no particular order, whoever owns it. The paths of other
-    entries are added to ``foreign``.
-    """
+    entries are added to ``foreign``."""
     for namespace in _entries(str(root), foreign):
         if namespace.name in _OWN or namespace.name.startswith(_NONCE):
             continue

@@ -25,8 +25,7 @@ _SORTED_RUN = 16384
 """Number of blocks sorted at once: sorting a million would stop all threads for a second."""
 IN_USE_S = 86400.0
 """How long a model keeps its share of the space after its last use: overnight, while its users
-sleep.
-"""
+sleep."""
 
 
 class LruIndex:

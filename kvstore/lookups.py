@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 MAX_QUEUED_PER_ENGINE = 512
 PATIENCE_S = 1.0
 """A look-up that takes longer means that the disk hangs. Until it returns, all others miss
-immediately, because an engine is waiting for the answer.
-"""
+immediately, because an engine is waiting for the answer."""
 
 logger = logging.getLogger(__name__)
 

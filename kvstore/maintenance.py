@@ -139,8 +139,7 @@ def _read(root: Path, key: BlockKey) -> bytes | None:
 
 def _last_used(member: tarfile.TarInfo) -> float:
     """Return the time of use in an archive; 0 if it is invalid, because the archive may be
-    untrusted.
-    """
+    untrusted."""
     at = float(member.mtime)
     return at if 0 <= at < _LATEST else 0.0
 

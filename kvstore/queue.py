@@ -40,8 +40,7 @@ class WriteQueue:
 
     def push(self, put: PendingWrite) -> list[PendingWrite]:
         """Add ``put``. Return the blocks dropped to make room: ``put`` itself, or the last ones of
-        the engine with the most queued bytes.
-        """
+        the engine with the most queued bytes."""
         displaced: list[PendingWrite] = []
         own_bytes = _num_bytes(self._by_engine.get(put.engine, ())) + len(put.data)
         while self._is_full(put):
@@ -60,8 +59,7 @@ class WriteQueue:
 
     def drop(self, namespace: str) -> None:
         """Drop the blocks of ``namespace``. Their engines were told that they are stored, or have
-        given up on them.
-        """
+        given up on them."""
         for engine, waiting in list(self._by_engine.items()):
             kept = deque(put for put in waiting if put.key.namespace != namespace)
             self._num_blocks -= len(waiting) - len(kept)

@@ -60,8 +60,7 @@ class Server:
         gatekeeper: Gatekeeper | None = None,
     ) -> None:
         """With ``acknowledges_early``, a put is acknowledged once it is queued, and reported again
-        if it is lost after that; otherwise it is acknowledged once the block is on disk.
-        """
+        if it is lost after that; otherwise it is acknowledged once the block is on disk."""
         self._directory = directory
         self._store = store
         self._writer = writer

@@ -40,8 +40,7 @@ class DiskSpace:
 
     def shortfall(self, incoming_bytes: int) -> int:
         """Return how much to delete before ``incoming_bytes`` are written; nothing if it is not
-        positive.
-        """
+        positive."""
         free_bytes = self._measure()
         if self._clock() < self._settled_at:
             free_bytes = max(free_bytes, self._expected_bytes)

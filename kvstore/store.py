@@ -22,8 +22,7 @@ CLOCK_INTERVAL_S = 60.0
 
 _AGE_PER_POSITION_S = 1e-6
 """Each block of a chain counts as this much older than the previous one. The rest of a chain is
-useless without its first blocks, so these are evicted last.
-"""
+useless without its first blocks, so these are evicted last."""
 _OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY)
 """Errors that concern one file and not the whole disk."""
 _OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -74,8 +73,7 @@ class DiskStore:
         self._index = LruIndex()
         self._unremoved: dict[BlockKey, int] = {}
         """Sizes of evicted and bad blocks whose files could not be deleted. They count as misses,
-        and against the limit until they are gone.
-        """
+        and against the limit until they are gone."""
         self._is_gone = False  # whether the directory is
         self._refused_bytes = 0  # size of the last block that did not fit on the disk
         self._unsaved_use_times: dict[BlockKey, float] = {}
@@ -127,8 +125,7 @@ class DiskStore:
 
     def touch(self, keys: Sequence[BlockKey]) -> int:
         """Mark the blocks of a chain, given from its start, as most recently used, up to the first
-        missing one. Return their number.
-        """
+        missing one. Return their number."""
         sizes = list(itertools.takewhile(lambda size: size is not None, map(self._size_of, keys)))
         now = self._clock()
         for position in range(len(sizes) - 1, -1, -1):
@@ -203,8 +200,7 @@ class DiskStore:
 
     def flush(self) -> None:
         """Write the times of use to the disk, evict blocks over the limits, and check a failed
-        disk.
-        """
+        disk."""
         if not self._is_directory_there():
             return
         with self._lock:
@@ -363,8 +359,7 @@ class DiskStore:
 
     def _is_directory_there(self) -> bool:
         """Return whether the directory exists. If it is gone, forget its blocks, and use it again
-        when it is back.
-        """
+        when it is back."""
         there = self._directory.is_there()
         if there and not self._is_gone:
             return True

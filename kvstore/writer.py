@@ -88,8 +88,7 @@ class Writer:
 
     def clear(self, namespace: str) -> None:
         """Queue the removal of all blocks of ``namespace``, including those waiting to
-        be written.
-        """
+        be written."""
         with self._condition:
             self._puts.drop(namespace)
             self._to_clear.add(namespace)

@@ -98,8 +98,7 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 class Forbidden(ApiError, status=403, type="permission_error"):
     """The API key may not use the model or manage models, or is not the admin key; or a server
-    without keys was called by an unknown host name.
-    """
+    without keys was called by an unknown host name."""
 
 
 class ModelForbidden(Forbidden, code="model_not_allowed"): ...

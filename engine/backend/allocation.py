@@ -25,8 +25,7 @@ _TUNABLES = {
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return variables to add to the environment ``given`` of an engine, except those already set
-    in it.
-    """
+    in it."""
     if VARIABLE in given:
         return {}
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}

@@ -84,8 +84,7 @@ class Codes:
 
 def code_bits(bits: int, mode: str) -> int | None:
     """Return the bits of the codes for weights quantized by MLX in this way, None if
-    unsupported.
-    """
+    unsupported."""
     return 8 if mode in SMALL_FLOATS else WIDER.get(bits) if mode == "affine" else None
 
 

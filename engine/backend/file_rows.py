@@ -39,8 +39,7 @@ class FileRows:
 
     def __init__(self, file: Path, start: int, shape: Sequence[int], kind: str) -> None:
         """``start``: the offset of the array in ``file``, in bytes. ``kind``: its type
-        in the file.
-        """
+        in the file."""
         self._file = file.open("rb")
         self._state = self._found_state()
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -75,8 +74,7 @@ class FileRows:
 
 def find(files: Sequence[Path], arrays: Mapping[str, mx.array]) -> dict[str, FileRows]:
     """Return by name the rows of those ``arrays`` that are in safetensors ``files`` with the same
-    content, whatever their names in the files, in the same or a narrower type.
-    """
+    content, whatever their names in the files, in the same or a narrower type."""
     try:
         headers = [(file, *read_header(file)) for file in files]
         found = {name: _found(headers, array) for name, array in arrays.items()}

@@ -16,8 +16,7 @@ VARIABLE = "MLX_LM_SERVER_GPU_PATH"
 
 forced = False
 """Whether a CPU currently follows the GPU path: call costs measured then say nothing
-about a GPU.
-"""
+about a GPU."""
 
 
 def force_if_asked() -> None:

@@ -26,8 +26,7 @@ CONTRIB = "com.microsoft"
 
 SPIN_US = 10
 """Microseconds that threads spin for more work before they sleep: about until the next product of a
-session begins. Waking a thread takes longer.
-"""
+session begins. Waking a thread takes longer."""
 
 _CHECKED_ROWS = (1, 2, 3, 5, 8, 13, 16, 33, 129, 256)
 _CHECKED_SHAPE = 272, 600
@@ -244,8 +243,7 @@ class Graph:
 
 def _lent(array: NDArray[Any], number: int) -> Any:
     """Return ``array`` as a value of ONNX Runtime, valid until the next one with its shape and
-    number.
-    """
+    number."""
     import onnxruntime
 
     key = (number, *array.shape)

@@ -21,8 +21,7 @@ from engine.backend.graphs import CONTRIB, Graph, Session
 Precision = Literal["exact", "compact", "fast"]
 """``exact`` and ``compact`` multiply activations in fp32, ``fast`` rounds them to 8 bits in each
 group. ``exact`` converts the codes to fp32 once. ``compact`` keeps codes, which each product
-converts to fp32: 4 bits in an eighth of the memory, 8 bits as two 4-bit products in a quarter.
-"""
+converts to fp32: 4 bits in an eighth of the memory, 8 bits as two 4-bit products in a quarter."""
 
 SameBits = Literal["any", "even", "none"]
 """The numbers of rows for which a row of a product has the same bits."""
@@ -98,8 +97,7 @@ class QuantizedWeight:
 
 def _around_middle(graph: Graph, x: str, codes: Codes, level: int, *, packed: bool) -> str:
     """Add the product of ``x`` with the codes' distances from their middle, times the scales. With
-    ``packed``, the scales are dropped once the session is created.
-    """
+    ``packed``, the scales are dropped once the session is created."""
     out, width = codes.shape
     return graph.node(
         "MatMulNBits",
@@ -138,8 +136,7 @@ def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
 @cache
 def packs_scales(bits: int, group_size: int, level: int) -> bool:
     """Return whether products with this kind of codes never read the original scales after packing
-    them. ONNX Runtime keeps both.
-    """
+    them. ONNX Runtime keeps both."""
     codes = _tried(bits, group_size)
     rows = _rows(codes)
 

@@ -106,8 +106,7 @@ class Embedding:
 
     def read_from(self, files: Sequence[Path]) -> None:
         """Drop the rows in memory, including the module's, if safetensors ``files`` have the same
-        rows. They do not if the weight was converted, divided or merged.
-        """
+        rows. They do not if the weight was converted, divided or merged."""
         arrays, self._arrays = self._arrays, {}
         parts = file_rows.find(files, arrays)
         if len(parts) == len(arrays):

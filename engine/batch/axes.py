@@ -33,8 +33,7 @@ class Axes:
 
 def axes_of_pairs(sections: Sequence[int], *, interleaved: bool) -> list[int]:
     """Return the axis of each pair of a head. ``sections`` are the numbers of pairs per axis,
-    either consecutive or interleaved while any are left.
-    """
+    either consecutive or interleaved while any are left."""
     found = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if not interleaved:
         return found
@@ -73,8 +72,7 @@ class AxesRope(nn.Module):  # type: ignore[misc]
 
 def take_axes(model: Any) -> None:
     """Make the layers of a language model accept `Axes` as offsets. Raises: ValueError if they
-    rotate differently from `AxesRope`.
-    """
+    rotate differently from `AxesRope`."""
     inner = getattr(model, "language_model", model)
     for layer in inner.model.layers:
         rope = layer.self_attn.rope

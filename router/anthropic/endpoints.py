@@ -64,8 +64,7 @@ class Messages(ChatEndpoint[MessagesRequest]):
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
         """Return the limit on the answer's tokens. The field is required, so clients that want no
-        limit send a number larger than any model's.
-        """
+        limit send a number larger than any model's."""
         limit = model.settings.max_generation_tokens
         return min(super().max_tokens(request, model) or limit, limit)
 

@@ -59,8 +59,7 @@ class _OpenThinking(_OpenContentBlock):
     @property
     def _signature(self) -> str:
         """A signature, because clients expect one. The server accepts thinking with any signature
-        or none.
-        """
+        or none."""
         if not self.text:
             return ""
         digest = hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=24)

@@ -13,8 +13,7 @@ from router.schemas.requests import MAX_STOP_STRINGS, Count, SamplingRequest, St
 
 class BlockSource(Struct, frozen=True, kw_only=True):
     """The source of an image or document: ``data`` (base64, or plain text for a document of type
-    ``text``), ``url``, or blocks in ``content``.
-    """
+    ``text``), ``url``, or blocks in ``content``."""
 
     type: str
     media_type: str | None = None
@@ -42,8 +41,7 @@ class ContentBlockParam(Struct, frozen=True, kw_only=True):
 
     def image_chars(self, depth: int = 3) -> int:
         """Return the number of characters of the images in this block and the blocks nested in it:
-        an image in a document in a tool result has ``depth`` 3.
-        """
+        an image in a document in a tool result has ``depth`` 3."""
         source, inner = self.source, self.content
         blocks = inner if isinstance(inner, list) else []
         if source is not None and isinstance(source.content, list):
@@ -69,8 +67,7 @@ class AnthropicTool(Struct, frozen=True, kw_only=True):
     @property
     def is_anthropics(self) -> bool:
         """Whether Anthropic defines the tool, in which case this server ignores it. Such types end
-        in a date.
-        """
+        in a date."""
         return self.type is not None and re.search(r"_20\d{6}\Z", self.type) is not None
 
 

@@ -46,8 +46,7 @@ from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 _BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _BILLING = "x-anthropic-billing-header:"
 """The first words of a block from Claude Code that is not meant for the model and changes with each
-version: in the prompt it would only prevent cache hits.
-"""
+version: in the prompt it would only prevent cache hits."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -85,8 +84,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 def with_notes(body: CountTokensRequest) -> CountTokensRequest:
     """Return ``body`` with a note in place of each unsupported block, except images: whether these
-    are supported depends on the model.
-    """
+    are supported depends on the model."""
     messages = [
         replace(param, content=_noted(param.content, images=param.role == "user"))
         for param in body.messages

@@ -157,8 +157,7 @@ def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def _check_values(body: bytes, most: int) -> None:
     """Raise `BodyTooLarge` if ``body`` may contain more JSON values than a body of ``most`` bytes:
-    decoding them blocks the interpreter. Base64 contains none of the counted characters.
-    """
+    decoding them blocks the interpreter. Base64 contains none of the counted characters."""
     count = 0
     for start in range(0, len(body), _PIECE_BYTES):
         piece = body[start : start + _PIECE_BYTES]

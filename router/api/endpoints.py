@@ -79,8 +79,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
     def stored_bytes(self, body: _Body) -> int:
         """Return the size of stored data that ``body`` refers to, in addition to its own. Raises
-        `ApiError`.
-        """
+        `ApiError`."""
         return 0
 
     @abstractmethod
@@ -108,8 +107,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         self, request: _Request, generation: Generation, size: int, state: State
     ) -> tuple[_Request, int]:
         """Return ``request``, whose body has ``size`` bytes, with its images prepared for the
-        model, and the number of bytes without them. Raises `ApiError`.
-        """
+        model, and the number of bytes without them. Raises `ApiError`."""
         return request, size
 
     def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
@@ -126,8 +124,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
     def prediction(self, request: _Request, model: Model) -> tuple[int, ...]:
         """Return the tokens that the answer is expected to repeat. Raises
-        `ContextLengthExceeded`.
-        """
+        `ContextLengthExceeded`."""
         return ()
 
     def max_tokens(self, request: _Request, model: Model) -> int | None:
@@ -352,8 +349,7 @@ async def _abort_on_disconnect(receive: Receive, generation: Generation) -> Asyn
 
 async def loaded_model(router: Router, name: str | None, http: Request) -> Model:
     """Return the model called ``name`` once it is loaded. Raises what `Router.loaded_model` raises,
-    and `ClientDisconnected`.
-    """
+    and `ClientDisconnected`."""
     tenant: Tenant = http.state.tenant
     if router.unloaded_model(name, tenant) is None:
         return router.model_for(name, tenant)

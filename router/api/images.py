@@ -61,8 +61,7 @@ def _replaced(
     messages: Sequence[ChatMessage], contents: Iterable[ContentPart]
 ) -> list[ChatMessage]:
     """Return ``messages`` with each image replaced by the next of ``contents``. Messages without
-    images are not copied: this runs on the event loop, and there may be many.
-    """
+    images are not copied: this runs on the event loop, and there may be many."""
     following = iter(contents)
     found = list(messages)
     for index, message in enumerate(found):

@@ -34,8 +34,7 @@ Access = Literal["open", "key", "metrics key", "admin key"]
 @dataclass(frozen=True)
 class Operation:
     """One method of one path. Each ``..._type`` is a type whose JSON schema msgspec can
-    generate.
-    """
+    generate."""
 
     path: str
     """In Starlette's syntax, which may have converters: ``/v1/models/{model:path}``."""

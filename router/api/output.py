@@ -49,8 +49,7 @@ class OpenBlock(ABC, Generic[_Block, _Event]):
 
 class OutputBuilder(Generic[_Block, _Event]):
     """Divides an answer into blocks of reasoning, text or tool calls. A block lasts until the next
-    begins.
-    """
+    begins."""
 
     def __init__(
         self,
@@ -82,8 +81,7 @@ class OutputBuilder(Generic[_Block, _Event]):
 
     def finish(self, last_status: BlockStatus = "completed") -> list[_Event]:
         """End the answer and return the closing events. ``last_status`` is the status of the last
-        block.
-        """
+        block."""
         rest = self._whitespace.finish()
         events = self._extend("text", self._open_text, rest) if rest else []
         return events + self._close(last_status)
@@ -118,8 +116,7 @@ def encode_events(*events: msgspec.Struct) -> bytes:
 
 def json_object(arguments: str) -> dict[str, Any]:
     """Return the decoded ``arguments`` of a tool call; an empty object if the answer was cut off
-    inside them.
-    """
+    inside them."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

@@ -47,8 +47,7 @@ def content_note(content_type: str) -> str:
 
 def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | list[ContentPart]:
     """Return a message's content: text, joined with ``separator``, or a list if there
-    are images.
-    """
+    are images."""
     found: list[str | SentImage] = []
     for part in parts:
         if isinstance(part, str) and found and isinstance(found[-1], str):
@@ -62,8 +61,7 @@ def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | li
 
 def with_sent_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return ``messages`` from a client of OpenAI's chat API with each image as a `SentImage`.
-    Raises `InvalidRequest`.
-    """
+    Raises `InvalidRequest`."""
     return [
         replace(message, content=_with_sent_images(message.content, f"{path}.content"))
         if isinstance(message.content, list)

@@ -25,13 +25,11 @@ class OutputWriter(Protocol):
     """Sent while there is no event to send, to keep the connection alive."""
     repeats_request: bool
     """Whether complete answers, `stream_start` and `stream_end` contain the request, which may be
-    large: they are then written on a thread.
-    """
+    large: they are then written on a thread."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         """Return the complete answer of a finished ``generation``, in pieces; ``deltas`` has one
-        per choice.
-        """
+        per choice."""
 
     def stream_start(self, generation: Generation) -> bytes: ...
 

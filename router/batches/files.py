@@ -250,8 +250,7 @@ def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewF
 
 def _check_origin(headers: Headers) -> None:
     """Any web page can post a form to any server without permission: without a key it could fill
-    the disk.
-    """
+    the disk."""
     if "origin" in headers and not {"authorization", "x-api-key"} & set(headers.keys()):
         raise Forbidden("Uploads from web pages require an API key.", code="key_needed")
 
@@ -273,8 +272,7 @@ def _storage_full(limit_mb: int) -> InvalidRequest:
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:
     """Keep reading for a moment: closing while the client is still sending resets the connection,
-    and the client would never see the answer.
-    """
+    and the client would never see the answer."""
     try:
         async with asyncio.timeout(_DISCARD_S):
             while await anext(chunks, None) is not None:

@@ -50,8 +50,7 @@ def required(found: _Result | None, what: str, name: str | None) -> _Result:
 
 def page_query(request: Request, default: int, most: int) -> tuple[int, str | None, bool]:
     """Return the limit of a page, the id after which it starts, and whether the newest come first.
-    Raises `InvalidValue`.
-    """
+    Raises `InvalidValue`."""
     query = request.query_params
     limit, order = query.get("limit", str(default)), query.get("order", "desc")
     if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= most:

@@ -29,8 +29,7 @@ def boundary_of(content_type: str | None) -> bytes:
 
 class Upload:
     """One upload, which writes its part "file" to ``path``. Its methods may run on any thread, one
-    at a time.
-    """
+    at a time."""
 
     def __init__(self, boundary: bytes, path: Path, max_bytes: int) -> None:
         """Raises OSError."""

@@ -21,8 +21,7 @@ MAX_TEXTS = 2048
 
 async def text_model(router: Router, name: str | None, caller: Caller, task: Task) -> Model:
     """Return the loaded model called ``name`` if it is for ``task``; without a name, the first such
-    model. Raises `ApiError`.
-    """
+    model. Raises `ApiError`."""
     if name is None:
         found = models_for(task, router)
         if not found:

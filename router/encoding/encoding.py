@@ -134,8 +134,7 @@ def _width(model: Model) -> int:
 
 def _pieces(lengths: Sequence[int]) -> list[range]:
     """Divide texts of these ``lengths`` into pieces of at most `PIECE_TEXTS` texts and
-    `PIECE_TOKENS` tokens, or a single text.
-    """
+    `PIECE_TOKENS` tokens, or a single text."""
     found, first, tokens = [], 0, 0
     for number, length in enumerate(lengths):
         full = number - first == PIECE_TEXTS or tokens + length > PIECE_TOKENS

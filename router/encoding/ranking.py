@@ -60,8 +60,7 @@ async def score_pairs(
 
 def _check_repeated(model: Model, firsts: Sequence[str], instruction: str, limit: int) -> None:
     """Raise `InvalidRequest` if the ``instruction`` or one of the ``firsts`` is too long, or if
-    their total over all pairs is: they are tokenized and computed again for each document.
-    """
+    their total over all pairs is: they are tokenized and computed again for each document."""
     texts = {*firsts, instruction}
     lengths = {
         text: len(text_tokens(model.renderer, text, limit, truncate=False))

@@ -22,8 +22,7 @@ RESTART_TIMEOUT_S = 900.0
 """Max time for an engine to finish its requests and load its model again."""
 ABSENT_S = 60.0
 """Max time without a sign of it. Its supervisor waits at most 30 s before restarting it, and its
-heartbeats begin soon after that.
-"""
+heartbeats begin soon after that."""
 _POLL_S = 0.2
 _TELL_S = 2.0
 """Max time for our supervisor to report that it has begun."""
@@ -31,8 +30,7 @@ _TELL_S = 2.0
 
 class Administration:
     """Runs on the event loop. ``send`` sends a message to an engine, and returns False
-    on failure.
-    """
+    on failure."""
 
     def __init__(
         self,
@@ -141,8 +139,7 @@ class Administration:
 
     async def _restart_one(self, engine: Engine) -> str | None:
         """Wait until another process has replaced ``engine`` and is ready. Return the reason for
-        giving up, or None.
-        """
+        giving up, or None."""
         incarnation = engine.hello.incarnation
         self._send(engine, Drain())
         began = heard = time.monotonic()

@@ -1,6 +1,4 @@
-"""The router: passes engines' messages to the registry and the dispatcher; entry point for
-handlers.
-"""
+"""The router: routes engines' messages to the registry and the dispatcher; used by handlers."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ _ASLEEP_S = 2.0
 
 class Router:
     """The state of the router process for HTTP handlers, and the receiver of its
-    engines' messages.
-    """
+    engines' messages."""
 
     def __init__(
         self,
@@ -94,8 +91,7 @@ class Router:
             self.rate_limits.on_generated,
             lambda model: not model.engines and self.supervised.will_load(model.id),
         )
-        # Next to the socket: its lock keeps other routers out of the directory, and a kill releases
-        # it.
+        # Next to the socket, whose lock keeps other routers out of the directory.
         paths = [address[6:] for address in addresses if address.startswith("ipc://")]
         store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
@@ -110,9 +106,7 @@ class Router:
         self.batches = BatchFigures()
         self.loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
-        self.background: list[
-            Callable[[], Coroutine[Any, Any, None]]
-        ] = []  # tasks that run alongside
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # background tasks
         self.closers: list[Callable[[], None]] = [self.images.close]  # run on threads at the end
         self.leaving = False
         """Whether load balancers should use other servers, because this one will drain soon."""
@@ -228,8 +222,7 @@ class Router:
 
     async def wait_until_loaded(self, configured: ConfiguredModel, tenant: Tenant) -> None:
         """Wait until the supervisor has loaded a model. Raises `Unavailable` if that fails or times
-        out, and `TooManyRequests`.
-        """
+        out, and `TooManyRequests`."""
         model_id, limit_s = configured.names[0], self.settings.first_token_timeout_s
         deadline, limit = time.monotonic() + limit_s, self.settings.max_concurrent_requests
         with (
@@ -255,8 +248,7 @@ class Router:
 
     def model_for(self, name: str | None, tenant: Tenant) -> Model:
         """Return the model called ``name``, if it can accept a request of ``tenant`` now or soon.
-        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`.
-        """
+        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`."""
         settings = self.settings
         if self.draining:
             raise Unavailable(
@@ -391,10 +383,9 @@ class Router:
 
     def _forgive(self, asleep_s: float) -> None:
         """Ignore a time in which this process was suspended, as on a machine that slept: engines
-        could not be heard.
-        """
+        could not be heard."""
         logger.warning(
-            "this process was suspended for %.0f s, which is not counted as silence of engines",
+            "this process was suspended for %.0f s; engines' silence is not counted",
             asleep_s,
         )
         self.registry.forgive(asleep_s)

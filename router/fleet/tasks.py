@@ -28,8 +28,7 @@ _EXAMPLES: Mapping[Task, str] = {
 
 def check_task(model: Model, task: Task, router: Router) -> None:
     """Raise `NotSupported` if ``model`` does not perform ``task``; the message names a model that
-    does.
-    """
+    does."""
     if (own := model.hello.task) == task:
         return
     others = models_for(task, router)

@@ -92,8 +92,7 @@ class Choice:
         """The tokens of the prompt's text, with one token for each image."""
         self.prompt_logprobs_source = prompt_logprobs_source
         """The sequence that carries the prompt's log-probabilities: the first one of
-        each prompt.
-        """
+        each prompt."""
         self._stop = stop
         self._detokenizer = detokenizer
         self._parser = parser
@@ -146,8 +145,7 @@ class Choice:
     @property
     def is_slow(self) -> bool:
         """Whether `advance` may be slow enough to need a thread: tool calls are parsed
-        as a whole.
-        """
+        as a whole."""
         unread = len(self.sequence.output_token_ids) - self._tokens_read
         work = self._parser.parse_work(min(unread, _MAX_TOKENS) * _CHARS_PER_TOKEN)
         return work > _INLINE_PARSE_WORK

@@ -153,8 +153,7 @@ class Generation:
     @property
     def cache_salt(self) -> str:
         """The scope that separates its cached blocks and prepared images from those of other
-        tenants.
-        """
+        tenants."""
         return cache_salt(self._request, self._router.settings, self._tenant)
 
     def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
@@ -166,8 +165,7 @@ class Generation:
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]
     ) -> None:
         """Count the tokens of ``prompts`` against the tenant's limit, and put the rest into
-        ``limits_left``. Raises `TooManyRequests` or `InvalidRequest`.
-        """
+        ``limits_left``. Raises `TooManyRequests` or `InvalidRequest`."""
         num_tokens = sum(map(len, prompts))
         await self._router.rate_limits.admit_prompt(self._tenant, num_tokens, limits_left)
 
@@ -217,8 +215,7 @@ class Generation:
 
     async def accepted(self) -> None:
         """Return once an engine has accepted one of the sequences. Raises the error if all are
-        refused.
-        """
+        refused."""
         while True:
             self._changed.clear()
             self._check_connected()

@@ -21,8 +21,7 @@ from shared.wire import Grammar, ImagePart, SamplingParams, Submit, ThinkingBudg
 MAX_SEQUENCES = 128
 MAX_ENTRIES = 500_000
 """Max tokens and alternatives in an answer with log-probabilities or repeated prompts. Each takes
-about a hundred bytes here and as many in the answer.
-"""
+about a hundred bytes here and as many in the answer."""
 REPETITION_CONTEXT_SIZE = 20
 """mlx-lm's default of ``repetition_context_size``."""
 
@@ -44,8 +43,7 @@ class SequenceSpec(NamedTuple):
 
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
     """Raise `InvalidRequest` if the request contains a token id that is not in the vocabulary of
-    ``model``.
-    """
+    ``model``."""
     most = model.hello.vocab_size - 1
     for token in request.logit_bias or ():
         if token > most:
@@ -180,8 +178,7 @@ def submit_message(
 
 def _image_parts(prompt: Prompt) -> tuple[ImagePart, ...]:
     """Return the positions of the images of ``prompt``; the arrays of an image are sent with its
-    first occurrence.
-    """
+    first occurrence."""
     parts: list[ImagePart] = []
     sent: set[bytes] = set()
     for image, start in prompt.images:
@@ -250,8 +247,7 @@ def _sampling(
 
 def _choice_seed(seed: int, choice: int) -> int:
     """Return 63 bits. The first choice keeps a small seed, so that increasing ``n`` only adds
-    choices.
-    """
+    choices."""
     if choice == 0:
         return seed & (2**63 - 1)
     digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()

@@ -9,8 +9,7 @@ from router.generation.generation import Generation
 
 class GenerationSummary(NamedTuple):
     """The figures of one request. Times are from ``time.monotonic``; None: that point was not
-    reached.
-    """
+    reached."""
 
     id: str
     """The answer's id, which names its sequences in engines and in the log."""

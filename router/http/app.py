@@ -113,8 +113,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
 
 def _batch_operations(router: Router, answering: list[Operation], keys: ApiKeys) -> list[Operation]:
     """Return the operations of files and batches, whose lines are processed like requests of
-    ``answering``.
-    """
+    ``answering``."""
     if router.settings.batch_dir is None:
         return []
     endpoints = {

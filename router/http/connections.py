@@ -17,13 +17,11 @@ from router.http.transports import DrainingTransport
 
 class Connection(HttpToolsProtocol):
     """The connection of one client. Between a response and the next byte, uvicorn's own keep-alive
-    timeout applies.
-    """
+    timeout applies."""
 
     headers_timeout_s: ClassVar[float] = 30.0
     """Time limit for complete headers, from the start of the connection or the first byte after a
-    response.
-    """
+    response."""
     max_header_bytes: ClassVar[int] = 64 * 1024
     """Approximate: bytes are counted as they arrive."""
     max_headers: ClassVar[int] = 256
@@ -150,8 +148,7 @@ class Connection(HttpToolsProtocol):
 
     def _respond_and_close(self, error: ApiError) -> None:
         """Respond to input that did not become a request, and close. While a response is being
-        sent, only close.
-        """
+        sent, only close."""
         answered = self._answered
         if answered is not None and answered.response_started and not answered.response_complete:
             self.transport.close()

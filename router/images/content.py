@@ -19,8 +19,7 @@ class EncodedImage(NamedTuple):
 
 def encoded_image(source: str, media_type: str | None) -> EncodedImage:
     """Return the content of ``source``, a `data:` URL or base64, with the type given by the client.
-    Raises `ImageRefused`. Copies ``source``, so call it on a thread.
-    """
+    Raises `ImageRefused`. Copies ``source``, so call it on a thread."""
     start = 0
     if source[:5].lower() == "data:":
         comma = source.find(",", 0, _MAX_HEAD_CHARS)

@@ -30,8 +30,7 @@ from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
 """Memory limit in addition to what the process has mapped once the model's processor is loaded.
-macOS has no such limit; only the limits on pixels apply there.
-"""
+macOS has no such limit; only the limits on pixels apply there."""
 LENGTH = struct.Struct("<Q")
 
 

@@ -158,15 +158,13 @@ def _read(process: subprocess.Popen[bytes], length: int, deadline: float) -> mem
 
 def _buffer(length: int) -> memoryview:
     """Return a buffer of ``length`` bytes. A large one is not zeroed, which would block the
-    interpreter for tens of milliseconds.
-    """
+    interpreter for tens of milliseconds."""
     return memoryview(bytearray(length) if length <= _PIECE_BYTES else mmap.mmap(-1, length))
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:
     """Wait for ``event``. Raises TimeoutError. (`select.select` cannot handle descriptors over
-    1,023.)
-    """
+    1,023.)"""
     poll = select.poll()
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

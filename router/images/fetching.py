@@ -56,8 +56,7 @@ class _Target(NamedTuple):
 
 class ImageFetcher:
     """Fetches images from ``hosts``: a name, a name that begins with a dot for all its subdomains,
-    or ``*`` for all. The other parameters are for tests.
-    """
+    or ``*`` for all. The other parameters are for tests."""
 
     def __init__(
         self,
@@ -192,8 +191,7 @@ async def _ask(
 
 def _redirect(response: h11.Response, max_bytes: int) -> str | None:
     """Return the redirect target of ``response``; None if the content follows. Raises
-    `NotFetched`.
-    """
+    `NotFetched`."""
     headers = {name.decode(): value.decode("latin-1") for name, value in response.headers}
     status = response.status_code
     if status in (301, 302, 303, 307, 308) and "location" in headers:

@@ -106,8 +106,7 @@ class HeldMemory:
 
 class ImageCache:
     """Cached prepared images, by their source, in at most ``limit_bytes``. The least recently used
-    are dropped. Thread-safe.
-    """
+    are dropped. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

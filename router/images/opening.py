@@ -118,8 +118,7 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 def _rgb(image: Image) -> Image:
     """Return ``image`` in RGB. Pillow's own conversion clips 16-bit values at 255, and shows what
-    is behind transparent pixels.
-    """
+    is behind transparent pixels."""
     from PIL import Image
 
     if image.mode.startswith(("I", "F")):

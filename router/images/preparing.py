@@ -37,8 +37,7 @@ _DEADLINE_S = 60.0
 @dataclass(frozen=True)
 class ImageProcessor:
     """How images are prepared for a model: the folder with its files, and its engine's
-    description.
-    """
+    description."""
 
     folder: Path
     vision: Vision
@@ -46,8 +45,7 @@ class ImageProcessor:
 
 class ImagePreparer:
     """Prepares the images of all requests. Runs on the event loop; work that depends on the size of
-    an image runs on threads, which wait for processes.
-    """
+    an image runs on threads, which wait for processes."""
 
     def __init__(self, settings: Settings, metrics: ImageMetrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -220,6 +218,5 @@ def _is_remote(image: SentImage) -> bool:
 
 def _num_bytes(image: SentImage) -> int:
     """Return the approximate size of ``image`` in bytes, as far as it is known before it is
-    fetched.
-    """
+    fetched."""
     return 0 if _is_remote(image) else image.size * 3 // 4

@@ -88,8 +88,7 @@ class OllamaEmbed:
 
 def _written(body: _Body, found: EncodedTexts | None, figures: OllamaEmbeddings) -> Iterator[bytes]:
     """Yield the answer's JSON one text at a time: formatting all numbers at once would take several
-    times their size.
-    """
+    times their size."""
     rows: Iterable[Rows] = () if found is None else found.rows
     if isinstance(body, OllamaEmbeddingRequest):
         yield msgspec.json.encode(

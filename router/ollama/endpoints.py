@@ -79,8 +79,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
         """Return the limit on the answer's tokens. Without one, the answer ends at the end of the
-        context.
-        """
+        context."""
         limit = model.settings.max_generation_tokens
         return min(request.max_tokens or limit, limit)
 

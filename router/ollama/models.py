@@ -1,6 +1,5 @@
 """Ollama's endpoints with information on models and server: `/api/tags`, `show`, `ps` and
-`version`.
-"""
+`version`."""
 
 from __future__ import annotations
 

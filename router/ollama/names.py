@@ -9,8 +9,7 @@ _LATEST = ":latest"
 
 def served_name(router: Router, name: str) -> str:
     """Return the name under which the model called ``name`` is served; ``name`` itself if there is
-    none.
-    """
+    none."""
     for each in (name, name.removesuffix(_LATEST), name + _LATEST):
         if router.adapters.find_configured(each) or router.registry.find_model(each):
             return each
@@ -25,8 +24,7 @@ def with_tag(name: str) -> str:
 
 def listed_names(router: Router) -> dict[str, list[str]]:
     """Return the names of each model, by its own name. Models that were just deleted, or whose
-    engines have left, are omitted.
-    """
+    engines have left, are omitted."""
     found = router.registry.models
     return {
         model_id: names

@@ -14,8 +14,7 @@ DoneReason = Literal["stop", "length", "load", "unload"]
 
 class OllamaAnswer(Struct, frozen=True, kw_only=True):
     """A complete answer or a part of one. The last part has ``done`` set and includes
-    the figures.
-    """
+    the figures."""
 
     model: str
     created_at: str

@@ -43,8 +43,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(g
 
 class OllamaOptions(Struct, frozen=True, kw_only=True):
     """Options of generation. ``ignore_eos`` is an extension of this server. Unknown options are
-    accepted and have no effect.
-    """
+    accepted and have no effect."""
 
     num_predict: Limit | None = None
     num_ctx: Natural | None = None
@@ -95,8 +94,7 @@ class OllamaModelUse(RequestBody, frozen=True, kw_only=True):
     @property
     def keep_s(self) -> float | None:
         """The seconds without a request until the model is unloaded; infinity: never, None: as
-        configured. Raises `InvalidValue`.
-        """
+        configured. Raises `InvalidValue`."""
         if self.keep_alive is None:
             return None
         seconds = _seconds(self.keep_alive)
@@ -129,8 +127,7 @@ class OllamaRequest(OllamaModelUse, frozen=True, kw_only=True):
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """A conversation to answer. Without messages it loads the model, or unloads it if
-    ``keep_alive`` is 0.
-    """
+    ``keep_alive`` is 0."""
 
     may_have_images = True
 

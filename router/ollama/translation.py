@@ -56,8 +56,7 @@ class OllamaPrompt(ChatRequest, frozen=True, kw_only=True):
 
 def chat_prompt(body: OllamaChatRequest, model: str) -> OllamaPrompt:
     """Return the request for ``body`` to the model served as ``model``. Raises `InvalidRequest`
-    with the name of the field.
-    """
+    with the name of the field."""
     messages = list(_messages(body.messages or ()))
     last = messages[-1]
     return validated(

@@ -80,8 +80,7 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
     @property
     def texts(self) -> list[str | list[int]]:
         """Return each text as a string or as token ids. Raises `InvalidRequest` if they
-        are mixed.
-        """
+        are mixed."""
         if isinstance(self.input, str):
             return [self.input]
         kinds = {type(item) for item in self.input}
@@ -166,8 +165,7 @@ def audit(model: Model, found: EncodedTexts) -> dict[str, object]:
 
 def _written(found: EncodedTexts, model: str, how: EncodingFormat | None) -> Iterator[bytes]:
     """Yield the answer's JSON in parts: formatting thousands of vectors at once would take several
-    times their size.
-    """
+    times their size."""
     empty = EmbeddingList(
         data=[], model=model, usage=EmbeddingUsage(found.num_tokens, found.num_tokens)
     )

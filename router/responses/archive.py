@@ -37,8 +37,7 @@ class ArchiveError(Exception):
 
 class ArchivedTurn(NamedTuple):
     """One turn of a conversation. ``response_id`` is None for a deleted turn that later turns build
-    on.
-    """
+    on."""
 
     number: int
     key: str
@@ -50,8 +49,7 @@ class ArchivedTurn(NamedTuple):
 
 class ResponseArchive:
     """The turns of a `ResponseStore`, by number. Changes are queued for a thread. If the disk falls
-    too far behind, they are dropped and logged.
-    """
+    too far behind, they are dropped and logged."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""

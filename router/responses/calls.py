@@ -197,8 +197,7 @@ def _patch_item(item: OpenItem, call_id: str) -> ApplyPatchCallItem:
 
 def _action(item: OpenItem, action_type: type[_Action], fallback: _Action) -> _Action:
     """Return the arguments of a call as its action; ``fallback`` if the model wrote
-    invalid ones.
-    """
+    invalid ones."""
     try:
         return msgspec.json.decode(item.text, type=action_type)
     except (msgspec.DecodeError, RecursionError):

@@ -34,8 +34,7 @@ _UNLIMITED_TOKENS = 16_384
 _BYTES_PER_TOKEN = 64
 """Max bytes of stored JSON per token of the longest prompt; a longer conversation is rejected or
 truncated before it is read. Text has about four bytes per token, and reasoning is not rendered
-again.
-"""
+again."""
 _IMAGE_CHARS_PER_BYTE = 2
 """The same limit for its images in base64, plus some for the JSON around each."""
 _TAG = "OpenAI Responses"
@@ -147,8 +146,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
     def max_tokens(self, request: ChatRequest, model: Model) -> int:
         """Return the limit on the answer's tokens. Without one, OpenAI's answers end where the
         model ends them. Agents set none, and an answer that is cut off inside a tool call is
-        useless to them.
-        """
+        useless to them."""
         settings = model.settings
         unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
         return super().max_tokens(request, model) or max(unlimited, settings.default_max_tokens)

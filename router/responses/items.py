@@ -72,8 +72,7 @@ class _OpenThoughts(OpenItem):
     @cached_property
     def _sealed_at_end(self) -> str | None:
         """The encrypted text, made once: encrypting the same text twice gives two results, but all
-        events of an item must have the same.
-        """
+        events of an item must have the same."""
         return self._seal(self.text) if self._seal else None
 
 

@@ -17,8 +17,7 @@ from router.schemas.completions import ChatCompletionTokenLogprob
 class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
     """Builds the output items of one response. If ``summarized``, the reasoning is returned as its
     own summary. ``tools`` are the callable tools. ``seal`` is given if the client keeps encrypted
-    reasoning.
-    """
+    reasoning."""
 
     def __init__(
         self,

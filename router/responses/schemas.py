@@ -28,8 +28,7 @@ class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of an item's content, of any type. Text is accepted, and ``input_image`` if the model
     accepts images. A part of a `shell` tool's result has no type: it is the output of one command.
-    ``detail`` is accepted and has no effect.
-    """
+    ``detail`` is accepted and has no effect."""
 
     type: str | None = None
     text: str | None = None
@@ -42,8 +41,7 @@ class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An item of any type. The type decides which fields are required. An item without a type is a
-    message, or a reference if it has only an ``id``.
-    """
+    message, or a reference if it has only an ``id``."""
 
     type: str | None = None
     id: str | None = None
@@ -81,8 +79,7 @@ class ToolFormat(Struct, frozen=True, kw_only=True):
 
 class ResponsesTool(Struct, frozen=True, kw_only=True):
     """A tool that the client runs, a ``namespace`` of such tools, or a tool that OpenAI runs. The
-    type decides which fields are required.
-    """
+    type decides which fields are required."""
 
     type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     name: ToolName | UnsetType | None = UNSET

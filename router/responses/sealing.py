@@ -1,6 +1,5 @@
 """Encrypted reasoning kept by clients, for a server that stores nothing:
-`reasoning.encrypted_content`.
-"""
+`reasoning.encrypted_content`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _PREFIX = "mls1."
 class ReasoningSeal:
     """Encrypts and authenticates reasoning. ``key`` may be any text; None: a random key in the
     user's state directory, which outlives this process. Routers that share clients need the same
-    key.
-    """
+    key."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
@@ -56,8 +54,7 @@ class ReasoningSeal:
 
 def _stored_key() -> bytes:
     """Return the key in the state directory, created if missing. Without such a directory, the key
-    lasts as long as this process.
-    """
+    lasts as long as this process."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(base) / "mlx-lm-server" / "reasoning.key"
     try:

@@ -89,8 +89,7 @@ class StoredResponse:
     ) -> list[InputItem]:
         """Return the conversation with its answer. If it has more than ``limit_bytes``, or images
         of more than ``image_chars`` in addition, raise `ContextLengthExceeded` if ``whole``,
-        otherwise omit the oldest turns.
-        """
+        otherwise omit the oldest turns."""
         text_bytes = self.chain_bytes - self.chain_image_chars
         if whole and (text_bytes > limit_bytes or self.chain_image_chars > image_chars):
             raise ContextLengthExceeded(
@@ -168,8 +167,7 @@ def _decode(item: Raw) -> InputItem:
 class ResponseStore:
     """Responses by API key and id. The least recently used are dropped when the count or the size
     is over the limit. A response that later ones build on is kept, and counted, until they are
-    dropped.
-    """
+    dropped."""
 
     def __init__(
         self,

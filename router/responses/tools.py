@@ -87,8 +87,7 @@ class ClientTool:
 
 def client_tools(tools: Sequence[ResponsesTool]) -> list[ClientTool]:
     """Return the tools that the client runs, without those that OpenAI runs. Raises
-    `InvalidRequest` with the name of the field.
-    """
+    `InvalidRequest` with the name of the field."""
     found = list(itertools.islice(_client_tools(tools, "tools", None), MAX_TOOLS + 1))
     if len(found) > MAX_TOOLS:
         raise InvalidRequest(f"There are more than {MAX_TOOLS} tools.", param="tools")

@@ -52,8 +52,7 @@ def chat_request(
 ) -> ChatRequest:
     """Return the chat request for ``body``, with the conversation ``items`` from `resolve_input`
     and its ``tools`` from `client_tools`. The first ``num_earlier`` items are from earlier
-    responses. Raises `InvalidRequest` with the name of the field.
-    """
+    responses. Raises `InvalidRequest` with the name of the field."""
     fields = sampling_fields(body)
     text_format = body.text.format if body.text else None
     if text_format is not None:
@@ -94,8 +93,7 @@ def _messages(
 ) -> list[ChatMessage]:
     """Return the messages of a conversation. The first message combines the instructions and the
     system messages. Consecutive items of the assistant (reasoning, text and calls) become one
-    message.
-    """
+    message."""
     messages: list[ChatMessage] = []
     system_texts = [instructions] if instructions else []
     tool_names: dict[str | None, str | None] = {}  # keyed by the id of the call
@@ -163,8 +161,7 @@ def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") 
 
 def with_notes(items: Sequence[InputItem]) -> list[InputItem]:
     """Return ``items`` with a note in place of each unsupported part, except images: whether these
-    are supported depends on the model.
-    """
+    are supported depends on the model."""
     return [
         replace(item, content=_noted(item.content), output=_noted(item.output)) for item in items
     ]
@@ -191,8 +188,7 @@ def resolve_input(
 ) -> list[InputItem]:
     """Return the items of an input, each complete and with a type and an id. References are
     replaced with the result of ``find_item``, encrypted reasoning with the result of ``unseal``.
-    Raises `NotFound` if an item does not exist, and `InvalidRequest`; both name the field.
-    """
+    Raises `NotFound` if an item does not exist, and `InvalidRequest`; both name the field."""
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
     items = [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]

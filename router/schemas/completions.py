@@ -102,8 +102,7 @@ class DeltaFunctionCall(Struct, frozen=True, omit_defaults=True):
 
 class DeltaToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of a tool call. Only the first part has ``id``, ``type`` and the name of
-    the function.
-    """
+    the function."""
 
     index: int
     id: str | None = None
@@ -161,8 +160,7 @@ class ChatCompletion(CompletionHeader, frozen=True, kw_only=True):
 
 class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
     """A chunk of a stream. ``usage`` is null in all but the last chunk, and absent if not
-    requested.
-    """
+    requested."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]

@@ -27,8 +27,7 @@ TEXT_PARTS = ("text", "refusal")
 
 class ImageUrl(Struct, frozen=True):
     """An image as a `data:` URL, or an `https:` URL on a host of `--image-hosts`. ``detail`` is
-    accepted and has no effect: the model's processor decides the size of an image.
-    """
+    accepted and has no effect: the model's processor decides the size of an image."""
 
     url: str
     detail: str | None = None
@@ -83,8 +82,7 @@ class ToolCall(Struct, frozen=True):
 
 class ChatMessage(Struct, frozen=True):
     """``reasoning`` is another name of ``reasoning_content``. ``function_call`` is an older form of
-    a single tool call, and the role ``function`` of ``tool``.
-    """
+    a single tool call, and the role ``function`` of ``tool``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -158,8 +156,7 @@ def _is_deeper(schema: Any, depth: int) -> bool:
 
 class TextFunction(FunctionDefinition, frozen=True, kw_only=True):
     """A function with one argument, ``input``: text that matches a grammar. Requests cannot contain
-    it; it represents a tool of another kind.
-    """
+    it; it represents a tool of another kind."""
 
     input_grammar: Grammar
 
@@ -195,8 +192,7 @@ ToolMode = Literal["none", "auto", "required"]
 
 PromptEnding = Literal["generation_prompt", "last_message", "open_message"]
 """What follows the last message in a prompt: the start of an answer, or nothing. In the second case
-the prompt ends inside an open message, and the answer continues it.
-"""
+the prompt ends inside an open message, and the answer continues it."""
 
 
 def prompt_ending(

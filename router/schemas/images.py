@@ -26,8 +26,7 @@ class SentImage(ContentPart, frozen=True, kw_only=True):
 
 class ModelImage:
     """An image prepared by a model's processor: its tokens in the prompt, and the arrays for the
-    engine. It is immutable, and several requests may share it.
-    """
+    engine. It is immutable, and several requests may share it."""
 
     __slots__ = ("digest", "expansion", "frames", "nbytes", "specs")
 

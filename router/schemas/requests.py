@@ -50,8 +50,7 @@ class StreamOptions(Struct, frozen=True):
 
 class RequestBody(Struct, frozen=True, kw_only=True):
     """A body of any API. Fields of type ``Any`` are rejected by name unless their value
-    is neutral.
-    """
+    is neutral."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """By field, the values besides null that have no effect. True and 1 are different."""
@@ -162,8 +161,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """``enable_thinking`` and ``thinking_budget`` can also be set in ``chat_template_kwargs``; a
     ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message``, the
-    answer continues the last message, which is the assistant's, without repeating it.
-    """
+    answer continues the last message, which is the assistant's, without repeating it."""
 
     may_have_images = True
 
@@ -224,8 +222,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def prompt_tools(self) -> list[Tool]:
         """The tools in the prompt: all of them if a grammar restricts calls to the chosen ones, so
-        that the prompt does not depend on the choice.
-        """
+        that the prompt does not depend on the choice."""
         return list(self.tools or ()) if self.requires_call else self.callable_tools
 
     @property
@@ -383,8 +380,7 @@ def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
 
 def validated(request: _Body) -> _Body:
     """Return ``request``. Raises `NotSupported` for fields that would change the meaning of the
-    answer, and `InvalidRequest` for fields that contradict each other.
-    """
+    answer, and `InvalidRequest` for fields that contradict each other."""
     for name in unsupported_fields(type(request)):
         value = getattr(request, name)
         if value is None or any(

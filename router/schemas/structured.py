@@ -1,6 +1,5 @@
 """Fields that constrain an answer with a grammar: OpenAI's `response_format`, vLLM's
-`structured_outputs`, and its older `guided_*`.
-"""
+`structured_outputs`, and its older `guided_*`."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from shared.wire import MAX_GRAMMAR_BYTES, Grammar
 MAX_CHOICES = 4096
 MAX_INPUT_GRAMMAR_BYTES = 32 * 1024
 """Size limit for the grammar of a tool's input, which grows several times in the
-grammar of calls.
-"""
+grammar of calls."""
 
 Schema = dict[str, Any]
 SchemaOrText = Schema | str
@@ -92,8 +90,7 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar of the answer. Raises `InvalidRequest` if a field is invalid, or if more than
-        one is set.
-        """
+        one is set."""
         grammars = _given_grammars(
             "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         )
@@ -113,8 +110,7 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
 
 def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
     """Return the grammar of JSON that is valid under ``schema``. ``param`` is the field named in
-    errors. Raises `InvalidRequest`.
-    """
+    errors. Raises `InvalidRequest`."""
     if isinstance(schema, str):
         check_grammar_size(len(schema), param)
         try:
@@ -173,8 +169,7 @@ def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: 
 
 def check_grammar_size(size: int, param: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
     """Raise `InvalidRequest` if a grammar of ``size`` bytes is too large; ``param`` is the field
-    named in the error.
-    """
+    named in the error."""
     if size > limit:
         raise InvalidRequest(
             f"'{param}' has {size} bytes; the limit is {limit}.",

@@ -9,14 +9,12 @@ from typing import Any, Protocol
 _MOST_TOKENS = 64
 _CONTEXT_TOKENS = 16
 """How many tokens of a line are decoded again with the next token, and how many are kept after
-trimming. Spaces depend on the previous token, and a character has at most four tokens.
-"""
+trimming. Spaces depend on the previous token, and a character has at most four tokens."""
 
 
 class TokenDecoder(Protocol):
     """The text of one sequence as its tokens arrive. The time per token does not depend on the
-    length.
-    """
+    length."""
 
     def add(self, token: int) -> str:
         """Return the text that became final. Ids unknown to the tokenizer have no text."""
@@ -51,8 +49,7 @@ class ByteDecoder:
 
 class LineDecoder:
     """A decoder for all other tokenizers, with mlx-lm's detokenizer. That decodes a whole line
-    again for each token, so old tokens of long lines are dropped from it.
-    """
+    again for each token, so old tokens of long lines are dropped from it."""
 
     def __init__(self, detokenizer: Any) -> None:
         self._detokenizer = detokenizer

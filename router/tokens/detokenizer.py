@@ -67,8 +67,7 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self.num_tokens = 0
         """Tokens consumed, up to the one that completed a stop string. Later ones are
-        not counted.
-        """
+        not counted."""
 
     @property
     def stopped(self) -> bool:
@@ -82,8 +81,7 @@ class IncrementalDetokenizer:
 
     def prime(self, prompt: Sequence[int]) -> str:
         """Put ``prompt`` before the text. Return the prompt's own text, without an incomplete
-        character at its end.
-        """
+        character at its end."""
         return "".join(map(self._decoder.add, prompt))
 
     def feed(self, token: int) -> str:

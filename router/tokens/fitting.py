@@ -74,8 +74,7 @@ _CALLS = ("probe0001", "probe0002")
 
 def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimits:
     """Return what the template of ``renders`` does not support. ``arguments`` converts the
-    arguments of a call, given as JSON, to the form that the template expects.
-    """
+    arguments of a call, given as JSON, to the form that the template expects."""
     parts = False
 
     def fails(*messages: _Json, show_calls: bool = False) -> bool:
@@ -183,8 +182,7 @@ def _systems(messages: list[_Json], limits: TemplateLimits) -> list[_Json]:
 
 def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
     """Return ``messages`` with each message of the second role merged into a preceding message of
-    the first role.
-    """
+    the first role."""
     found: list[_Json] = []
     for message in messages:
         before = found[-1] if found else {"role": ""}

@@ -162,16 +162,14 @@ class ImageTexts(NamedTuple):
     """What it writes for an image between two texts: the placeholder and its surroundings."""
     in_parts: frozenset[str]
     """The roles whose messages support images as parts. For other roles, or a template without
-    support for images, the placeholder is written into the message as text.
-    """
+    support for images, the placeholder is written into the message as text."""
 
 
 def image_texts_of(
     renders: Callable[[list[dict[str, Any]], bool], str], placeholder: str, call: dict[str, Any]
 ) -> ImageTexts:
     """Return how a template shows images, found by rendering a few. ``call`` is a call of the tool
-    that they are rendered with.
-    """
+    that they are rendered with."""
     image, before, after = (
         {"type": "image"},
         {"type": "text", "text": "PROBE-A"},

@@ -53,8 +53,7 @@ class TokenAligner:
         self, prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], text: str
     ) -> None:
         """Add the prompt before all other tokens. ``text`` is the part of it that the answer
-        repeats.
-        """
+        repeats."""
         whole = "".join(map(self._vocabulary.byte_decoder(False).add, prompt))
         # A tokenizer may add a BOS token or a space at the start that is not in the text.
         ahead = len(whole) - len(text) if whole.endswith(text) else 0
@@ -117,8 +116,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Ch
 
 def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> TextLogprobs:
     """Return log-probabilities in the format of text completions: a token's alternatives include
-    the token itself, even if it is not among the most likely.
-    """
+    the token itself, even if it is not among the most likely."""
     vocabulary, count = context
     name = cache(vocabulary.unique_name)
 

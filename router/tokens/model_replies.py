@@ -93,8 +93,7 @@ class ModelReplies:
     ) -> Grammar | None:
         """Return the grammar of an answer to ``prompt``: tool calls if they are required or have
         strict arguments, otherwise ``bound``, the request's own grammar. It applies after reasoning
-        that ``prompt`` begins. Raises `InvalidRequest`.
-        """
+        that ``prompt`` begins. Raises `InvalidRequest`."""
         tail = self._tail(prompt)
         grammar = self._calls_grammar(policy, bound, tail) or bound
         if grammar is None or self.format.initial_state_after(tail) is not ReplyState.REASONING:
@@ -103,8 +102,7 @@ class ModelReplies:
 
     def thinking(self, prompt: Sequence[int], tokens: int) -> ThinkingBudget | None:
         """Return the budget of ``tokens`` for reasoning in an answer to ``prompt``; None if the
-        model's reasoning markers are unknown.
-        """
+        model's reasoning markers are unknown."""
         if not self._reasoning_end_ids:
             return None
         is_open = self.format.initial_state_after(self._tail(prompt)) is ReplyState.REASONING
@@ -172,8 +170,7 @@ class ModelReplies:
 
     def _call_template(self, policy: ToolCallPolicy) -> CallTemplate | None:
         """Return the syntax of tool calls: the model's own, or plain JSON if that is unknown and a
-        call is required.
-        """
+        call is required."""
         if self.format.tools is None:
             return CALL_TEMPLATES[JSON.name] if policy.required else None
         functions = [tool.function for tool in policy.tools]
@@ -189,8 +186,7 @@ class ModelReplies:
 
     def _tail(self, prompt: Sequence[int]) -> str:
         """Return the end of ``prompt``, back to the last control token other than a reasoning
-        marker.
-        """
+        marker."""
         markers = "" if self.format.think is None else "".join(self.format.think)
         start = len(prompt)
         while start > max(0, len(prompt) - _TAIL_TOKENS):

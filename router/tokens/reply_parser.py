@@ -24,8 +24,7 @@ class ReplyDelta(NamedTuple):
 
 class ReplyParser(Protocol):
     """Splits one answer as it arrives. The result does not depend on how the text is split into
-    pieces.
-    """
+    pieces."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -41,8 +40,7 @@ class ReplyParser(Protocol):
 
     def parse_work(self, chars: int) -> int:
         """Return how much `feed` may have to parse after ``chars`` more characters, in the unit of
-        `router.tokens.parsing.calls.MAX_PARSE_WORK`.
-        """
+        `router.tokens.parsing.calls.MAX_PARSE_WORK`."""
 
     def feed(self, text: str) -> ReplyDelta:
         """Return the parts that are final now."""

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BREAK = "\ufdd0"
 """Text before and after it is tokenized separately. It breaks up control tokens written by clients.
-It is a noncharacter, which does not occur in text.
-"""
+It is a noncharacter, which does not occur in text."""
 
 _MAX_ARGS = 32
 _RESERVED_ARGS = frozenset(
@@ -36,8 +35,7 @@ _RESERVED_ARGS = frozenset(
     " return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
 )
 """Arguments of `apply_chat_template` itself. With `chat_template`, a client could run its own code
-here; the others would change the result.
-"""
+here; the others would change the result."""
 
 _PROBE_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
 _PROBE_CALL = {"id": "call00000", "type": "function"}
@@ -257,8 +255,7 @@ class ChatTemplate:
         self, messages: Sequence[ChatMessage], marks: ImageMarks
     ) -> list[dict[str, Any]]:
         """Return messages as templates expect them: content is text, with ``marks`` for images,
-        there are no empty keys, and a tool result has the tool's name.
-        """
+        there are no empty keys, and a tool result has the tool's name."""
         names: dict[str, str] = {}  # by call id
         conversation = []
         for index, message in enumerate(messages):
@@ -310,8 +307,7 @@ class ChatTemplate:
 
     def _arguments(self, arguments: str | dict[str, Any] | None) -> Any:
         """Return ``arguments`` in the form that the template expects: most templates iterate over
-        an object, some concatenate text. Text that is not JSON is passed unchanged.
-        """
+        an object, some concatenate text. Text that is not JSON is passed unchanged."""
         if self._arguments_as_text is None:
             self._arguments_as_text = self._takes_arguments_as_text()
         if self._arguments_as_text:

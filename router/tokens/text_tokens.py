@@ -41,8 +41,7 @@ def pair_tokens(
 ) -> TokenizedPair:
     """Return the tokens of a pair joined by the tokenizer, at most ``limit``. If it is longer, the
     second text is truncated if ``truncate`` is set. Raises `ContextLengthExceeded` and
-    `NotSupported`.
-    """
+    `NotSupported`."""
 
     def join(second: str) -> TokenizedPair:
         return TokenizedPair(*_joined(renderer, first, second))
@@ -54,8 +53,7 @@ def template_tokens(
     renderer: Renderer, template: str, values: dict[str, str], limit: int, *, truncate: bool
 ) -> TokenizedPair:
     """Return the tokens of ``template`` filled with ``values``. If it is too long, ``document`` is
-    truncated. Raises `ContextLengthExceeded`.
-    """
+    truncated. Raises `ContextLengthExceeded`."""
     before, after = template.split("{document}")
     for name, value in values.items():
         if name != "document":

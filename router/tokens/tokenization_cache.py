@@ -24,8 +24,7 @@ _ENTRY_BYTES, _ANCHOR_BYTES = 1000, 150
 
 LengthCheck = Callable[[int], object]
 """Raises if a prompt with that many tokens is too long. Called before the tokens are copied from
-the tokenizer and stored, because each copy blocks the interpreter.
-"""
+the tokenizer and stored, because each copy blocks the interpreter."""
 
 _Items = TypeVar("_Items", str, "array[int]")
 _Key = tuple[str, bytes]
@@ -35,8 +34,7 @@ _STRIDE = 4096
 
 class Anchor(NamedTuple):
     """An added token in a text. No tokenizer merges text across it, so the text before and after it
-    is tokenized separately.
-    """
+    is tokenized separately."""
 
     position: int  # offset of its text, in characters
     token_index: int
@@ -100,8 +98,7 @@ class TokenizationCache:
 
     def tokenize(self, scope: str, text: str, check_length: LengthCheck | None = None) -> list[int]:
         """Return the tokens of the prompt ``text``, and store them. Raises what ``check_length``
-        raises.
-        """
+        raises."""
         with self._lock:
             closest, common = self._closest(scope, text)
         prompt = None
@@ -183,8 +180,7 @@ class TokenizationCache:
 
     def _equal_entries(self, index: int, step: int) -> list[_Key]:
         """Return the entries from ``index`` in direction ``step`` that have the same scope and text
-        as the first.
-        """
+        as the first."""
         first = index
         keys: list[_Key] = []
         while 0 <= index < len(self._sorted) and self._sorted[index][:2] == self._sorted[first][:2]:
@@ -196,8 +192,7 @@ class TokenizationCache:
         self, earlier: _Entry, common: int, text: str, check_length: LengthCheck | None
     ) -> _Entry | None:
         """Return ``text`` with the tokens of ``earlier`` up to the last common anchor, or None if
-        that is not possible.
-        """
+        that is not possible."""
         for anchor in reversed(earlier.anchors):
             token = earlier.tokens[anchor.token_index]
             if anchor.position + len(self._added[token]) <= common:

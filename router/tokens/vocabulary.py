@@ -44,8 +44,7 @@ class Vocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of ``token``; empty for an id of a padded vocabulary, which the
-        tokenizer does not know.
-        """
+        tokenizer does not know."""
         found = self._known.get(token)
         if found is None:
             found = self._bytes_of(token)
@@ -67,8 +66,7 @@ class Vocabulary:
 
     def unique_name(self, token: int) -> str:
         """Return the text of ``token``, or ``bytes:\\xe2\\x96`` if it contains an incomplete
-        character. No two tokens have the same name.
-        """
+        character. No two tokens have the same name."""
         try:
             return self.token_bytes(token).decode()
         except UnicodeDecodeError:
@@ -76,8 +74,7 @@ class Vocabulary:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens``, without an incomplete character at the end. A leading
-        space is kept unless a SentencePiece-like tokenizer added it.
-        """
+        space is kept unless a SentencePiece-like tokenizer added it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
         return text[1:] if self._adds_space and text.startswith(" ") else text
@@ -85,8 +82,7 @@ class Vocabulary:
     def last_text(self, tokens: Sequence[int]) -> list[int]:
         """Return the last of ``tokens`` that has text, or nothing. After decoding it, a decoder
         keeps the leading space of the following text. The decoder must not hold back part of a
-        character or a single space, which it would return with the following text.
-        """
+        character or a single space, which it would return with the following text."""
         for token in reversed(tokens):
             text = self.token_text(token)
             if text.strip(" ") and not text.endswith("\ufffd"):
@@ -105,8 +101,7 @@ class Vocabulary:
 
 def _gpt2_alphabet() -> dict[str, bytes]:
     """Return the characters of byte-level BPE and the byte of each. Printable bytes stand for
-    themselves, the others have the characters from U+0100 on.
-    """
+    themselves, the others have the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

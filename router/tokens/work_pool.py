@@ -25,8 +25,7 @@ SMALL_SIZE = 32 * 1024
 """Max size of a small job, which takes tens of milliseconds."""
 INLINE_SIZE = 16 * 1024
 """Max size of work that is cheaper to do immediately than on a thread. Only for work that takes
-less than a nanosecond per unit, such as decoding JSON.
-"""
+less than a nanosecond per unit, such as decoding JSON."""
 MAX_WAITING = 512
 MAX_WAITING_OF_KEY = 256
 DEADLINE_S = 30.0
@@ -34,14 +33,12 @@ REST_FACTOR = 2
 MAX_REST_S = 0.1
 """After a job, a thread sleeps this many times as long as the job took, at most `MAX_REST_S`.
 Single calls hold the interpreter for tens of milliseconds, such as decoding a megabyte of JSON:
-without pauses they would leave the event loop one turn between them.
-"""
+without pauses they would leave the event loop one turn between them."""
 _NO_REST_S = 0.001
 """Shorter jobs need no pause."""
 SECONDS_PER_UNIT = 2e-6
 """What a job is charged when it begins; when it ends, the charge is replaced with its
-actual time.
-"""
+actual time."""
 _MAX_KEYS = 1024
 _RETRY_AFTER_S = 2.0
 
@@ -92,8 +89,7 @@ class WorkPool:
     ) -> None:
         """``on_refused`` is called for each job that finds the queue full or misses its deadline.
         If ``jobs_wait`` for other processes, they are charged for that time, and threads need no
-        pauses.
-        """
+        pauses."""
         self._max_waiting = max_waiting
         self._max_waiting_of_key = max_waiting_of_key
         self._deadline_s = deadline_s
@@ -102,8 +98,7 @@ class WorkPool:
         self._num_waiting = 0
         self._used_s: dict[str, float] = {}
         """By key: the time its jobs have taken, starting from the level when the key was first
-        seen.
-        """
+        seen."""
         self._clock_s = 0.0
         """The level of the key whose job began last."""
         self._changed = threading.Condition()
@@ -131,8 +126,7 @@ class WorkPool:
 
     async def run(self, key: str, work: Callable[[], _Result], size: int) -> _Result:
         """Return the result of ``work``, of about ``size`` characters. Raises what it raises,
-        `TooManyRequests` and `Unavailable`.
-        """
+        `TooManyRequests` and `Unavailable`."""
         return await self.start(key, work, size)
 
     async def run_large(self, key: str, work: Callable[[], _Result], size: int) -> _Result:

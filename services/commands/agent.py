@@ -27,8 +27,7 @@ _CONTEXT = 32_768
 """Context in tokens, if the server does not know it yet."""
 _LONGEST_OUTPUT = 16_384
 """Max tokens of an answer, or a quarter of the context if that is less. The rest is for the
-conversation.
-"""
+conversation."""
 
 
 class Target(NamedTuple):
@@ -131,8 +130,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return this command's own arguments (the agent's name and the flags directly after it), and
-    the rest, which is the agent's. argparse would take flags out of the rest.
-    """
+    the rest, which is the agent's. argparse would take flags out of the rest."""
     end = 1
     while end < len(argv) and argv[end].partition("=")[0] in _FLAGS:
         end += 1 if "=" in argv[end] or argv[end] in ("-h", "--help") else 2

@@ -42,16 +42,14 @@ COMMANDS = {
 }
 """Name -> (module of `services` and function, by default ``main``, of ``(argv) -> int``; help).
 Modules are imported on demand. Completion calls the module's ``parser()``, or ``status_parser()``
-if the function is ``status``.
-"""
+if the function is ``status``."""
 
 WITH_SETTINGS = ("serve", "doctor", "engine", "router", "kvstore")
 """Commands that take the flags of the server (`shared.settings`)."""
 
 _WITH_THREADS = ("router",)
 """Commands whose threads may still be working on cancelled requests at the end: do not wait for
-them.
-"""
+them."""
 _HELP = ("-h", "--help", "--help-all")
 
 
@@ -90,8 +88,7 @@ def _run(argv: list[str]) -> int:
 @contextmanager
 def _readers_that_leave() -> Iterator[None]:
     """Exit without a traceback if the reader of the output is gone, as with ``| head``, with the
-    exit code that a shell gives a program killed by SIGPIPE.
-    """
+    exit code that a shell gives a program killed by SIGPIPE."""
     try:
         try:
             yield

@@ -68,8 +68,7 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the flags and arguments of ``parser`` and its commands. (argparse has no public list of
-    them; shtab reads the same attributes.)
-    """
+    them; shtab reads the same attributes.)"""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -1,6 +1,5 @@
 """`mlx-lm-server status`, `engines`, `drain` and `restart`: inspect and control a
-running server.
-"""
+running server."""
 
 from __future__ import annotations
 

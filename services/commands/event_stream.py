@@ -1,6 +1,5 @@
 """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) over HTTP,
-for commands that read a server's streams.
-"""
+for commands that read a server's streams."""
 
 from __future__ import annotations
 

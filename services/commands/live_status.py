@@ -84,8 +84,7 @@ def watch(options: argparse.Namespace) -> int:
 
 def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
     """Read the feed, and reconnect when it ends. ``first`` is set once it is known whether there is
-    a feed.
-    """
+    a feed."""
     decoder = msgspec.json.Decoder(ServerStatus)
     keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)] or [""]
     while seen.refused is None:
@@ -133,8 +132,7 @@ def _worded(error: StreamRefused) -> Exception:
 @contextmanager
 def _keys() -> Iterator[Callable[[str], bool]]:
     """Yield a function that waits a moment and returns whether a key was pressed. Keys are read
-    without Enter; Ctrl-C interrupts as usual.
-    """
+    without Enter; Ctrl-C interrupts as usual."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 

@@ -26,8 +26,7 @@ _REQUEST_FIELDS = {"temp": "temperature"} | {
 
 _NOT_NEEDED = frozenset(("max_cache_entries", "unk_token", "sep_token", "cls_token", "mask_token"))
 """Options of that backend without effect here: memory limits the prefix cache, and the other tokens
-are read from the tokenizer's files.
-"""
+are read from the tokenizer's files."""
 
 _NOT_FOR_MODELS = frozenset(
     "config host port model engine_socket kvstore_socket ssl_certfile ssl_keyfile root_path"
@@ -101,8 +100,7 @@ def _settings_of_fields(call: Any) -> Iterator[tuple[str, Any]]:
 
 def _draft_model(call: Any) -> str:
     """Return the directory, or the Hugging Face model id that LocalAI took for a path in its models
-    folder.
-    """
+    folder."""
     if _existing(call.DraftModel) or not call.ModelPath:
         return str(call.DraftModel)
     return str(call.DraftModel).removeprefix(call.ModelPath.rstrip("/") + "/")
@@ -114,8 +112,7 @@ def _existing(path: str) -> str | None:
 
 def _options(options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield names and values of ``name:value``; like LocalAI's backends, skip options without a
-    colon.
-    """
+    colon."""
     for option in options:
         name, colon, value = option.partition(":")
         if colon:

@@ -53,8 +53,7 @@ class Backend:
 
     async def load_model(self, call: Any, context: Any) -> Any:
         """Serve a model instead of the previous one. If it is already served, return
-        immediately.
-        """
+        immediately."""
         try:
             request = load_request(call)
         except CallFailed as error:

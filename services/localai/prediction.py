@@ -71,8 +71,7 @@ def _refuse_what_is_not_served(call: Any) -> None:
 
 def _sampling(call: Any) -> dict[str, Any]:
     """Return the sampling fields. Zero means unset, except for the temperature, where it means
-    greedy.
-    """
+    greedy."""
     fields: dict[str, Any] = {"temperature": _decimal(call.Temperature)}
     given = {
         "top_p": _decimal(call.TopP),

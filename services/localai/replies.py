@@ -58,8 +58,7 @@ class ReplyMaker:
 
 class WholeReply:
     """The replies of a stream combined into one, for a caller that waits for the
-    complete answer.
-    """
+    complete answer."""
 
     def __init__(self) -> None:
         self._content: list[str] = []

@@ -76,8 +76,7 @@ class JoinedServer(ModelServer):
 
 class OwnServer(ModelServer):
     """A server for one model, at a local address with a key that only this process has. It exits
-    when this process does, for whatever reason.
-    """
+    when this process does, for whatever reason."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int, key: str) -> None:
         super().__init__(f"http://127.0.0.1:{port}", key)

@@ -45,8 +45,7 @@ class ApiClient:
 
     async def models(self) -> list[str]:
         """Return the names of the server's models. Raises OSError, or ValueError if the server
-        refuses or responds with something else.
-        """
+        refuses or responds with something else."""
         body = bytearray()
         async with asyncio.timeout(self._timeout_s):
             status = await self._exchange(
@@ -145,8 +144,7 @@ class KeptConnection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, take: Take) -> int:
         """Send ``request``, and return the status when its response is complete. Raises
-        ConnectionError, and ValueError if the response is not HTTP.
-        """
+        ConnectionError, and ValueError if the response is not HTTP."""
         self.heard, self.is_reusable, self._ends_with_connection = False, False, True
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was closed")

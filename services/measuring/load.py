@@ -39,8 +39,7 @@ class JoinRecord(NamedTuple):
 
     gaps_s: list[float]
     """The longest time without a token of each running stream, from the joiner's request to its
-    last token.
-    """
+    last token."""
     alone: StreamedAnswer
     joiner: StreamedAnswer
 
@@ -104,8 +103,7 @@ class Loader:
     @asynccontextmanager
     async def _streams(self, questions: list[Question]) -> AsyncIterator[list[StreamedAnswer]]:
         """Stream answers to all ``questions``; begin when each has text, and cancel them at the
-        end.
-        """
+        end."""
         answers = [StreamedAnswer() for _ in questions]
         begun = [asyncio.Event() for _ in questions]
         tasks = [
@@ -138,8 +136,7 @@ class Loader:
 
 def longest_gap(answer: StreamedAnswer, start: float, end: float) -> float | None:
     """Return the longest time without text that overlaps the time from ``start`` to ``end``. None
-    for an answer that ended before.
-    """
+    for an answer that ended before."""
     at = [answer.began + each for each in answer.times]
     if answer.error or answer.finish_reason:
         end = min(end, at[-1]) if at else start

@@ -85,8 +85,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     has_usage: bool
     """False if the server sent no usage: events then count as tokens, and prompt tokens are
-    unknown.
-    """
+    unknown."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -120,8 +119,7 @@ def tpot_s(answer: StreamedAnswer) -> float | None:
 
 def is_good(answer: StreamedAnswer, limits: Limits) -> bool:
     """Return whether a completed request is within ``limits``. Without a second token there is no
-    TPOT to exceed a limit.
-    """
+    TPOT to exceed a limit."""
     tpot = tpot_s(answer)
     found = {"ttft": answer.first_s, "tpot": tpot or 0.0, "e2el": e2el_s(answer)}
     return all(1000 * found[name] <= most for name, most in limits.items())

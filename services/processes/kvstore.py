@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if not settings.kvstore_socket:
-        return fail(
-            PROG, "--kvstore-socket is required for a kvstore that is started alone", EXIT_USAGE
-        )
+        return fail(PROG, "--kvstore-socket is required for a standalone kvstore", EXIT_USAGE)
     for endpoint in settings.kvstore_socket:
         if _is_in_use(endpoint):
             return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
@@ -145,8 +143,7 @@ def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> N
 
 def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:
     """Raises `CurveError`. Keys restricted to some models are refused: blocks may belong to any
-    model, and the store cannot tell which.
-    """
+    model, and the store cannot tell which."""
     over_tcp = any(endpoint.startswith("tcp:") for endpoint in settings.kvstore_socket)
     if settings.curve_dir is None or not over_tcp:
         return None

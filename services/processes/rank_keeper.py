@@ -48,8 +48,7 @@ def main() -> int:
 
 def read_job(source: int) -> RankJob | None:
     """Return the job that rank 0 sends over the descriptor ``source``, None if it is gone. Raises:
-    OSError, msgspec.MsgspecError.
-    """
+    OSError, msgspec.MsgspecError."""
     line = bytearray()
     while not line.endswith(b"\n"):  # byte by byte: anything after it is for the rank
         data = os.read(source, 1)
@@ -62,8 +61,7 @@ def read_job(source: int) -> RankJob | None:
 def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = lambda: True) -> int:
     """Run the rank of ``job`` while rank 0 is connected and the rank ``is_wanted``. Messages of
     rank 0 come from ``source``, replies go to ``sink``. Return the rank's exit code. Raises:
-    OSError.
-    """
+    OSError."""
     if (reason := difference(job)) is not None:
         _say(sink, {"phase": "loading", "reason": reason, "exit": EXIT_CONFIG})
         return EXIT_CONFIG
@@ -167,8 +165,7 @@ class RankKeeper:
 
     def _hung_up(self) -> bool:
         """Wait a moment for a rank that has closed its link, because its exit code is more
-        informative.
-        """
+        informative."""
         try:
             self._rank.wait(0.5)
         except subprocess.TimeoutExpired:

@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if not settings.engine_socket:
-        return fail(
-            PROG, "--engine-socket is required for a router that is started alone", EXIT_USAGE
-        )
+        return fail(PROG, "--engine-socket is required for a standalone router", EXIT_USAGE)
     try:
         keys = ApiKeys(settings)
         tracing = open_tracing(settings.otlp_endpoint, "router")
@@ -212,8 +210,7 @@ def _follow(
 
 async def _until_told(router: Router) -> None:
     """Wait for the supervisor's list of models. Until then, requests would get the answer that
-    there are none; connections wait in the socket.
-    """
+    there are none; connections wait in the socket."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(router.supervised.told.wait(), TOLD_WITHIN_S)
 

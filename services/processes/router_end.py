@@ -56,8 +56,7 @@ class RouterEnd:
 
     def hand_over(self) -> None:
         """Finish running requests, and exit. New connections wait in the supervisor's socket for
-        the next router.
-        """
+        the next router."""
         if self._task is not None:
             self.at_once()
         else:

@@ -70,14 +70,12 @@ OF_THIS_MACHINE = {
     "num_local_ranks",
 }
 """Settings whose values are meaningless on other machines, or are in the environment of a
-`RankJob`.
-"""
+`RankJob`."""
 
 
 def prepare_environment() -> None:
     """Keep a model of several ranks in MLX's graph, where its collectives are. They run on the CPU,
-    so a GPU must hand over its sums quickly, as MLX recommends on Macs.
-    """
+    so a GPU must hand over its sums quickly, as MLX recommends on Macs."""
     os.environ[HOST_VARIABLE] = "0"
     os.environ.setdefault(FAST_SYNCH_VARIABLE, "1")
 
@@ -105,8 +103,7 @@ def divided(options: Settings, path: Path) -> Settings:
 
 def _first_hosts(options: Settings, count: int) -> Settings:
     """Return ``options`` with only the first machines of the hostfile. Raises:
-    `ModelUnavailable`.
-    """
+    `ModelUnavailable`."""
     hosts = remote_hosts(options)
     matrix = device_matrix(options, hosts)
     rows = None if matrix is None else [row[:count] for row in matrix[:count]]
@@ -123,8 +120,7 @@ def _first_hosts(options: Settings, count: int) -> Settings:
 
 def check(options: Settings, path: Path) -> None:
     """Check that ranks can compute the model in ``path``, before anything is loaded. Raises:
-    `ModelUnavailable`.
-    """
+    `ModelUnavailable`."""
     from engine.model import load
 
     load.check_divisible(path, str(options.model), trust=options.trust_remote_code)
@@ -320,16 +316,14 @@ def start(
 
 def rank_arguments(options: Settings) -> list[str]:
     """Return the command line of a rank on another machine. Paths to files of this machine are
-    replaced; their content is passed in the environment.
-    """
+    replaced; their content is passed in the environment."""
     given = options.given - OF_THIS_MACHINE | {"distributed_mode"}
     return settings.command_line(dataclasses.replace(options, given=given))
 
 
 def store_arguments(options: Settings, rank: int) -> list[str]:
     """Return the command line of a kvstore for ``rank`` of this engine only. Its folder is next to
-    the folder of a server on that machine.
-    """
+    the folder of a server on that machine."""
     given = options.given - OF_THIS_MACHINE - {"distributed_mode", "ssd_cache_dir"}
     words = settings.command_line(dataclasses.replace(options, given=given))
     folder, name = options.ssd_cache_dir, os.environ.get(ENGINE_NAME_VARIABLE, "engine")

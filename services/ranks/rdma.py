@@ -15,8 +15,7 @@ TIMEOUT_S = 10.0
 
 def lacks_rdma(row: Sequence[Device]) -> str | None:
     """Return the reason why this machine cannot be a rank of JACCL with the devices in ``row``,
-    which lead to each other rank; None if it can. MLX must be importable.
-    """
+    which lead to each other rank; None if it can. MLX must be importable."""
     import mlx.core as mx
 
     if not mx.distributed.is_available("jaccl"):
@@ -29,8 +28,7 @@ def lacks_rdma(row: Sequence[Device]) -> str | None:
 
 def missing_devices(row: Sequence[Device], listed: Sequence[str] | None) -> str | None:
     """Return a message on the devices of ``row`` that are not ``listed``. None: all are, or nothing
-    is known.
-    """
+    is known."""
     if listed is None:
         return None
     names: set[str] = set()

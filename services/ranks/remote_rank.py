@@ -68,8 +68,7 @@ class RankJob(msgspec.Struct, frozen=True, kw_only=True):
 
 def remote_hosts(options: Settings) -> tuple[RankHost, ...]:
     """Return the machines of all ranks; empty if all are on this one. Raises:
-    `ModelUnavailable`.
-    """
+    `ModelUnavailable`."""
     if options.num_local_ranks is not None or options.distributed_hostfile is None:
         return ()
     try:
@@ -95,8 +94,7 @@ def versions() -> dict[str, str]:
 
 def device_matrix(options: Settings, hosts: Sequence[RankHost]) -> list[list[Device]] | None:
     """Return the RDMA devices between all ranks, None if there are none. Raises:
-    `ModelUnavailable`.
-    """
+    `ModelUnavailable`."""
     if options.distributed_mode != "jaccl":
         return None
     try:
@@ -189,8 +187,7 @@ class LaunchedRank:
 
 def launched_links(hosts: Sequence[RankHost], timeout_s: float) -> dict[int, socket.socket]:
     """Return a connection to the keeper of each other rank, by its number. They connect to rank 0's
-    address, which MLX does not use yet. Raises: `ModelUnavailable`, `RankFailed`.
-    """
+    address, which MLX does not use yet. Raises: `ModelUnavailable`, `RankFailed`."""
     host, _, port = hosts[0].address.rpartition(":")
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + timeout_s

@@ -34,8 +34,7 @@ WITHOUT_LEADER_S = 90.0
 FROM_RANK_0 = {SOCKETS_VARIABLE, ENGINE_NAME_VARIABLE, RANK_VARIABLE}
 FILES_FROM_RANK_0 = {HOSTFILE_VARIABLE, HOSTS_VARIABLE}
 """The only settings accepted from the process at the address of rank 0; the rest are this process's
-own.
-"""
+own."""
 
 
 def launched_hosts(options: Settings) -> tuple[RankHost, ...]:

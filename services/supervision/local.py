@@ -128,8 +128,7 @@ class Children:
 
     def engine(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
         """Return the spec of an engine, which may use ``budget_bytes`` if there are several models.
-        The engine of a single model determines its memory from the device.
-        """
+        The engine of a single model determines its memory from the device."""
         budget = [] if entry.alone else [f"--memory-gb={budget_bytes / 1e9:.9f}"]
         return self._spec(
             name,
@@ -147,8 +146,7 @@ class Children:
 
     def model_jobs(self, launcher: Launcher) -> ModelJobs:
         """Return the object that downloads and deletes models, in processes that ``launcher``
-        starts.
-        """
+        starts."""
 
         def start(kind: Kind, model: str) -> LaunchedProcess:
             spec = ChildSpec(

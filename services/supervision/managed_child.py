@@ -68,8 +68,7 @@ class ManagedChild:
 
     def forgive(self, limits: Limits, now: float) -> None:
         """Forget failures before a useful run. A child that fails as soon as it is ready waits
-        longer each time; a child that is lost after a while does not.
-        """
+        longer each time; a child that is lost after a while does not."""
         if self.ready_at is not None:
             forgiven = int((now - self.ready_at) / limits.forgiving_s)
             self.failures = max(0, self.failures - forgiven)

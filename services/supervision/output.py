@@ -41,8 +41,7 @@ class LogCollector:
 
     def follow(self, pipe: IO[bytes], name: Callable[[], str]) -> None:
         """Read the output of the process ``name`` from ``pipe``, and close it at the
-        end of file.
-        """
+        end of file."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         reader = threading.Thread(
             target=self._read_all, args=(pipe, name), name=f"output-{name()}", daemon=True

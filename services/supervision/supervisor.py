@@ -79,8 +79,7 @@ class Supervisor:
 
     def retire(self, child: ManagedChild) -> None:
         """Let ``child`` finish its work and exit permanently. It is gone once it is not in
-        ``children``.
-        """
+        ``children``."""
         if child.retired_until is not None:
             return
         child.retired_until = time.monotonic() + self._limits.drain_timeout_s

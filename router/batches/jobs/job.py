@@ -163,8 +163,7 @@ class BatchJob:
 
     async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
         """Run each line that is not ``done``; return when all that began have ended, which is soon
-        once ``gone`` is set.
-        """
+        once ``gone`` is set."""
         context = self._context
         lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
         slots = asyncio.Semaphore(context.settings.max_batch_requests)
@@ -200,8 +199,7 @@ class BatchJob:
 
     def _sources(self, lines: Lines) -> list[tuple[int, LineSource]]:
         """Return how each of ``lines`` gets its content. A large line is read again later, because
-        many batches may have waiting lines.
-        """
+        many batches may have waiting lines."""
         return [
             (
                 number,

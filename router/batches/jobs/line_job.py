@@ -42,8 +42,7 @@ class LineJob:
 
     async def run(self, gone: asyncio.Event, *, is_full: bool) -> None:
         """Process the line to its end, unless ``gone`` is set before; then it has no result.
-        ``is_full``: its key has no space for an answer.
-        """
+        ``is_full``: its key has no space for an answer."""
         context = self._context
         try:
             result = await self._result(gone, is_full=is_full)

@@ -23,8 +23,7 @@ _ENVELOPE_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
 _REST_EVERY_BYTES = 256 * 1024
 """The JSON decoder lets no other thread run: after this much, pause for longer than it took, like
-`router.tokens.work_pool`.
-"""
+`router.tokens.work_pool`."""
 
 
 class FoundLine(NamedTuple):

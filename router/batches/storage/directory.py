@@ -30,8 +30,7 @@ class BatchDirectoryError(Exception):
 
 class BatchDirectory:
     """Only one router uses it at a time; the system releases the lock when the router exits, for
-    whatever reason.
-    """
+    whatever reason."""
 
     def __init__(self, root: Path) -> None:
         """Raises `BatchDirectoryError`."""
@@ -52,8 +51,7 @@ class BatchDirectory:
 
     async def run(self, work: Callable[[BatchStore], _Result]) -> _Result:
         """Return the result of ``work`` on the store, run on the single writer thread. It runs even
-        if the caller is cancelled. Raises `StoreFailed`.
-        """
+        if the caller is cancelled. Raises `StoreFailed`."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
         return await asyncio.shield(running)
 

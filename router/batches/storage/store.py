@@ -151,8 +151,7 @@ class BatchStore:
         purpose: str | None = None,
     ) -> tuple[list[Row], bool] | None:
         """Return up to ``limit`` rows of "files" or "batches" of ``key`` that follow the id
-        ``after``, and whether there are more. None: there is no such id.
-        """
+        ``after``, and whether there are more. None: there is no such id."""
         direction, follows = ("DESC", "<") if newest_first else ("ASC", ">")
         where, values = "key = ?", [key]
         if purpose is not None:
@@ -207,8 +206,7 @@ class BatchStore:
 
     def add_batch(self, values: Row) -> Row:
         """Add a batch in the state validating. ``values``: the columns that do not change. If its
-        key has more than `MAX_BATCHES`, the oldest finished ones are removed.
-        """
+        key has more than `MAX_BATCHES`, the oldest finished ones are removed."""
         columns = {**values, "state": BatchState.VALIDATING.value}
         names, places = ", ".join(columns), ", ".join("?" * len(columns))
         with self._change() as database:
@@ -253,8 +251,7 @@ class BatchStore:
 
     def add_results(self, results: Sequence[Result]) -> None:
         """Add results of lines, and count them. A line that already has a result is not changed,
-        nor is a finished batch.
-        """
+        nor is a finished batch."""
         with self._change() as database:
             for one in results:
                 query = (
@@ -289,8 +286,7 @@ class BatchStore:
 
 def read_results(path: Path, number: int, ok: bool) -> Iterator[bytes]:
     """Yield the records of a batch in the order of its lines. Safe on any thread, because it has
-    its own connection. Raises sqlite3.Error.
-    """
+    its own connection. Raises sqlite3.Error."""
     database = sqlite3.connect(path)
     try:
         query = "SELECT record FROM results WHERE batch = ? AND ok = ? ORDER BY line"

@@ -16,8 +16,7 @@ _AGAIN_S = 2.0
 
 class ResultWriter:
     """While the disk accepts no writes, lines keep their slots: no other line runs whose result
-    could not be stored.
-    """
+    could not be stored."""
 
     def __init__(
         self, directory: BatchDirectory, stopping: asyncio.Event, on_error: Callable[[], None]

@@ -1,6 +1,5 @@
 """The models by name, and their versions: engines of one name with different weights, tokenizer
-files or settings. One version is current and gets all new requests.
-"""
+files or settings. One version is current and gets all new requests."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ logger = logging.getLogger(__name__)
 class ModelVersions:
     """A version that joins next to others becomes current as soon as it is ready, and the previous
     one finishes its requests. If all engines of the current version are lost while an earlier one
-    is ready, the earlier one becomes current again.
-    """
+    is ready, the earlier one becomes current again."""
 
     def __init__(self, on_replaced: Callable[[ModelReplicas], None]) -> None:
         """``on_replaced`` is called with a version that is no longer the current one."""
@@ -55,8 +53,7 @@ class ModelVersions:
 
     def other_owner(self, hello: Hello) -> tuple[str, str] | None:
         """Return a name of ``hello`` that belongs to another model, and that model, if there is
-        one.
-        """
+        one."""
         for model in self.current.values():
             for name in (hello.model, *hello.aliases):
                 if model.id != hello.model and model.engines and name in model.names:

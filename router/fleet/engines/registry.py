@@ -103,8 +103,7 @@ class Registry:
     @property
     def unregistered_engines(self) -> list[str]:
         """Engines, in words, that send heartbeats but have not introduced themselves, because they
-        are loading.
-        """
+        are loading."""
         return [
             f"engine {beat.engine}: {beat.phase} for {beat.phase_s:.0f} s"
             for _, beat in self._unregistered.values()

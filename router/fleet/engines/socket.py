@@ -154,8 +154,7 @@ class EngineSocket:
 
 def _lock(address: str) -> int | None:
     """Lock ``address`` against a second router, because a ZeroMQ bind would silently
-    take it over.
-    """
+    take it over."""
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
         return None

@@ -146,9 +146,7 @@ class Metrics:
             return Histogram(name, help_, ["model"], buckets=_SECONDS, registry=self.registry)
 
         self.requests = counter("requests", "Responses by path and status", ("path", "status"))
-        self.first_token = histogram(
-            "time_to_first_token", "Time from admission to the first token"
-        )
+        self.first_token = histogram("time_to_first_token", "From admission to the first token")
         self.inter_token = LoopHistogram(
             f"{_PREFIX}inter_token_seconds", "Time between two deltas", _SHORT_SECONDS
         )
@@ -170,9 +168,7 @@ class Metrics:
         self.engines_refused = counter(
             "engines_refused", "Refused connections and engines", ("reason",)
         )
-        self.dropped_messages = counter(
-            "dropped_messages", "Wire messages that could not be decoded"
-        )
+        self.dropped_messages = counter("dropped_messages", "Invalid wire messages")
         self.loop_lag = Histogram(
             f"{_PREFIX}event_loop_lag_seconds",
             "Delay of the event loop",

@@ -62,8 +62,7 @@ class SupervisorChannel(Protocol):
 
 class Supervised:
     """The state reported by the supervisor, and the demand reported to it. Empty in a router that
-    was started alone.
-    """
+    was started alone."""
 
     def __init__(self, channel: SupervisorChannel | None) -> None:
         self._channel = channel
@@ -110,14 +109,12 @@ class Supervised:
 
     def restart(self, target: str | None = None) -> bool:
         """Restart the engine or the engines of the model ``target``, or all engines, one at a time.
-        Return False if there is no supervisor to do it.
-        """
+        Return False if there is no supervisor to do it."""
         return self._channel is not None and self._channel.tell(do="restart", target=target)
 
     def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
         """Unload ``model`` after ``keep_s`` without a request; infinity: never, None: as
-        configured.
-        """
+        configured."""
         name = model.names[0]
         told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
         if keep_s != 0:
@@ -192,8 +189,7 @@ class Supervised:
     ) -> dict[str, tuple[int, float]]:
         """Return, by model, how many requests wait for it to load, and the seconds since its last
         request: 0 while it has any, like those ``in_use``. ``stranded`` are the requests whose
-        model was unloaded after they arrived.
-        """
+        model was unloaded after they arrived."""
         now = time.monotonic()
         found = {}
         for name in self.models:

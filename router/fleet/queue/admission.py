@@ -37,8 +37,7 @@ class Admission:
     def limit_concurrency(self, tenant: Tenant, model_id: str, limit: int) -> Iterator[None]:
         """Count a request of ``tenant`` to a model, which has its own ``limit`` (0: none), while it
         is served. Raises `TooManyRequests`. Requests of batches are not counted, because they use
-        only idle capacity.
-        """
+        only idle capacity."""
         if tenant.background:
             yield
             return

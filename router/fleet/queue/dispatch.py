@@ -33,8 +33,7 @@ MAX_LOSSES = 2
 """A sequence fails after losing this many engines, because it may be the cause."""
 FORGIVEN_AFTER_TOKENS = 256
 """A sequence that generates this many tokens after a loss was not its cause. A harmful sequence can
-thus end at most one engine per this many of its tokens.
-"""
+thus end at most one engine per this many of its tokens."""
 
 _MISSED_BEATS = 2
 _SETTLE_S = 2.0
@@ -55,8 +54,7 @@ class Dispatcher:
         is_loaded_on_demand: Callable[[ModelReplicas], bool] = lambda model: False,
     ) -> None:
         """``send`` takes an engine, a message and its raw frames. ``on_generated`` is called with
-        new tokens. ``is_loaded_on_demand`` says whether a model without engines will get one.
-        """
+        new tokens. ``is_loaded_on_demand`` says whether a model without engines will get one."""
         self._settings = settings
         self._send = send
         self._metrics = metrics
@@ -223,8 +221,7 @@ class Dispatcher:
 
     def on_engine_lost(self, engine: Engine, reason: str, *, planned: bool) -> None:
         """Resubmit the sequences of ``engine``. A ``planned`` restart does not count
-        against them.
-        """
+        against them."""
         for entry in self._placed_on(engine):
             self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
 
@@ -285,8 +282,7 @@ class Dispatcher:
 
     def _take_back(self, model: ModelReplicas) -> None:
         """Replace the newest line of a batch with a waiting sequence. The line is queued again with
-        its tokens; its prefix stays in the engine's cache.
-        """
+        its tokens; its prefix stays in the engine's cache."""
         full = [engine for engine in model.ready_engines if engine.is_full]
         ids = [request_id for engine in full for request_id in engine.request_ids]
         entries = [self._in_flight[request_id] for request_id in ids]

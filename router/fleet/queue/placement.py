@@ -35,8 +35,7 @@ def prompt_blocks(
 
 def choose_engine(engines: Sequence[Engine], sequence: RemoteRequest) -> Engine:
     """Return the best of ``engines`` for ``sequence``. There must be at least one, each with
-    capacity.
-    """
+    capacity."""
     if len(engines) == 1:
         return engines[0]
     least = min(len(engine.request_ids) for engine in engines)

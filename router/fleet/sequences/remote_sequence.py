@@ -71,8 +71,7 @@ class RemoteSequence(RemoteRequest):
     @property
     def predicted(self) -> tuple[int, int]:
         """The drafted tokens of the request's `prediction`, accepted or rejected, as far as the
-        last engine has reported.
-        """
+        last engine has reported."""
         usage = self.usage
         if usage is None:
             return 0, 0

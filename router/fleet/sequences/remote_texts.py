@@ -29,8 +29,7 @@ class RemoteTexts(RemoteRequest):
         is_part: bool,
     ) -> None:
         """``width`` is the number of values in a row. If it ``is_part`` of a request, other parts
-        have rows from the same weights.
-        """
+        have rows from the same weights."""
         super().__init__(encode.request_id, encode.priority, tenant, on_change)
         self._encode, self._width, self._is_part = encode, width, is_part
         self.rows: Rows | None = None

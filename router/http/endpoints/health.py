@@ -134,8 +134,7 @@ async def show_version(http: Request) -> Response:
 
 def can_answer(router: Router) -> bool:
     """Return whether the server can answer requests for at least one model: it has a ready engine,
-    or can be loaded on demand.
-    """
+    or can be loaded on demand."""
     if router.draining or router.leaving:
         return False
     if any(model.ready_engines for model in router.registry.models.values()):
@@ -185,8 +184,7 @@ def health_of(router: Router) -> tuple[int, Health]:
 
 def server_state(router: Router) -> tuple[HealthStatus, list[str]]:
     """Return the status and its reasons, for the worst model. A model that cannot answer makes the
-    server degraded.
-    """
+    server degraded."""
     reasons = _unready_reasons(router)
     models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold

@@ -52,8 +52,7 @@ class RequestRecord:
     @property
     def is_trouble(self) -> bool:
         """Whether an operator should see it: a rejection for lack of capacity, a server error, or a
-        stream cut off by an error.
-        """
+        stream cut off by an error."""
         was_cut = self.status == 200 and self.error_code not in (None, "client_disconnected")
         return self.status == 429 or self.status >= 500 or was_cut
 

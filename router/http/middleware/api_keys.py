@@ -124,8 +124,7 @@ class SingleKey:
 
 class AdminKey:
     """The key of ``/admin`` and of ``paths``, if one is set. API ``keys`` are recognized but not
-    sufficient.
-    """
+    sufficient."""
 
     def __init__(self, key: str | None, keys: ApiKeys, paths: frozenset[str]) -> None:
         self._paths = paths

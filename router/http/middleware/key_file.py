@@ -115,8 +115,7 @@ def _tenant(entry: _KeyEntry, key: bytes, settings: Settings, origin: str) -> Te
 
 def _check_names(tenants: dict[bytes, Tenant], origins: dict[bytes, str]) -> None:
     """Two keys may have the same name, so that one can replace the other, if their permissions are
-    the same.
-    """
+    the same."""
     by_name: dict[str, tuple[Tenant, str]] = {}
     for key, tenant in tenants.items():
         other, origin = by_name.setdefault(tenant.name, (tenant, origins[key]))

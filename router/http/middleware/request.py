@@ -48,8 +48,7 @@ class RequestMiddleware:
     ) -> None:
         """``public_paths`` never require a key, ``metrics_key_paths`` only the ``--metrics-key``,
         ``admin_key_paths`` the ``--admin-key``, if set. ``metrics`` counts ``metric_paths`` by
-        name.
-        """
+        name."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys

@@ -29,8 +29,7 @@ class RequestTrace:
 
     def end(self, scope: Scope, route: str) -> None:
         """End the span, after adding one for the time in the queue. ``route`` is the path's
-        template.
-        """
+        template."""
         record, state = self._record, scope["state"]
         self._span.update_name(f"{record.method} {route}")
         attributes: dict[str, str | int | float] = {

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 class StatusFeed:
     """An ASGI application. Each viewer gets the ``history``, then ``status`` events: the first with
-    all engines, the others with some engines in turn.
-    """
+    all engines, the others with some engines in turn."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -151,8 +150,7 @@ def _encoded(status: ServerStatus) -> bytes:
 
 async def _write(send: Send, body: bytes) -> None:
     """Send ``body``. Raises `ClientDisconnected` if the viewer reads nothing that was
-    sent before.
-    """
+    sent before."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -33,14 +33,12 @@ from shared.wire import DraftStats, EngineStats
 
 ENGINES_AT_ONCE = 16
 """The engines of a larger fleet take turns, so that a sample costs no more and its event is no
-longer.
-"""
+longer."""
 _SHARES_S = 60.0
 _NO_PROMPTS = PromptProgress(prompts=0, computed=0, tokens=0)
 _LONG_S = 1.0
 """A prompt is shown as being computed after this time: two heartbeats have reported it then. Short
-prompts would come and go between two samples.
-"""
+prompts would come and go between two samples."""
 _STALE_S = 3.0
 """Max interval for rates: an earlier sample dates from an earlier viewer."""
 
@@ -48,8 +46,7 @@ _STALE_S = 3.0
 @dataclass
 class _Beats:
     """The figures of one engine at the times of its heartbeats: one per sample, for the last
-    minute.
-    """
+    minute."""
 
     sampled: deque[tuple[float, EngineStats]] = field(default_factory=deque)
 

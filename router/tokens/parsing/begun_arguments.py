@@ -1,6 +1,5 @@
 """Streaming of unconstrained tool calls whose arguments are written one by one, between tags or
-commas: each argument is emitted when it is complete, as the tool parser reads it.
-"""
+commas: each argument is emitted when it is complete, as the tool parser reads it."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def _tagged(
     section_end: str = "</tool_call>",
 ) -> _ArgumentForm:
     """Return the syntax with tags: ``head``, then arguments, the first of which begins with
-    ``first``.
-    """
+    ``first``."""
     head = rf"\s*+(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     ends = re.escape(end) if end else "(?!)"
     return _ArgumentForm(
@@ -71,8 +69,7 @@ def _listed(
     head: str, equals: str, close: str, quotes: tuple[str, ...], around: tuple[str, str]
 ) -> _ArgumentForm:
     """Return the syntax with commas: ``around`` the calls, each with ``head``, names and values
-    separated by ``equals``, and ``close``.
-    """
+    separated by ``equals``, and ``close``."""
     head = rf"(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     name, closing = rf"\w{{1,256}}+\s*+{equals}", r"(?:,\s*+)?" + re.escape(close)
     before = rf"\s*+(?:[,;{re.escape(around[0])}]\s*+)?"
@@ -229,8 +226,7 @@ class ArgumentParser:
 
     def _begin_call(self, fragments: list[CallFragment]) -> bool:
         """Begin a call, or the next argument of one. Return whether more text may be read outside a
-        value.
-        """
+        value."""
         if self._opening is not None or self._given_up:
             return False
         begun = None

@@ -1,6 +1,5 @@
 """Streaming of unconstrained tool calls: they are emitted as soon as they can be nothing else, when
-a tool of the request is named after the marker of calls and its arguments have begun.
-"""
+a tool of the request is named after the marker of calls and its arguments have begun."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class BegunCallParser:
     @classmethod
     def of(cls, parser: str, names: Container[str]) -> BegunCallParser | None:
         """Return a streaming parser for calls in the syntax of the tool parser ``parser``; None if
-        they can only be parsed when complete.
-        """
+        they can only be parsed when complete."""
         return cls(_FORMS[parser], names) if parser in _FORMS else None
 
     @property

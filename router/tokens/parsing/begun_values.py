@@ -43,8 +43,7 @@ class TaggedValue:
 
 class ListedValue:
     """A value that ends before a comma or a closing bracket, outside strings and its own brackets.
-    ``quotes`` delimit strings; with ``escapes``, a backslash in them escapes a character.
-    """
+    ``quotes`` delimit strings; with ``escapes``, a backslash in them escapes a character."""
 
     def __init__(self, quotes: tuple[str, ...], escapes: bool) -> None:
         self._quotes = quotes

@@ -14,8 +14,7 @@ MAX_CALL_CHARS = 1_000_000
 MAX_PARSE_WORK = 5_000_000
 """Max number of characters times the places where a call may begin: some parsers read to the end
 from each place. This much takes about half a second. Real calls of 50,000 characters have 100
-places.
-"""
+places."""
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools in the format of templates and mlx-lm's parsers."""
@@ -67,8 +66,7 @@ class ToolSyntax(NamedTuple):
     end: str  # the marker after calls; empty: they last until the end of the answer
     parse: Callable[[str, Any], Any]
     """Parses the text between the markers. Returns a dict with ``name`` and ``arguments``, or a
-    list of them. May raise any exception.
-    """
+    list of them. May raise any exception."""
 
 
 class ParseWork:
@@ -91,8 +89,7 @@ class ParseWork:
 
 def parse_work(text: str, syntax_name: str) -> int:
     """Return the work of parsing ``text``: the characters times the places where a call may begin,
-    or the characters alone if nothing is read twice.
-    """
+    or the characters alone if nothing is read twice."""
     start = _CALL_STARTS.get(syntax_name)
     return len(text) * (1 if start is None else 1 + sum(1 for _ in start.finditer(text)))
 
@@ -101,8 +98,7 @@ def parse_calls(
     text: str, syntax: ToolSyntax, tools: ToolSchemas, *, mend: bool = True
 ) -> list[ParsedCall]:
     """Return the calls of ``tools`` in ``text``, or none if a part of it is not a valid call. With
-    ``mend``, common errors in JSON are repaired (`JsonReader`).
-    """
+    ``mend``, common errors in JSON are repaired (`JsonReader`)."""
     if len(text) > MAX_CALL_CHARS or parse_work(text, syntax.name) > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
@@ -119,8 +115,7 @@ def parse_calls(
 
 def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[ParsedCall], str]:
     """Return the JSON calls of ``tools`` at the start of ``text``, and the rest, for an answer that
-    was cut off.
-    """
+    was cut off."""
     if len(text) > MAX_CALL_CHARS:
         return [], text
     names = {tool["function"]["name"] for tool in tools}
@@ -138,8 +133,7 @@ def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[Parse
 
 def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
     """Return ``tools`` with references replaced by the schemas of the arguments: parsers look up
-    types and do not follow references.
-    """
+    types and do not follow references."""
 
     def plain(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
@@ -181,8 +175,7 @@ def add_to_beginning(start: str, piece: str) -> str:
 
 def may_become_json_calls(start: str) -> bool:
     """Return whether an answer that begins with ``start`` (see `add_to_beginning`) may consist of
-    calls in JSON.
-    """
+    calls in JSON."""
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 
@@ -206,8 +199,7 @@ def _without_tags(text: str) -> str:
 
 def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
     """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` for
-    text that is not JSON.
-    """
+    text that is not JSON."""
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         try:

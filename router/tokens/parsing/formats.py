@@ -101,8 +101,7 @@ class ReplyFormat:
 
 def detect_format(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
     """Return the format for ``tokenizer``, mlx-lm's wrapper. ``reasoning`` and ``tools`` are the
-    values of the parser flags. Raises `ImportError` if mlx-lm has no such tool parser.
-    """
+    values of the parser flags. Raises `ImportError` if mlx-lm has no such tool parser."""
     vocabulary = tokenizer.get_vocab()
     harmony = all(token in vocabulary for token in _HARMONY_TOKENS)
     think = _reasoning(tokenizer, vocabulary, reasoning)

@@ -243,8 +243,7 @@ def calls_grammar(
 def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTokens) -> str:
     """Return the Lark grammar of answers in gpt-oss' messages, with calls of ``functions``:
     messages with any text, and finally one more or a call. A call names its function after its
-    channel, as the model does, or before it, as the template does.
-    """
+    channel, as the model does, or before it, as the template does."""
     own = CALL_TEMPLATES["harmony"]
     addressed = own._replace(
         begin=" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
@@ -305,8 +304,7 @@ def _arguments(
     rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
 ) -> tuple[list[str], list[str]]:
     """Return an expression for each parameter of ``function``, in order, and their rules. Optional
-    parameters may be omitted.
-    """
+    parameters may be omitted."""
     expressions, rules = [], []
     parameters: Mapping[str, Any] = function.parameters or {}
     required = frozenset(parameters.get("required") or ())
@@ -352,8 +350,7 @@ def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
 
 def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
     """Return the rule of a schema. Keywords unknown to llguidance are an error if the function is
-    strict, and ignored otherwise.
-    """
+    strict, and ignored otherwise."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
     return json_rule(_closed({**kind, **schema}), style)
@@ -361,8 +358,7 @@ def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``schema`` limited to the properties that it names, unless it specifies others. A tool
-    expects no others, and a small model would keep inventing them.
-    """
+    expects no others, and a small model would keep inventing them."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
         return schema

@@ -64,8 +64,7 @@ def input_lark(grammar: Grammar, *, quoted: bool, end: str | None = None) -> str
 
 def _within_slashes(expression: str) -> str:
     """Return a regular expression in Lark's syntax. Digits are ASCII digits, as in all expressions
-    here.
-    """
+    here."""
     special = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", "\n": r"\n", "\r": r"\r"}
     return re.sub(
         r"\\.|/|[\r\n]", lambda found: special.get(found[0], found[0]), expression, flags=re.DOTALL
@@ -121,8 +120,7 @@ class _Converter:
 
     def _expression(self, pieces: Sequence[LarkPiece], loose: bool) -> str:
         """Return the converted right side of a definition. ``loose``: a repeated class of
-        characters may become a rule.
-        """
+        characters may become a rule."""
         out: list[str] = []
         index = 0
         while index < len(pieces):
@@ -178,8 +176,7 @@ class _Converter:
 
 def _end_of_operand(pieces: Sequence[LarkPiece], index: int) -> int:
     """Return the end of the operand that '~' before ``index`` negates; ``index`` if '~' is a
-    repetition.
-    """
+    repetition."""
     start = index
     while index < len(pieces) and pieces[index].kind == "space":
         index += 1

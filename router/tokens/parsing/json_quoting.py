@@ -39,8 +39,7 @@ def quoted_string(text: str) -> str:
 
 def quoted_regex(source: str, flags: str, param: str) -> str:
     """Return the expression for the quoted form of everything that ``source`` matches. Both are
-    Rust's (https://docs.rs/regex/latest/regex/#syntax). Raises `InvalidRequest`.
-    """
+    Rust's (https://docs.rs/regex/latest/regex/#syntax). Raises `InvalidRequest`."""
     if "x" in flags:
         raise _unknown("the flag x", param)
     dotall = ["s" in flags]  # by group

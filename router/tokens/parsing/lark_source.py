@@ -37,8 +37,7 @@ class LarkPiece(NamedTuple):
 @dataclass
 class Definition:
     """A rule or terminal with its pieces before and after the colon, or a directive with all pieces
-    after its name.
-    """
+    after its name."""
 
     kind: str  # rule, terminal, directive
     name: str
@@ -53,8 +52,7 @@ class Definition:
 
 def definitions(source: str, param: str) -> list[Definition]:
     """Return the definitions in ``source``. Raises `InvalidRequest` with the line for invalid
-    syntax, and for syntax that is not supported in the grammar of a tool's input.
-    """
+    syntax, and for syntax that is not supported in the grammar of a tool's input."""
     return [_definition(each, param) for each in _statements(list(_pieces(source, param)))]
 
 
@@ -77,8 +75,7 @@ def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
 
 def _statements(pieces: Sequence[LarkPiece]) -> Iterator[list[LarkPiece]]:
     """Yield the pieces of each definition, which may continue on lines that begin with '|' or are
-    within brackets.
-    """
+    within brackets."""
     statement: list[LarkPiece] = []
     ended = False
     for piece in pieces:
@@ -126,8 +123,7 @@ def wrong(reason: str, line: int, param: str) -> InvalidRequest:
 
 def regular_rules(found: Sequence[Definition]) -> set[str]:
     """Return the names of rules that are not recursive, have no options, and refer only to such
-    rules: they can be turned into terminals.
-    """
+    rules: they can be turned into terminals."""
     rules = {each.name: each.rules for each in found if each.kind == "rule" and not each.head}
     missing = {name: len(referred) for name, referred in rules.items()}
     users: dict[str, list[str]] = defaultdict(list)

@@ -27,8 +27,7 @@ from router.tokens.reply_parser import CallDelta, ReplyDelta
 
 _MAX_INNER_ENDS = 100
 """Max number of end markers inside the strings of a call: the whole call is parsed again after
-each.
-"""
+each."""
 
 
 def call_id() -> str:
@@ -74,8 +73,7 @@ class MarkedReplyParser:
         self._names = frozenset(tool["function"]["name"] for tool in tools)
         self._begun: BegunCallParser | ArgumentParser | None = None
         """The streaming parser of the current calls. None if a grammar allows only calls, within
-        reasoning, and if calls can only be parsed when complete.
-        """
+        reasoning, and if calls can only be parsed when complete."""
         self._markers = format.markers(calls=bool(tools))
         self._pending = ""  # text that may be the start of a marker
         self._header = ""
@@ -251,8 +249,7 @@ class MarkedReplyParser:
 
     def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
         """End the current call at the marker ``end``. Return False if the marker is inside a
-        string, or if the text is not a call and becomes text.
-        """
+        string, or if the text is not a call and becomes text."""
         stream = self._active_call_stream
         if stream is not None and stream.started:
             if stream.in_call:
@@ -283,8 +280,7 @@ class MarkedReplyParser:
         self, begun: BegunCallParser | ArgumentParser, end: str, out: _DeltaBuilder
     ) -> bool:
         """End the calls that have begun at the marker ``end``, unless the marker is inside a
-        string.
-        """
+        string."""
         if end and begun.in_string:
             self._add_fragments(begun.feed(end), out)
             return False

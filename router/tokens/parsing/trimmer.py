@@ -5,8 +5,7 @@ from __future__ import annotations
 
 class WhitespaceTrimmer:
     """Drops whitespace at the start and end of a text next to a marker, because templates add or
-    remove it there. ``at_marker``: whether a marker precedes the text.
-    """
+    remove it there. ``at_marker``: whether a marker precedes the text."""
 
     def __init__(self, *, at_marker: bool = False) -> None:
         self._at_marker = at_marker

@@ -52,8 +52,7 @@ class Work:
 
     def run(self, api: BatchApi, show: Callable[[BatchStatus], None]) -> BatchStatus:
         """Begin or continue; return the final state. Raises `BatchFailed`, `ServerRefused`,
-        `NoServer` and OSError.
-        """
+        `NoServer` and OSError."""
         digest = _digest(self.source)
         state = self._state(digest)
         if state is None:

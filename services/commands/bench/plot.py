@@ -61,8 +61,7 @@ def check_plot(path: Path) -> None:
 
 def plot(reports: Sequence[LoadReport], path: Path, title: str = "") -> None:
     """Plot the levels of ``reports``, a line for each, to a file whose format follows from its
-    name.
-    """
+    name."""
     check_plot(path)
     import matplotlib
 

@@ -49,8 +49,7 @@ class Dialogue:
 
     def take_back(self) -> str:
         """Remove the last question and its answer, and return the question; "" if there is none.
-        Its images are sent with the next question.
-        """
+        Its images are sent with the next question."""
         while self.turns:
             turn = self.turns.pop()
             if turn["role"] == "user":
@@ -74,8 +73,7 @@ class Commands:
 
     def run(self, line: str) -> str:
         """Run the command in ``line``, and return the text to show. Raises `CommandError`, and the
-        client's errors.
-        """
+        client's errors."""
         name, _, rest = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:

@@ -57,8 +57,7 @@ def converse(client: ChatClient, conversation: Dialogue, *, keep_history: bool) 
 
 def _answer(console: Console, client: ChatClient, conversation: Dialogue, line: str) -> None:
     """Ask the question, and show the answer as it arrives. If there is no answer at all, remove the
-    question again.
-    """
+    question again."""
     conversation.ask(line)
     reply, stopped = Reply(), False
     try:

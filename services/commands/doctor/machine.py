@@ -21,8 +21,7 @@ from shared.settings import Settings
 CGROUP = Path("/sys/fs/cgroup")
 DESCRIPTORS = 4096
 """Each connection and each open block file takes one. mlx-lm sets the limit to this value when it
-is imported, which fails if less is allowed.
-"""
+is imported, which fails if less is allowed."""
 _GB = 1e9
 _MEND = {
     errno.EACCES: "chown or chmod {}, or ",
@@ -31,8 +30,7 @@ _MEND = {
     errno.EDQUOT: "free some space there, raise the quota, or ",
 }
 """Fixes for a folder that is not writable. Permissions alone do not predict it for root, or on a
-network disk.
-"""
+network disk."""
 
 
 def checks(options: Settings | None) -> Iterator[Check]:
@@ -61,8 +59,7 @@ def _memory() -> Check:
 
 def cpu_limit(cgroup: Path) -> Check:
     """Compare the limit of the control group at ``cgroup`` with the number of visible
-    processors.
-    """
+    processors."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     allowed = _allowed_cpus(cgroup)
     if allowed is None or allowed >= (cores or 1):

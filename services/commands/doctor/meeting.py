@@ -1,6 +1,5 @@
 """Checks of everything that processes and machines connect through: ports, sockets, keys,
-certificates, other machines.
-"""
+certificates, other machines."""
 
 from __future__ import annotations
 
@@ -165,8 +164,7 @@ def _api_keys(options: Settings) -> Iterator[Check]:
 
 def _hosts(path: Path) -> Iterator[Check]:
     """Connect to each machine of the hostfile except the first, which is this one, like
-    an engine.
-    """
+    an engine."""
     try:
         hosts = read_hostfile(path)[1:]
     except HostfileError as error:

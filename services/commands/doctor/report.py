@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 
 Verdict = Literal["ok", "BAD", "WARN", ""]
 """BAD: the server cannot start or cannot do its work. WARN: it works, but worse than it could.
-Empty: information only.
-"""
+Empty: information only."""
 
 
 class Check(NamedTuple):

@@ -53,8 +53,7 @@ def directory_of(model: str) -> Path | None:
 
 def _cached() -> Iterator[tuple[str, Path]]:
     """Yield the models in the Hugging Face cache that mlx-lm may load; a model must
-    have a config.
-    """
+    have a config."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -27,14 +27,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAST_S = 20
 """Seconds that engines and kvstore get after the router has stopped, before everything
-is killed.
-"""
+is killed."""
 
 
 def main(argv: Sequence[str], platform: str = sys.platform) -> int:
     """Run the command in ``argv`` with the service manager of ``platform``; return the
-    exit code.
-    """
+    exit code."""
     own = parser()
     options, rest = own.parse_known_args(argv)
     if rest and options.command != "install":

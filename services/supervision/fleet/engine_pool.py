@@ -41,8 +41,7 @@ class EnginePool:
         self._owners: dict[ManagedChild, FleetModel] = {}
         self._budgets: dict[ManagedChild, int] = {}
         """The budget with which each engine was started. It is valid until the engine exits, even
-        if the model's budget has changed since.
-        """
+        if the model's budget has changed since."""
         self.total_bytes = 0
 
     def start(self, model: FleetModel) -> ManagedChild:

@@ -75,8 +75,7 @@ class EngineFleet:
 
     def on_exit(self, child: ManagedChild) -> None:
         """Tell the router that a process has exited, so that it need not wait for missing
-        heartbeats.
-        """
+        heartbeats."""
         if self._router is not None and child.name != ROUTER:
             self._tell_of_end(child, planned=child.retired_until is not None)
 
@@ -86,8 +85,7 @@ class EngineFleet:
 
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
         """From now on serve ``entries`` and the pulled models: load new models, unload removed
-        ones, restart changed ones.
-        """
+        ones, restart changed ones."""
         taken = {name for entry in entries for name in entry.names}
         self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
         self._settings = settings
@@ -268,8 +266,7 @@ class EngineFleet:
 
     def _load(self, model: FleetModel, now: float, *, asked: bool = False) -> None:
         """Start the missing engines of ``model``, if requests wait for it or it is
-        partly loaded.
-        """
+        partly loaded."""
         wanted = model.engines or model.waiting or model.awaits_memory or asked
         if not self._lacks_engines(model) or not wanted:
             return
@@ -320,8 +317,7 @@ class EngineFleet:
 
     def _shrink(self, lacking_bytes: int) -> bool:
         """Restart engines whose budgets are larger than new ones would get, if that frees enough.
-        Return whether that is in progress.
-        """
+        Return whether that is in progress."""
         excess = self._pool.excess_bytes
         large = [model for model in self._models if excess(model) and not model.given_up]
         if any(map(self._rolling.concerns, large)):
@@ -344,8 +340,7 @@ class EngineFleet:
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
     """Return whether ``model`` is unloaded for another model, for which requests have waited that
-    long.
-    """
+    long."""
     if model.idle_s > 0:
         return True
     stay_s = 0.0 if model.ready_since is None else now - model.ready_since

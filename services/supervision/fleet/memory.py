@@ -38,8 +38,7 @@ def weights_bytes(model: str) -> int | None:
 
 def entry_bytes(entry: ModelEntry) -> int | None:
     """Return the size of the weights that an engine of ``entry`` loads: its model and, if set, its
-    draft model. None if one of them is unknown.
-    """
+    draft model. None if one of them is unknown."""
     settings = entry.settings
     found = [weights_bytes(settings.model)]
     if settings.draft_model_path is not None and settings.spec_decode in ("draft", "auto"):
@@ -105,8 +104,7 @@ def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total:
 
 def placed_bytes(entry: ModelEntry, weights: int | None) -> int:
     """Return the bytes that a machine needs for an engine of ``entry``: 0 if its model is not on
-    this machine and ``--memory-gb`` is not set.
-    """
+    this machine and ``--memory-gb`` is not set."""
     if entry.settings.memory_gb is not None:
         return int(entry.settings.memory_gb * 1e9)
     if weights is None:

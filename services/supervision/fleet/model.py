@@ -101,8 +101,7 @@ class FleetModel:
 
     def follow_engines(self) -> str | None:
         """Record engines that cannot start, and the duration of a load. Return a line
-        for the log.
-        """
+        for the log."""
         for child in list(self.engines):
             if child.gave_up is not None:
                 self.engines.remove(child)

@@ -52,8 +52,7 @@ class ModelJobs:
         self._jobs: dict[str, ModelJob] = {}
         self._ending: list[tuple[str, LaunchedProcess]] = []
         """Processes of cancelled jobs, by model name. They have files open, so the next job of the
-        model starts when they have exited.
-        """
+        model starts when they have exited."""
         self._number = 0
 
     def begin(self, kind: Kind, name: str, path: str, refusal: str = "") -> None:
@@ -92,8 +91,7 @@ class ModelJobs:
 
     def turn(self) -> list[ModelJob]:
         """Read the messages of the processes; return the jobs that have succeeded since the last
-        call.
-        """
+        call."""
         done: list[ModelJob] = []
         now = time.monotonic()
         for ending in list(self._ending):

@@ -18,8 +18,7 @@ MOST_PULLED = 64
 
 def pull_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
     """Return the reason why the model ``name``, which is not served under this name yet, cannot be
-    pulled; "" if it can. ``pulled`` are the models pulled before, a subset of those ``served``.
-    """
+    pulled; "" if it can. ``pulled`` are the models pulled before, a subset of those ``served``."""
     if name not in DEMOS and (HUB_ID.fullmatch(name) is None or name.startswith(".")):
         return f"'{name}' is not a Hugging Face model id (OWNER/MODEL)"
     if _exists(name):  # and an engine would load that path
@@ -44,8 +43,7 @@ def delete_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[Mod
 
 def pulled_entry(settings: Settings, name: str) -> ModelEntry:
     """Return how the pulled model ``name`` is served: with ``settings``, except those made for
-    another model. Code that comes with it is never run.
-    """
+    another model. Code that comes with it is never run."""
     defaults = Settings()
     own = {
         field.name

@@ -74,8 +74,7 @@ class RollingRestart:
 
     def _finish(self, model: FleetModel) -> None:
         """Drain the old engine once the new one is ready. The next replacement begins when it has
-        exited.
-        """
+        exited."""
         assert self._old is not None and self._new is not None
         if self._old in model.engines:
             self._pool.retire(model, [self._old])

@@ -6,8 +6,7 @@ from shared.settings import Settings
 
 UP_AFTER_S = 2.0
 """How long the queue must be long: the first tokens of a burst may only be waiting for
-its prompts.
-"""
+its prompts."""
 BUSY_SHARE = 0.7
 """Max fraction of the other engines' capacity in use after an engine is stopped."""
 
@@ -23,8 +22,7 @@ class Scaling:
 
     def note_load(self, queued: int = 0, busy: float = 0.0) -> None:
         """Record the number of queued requests, and the fraction of all engines'
-        capacity in use.
-        """
+        capacity in use."""
         self._queued, self._busy = queued, busy
 
     def follow(self, settings: Settings, ready: int, now: float) -> str | None:

@@ -73,8 +73,7 @@ class RayCluster:
 
     def placed(self, make: SpecMaker, options: Settings) -> SpecMaker:
         """Return a function that converts specs of local engines to specs of engines that Ray
-        places.
-        """
+        places."""
         stores = [each for each in options.kvstore_socket if each.startswith("tcp:")]
         store = [f"--kvstore-socket={stores[0]}"] if stores else ["--no-ssd"]
 

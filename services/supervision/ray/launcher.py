@@ -54,8 +54,7 @@ class RayLauncher:
 
 class RayProcess:
     """A `LaunchedProcess` that is an engine with its actor. If the actor or its machine is lost,
-    Ray restarts it where there is room: the process does not end.
-    """
+    Ray restarts it where there is room: the process does not end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The batch of a GPU: that of MLX's graph, with costs that are measured there at start."""
+"""The batch for a GPU: MLX's graph, with costs measured on the device at startup."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from engine.cache.layout import AttentionLayout
 
 ROWS = 4
 LENGTHS = (32, 2048)
-"""Positions of a row in the calls that are timed."""
+"""Positions of a row in the timed calls."""
 QUERIES = 64
-"""Queries of a row in those that stand for chunks."""
+"""Queries of a row in the calls that represent chunks."""
 CALLS = 8
 """Calls in one evaluation, so that the host's time to build them counts as in a step."""
 TRIES = 3
 
 CALL_COST_LIMITS = (512.0, 65_536.0)
 QUERY_COST_LIMITS = (1 / 512, 1.0)
-"""What is believed: timers are coarse, and other programs use a GPU too."""
+"""Plausible range: timers are coarse, and other programs use the GPU too."""
 
 
 class AttentionCost(NamedTuple):
-    """What attention costs, in positions of a row with one query."""
+    """The cost of attention, in positions of a row with one query."""
 
     call_cost_tokens: float
     query_cost: float
 
 
 class GPUBatch(GraphBatch):
-    """Its costs are guesses until `measure` replaces them."""
+    """Its costs are estimates until `measure` replaces them."""
 
     call_cost_tokens: float = 8_192
     query_cost = 1 / 8
@@ -46,8 +46,8 @@ class GPUBatch(GraphBatch):
 
 
 def measured_cost(layer: AttentionLayout) -> AttentionCost:
-    """Return the cost of a call, and that of further queries, from the times of short and long
-    calls with one query a row and with many."""
+    """Return the cost of a call and of further queries, from the times of short and long calls with
+    one query per row and with many."""
     shape = ROWS, layer.kv_heads, LENGTHS[1]
     keys = mx.zeros((*shape, layer.key_dim), layer.dtype)
     values = mx.zeros((*shape, layer.value_dim), layer.dtype)
@@ -64,10 +64,10 @@ def measured_cost(layer: AttentionLayout) -> AttentionCost:
 
 
 def _seconds(keys: mx.array, values: mx.array, length: int, width: int) -> float:
-    """Return the seconds of one call over ``length`` positions, the best of a few tries."""
+    """Return the seconds of one call over ``length`` positions, the best of a few attempts."""
     query = mx.zeros((ROWS, keys.shape[1], width, keys.shape[-1]), keys.dtype)
     found = float("inf")
-    for _ in range(TRIES + 1):  # the first one loads the kernel
+    for _ in range(TRIES + 1):  # the first call loads the kernel
         begun = time.perf_counter()
         mx.eval(
             [

@@ -1,11 +1,11 @@
-"""Passes that are computed a stretch of layers at a time.
+"""Passes that are computed in parts, a few layers at a time.
 
-A model's own code computes all of its layers in one call. To leave it in the middle, the call runs
-on a stack of its own, a greenlet, which is left where the cache of a layer is first used, and
-entered again later, on the same thread. So a pass of any model can be divided that uses a cache in
-each of its layers, whatever its code looks like.
+A model's own code computes all its layers in one call. To suspend it in the middle, the call runs
+on its own stack, a greenlet, which is suspended where the cache of a layer is first used and
+resumed later on the same thread. This works for any model that uses a cache in each of its layers,
+whatever its code looks like.
 
-Between two stretches a pass keeps the residual stream, in local variables of the model's code.
+Between two parts, the residual stream stays in local variables of the model's code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.cache.layout import KVNode, Layout, Node, StateNode
 
 
 class DividedBatch(Protocol):
-    """What a pass asks of its batch, an `engine.batch.ragged.RaggedBatch`."""
+    """What a pass needs from its batch, an `engine.batch.ragged.RaggedBatch`."""
 
     layout: Layout
     attends: bool
@@ -33,7 +33,7 @@ class DividedBatch(Protocol):
 
 
 class LayeredPass:
-    """One call of a model's code. It begins with the first `advance`."""
+    """One call of a model's code, which begins with the first `advance`."""
 
     def __init__(self, batch: DividedBatch, compute: Callable[[], mx.array]) -> None:
         """``compute`` calls the model with the caches of ``batch``, and returns logits."""
@@ -44,13 +44,13 @@ class LayeredPass:
         self._end = 0
         self._new: tuple[mx.array, ...] = ()
         self.attended: mx.array | None = None
-        """What the last attention found, if that is known."""
+        """The result of the last attention, if known."""
         self.logits: mx.array | None = None
-        """Known once the pass is complete."""
+        """The logits, once the pass is complete."""
 
     def advance(self, end: int) -> list[Any]:
         """Compute until ``end`` layers are done. Return the arrays to evaluate, unless the pass is
-        complete: evaluated they leave nothing behind that refers to a slab."""
+        complete: once evaluated, nothing refers to a slab any more."""
         self._end = end
         if self._entered >= 0:
             self._batch.resume()
@@ -67,23 +67,23 @@ class LayeredPass:
         return [*self._new, *attended, *self._batch.new_states.values()]
 
     def enter_layer(self, number: int, *new: mx.array) -> None:
-        """Note that the KV of layer ``number`` of the layout is used now. ``new`` are its new keys
-        and values, which depend on all layers before it."""
+        """Record that the KV of layer ``number`` of the layout is used now. ``new`` are its new
+        keys and values, which depend on all layers before it."""
         self._enter(self._of_layer[number], new)
 
     def enter_state(self, number: int) -> None:
-        """Note that the recurrent state ``number`` of the layout is used now."""
-        # Attention of the model's own may wait to be evaluated here, and refers to slabs.
+        """Record that the recurrent state ``number`` of the layout is used now."""
+        # The model's own attention may be pending here, with references to slabs.
         if self._batch.attends:
             self._enter(self._of_state[number], ())
 
     def close(self) -> None:
-        """Give up the call, if it is not complete."""
+        """Abandon the call if it is not complete."""
         if self._call and not self._call.dead:
             self._call.throw()
 
     def _enter(self, place: int, new: tuple[mx.array, ...]) -> None:
-        """Leave the call if the layers before ``place`` are all that is wanted now."""
+        """Suspend the call if only the layers before ``place`` are wanted now."""
         if place <= self._entered:
             return
         self._entered = place
@@ -95,12 +95,12 @@ class LayeredPass:
 
 
 def num_layers(layout: Layout) -> int:
-    """Return how many parts a pass of a model with ``layout`` has: layers that keep something."""
+    """Return the number of parts of a pass of a model with ``layout``: its layers with a cache."""
     return max(1, len(layout.tree))
 
 
 def _places(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the place of each layer's KV among the layers, and that of each recurrent state."""
+    """Return the index of each layer's KV among the layers, and of each recurrent state."""
     layers: dict[int, int] = {}
     states: dict[int, int] = {}
     for place, node in enumerate(layout.tree):

@@ -1,4 +1,4 @@
-"""Where the new keys and values of a batch go in the slabs."""
+"""Positions in the slabs for the new keys and values of a batch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from engine.cache.slabs import Slab
 
 Index: TypeAlias = tuple[slice | mx.array, ...]
 Part: TypeAlias = tuple[int, int, int] | None
-"""Rows of a batch, from and to (exclusive), and the width that they have. None for all of it."""
+"""Rows of a batch, from and to (exclusive), and their width. None for the whole batch."""
 
 _ALL = slice(None)
 
 
 class Place:
-    """New positions of neighbouring rows of a batch, all in one slab, written in one operation."""
+    """New positions of adjacent rows of a batch, all in one slab, written in one operation."""
 
     def __init__(
         self, slab: Slab, part: Part, rows: Sequence[Row], width: int, ring: int | None
     ) -> None:
-        """``part`` of the batch are ``rows``, of which ``width`` positions each are written:
-        padding goes where no token is. ``ring``: see `AttentionLayout.ring_tokens`."""
+        """``part`` selects the ``rows`` in the batch; ``width`` positions are written for each,
+        with padding written where there is no token. ``ring``: see `AttentionLayout.ring_tokens`.
+        """
         self.slab = slab
         self._ring = slab.capacity if ring is None else ring
         self.part = part
@@ -66,8 +67,8 @@ class Place:
 
     def indices(self, heads: int, first_rows: tuple[int, ...] = ()) -> tuple[mx.array, ...]:
         """Return rows, heads and positions in an array of the slab for all tokens: (rows, heads,
-        width). They are made once. With ``first_rows``, where row 0 of the slab is in the array,
-        they are (first rows, rows, heads, width)."""
+        width). They are created once. With ``first_rows``, the index of row 0 of the slab in the
+        array, they are (first rows, rows, heads, width)."""
         found = self._indices.get((heads, first_rows))
         if found is None:
             rows, each = _rows_and_heads(self._rows, heads, self._width, first_rows)
@@ -79,7 +80,7 @@ class Place:
     def _positions(self) -> mx.array:
         """Indices of all tokens, (rows, 1, width)."""
         last, width, ring = self.slab.capacity - 1, self._width, self._ring
-        # Padding may share a position: any that has no token will do.
+        # Padding may share a position: any position without a token will do.
         found = [min(start + i, last) % ring for start in self._starts for i in range(width)]
         return mx.array(found).reshape(-1, 1, width)
 
@@ -97,7 +98,8 @@ def _rows_and_heads(
     """Return the first two of `Place.indices`, for rows ``numbers`` of a slab. They are the same in
     many steps.
 
-    Not slices: for a slice among indices MLX would make and cast an index in each call."""
+    Not slices: for a slice among indices, MLX would create and cast an index in each call.
+    """
     shape = (*[len(first_rows)] * bool(first_rows), len(numbers), heads, width)
     rows = mx.array([first + row for first in first_rows or (0,) for row in numbers])
     each = mx.arange(heads, dtype=mx.int32).reshape(-1, 1)
@@ -124,10 +126,11 @@ def places(
 
 
 def sources(by_slab: Iterator[tuple[Slab, int, Sequence[Row]]]) -> mx.array | None:
-    """Return the token (batch, 1, width, 1) whose keys and values are written in the place of
-    each one: the last token of a row instead of padding. None if every one can be its own.
+    """Return, for each token (batch, 1, width, 1), the token whose keys and values are written in
+    its place: the last token of a row instead of padding. None if every token can be itself.
 
-    Padding of a row that is full falls on its last token, and so has to be equal to it."""
+    The padding of a full row is written over its last token, and must therefore be equal to it.
+    """
     widths: list[int] = []
     is_full = False
     for slab, _, rows in by_slab:

@@ -21,16 +21,18 @@ Write: TypeAlias = Callable[..., list[mx.array]]
 
 
 class SlabWriter:
-    """Writes keys and values of one layer after the other to the places of a batch.
+    """Writes keys and values, layer after layer, to the places of a batch.
 
-    Scales wait for `flush`, which writes those of all layers at once, unless attention reads them.
+    Scales are collected until `flush`, which writes those of all layers at once, unless attention
+    reads them.
     """
 
     def __init__(
         self, layout: Layout, places: Sequence[Place], sources: mx.array | None, compiles: bool
     ) -> None:
         """``sources``: see `engine.batch.places.sources`. ``compiles``: whether rounding and
-        writing are one compiled function: fewer kernels, and a third of the time to build."""
+        writing are one compiled function, which has fewer kernels and takes a third of the time to
+        build."""
         self._arrays = layout.arrays
         self._kinds = layout.kinds
         self._at = layout.places
@@ -43,8 +45,8 @@ class SlabWriter:
         self._compiles = compiles and layout.dequantized
         self._writes: dict[tuple[int, int], tuple[Write, Arrays]] = {}
         self._waiting: dict[int, dict[tuple[int, int], mx.array]] = {}
-        """By the number of the slab's array: scales, or what stands for them, as `round_together`
-        returns them, by their first index there and their number."""
+        """By the number of the slab's array: scales, or the values that represent them, as returned
+        by `round_together`, by their first index there and their number."""
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store keys and values (batch, kv_heads, width, dim) of ``layer``."""
@@ -81,23 +83,24 @@ class SlabWriter:
             indices = tuple([first + i for first, count in parts for i in range(count)])
             found = list(parts.values())
             scales = (found[0] if len(found) == 1 else mx.concatenate(found)).squeeze(-1)
-            if scales.shape[1] == 1:  # the largest magnitudes, from which those follow
+            if scales.shape[1] == 1:  # the largest magnitudes, from which the scales follow
                 scales = symmetric_scales(scales)
             for place in self._places:
                 place.put_scales(array, indices, scales)
         self._waiting.clear()
 
     def _wait(self, number: int, count: int, scales: mx.array) -> None:
-        """Leave the ``scales`` of ``count`` arrays from ``number`` on to `flush`."""
+        """Leave the ``scales`` of ``count`` arrays starting with ``number`` to `flush`."""
         place = self._scales[number]
         assert place is not None
         self._waiting.setdefault(place.array, {})[place.at, count] = scales
 
     def _write_compiled(self, number: int, *new: mx.array) -> None:
-        """Write ``new`` into one array: keys ``number`` with the values, or one of both."""
+        """Write ``new`` into one array: keys ``number`` together with the values, or
+        one of both."""
         key, array = (self._kinds[number], len(new)), self._at[number].array
         write, indices = self._writes.get(key) or self._compile(number, new)
-        if len(self._slabs) == 1:  # the rest of this is much of the host's time in a layer
+        if len(self._slabs) == 1:  # the rest takes much of the host's time in a layer
             arrays = self._slabs[0].arrays
             scales, arrays[array] = write(*new, arrays[array], *indices)
         else:
@@ -129,10 +132,11 @@ def _compiled(
     """Return a compiled function that rounds ``count`` arrays of one ``kind`` and writes them into
     one array of each slab.
 
-    One for all that it depends on: the shapes too, since MLX keeps what it traced for every
-    shape that a function has met, and looks through it in each call. It takes the new arrays,
-    the slab's array for each place, and the indices of each. It returns the scales as they wait
-    in `SlabWriter`, and the slabs' arrays."""
+    There is one function per combination of everything it depends on, including shapes, because MLX
+    keeps the trace for every shape that a function has seen, and searches them in each call. It
+    takes the new arrays, the slab's array for each place, and the indices of each. It returns the
+    scales as collected in `SlabWriter`, and the slabs' arrays.
+    """
     scheme = kind.quantization
     assert scheme is not None
 

@@ -1,4 +1,4 @@
-"""Blocks: immutable copies of consecutive positions of KV, which other sequences start from."""
+"""Blocks: immutable copies of consecutive positions of KV, from which other sequences start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.cache.slabs import Slab, StoredKV, to_slab
 from engine.plan import Payload
 
 PIECE_BYTES = 128 << 20
-"""The most KV of slots that is copied from or to blocks in one graph: copies take memory beside
-it, several times as much where codes are computed."""
+"""Max KV of slots copied from or to blocks in one graph: copies take additional memory, several
+times as much if codes are computed."""
 
 
 class BlockStore:
@@ -28,8 +28,8 @@ class BlockStore:
     """
 
     def __init__(self, layout: Layout, block_size: int, in_place: bool = False) -> None:
-        """``in_place``: slabs lie in the host's memory and no pending graph uses them, so
-        copying outside MLX is safe, and several times as fast."""
+        """``in_place``: slabs are in the host's memory and no pending graph uses them, so copying
+        outside MLX is safe, and several times as fast."""
         self._groups = layout.groups
         self._in_place = in_place
         self._block_size = block_size
@@ -44,9 +44,10 @@ class BlockStore:
     def save(
         self, slab: Slab, row: int, start: int, blocks: Sequence[int]
     ) -> Iterator[list[mx.array]]:
-        """Copy the slot's positions from ``start`` on, a bounded part of them at a time.
+        """Copy the slot's positions from ``start`` on, a bounded number at a time.
 
-        Yield the arrays to evaluate before the next part is made."""
+        Yield the arrays to evaluate before the next part is created.
+        """
         for first, some in self._pieces(start, blocks):
             save = self._save_in_place if self._in_place else self._save_graph
             saved = save(slab, row, first, len(some))
@@ -54,10 +55,11 @@ class BlockStore:
             yield [] if self._in_place else saved
 
     def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> Iterator[None]:
-        """Copy ``blocks`` into the slot, the first of them at position ``start``.
+        """Copy ``blocks`` into the slot, starting at position ``start``.
 
         Yield where the slab should be evaluated before the next part is copied. The last part is
-        left to the graph that writes the slab next."""
+        left to the graph that writes the slab next.
+        """
         for first, some in self._pieces(start, blocks):
             if first > start:
                 yield
@@ -73,13 +75,14 @@ class BlockStore:
                 write(slab, group, row, first, [next(parts) for _ in group.parts(self._block_size)])
 
     def insert(self, block: int, payload: Payload) -> None:
-        """Make ``block`` from bytes. Raises ValueError when they are not of the block's size."""
+        """Create ``block`` from bytes. Raises ValueError if their size is wrong."""
         self._blocks[block] = self._packing.from_payload(payload)
 
     def exporter(self, block: int) -> Callable[[], Payload]:
-        """Return a function that gives the bytes of ``block``, even after it was evicted.
+        """Return a function that returns the bytes of ``block``, even after it is evicted.
 
-        They are not copied, and keep its memory alive. The call waits for the block."""
+        The bytes are not copied and keep its memory alive. The call waits for the block.
+        """
         return partial(self._packing.payload, self._blocks[block])
 
     def evict(self, block: int) -> None:
@@ -137,6 +140,6 @@ def _write_slot(
     if scheme is not None:
         whole = to_slab(Quantized(unpack(whole, scheme.bits), others[0]), group.kind)
         scales = [its.squeeze(1) for its in mx.split(others[0], count, axis=1)]
-    # Split, since an index would be a gather for each array.
+    # Split, because indexing would be a gather for each array.
     for number, array, its in zip(group.arrays, mx.split(whole, count), scales, strict=True):
         slab.put(number, row, start, StoredKV(array.squeeze(0), its))

@@ -1,8 +1,8 @@
 """The rows of a slab that attend together.
 
-One attention call over a run of neighbouring rows costs (rows x longest row), plus a fixed
-cost. This finds the split into runs with the least cost, so that short rows do not pay for
-long ones, and rows of equal length share a call.
+One attention call over a run of neighbouring rows costs (rows x longest row), plus a fixed cost.
+This finds the cheapest split into runs, so that short rows do not pay for long ones, and rows of
+equal length share a call.
 """
 
 from __future__ import annotations

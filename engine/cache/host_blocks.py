@@ -15,7 +15,7 @@ from engine.cache.rounding import Scales, codes_in_place
 from engine.cache.slabs import Slab
 
 WORTH_THREADS = 500_000
-"""Number of elements from which threads are worth their cost."""
+"""Number of elements above which threads pay off."""
 
 
 def take(

@@ -1,4 +1,4 @@
-"""The layout of what a model keeps of a sequence: KV of each token, and recurrent state."""
+"""The layout of a model's cached data per sequence: KV of each token, and recurrent state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.cache.quantization import UNQUANTIZED, Precision, Quantization
 from engine.scheduler.config import Ring
 
 PROBE_TOKENS = (1, 6)
-"""Lengths of the pieces that are run, one after the other, to find a model's layout."""
+"""Lengths of the chunks that are run in order to find a model's layout."""
 
 
 class UnsupportedLayout(Exception):
@@ -44,7 +44,7 @@ class ArrayLayout:
     quantization: Quantization | None = None  # if set, blocks hold codes and scales
     dequantized: bool = False
     """Whether slots hold dequantized values and scales, from which the codes can be recovered
-    (`engine.cache.quantization`). Otherwise slots hold what blocks hold."""
+    (`engine.cache.quantization`). Otherwise slots hold the same as blocks."""
 
     @property
     def block_token_bytes(self) -> int:
@@ -76,13 +76,13 @@ class StateLayout:
 
 
 class KVNode(NamedTuple):
-    """The place of a layer with keys and values."""
+    """The position of a layer with keys and values."""
 
     layer: int  # index in ``Layout.layers``
 
 
 class StateNode(NamedTuple):
-    """The place of a layer with recurrent state."""
+    """The position of a layer with recurrent state."""
 
     numbers: tuple[int | None, ...]
     """Index in ``Layout.states`` of each of its arrays, None for one that is never set."""
@@ -114,8 +114,9 @@ class StorageGroup:
 class ArrayPlace(NamedTuple):
     """Where a slab keeps the keys or the values of a layer.
 
-    Slots that hold dequantized values keep both in one array, which is written by one operation.
-    Of others that would take more operations than two arrays do."""
+    Slots with dequantized values keep both in one array, which is written by one operation. For
+    other slots that would take more operations than two arrays.
+    """
 
     array: int  # number in ``Slab.arrays``
     half: int | None  # 0 or 1: keys or values, which share the array. None if it is not shared
@@ -137,9 +138,7 @@ class Layout:
     tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
     dequantized: bool = False  # whether slots hold dequantized values
-    longest_pass: int | None = (
-        None  # the most tokens of a row in a pass, None if there are no rings
-    )
+    longest_pass: int | None = None  # max tokens of a row in a pass, None if there are no rings
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """Keys of layer 0, values of layer 0, keys of layer 1, and so on."""
     places: tuple[ArrayPlace, ...] = field(init=False)
@@ -159,7 +158,7 @@ class Layout:
                 arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme, dequantized))
         grouped: dict[ArrayLayout, list[int]] = {}
         for index, array in enumerate(arrays):
-            if array.dim:  # some layers keep keys only
+            if array.dim:  # some layers have keys only
                 grouped.setdefault(array, []).append(index)
         groups = (StorageGroup(kind, tuple(members)) for kind, members in grouped.items())
         object.__setattr__(self, "arrays", tuple(arrays))
@@ -193,8 +192,8 @@ class Layout:
         return replace(self, precision=precision, dequantized=dequantized)
 
     def with_rings(self, longest_pass: int, block_size: int) -> Layout:
-        """Return the layout of the same model whose slots keep of layers with a window only that,
-        and room for a pass of up to ``longest_pass`` tokens, rounded up to a block."""
+        """Return the layout of the same model with rings: layers with a window keep only the
+        window, plus room for a pass of up to ``longest_pass`` tokens, rounded up to a block."""
         layers = []
         for layer in self.layers:
             tokens = None
@@ -209,7 +208,7 @@ class Layout:
         return replace(self, layers=(*self.layers, layer), tree=(*self.tree, node))
 
     def is_of(self, probed: Layout) -> bool:
-        """Return whether this is ``probed``, perhaps with another precision and with rings."""
+        """Return whether this is ``probed``, except for precision and rings."""
         layers = tuple(replace(layer, ring_tokens=None) for layer in self.layers)
         return (layers, self.states, self.tree) == (probed.layers, probed.states, probed.tree)
 
@@ -219,7 +218,7 @@ class Layout:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """What slots keep of layers with a window, the shortest first."""
+        """The windows of layers that slots keep as rings, shortest first."""
         found: dict[int, int] = {}
         for number, array in enumerate(self.arrays):
             tokens = self.ring_tokens(number)
@@ -253,7 +252,7 @@ class Layout:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of one position in the largest array of a slot, which may be one of scales."""
+        """Bytes of one position in the largest array of a slot, which may be an array of scales."""
         scales: dict[int, int] = {}
         values: dict[int, int] = {}
         for number, (array, place) in enumerate(zip(self.arrays, self.scales, strict=True)):
@@ -278,8 +277,9 @@ class Layout:
 def probe_layout(model: Any, *, compute: bool = True) -> Layout:
     """Return the layout of ``model``, found by running a few tokens through mlx-lm's own caches.
 
-    Without ``compute`` nothing is evaluated, so that the model's weights need not be there. Raises
-    `UnsupportedLayout` if a layer keeps anything but keys and values, or state of a constant size.
+    Without ``compute``, nothing is evaluated, so the model's weights need not be loaded. Raises
+    `UnsupportedLayout` if a layer keeps anything other than keys and values, or state of constant
+    size.
     """
     caches = stock.make_prompt_cache(model)
     shapes = []
@@ -292,7 +292,7 @@ def probe_layout(model: Any, *, compute: bool = True) -> Layout:
     tree = tuple(builder.node(cache, f"layer {i}") for i, cache in enumerate(caches))
     for index, (before, after) in enumerate(zip(*shapes, strict=True)):
         if before != after:
-            raise UnsupportedLayout(f"layer {index} keeps state that grows")
+            raise UnsupportedLayout(f"layer {index} keeps growing state")
     return Layout(tuple(builder.layers), tuple(builder.states), tree)
 
 
@@ -316,7 +316,7 @@ class _LayoutBuilder:
         if array is None:
             return None
         if array.shape[0] != 1:
-            raise UnsupportedLayout(f"{where} keeps state that is not one row of a batch")
+            raise UnsupportedLayout(f"{where} keeps state that is not a row of a batch")
         self.states.append(StateLayout(array.shape[1:], array.dtype))
         return len(self.states) - 1
 
@@ -326,7 +326,7 @@ class _LayoutBuilder:
 
 
 def layout_of(cache: Any, where: str) -> AttentionLayout:
-    """Return what one of mlx-lm's caches of keys and values, with some in it, keeps in the layer
+    """Return what one of mlx-lm's caches of keys and values, which is not empty, keeps in the layer
     ``where``. Raises `UnsupportedLayout`."""
     keys, values = cache.keys, cache.values
     if keys is None or values is None:

@@ -1,6 +1,7 @@
-"""Several arrays in one buffer: what a block or a snapshot keeps.
+"""Several arrays in one buffer: the storage of a block or a snapshot.
 
-Metal bounds the number of buffers that exist, and a small model has many blocks."""
+Metal limits the number of buffers, and a small model has many blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ HostArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Packing:
-    """The places of arrays of known shapes and types in one buffer: (bytes,), uint8.
+    """The positions of arrays of known shapes and types in one buffer: (bytes,), uint8.
 
-    The type is that of bytes, so that reading them needs no operation of MLX: on a GPU it would
-    wait for all work that was dispatched before."""
+    The type is bytes, so that reading them needs no operation of MLX, which on a GPU would wait for
+    all dispatched work.
+    """
 
     def __init__(self, parts: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
         self._parts = tuple(parts)
@@ -36,7 +38,8 @@ class Packing:
         self.packed_bytes = end
 
     def pack(self, arrays: Sequence[mx.array]) -> mx.array:
-        """Return ``arrays`` in one buffer, not evaluated. It may share that of a single array."""
+        """Return ``arrays`` in one buffer, not evaluated. It may share the buffer of a single
+        array."""
         pieces: list[mx.array] = []
         end = 0
         for array, stretch in zip(arrays, self._stretches, strict=True):
@@ -54,7 +57,8 @@ class Packing:
         ]
 
     def host_views(self, packed: HostArray) -> list[HostArray]:
-        """Return the arrays in ``packed`` as NumPy's. Raises TypeError for types it lacks."""
+        """Return the arrays in ``packed`` as NumPy arrays. Raises TypeError for
+        unsupported types."""
         return [
             packed[stretch].view(str(dtype).rpartition(".")[2]).reshape(shape)
             for (shape, dtype), stretch in zip(self._parts, self._stretches, strict=True)
@@ -63,10 +67,11 @@ class Packing:
     def from_payload(self, payload: Payload) -> mx.array:
         """Return a copy of ``payload`` in one buffer, evaluated.
 
-        Raises ValueError when the bytes are not those of such arrays."""
+        Raises ValueError if the size of the bytes is wrong.
+        """
         parts = [np.frombuffer(data, np.uint8) for data in payload]
         if [part.size for part in parts] != [s.stop - s.start for s in self._stretches]:
-            raise ValueError("the bytes have another size than the arrays that they are for")
+            raise ValueError("the bytes do not have the size of the arrays")
         if len(parts) == 1:
             return mx.array(parts[0])
         packed = np.zeros(self.packed_bytes, np.uint8)

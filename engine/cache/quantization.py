@@ -28,22 +28,22 @@ import mlx.core as mx
 MIN_GROUP_SIZE = 16
 """With fewer elements, scales and biases take too much memory."""
 KERNEL_GROUPS = (32, 64, 128)
-"""Group sizes for which MLX has kernels."""
+"""Group sizes with MLX kernels."""
 
 MIDDLE = 128
-"""The code of zero in symmetric quantization, which is that with 8 bits."""
+"""The code of zero in symmetric quantization, which is used for 8 bits."""
 
 MARGIN = 2.0**-10
-"""A relative margin, twice the error of rounding to fp16."""
+"""A relative margin of twice the error of rounding to fp16."""
 SMALLEST_SCALE = 2.0**-24
-"""The least positive number of fp16, and the rounding error of small numbers."""
+"""The smallest positive fp16 number, and the rounding error of small numbers."""
 LARGEST = 64_000.0
-"""Elements beyond it are clipped: 128 times their scale is a number of fp16 still. It is one of
-bfloat16 too."""
+"""Larger elements are clipped: 128 times their scale is still an fp16 number, and a bfloat16
+number."""
 
 
 class Quantization(NamedTuple):
-    """A way of quantizing heads of one size."""
+    """A quantization of heads of one size."""
 
     bits: int  # bits of a code
     group_size: int  # number of elements that share a scale and a bias
@@ -54,7 +54,7 @@ class Quantization(NamedTuple):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the bias follows from the scale, so that zero is a value."""
+        """Whether the bias follows from the scale, so that zero is representable."""
         return self.bits == 8
 
     def code_bytes(self, dim: int) -> int:
@@ -69,7 +69,7 @@ class Quantization(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """The precision of keys and values that was asked for."""
+    """The requested precision of keys and values."""
 
     bits: int = 16  # bits of an element, 16 for the model's own type
     group_size: int = 64
@@ -77,8 +77,9 @@ class Precision(NamedTuple):
     def for_dim(self, dim: int) -> Quantization | None:
         """Return the quantization of heads of ``dim`` elements.
 
-        Its group size is halved until it divides ``dim``. None if it would become too small,
-        or if nothing is to be quantized."""
+        Its group size is halved until it divides ``dim``. None if it would become too small, or if
+        nothing is quantized.
+        """
         if self.bits == 16 or not dim:
             return None
         size = self.group_size
@@ -111,11 +112,12 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
 
 def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
     """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
-    their own type: (arrays, batch, kv_heads, width, dim), and the scales of all: (arrays, 2, batch,
-    kv_heads, width, groups, 1). To be compiled, into few kernels for both.
+    their own type: (arrays, batch, kv_heads, width, dim), and all scales: (arrays, 2, batch,
+    kv_heads, width, groups, 1). Meant to be compiled, with few kernels for both.
 
-    Of symmetric quantization the largest magnitudes, (arrays, 1, ...), stand for the scales, see
-    `symmetric_scales`. The result is that of `quantize` and `dequantize`."""
+    With symmetric quantization, the largest magnitudes, (arrays, 1, ...), are returned instead of
+    scales, see `symmetric_scales`. The result equals `quantize` followed by `dequantize`.
+    """
     first, count = arrays[0], len(arrays)
     groups = [x.reshape(1, *first.shape[:-1], -1, scheme.group_size) for x in arrays]
     rounded, scales = (_round_symmetric if scheme.is_symmetric else _round)(groups, scheme)
@@ -123,22 +125,22 @@ def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx
 
 
 def _round_symmetric(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
-    """Round by three kernels: magnitudes of all arrays, the largest of each group, the rest."""
+    """Round with three kernels: magnitudes of all arrays, the maximum of each group, the rest."""
     largest = mx.abs(_stacked(arrays)).max(axis=-1, keepdims=True)
-    # Not the array above: one that two kernels read is made by a kernel of its own.
+    # Not the array above: an array read by two kernels gets a kernel of its own.
     groups = _clipped(_stacked(arrays, reverse=True))
     scale = _symmetric_scale(mx.broadcast_to(largest, groups.shape)).astype(mx.float32)
-    return mx.round(groups / scale) * scale + 0, largest  # not -0: codes give 0
+    return mx.round(groups / scale) * scale + 0, largest  # not -0, because codes give 0
 
 
 def _round(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
-    """Round by four kernels: all arrays in one, an order, scales and biases, values."""
+    """Round with four kernels: all arrays in one, minima and maxima, scales and biases, values."""
     groups = _stacked(arrays).astype(mx.float32)
-    ordered = mx.sort(groups, axis=-1)  # the least and the largest, by one kernel
+    ordered = mx.sort(groups, axis=-1)  # minimum and maximum, in one kernel
     # Slices throughout: building the graph of a split takes the host three times as long.
     bias = _bias(ordered[..., :1])
     scales = mx.where(_first_of_two(1, 7), _scale(ordered[..., -1:], bias, scheme), bias)
-    # Every step of a kernel has to have its shape.
+    # Every operation of a kernel must have its shape.
     scale, bias = (
         mx.broadcast_to(x, groups.shape).astype(mx.float32) for x in (scales[:, :1], scales[:, 1:])
     )
@@ -146,8 +148,9 @@ def _round(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, 
 
 
 def _stacked(arrays: Sequence[mx.array], *, reverse: bool = False) -> mx.array:
-    """Return one or two ``arrays`` as one, by a choice for each element: that is one kernel, which
-    may do more, and a concatenation has two. ``reverse`` is the same by another choice."""
+    """Return one or two ``arrays`` as one, selected element by element: that is one kernel, which
+    may be fused with others, whereas a concatenation takes two. ``reverse`` is the inverse
+    selection."""
     if len(arrays) == 1:
         return arrays[0][None]
     one, two = arrays
@@ -156,7 +159,8 @@ def _stacked(arrays: Sequence[mx.array], *, reverse: bool = False) -> mx.array:
 
 
 def symmetric_scales(largest: mx.array) -> mx.array:
-    """Return scales and biases (arrays, 2, ...) of groups by their ``largest`` (arrays, 1, ...)."""
+    """Return scales and biases (arrays, 2, ...) of groups from their ``largest``
+    (arrays, 1, ...)."""
     return _symmetric_scale(largest) * _scale_and_bias(largest.ndim)
 
 
@@ -171,7 +175,7 @@ def _scale_and_bias(ndim: int) -> mx.array:
 def _first_of_two(axis: int, ndim: int, value: bool = True) -> mx.array:
     """Return ``[value, not value]`` along one ``axis`` of ``ndim``."""
     chosen = mx.array([value, not value]).reshape([2 if i == axis else 1 for i in range(ndim)])
-    mx.eval(chosen)  # or it would be computed in every call of a compiled function
+    mx.eval(chosen)  # otherwise it would be computed in every call of a compiled function
     return chosen
 
 
@@ -180,10 +184,11 @@ def _clipped(x: mx.array) -> mx.array:
 
 
 def _symmetric_scale(largest: mx.array) -> mx.array:
-    """Return the scale, in fp16, of groups by their ``largest`` magnitude.
+    """Return the fp16 scale of groups from their ``largest`` magnitude.
 
-    A sum times a number: compilers contract a product and a sum, which gives other bits in one
-    kernel than in another."""
+    A sum times a number: compilers fuse a product with a sum, with different bits in different
+    kernels.
+    """
     codes = MIDDLE - 1
     return (
         (mx.minimum(largest.astype(mx.float32), LARGEST) + codes * SMALLEST_SCALE)
@@ -192,13 +197,13 @@ def _symmetric_scale(largest: mx.array) -> mx.array:
 
 
 def _bias(low: mx.array) -> mx.array:
-    """Return the bias, in fp16, of groups whose least element is ``low``."""
+    """Return the fp16 bias of groups whose minimum is ``low``."""
     low = _clipped(low)
     return mx.minimum(low * (1 - MARGIN), low * (1 + MARGIN)).astype(mx.float16)
 
 
 def _scale(high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
-    """Return the scale, in fp16, of groups with elements up to ``high``."""
+    """Return the fp16 scale of groups with elements up to ``high``."""
     span = _clipped(high) - bias.astype(mx.float32)
     return (span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE).astype(mx.float16)
 
@@ -209,12 +214,13 @@ def _nearest(groups: mx.array, scale: mx.array, bias: mx.array, scheme: Quantiza
 
 
 def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.array:
-    """Return the codes of ``values`` (..., dim), which may be dequantized already.
+    """Return the codes of ``values`` (..., dim), which may already be dequantized.
 
-    Dequantized values in 16 bits get codes that give the same values again. The nearest code
-    does, unless the value is a power of two, where numbers below lie twice as close: then one of
-    its neighbours does. Symmetric codes are their own: rounding moves a value by a quarter of a
-    step at most."""
+    Values dequantized to 16 bits get codes that give the same values again. That is the nearest
+    code, unless the value is a power of two, below which numbers are twice as dense: then it is one
+    of its neighbours. Symmetric codes are recovered exactly, because rounding moves a value by at
+    most a quarter of a step.
+    """
     scale, bias = _columns(scales)
     groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
     codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)

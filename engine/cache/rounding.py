@@ -1,7 +1,7 @@
 """Rounding of keys and values to quantized numbers, in NumPy.
 
-The numbers are those of `engine.cache.quantization`, operation by operation. Codes are not
-needed, since slots keep the dequantized values.
+The results equal `engine.cache.quantization`, operation by operation. Codes are not needed, because
+slots keep the dequantized values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Scales = NDArray[np.float16]
 
 
 WORTH_THREADS = 1_024
-"""Number of groups from which threads are worth their cost."""
+"""Number of groups above which threads pay off."""
 
 
 class Kept(NamedTuple):
-    """The keys or the values of a batch in the form that slabs keep."""
+    """The keys or values of a batch as slabs store them."""
 
     values: Arrays  # (kv_heads, width, dim) of each row
     scales: Scales | Sequence[Scales] | None
@@ -40,8 +40,9 @@ def keep(
 ) -> tuple[Kept, Kept]:
     """Round a copy of ``keys`` and ``values`` if they are quantized.
 
-    Keys and values of the same shape are rounded together, since for few rows the calls take
-    longer than the arithmetic."""
+    Keys and values of the same shape are rounded together, because with few rows the calls take
+    longer than the arithmetic.
+    """
     if how_keys is None or how_keys != how_values or _shape(keys) != _shape(values):
         return _keep(keys, how_keys), _keep(values, how_values)
     if isinstance(keys, np.ndarray):
@@ -128,7 +129,7 @@ def _round_symmetric(groups: Array, largest: Array, scales: Scales) -> None:
     np.maximum(groups, -most, out=groups)
     np.minimum(groups, most, out=groups)
     groups *= scale
-    groups += 0  # not -0: codes give 0
+    groups += 0  # not -0, because codes give 0
 
 
 def codes_in_place(x: Array, scales: Scales, how: Quantization) -> NDArray[np.uint8]:

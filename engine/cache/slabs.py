@@ -23,7 +23,7 @@ from engine.plan import Slot
 
 
 class StoredKV(NamedTuple):
-    """Keys or values in the form that a slab keeps."""
+    """Keys or values as a slab stores them."""
 
     array: mx.array  # (batch, kv_heads, width, ...)
     scales: mx.array | None  # (2, batch, kv_heads, width, groups), None if nothing is quantized
@@ -96,7 +96,7 @@ class Slab:
 
     @property
     def contents(self) -> list[mx.array]:
-        """All arrays that a step writes, to be evaluated."""
+        """All arrays written by a step, to be evaluated."""
         return [*self.arrays, *self.scales, self.last_tokens]
 
     def part(self, number: int) -> mx.array:
@@ -114,14 +114,16 @@ class Slab:
         return self.rows if self.places[number].half == 1 else 0
 
     def ring(self, number: int) -> int | None:
-        """Return the positions of array ``number`` if it is a ring, None if it has all of them."""
+        """Return the number of positions of array ``number`` if it is a ring, None if it has all
+        positions."""
         ring = self._rings[number]
         return None if ring is None or ring >= self.capacity else ring
 
     def put(self, number: int, row: int, start: int, kept: StoredKV) -> None:
         """Write ``kept``, one row without the batch axis, at positions from ``start`` on.
 
-        Of more positions than a ring has, only the last ones are written."""
+        If there are more positions than in a ring, only the last ones are written.
+        """
         end = start + kept.array.shape[-2]
         array, at_row = self.places[number].array, self.first_row(number) + row
         for first, last, at in self._stretches(number, start, end):
@@ -132,9 +134,11 @@ class Slab:
                 self.scales[place.array][place.at, :, row, :, to] = kept.scales[..., its, :]
 
     def get(self, number: int, row: int, start: int, end: int) -> StoredKV:
-        """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as for `put`.
+        """Return positions ``start`` to ``end`` of array ``number`` of ``row``, in the form for
+        `put`.
 
-        Those of a ring must all be in it."""
+        All positions must still be in the ring.
+        """
         parts = self._stretches(number, start, end)
         array, at_row = self.arrays[self.places[number].array], self.first_row(number) + row
         values = [array[at_row, :, at : at + b - a] for a, b, at in parts]
@@ -158,12 +162,12 @@ class Slab:
         if ring is None:
             return [(start, end, start)]
         start = max(start, end - ring)
-        turn = min(end, -(-(start + 1) // ring) * ring)  # from there on they lie at the beginning
+        turn = min(end, -(-(start + 1) // ring) * ring)  # later positions are at the start
         return [(start, turn, start % ring), *([(turn, end, 0)] if turn < end else [])]
 
     def read(self, number: int, rows: slice | mx.array, length: int, first: int = 0) -> mx.array:
         """Return array ``number`` as attention reads it: (rows, kv_heads, positions, dim), from
-        position ``first`` to ``length``; of a ring these are indices."""
+        position ``first`` to ``length``; for a ring, these are indices."""
         kind = self._kinds[number]
         array = self.part(number)[:, :, first:length][rows]
         if kind.quantization is None or kind.dequantized:
@@ -195,8 +199,8 @@ class Slab:
                 scales[:, :, row] = 0
 
     def resize(self, rows: int) -> None:
-        """Give the slab another number of ``rows``. Arrays are copied and evaluated one by one, so
-        that this takes no more than one of them beside what the slab has."""
+        """Change the number of ``rows`` of the slab. Arrays are copied and evaluated one at a time,
+        so that only one of them takes additional memory."""
         for number, array in enumerate(self.arrays):
             self.arrays[number] = _resized(array, 0, rows, 1 + self._shared[number])
             del array
@@ -207,7 +211,7 @@ class Slab:
         self.rows = rows
 
     def completion_marker(self) -> mx.array:
-        """Return a new scalar array that is evaluated once the last written KV is."""
+        """Return a new scalar array that is evaluated once the KV written last is."""
         written = next((array for array in reversed(self.arrays) if array.size), self.last_tokens)
         return written[(0,) * written.ndim] + 0
 
@@ -217,7 +221,8 @@ class Slab:
         Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
         for number, place in enumerate(self.places):
             ours, theirs = self.arrays[place.array], source.arrays[place.array]
-            # A ring is copied whole. One that the source has not begun again lies as positions do.
+            # A ring is copied completely. If the source has not wrapped around, indices equal
+            # positions.
             end = min(length, theirs.shape[2])
             at, source_at = self.first_row(number) + row, source.first_row(number) + source_row
             ours[at, :, :end] = theirs[source_at, :, :end]

@@ -1,4 +1,4 @@
-"""Snapshots: immutable copies of recurrent state, which other sequences start from."""
+"""Snapshots: immutable copies of recurrent state, from which other sequences start."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ class SnapshotStore:
     def save(self, slot: Slot, snapshot: int) -> list[mx.array]:
         """Copy the state of ``slot``. Return the arrays to evaluate.
 
-        A copy keeps no other array alive."""
+        The copy keeps no other array alive.
+        """
         packed = self._packing.pack(self._states.copy_of(slot))
         self._snapshots[snapshot] = packed
         return [packed]
 
     def restore(self, slot: Slot, snapshot: int) -> list[mx.array]:
-        """Make ``snapshot`` the state of ``slot``. Return the arrays to evaluate."""
+        """Set the state of ``slot`` to ``snapshot``. Return the arrays to evaluate."""
         return self._states.put([slot], self._packing.unpack(self._snapshots[snapshot]))
 
     def reset(self, slot: Slot) -> list[mx.array]:
-        """Give ``slot`` a meaningless state. Return the arrays to evaluate."""
+        """Set ``slot`` to a meaningless state. Return the arrays to evaluate."""
         arrays = [mx.zeros((1, *state.shape), state.dtype) for state in self._layout.states]
         return self._states.put([slot], arrays)
 
     def insert(self, snapshot: int, payload: Payload) -> None:
-        """Make ``snapshot`` from bytes, evaluated.
+        """Create ``snapshot`` from bytes, evaluated.
 
-        Raises ValueError when the bytes are not of the snapshot's size."""
+        Raises ValueError if the size of the bytes is wrong.
+        """
         self._snapshots[snapshot] = self._packing.from_payload(payload)
 
     def exporter(self, snapshot: int) -> Callable[[], Payload]:
-        """Return a function that gives the bytes of ``snapshot``, even after it was evicted.
+        """Return a function that returns the bytes of ``snapshot``, even after it is evicted.
 
-        They are not copied, and keep its memory alive. The call waits for the snapshot."""
+        The bytes are not copied and keep its memory alive. The call waits for the snapshot.
+        """
         return partial(self._packing.payload, self._snapshots[snapshot])
 
     def evict(self, snapshot: int) -> None:

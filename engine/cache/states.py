@@ -19,7 +19,7 @@ class _StateBatch:
 
 
 KeptStates = dict[Slot, tuple[_StateBatch, int]]
-"""The states of slots at some time, in the terms of `StateStore`."""
+"""The states of slots at a point in time, for `StateStore`."""
 
 
 class StateStore:
@@ -51,8 +51,8 @@ class StateStore:
         return arrays + self._replace({slot: (new, row) for row, slot in enumerate(slots)})
 
     def keep(self, slots: Iterable[Slot]) -> KeptStates:
-        """Return what is needed to go back to the present state of those ``slots`` that have one.
-        It takes no memory as long as they are not replaced."""
+        """Return what is needed to restore the present state of those ``slots`` that have one. It
+        takes no memory until they are replaced."""
         return {slot: self._by_slot[slot] for slot in slots if slot in self._by_slot}
 
     def put_back(self, kept: KeptStates, slots: Iterable[Slot]) -> list[mx.array]:
@@ -61,8 +61,8 @@ class StateStore:
         return self._replace({slot: kept[slot] for slot in slots if slot in kept})
 
     def _replace(self, changed: KeptStates) -> list[mx.array]:
-        """Replace states. Those that are left alone in their batches get copies of their own, which
-        are returned."""
+        """Replace states. Slots left alone in their batches get their own copies, which are
+        returned."""
         left = {self._by_slot[slot][0] for slot in changed if slot in self._by_slot}
         self._by_slot.update(changed)
         touched: list[mx.array] = []
@@ -80,7 +80,7 @@ class StateStore:
         return [array[mx.array([row])] for array in batch.arrays]
 
     def copy(self, source: Slot, target: Slot) -> list[mx.array]:
-        """Give ``target`` the state of ``source``. Return the arrays to evaluate."""
+        """Set the state of ``target`` to that of ``source``. Return the arrays to evaluate."""
         if source not in self._by_slot:
             return []
         return self.put([target], self.copy_of(source))

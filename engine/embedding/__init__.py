@@ -1,1 +1,1 @@
-"""Models that embed or rank: a loop of passes without slots and without KV."""
+"""Embedding and reranking models: a loop of passes without slots and KV."""

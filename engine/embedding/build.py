@@ -1,4 +1,4 @@
-"""Loads a model that embeds or ranks."""
+"""Loads an embedding or reranking model."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ PAIR_TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""The prompt for which Qwen3-Reranker was trained, as its model card has it."""
+"""The prompt with which Qwen3-Reranker was trained, from its model card."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTextModel:
-    """A model in memory that embeds or ranks, and the facts about it that the engine needs."""
+    """A loaded embedding or reranking model, and its properties for the engine."""
 
     model: HeadedModel
     task: TextTask
@@ -64,7 +64,8 @@ class LoadedTextModel:
 def load_text_model(
     path: Path, task: Task, *, cpu_precision: CPUPrecision, memory_bytes: int
 ) -> LoadedTextModel:
-    """Load the model in ``path``. Raises `ModelUnavailable` if it cannot do this ``task``."""
+    """Load the model in ``path``. Raises `ModelUnavailable` if it does not support this
+    ``task``."""
     checkpoint = read_checkpoint(path)
     if checkpoint.is_encoder:
         body, head, dimensions, vocab_size = _encoder(checkpoint, task)
@@ -132,7 +133,7 @@ def _decoder(
     if body is None:
         if not hasattr(model, "model"):
             raise ModelUnavailable(
-                f"a {checkpoint.model_type} is not supported as a model that embeds or ranks"
+                f"{checkpoint.model_type} is not supported as an embedding or reranking model"
             )
         body = padded_decoder(model, causal=checkpoint.causal)
     return body, head, size, vocab_size
@@ -167,14 +168,12 @@ def _load_decoder(checkpoint: TextCheckpoint) -> Any:
         )
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(
-            f"the model in {checkpoint.path} cannot be loaded: {reason}"
-        ) from error
+        raise ModelUnavailable(f"cannot load the model in {checkpoint.path}: {reason}") from error
     return model
 
 
 def _prefixed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return ``weights`` by mlx-lm's names: checkpoints without a head leave out a part."""
+    """Return ``weights`` under mlx-lm's names: checkpoints without a head omit a prefix."""
     if any(name.startswith(("model.", "language_model.")) for name in weights):
         return dict(weights)
     return {
@@ -184,9 +183,9 @@ def _prefixed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _widen(model: nn.Module) -> None:
-    """Make fp32 of 16-bit weights that are not quantized: a CPU has no fast products with them."""
+    """Convert unquantized 16-bit weights to fp32, because a CPU has no fast products with them."""
     if any("scales" in name for name, _ in tree_flatten(model.parameters())):
-        return  # `device.tune` widens what there is
+        return  # `device.tune` widens existing weights
     model.update(
         tree_map(
             lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w,

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its task: the files of sentence-transformers, and its architecture."""
+"""A checkpoint's task, from the files of sentence-transformers and its architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.wire import Task
 
 Pooling = Literal["cls", "mean", "max", "lasttoken", "weightedmean"]
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert")
-"""Types of models that see a whole text at once, and so never generate one."""
+"""Types of models that see a whole text at once, and so never generate text."""
 _BIDIRECTIONAL = ("use_bidirectional_attention", "is_bidirectional")
 _POOLINGS: Mapping[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -28,7 +28,7 @@ _POOLINGS: Mapping[str, Pooling] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer that follows pooling."""
+    """A layer after pooling."""
 
     weights: Path
     activation: Literal["identity", "tanh"]
@@ -36,7 +36,7 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class TextCheckpoint:
-    """How a checkpoint makes a vector or a score of a text."""
+    """How a checkpoint computes a vector or a score from a text."""
 
     path: Path
     config: dict[str, Any]
@@ -45,8 +45,8 @@ class TextCheckpoint:
     normalizes: bool = True
     prompts: Mapping[str, str]
     default_prompt: str | None = None
-    max_tokens: int  # of a text
-    causal: bool  # a token attends to those before it only
+    max_tokens: int  # max tokens of a text
+    causal: bool  # whether a token attends only to those before it
 
     @property
     def model_type(self) -> str:
@@ -58,7 +58,7 @@ class TextCheckpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Names all that decides about vectors beside config and weights."""
+        """Identifies everything that affects vectors, except config and weights."""
         said = (self.pooling, self.normalizes, sorted(self.prompts.items()), self.default_prompt)
         digest = hashlib.sha256(repr(said).encode())
         for layer in self.dense:
@@ -67,15 +67,15 @@ class TextCheckpoint:
 
 
 def task_of(path: Path) -> Task:
-    """Return what the model in ``path`` is made for, as far as its files say so. Raises
-    `ModelUnavailable` for a model of another kind."""
+    """Return the task of the model in ``path``, as far as its files tell. Raises `ModelUnavailable`
+    for an unsupported model."""
     config = _read(path / "config.json")
     architecture = _architecture(config)
     if architecture.endswith("ForSequenceClassification"):
         if _num_labels(config) != 1:
             raise ModelUnavailable(
-                f"the model in {path} sorts texts into {_num_labels(config)} classes: one that"
-                " ranks has one"
+                f"the model in {path} classifies texts into {_num_labels(config)} classes; a "
+                "reranking model has one"
             )
         return "rerank"
     if (path / "modules.json").is_file() or config.get("model_type") in ENCODERS:
@@ -84,10 +84,11 @@ def task_of(path: Path) -> Task:
 
 
 def read_checkpoint(path: Path) -> TextCheckpoint:
-    """Return what the files in ``path`` say. Raises `ModelUnavailable` for what is not supported.
+    """Return the settings from the files in ``path``. Raises `ModelUnavailable` for unsupported
+    ones.
 
-    Where nothing is said of pooling, decoders take their last token and encoders the mean, and
-    vectors are normalized.
+    If pooling is not specified, decoders use their last token, encoders use the mean, and vectors
+    are normalized.
     """
     config = _read(path / "config.json")
     is_encoder = config.get("model_type") in ENCODERS
@@ -111,7 +112,7 @@ def read_checkpoint(path: Path) -> TextCheckpoint:
 
 
 def _modules(path: Path, prompts: Mapping[str, str]) -> dict[str, Any]:
-    """Return what ``modules.json`` says, which lists what follows one another."""
+    """Return the settings from ``modules.json``, which lists the steps in order."""
     dense: list[Dense] = []
     found: dict[str, Any] = {"normalizes": False}
     for module in _read_list(path / "modules.json"):
@@ -125,7 +126,7 @@ def _modules(path: Path, prompts: Mapping[str, str]) -> dict[str, Any]:
             found["pooling"] = _pooling(config, path)
             if config.get("include_prompt") is False and any(prompts.values()):
                 raise ModelUnavailable(
-                    f"the model in {path} leaves its prompts out of pooling, which is not supported"
+                    f"the model in {path} excludes its prompts from pooling, which is not supported"
                 )
         elif kind == "Dense":
             dense.append(_dense(path / folder, config))
@@ -139,7 +140,7 @@ def _modules(path: Path, prompts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _pooling(config: Mapping[str, Any], path: Path) -> Pooling:
-    name = config.get("pooling_mode")  # of newer checkpoints
+    name = config.get("pooling_mode")  # in newer checkpoints
     if name in _POOLINGS.values():
         return cast(Pooling, name)
     chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
@@ -154,17 +155,18 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
     weights = folder / "model.safetensors"
     if activation not in ("identity", "tanh") or not weights.is_file():
         raise ModelUnavailable(
-            f"{folder} has no model.safetensors, or the activation {activation}, which is not"
-            " supported"
+            f"{folder} has no model.safetensors, or an unsupported activation {activation}"
         )
     return Dense(weights, "tanh" if activation == "tanh" else "identity")
 
 
 def _max_tokens(path: Path, config: Mapping[str, Any]) -> int:
-    """Return the most tokens of a text for the model itself, and for its tokenizer."""
+    """Return the max tokens of a text for the model itself, and for its tokenizer."""
     found = context_length(dict(config))
     if config.get("model_type") in ("roberta", "xlm-roberta"):
-        found -= config_int(dict(config), "pad_token_id") + 1  # positions begin after it
+        found -= (
+            config_int(dict(config), "pad_token_id") + 1
+        )  # positions begin after the padding index
     limit = _read(path / "tokenizer_config.json").get("model_max_length")
     return min(found, int(limit)) if isinstance(limit, int) and limit > 0 else found
 
@@ -179,7 +181,7 @@ def _num_labels(config: Mapping[str, Any]) -> int:
     if isinstance(labels, dict):
         return len(labels)
     count = config.get("num_labels")
-    return count if isinstance(count, int) else 2  # what transformers means by nothing
+    return count if isinstance(count, int) else 2  # transformers' value for no limit
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -200,4 +202,4 @@ def _json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error}") from None
+        raise ModelUnavailable(f"cannot read {path}: {error}") from None

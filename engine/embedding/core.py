@@ -1,8 +1,9 @@
-"""The main loop of an engine that embeds or ranks: messages in, passes of texts, rows out.
+"""The main loop of an embedding or reranking engine: messages in, passes of texts, rows out.
 
-A pass is computed layer by layer. What another group asks for meanwhile is computed between two of
-its layers, in a pass of its own, if the pass is much longer or its group has many texts. Groups
-that come one after the other do not keep the pass from its end: it gets half of the time then.
+A pass is computed layer by layer. Requests of other groups that arrive meanwhile are computed
+between two of its layers, in their own pass, if the current pass is much longer or its group has
+many texts. A stream of such requests cannot starve the current pass, which then gets half of the
+time.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from shared import wire
 logger = logging.getLogger(__name__)
 
 PASS_S = 1.0
-"""How long a pass may take. With fewer tokens, reading the weights is a larger part of it."""
+"""Max duration of a pass. With fewer tokens, reading the weights is a larger part of it."""
 SMALL_PASS_S = 0.05
-"""How long a pass may take that several groups share."""
+"""Max duration of a pass shared by several groups."""
 MAX_PASS_TOKENS = 8192
-"""A pass keeps some ten arrays of (tokens, hidden size)."""
+"""A pass keeps about ten arrays of (tokens, hidden size)."""
 _MIN_PASS_TOKENS = 64
 _FIRST_GUESS_S = 1e-3
-"""Seconds that a token takes, until a pass has been measured."""
+"""Estimated seconds per token, until a pass has been measured."""
 _IDLE_WAIT_S = 0.5
 _MAX_OPEN = 2
 """Passes at once: one, and one between two of its layers."""
 MUCH_SHORTER = 4
-"""A text overtakes a pass that has so many times as many tokens."""
+"""A text overtakes a pass that has at least this many times as many tokens."""
 MOST_LEAD_S = 0.5
-"""How much more time than the overtaken those get that overtake. After it both take turns."""
+"""How much more time overtaking passes get than the overtaken one. After that they alternate."""
 
 Rows = NDArray[np.float32]
 
@@ -49,10 +50,10 @@ class TextModel(Protocol):
     """Computes the rows of texts."""
 
     def compute(self, texts: Sequence[Text]) -> Generator[None, None, Rows]:
-        """Compute (texts, width), a layer at each step. Raises anything."""
+        """Compute (texts, width), one layer per step. May raise anything."""
 
     def check(self, text: Text) -> str | None:
-        """Return why ``text`` cannot be computed, if so."""
+        """Return the reason why ``text`` cannot be computed, if any."""
 
 
 @dataclass(eq=False)
@@ -86,21 +87,21 @@ class EmbeddingCore:
         self._queue = TextQueue()
         self._open: list[_Pass] = []
         self._none_for: tuple[_Pass, int] | None = None
-        """A pass that nothing of the queue may overtake, and the queue's `changes` then."""
+        """A pass that nothing in the queue may overtake, and the queue's `changes` at that time."""
         self._lead_s = 0.0
-        """Time of passes that overtook, less the time of the overtaken since."""
+        """Time of overtaking passes, minus the time of the overtaken one since."""
         self._token_s = _FIRST_GUESS_S
         self._draining = False
         self._stats = wire.EngineStats()
 
     def run(self) -> None:
-        """Serve until the engine was told to drain and has finished its jobs."""
+        """Serve until the engine has been told to drain and has finished its jobs."""
         worked = True
         while not (self._draining and not len(self._queue) and not self._open):
             worked = self.run_once(0 if worked else _IDLE_WAIT_S)
 
     def run_once(self, wait_s: float = 0) -> bool:
-        """Take messages (wait up to ``wait_s`` for the first) and compute a layer of a pass.
+        """Receive messages (waiting up to ``wait_s`` for the first) and compute a layer of a pass.
 
         Return False if there was nothing to compute.
         """
@@ -121,7 +122,7 @@ class EmbeddingCore:
                 self._queue.add(item)
         elif isinstance(item, wire.Submit | PicturedSubmit):
             submit = item.request if isinstance(item, PicturedSubmit) else item
-            why = "this model embeds or ranks texts, and generates none"
+            why = "this model embeds or ranks texts; it does not generate text"
             self._io_thread.send([_refused(submit, "unsupported", why)])
         elif isinstance(item, wire.Abort):
             for key in self._queue.find(item.request_id, item.attempt):
@@ -135,11 +136,11 @@ class EmbeddingCore:
 
     def _refusal(self, job: wire.Encode) -> wire.Refused | None:
         if self._draining:
-            return _refused(job, "draining", "the engine ends")
+            return _refused(job, "draining", "the engine is shutting down")
         if len(self._queue) >= self._max_jobs:
             return _refused(job, "full", f"it has {self._max_jobs} jobs")
         if (job.request_id, job.attempt) in self._queue.find(job.request_id, job.attempt):
-            return _refused(job, "invalid", "it is here already")
+            return _refused(job, "invalid", "the request is already here")
         if job.second_starts and len(job.second_starts) != len(job.token_ids):
             return _refused(job, "invalid", "second_starts and token_ids do not match")
         if not job.token_ids:
@@ -147,7 +148,9 @@ class EmbeddingCore:
         starts = job.second_starts or [0] * len(job.token_ids)
         for ids, start in zip(job.token_ids, starts, strict=True):
             if not ids or not 0 <= start <= len(ids):
-                return _refused(job, "invalid", "a text has no tokens, or is cut outside of it")
+                return _refused(
+                    job, "invalid", "a text has no tokens, or its second part begins outside it"
+                )
             if (why := self._model.check(Text(tuple(ids), start))) is not None:
                 return _refused(job, "invalid", why)
         return None
@@ -155,7 +158,8 @@ class EmbeddingCore:
     # -- passes ----------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a pass if none is open, or if texts came that need not wait for its end."""
+        """Begin a pass if none is open, or if there are new texts that need not wait
+        for its end."""
         if len(self._open) >= _MAX_OPEN:
             return
         budget = int(min(MAX_PASS_TOKENS, max(_MIN_PASS_TOKENS, PASS_S / self._token_s)))
@@ -167,9 +171,9 @@ class EmbeddingCore:
             (outer,) = self._open
             state = outer, self._queue.changes
             if state == self._none_for:
-                return  # or many texts would be looked through between all layers
+                return  # otherwise many texts would be scanned between all layers
             groups = set(outer.texts.values())
-            # Otherwise everybody's texts are alike, and go in order.
+            # Otherwise all texts are equal and go in order.
             longest = None if self._queue.has_waiting(groups) else outer.tokens // MUCH_SHORTER
             texts = self._queue.take(
                 small, small, but_of=groups, at_least=outer.priority, longest=longest
@@ -179,7 +183,7 @@ class EmbeddingCore:
             self._open.append(self._pass_of(texts))
 
     def _next(self) -> _Pass:
-        """Return the open pass that is computed next."""
+        """Return the open pass to compute next."""
         outer, inner = self._open[0], self._open[-1]
         has_turn = self._lead_s >= MOST_LEAD_S and inner.priority == outer.priority
         return outer if has_turn else inner
@@ -189,7 +193,7 @@ class EmbeddingCore:
         return _Pass(texts, self._model.compute(list(texts)), priority)
 
     def _advance(self, one: _Pass) -> None:
-        """Compute a layer of a pass; after the last, send what is complete."""
+        """Compute a layer of a pass; after the last, send the complete rows."""
         rows: Rows | None = None
         is_outer = one is self._open[0]
         started = time.perf_counter()
@@ -216,7 +220,7 @@ class EmbeddingCore:
     def _finish(self, one: _Pass, rows: Rows) -> None:
         tokens = one.tokens
         new_token_s = max(one.seconds, 1e-6) / tokens
-        weight = min(0.5, tokens / 512)  # of short ones a pass takes long for each token
+        weight = min(0.5, tokens / 512)  # a pass of few tokens takes long per token
         self._token_s += weight * (new_token_s - self._token_s)
         stats = self._stats
         self._stats = msgspec.structs.replace(
@@ -234,7 +238,7 @@ class EmbeddingCore:
         self._io_thread.send([_encoded(job) for job in complete])
 
     def _on_failed(self, one: _Pass, reason: str) -> None:
-        """Compute the texts of a pass that failed one by one, which shows whose fault it was."""
+        """Compute the texts of a failed pass one by one, to find the text at fault."""
         if len(one.texts) > 1:
             for text, group in one.texts.items():
                 alone = self._pass_of({text: group})

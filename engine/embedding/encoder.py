@@ -1,7 +1,7 @@
 """Encoders: BERT, RoBERTa and XLM-RoBERTa, ModernBERT, nomic-bert. Their configs and weights.
 
-They differ in where norms stand, in positions, in MLPs and in the names of their weights; so one
-description holds all of them, and one way of computing each device's.
+They differ in the position of norms, in positions, MLPs and names of weights, so one description
+covers all of them, with one implementation per device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RENAMES = (
     (r"\.gamma$", ".weight"),
     (r"\.beta$", ".bias"),
 )
-"""The names of all families to one."""
+"""The names of all families, mapped to one."""
 
 
 class Affine(NamedTuple):
@@ -69,12 +69,12 @@ class EncoderLayer:
     down: Affine
     mlp_norm: Affine
     rope_theta: float | None  # None: no rotary positions
-    reach: int | None  # the most positions between two tokens that see each other; None: any
+    reach: int | None  # max distance between two tokens that see each other; None: any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """An encoder in memory."""
+    """A loaded encoder."""
 
     word: mx.array
     position: mx.array | None  # learned positions
@@ -96,9 +96,10 @@ class Encoder:
 
 
 def load_encoder(path: Path, config: Mapping[str, Any], dtype: mx.Dtype | None) -> Encoder:
-    """Load the encoder in ``path``, with weights in ``dtype`` (None: as they are).
+    """Load the encoder in ``path``, with weights in ``dtype`` (None: unchanged).
 
-    Raises `ModelUnavailable` for what is not supported, and for weights that are missing."""
+    Raises `ModelUnavailable` for unsupported models, and for missing weights.
+    """
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         loaded = mx.load(str(file))
@@ -114,7 +115,7 @@ def load_encoder(path: Path, config: Mapping[str, Any], dtype: mx.Dtype | None) 
         encoder = _assemble(weights, config)
     except KeyError as error:
         raise ModelUnavailable(
-            f"the model in {path} cannot be loaded: it has no {error.args[0]}"
+            f"cannot load the model in {path}: {error.args[0]} is missing"
         ) from None
     arrays = [a for layer in encoder.layers for part in vars(layer).values() for a in _of(part)]
     mx.eval(arrays, encoder.word, encoder.position, encoder.type, dict(encoder.rest))
@@ -132,7 +133,7 @@ def _renamed(name: str) -> str:
 
 
 def _dequantized(weights: dict[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Return ``weights`` with those that MLX has quantized as they were, about."""
+    """Return ``weights`` with those quantized by MLX approximately restored."""
     kind = config.get("quantization") or config.get("quantization_config") or {}
     found = {}
     for name, weight in weights.items():
@@ -182,7 +183,7 @@ def _assemble(weights: dict[str, mx.array], config: Mapping[str, Any]) -> Encode
 
 
 def _check(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `ModelUnavailable` for variants of a family that are not computed here."""
+    """Raise `ModelUnavailable` for unsupported variants of a family."""
     kind = config.get("position_embedding_type", "absolute")
     if kind != "absolute" or config.get("is_decoder"):
         raise ModelUnavailable(f"a {family} with positions of kind {kind}, or a decoder of it")
@@ -230,7 +231,7 @@ def _layer(
 def _positions(
     family: str, config: Mapping[str, Any], count: int
 ) -> tuple[list[float | None], list[int | None]]:
-    """Return the base of rotary positions, and how far a token sees, of each layer."""
+    """Return the base of rotary positions, and how far a token sees, for each layer."""
     ropes = config.get("rope_parameters") or {}
     if family == "nomic_bert":
         theta = ropes.get("rope_theta") or config.get("rotary_emb_base") or 1000.0

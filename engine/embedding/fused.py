@@ -1,6 +1,6 @@
-"""Attention of whole texts by ONNX Runtime's operator, which keeps no scores.
+"""Attention of whole texts with ONNX Runtime's operator, which keeps no scores.
 
-It is called text by text: its blocks then depend on the length of the text alone, and so do the
+It is called once per text: its blocks then depend only on the length of the text, and so do the
 bits of its result (FlashAttention-2, Dao 2023, on a CPU).
 """
 
@@ -26,18 +26,18 @@ def _session(heads: int, width: int) -> Session:
 
 
 class FusedAttention:
-    """Attention where every token sees all tokens of its text, with as many heads of keys as of
+    """Attention in which every token sees all tokens of its text, with as many heads of keys as of
     queries."""
 
     def __init__(self, heads: int, width: int) -> None:
-        """``width`` is that of all heads together."""
+        """``width`` is the total width of all heads."""
         self._width = width
         self._bound: Bound = _session(heads, width).bound()
 
     def __call__(
         self, cuts: Sequence[tuple[int, int]], queries: Array, keys: Array, values: Array
     ) -> Array:
-        """Return what each text's tokens find, (tokens, width), for queries that are not scaled.
+        """Return the attention of each text's tokens, (tokens, width), for unscaled queries.
         ``cuts`` are the first position of each text and its end."""
         asked = [np.ascontiguousarray(each) for each in (queries, keys, values)]
         found: Array = np.empty_like(asked[0])

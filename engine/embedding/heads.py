@@ -1,4 +1,4 @@
-"""What is made of a text's hidden states: a vector, or a score. In NumPy, in fp32."""
+"""The vector or score of a text from its hidden states, in NumPy and fp32."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from engine.embedding.texts import Text
 from engine.model.errors import ModelUnavailable
 
 Head = Callable[[Array], Array]
-"""Makes a row of the states (tokens, hidden) of one text."""
+"""Computes a row from the states (tokens, hidden) of one text."""
 
 
 class StatesModel(Protocol):
     def states(self, texts: Sequence[Text]) -> Generator[None, None, States]:
-        """Compute the hidden states of ``texts``, stretch by stretch."""
+        """Compute the hidden states of ``texts``, in several parts."""
 
 
 class HeadedModel:
-    """A `engine.embedding.core.TextModel`: hidden states, and a head over those of each text."""
+    """An `engine.embedding.core.TextModel`: hidden states, and a head over those of each text."""
 
     def __init__(self, body: StatesModel, head: Head, *, vocab_size: int, max_tokens: int) -> None:
         self._body, self._head = body, head
@@ -37,14 +37,14 @@ class HeadedModel:
 
     def check(self, text: Text) -> str | None:
         if len(text) > self._max_tokens:
-            return f"a text has {len(text)} tokens, over the model's {self._max_tokens}"
+            return f"a text has {len(text)} tokens; the model's limit is {self._max_tokens}"
         if not 0 <= min(text.token_ids) <= max(text.token_ids) < self._vocab_size:
-            return f"a token id is not below {self._vocab_size}"
+            return f"a token id is not less than {self._vocab_size}"
         return None
 
 
 def embedding_head(checkpoint: TextCheckpoint, dimensions: int) -> tuple[Head, int]:
-    """Return the head that makes vectors of states of ``dimensions``, and their length."""
+    """Return the head that computes vectors from states of ``dimensions``, and their length."""
     layers = []
     for dense in checkpoint.dense:
         found = mx.load(str(dense.weights))
@@ -52,7 +52,7 @@ def embedding_head(checkpoint: TextCheckpoint, dimensions: int) -> tuple[Head, i
         weight, bias = _array(found["linear.weight"]), found.get("linear.bias")
         if weight.shape[1] != dimensions:
             raise ModelUnavailable(
-                f"{dense.weights} takes vectors of {weight.shape[1]}, and not of {dimensions}"
+                f"{dense.weights} expects vectors of {weight.shape[1]}, not {dimensions}"
             )
         dimensions = weight.shape[0]
         layers.append((weight, None if bias is None else _array(bias), dense.activation))
@@ -84,19 +84,19 @@ def pooled(states: Array, how: Pooling) -> Array:
 
 
 def normalized(vector: Array) -> Array:
-    """Return ``vector`` with the length 1, or as it is if it has none."""
+    """Return ``vector`` normalized to length 1, unchanged if it is zero."""
     length = np.float32(np.linalg.norm(vector))
     return vector / length if length > 0 else vector
 
 
 def classifier_head(family: str, config: Mapping[str, Any], rest: Mapping[str, mx.array]) -> Head:
-    """Return the head of an encoder that gives a pair a score: that of its checkpoint's classifier,
-    under a sigmoid. Raises `ModelUnavailable` if weights are missing."""
+    """Return the head of an encoder that scores a pair: its checkpoint's classifier, followed by a
+    sigmoid. Raises `ModelUnavailable` if weights are missing."""
     arrays = {name: _array(array) for name, array in rest.items()}
 
     def layer(name: str) -> Callable[[Array], Array]:
         if f"{name}.weight" not in arrays:
-            raise ModelUnavailable(f"the model cannot be loaded: it has no {name}.weight")
+            raise ModelUnavailable(f"cannot load the model: {name}.weight is missing")
         weight, bias = arrays[f"{name}.weight"], arrays.get(f"{name}.bias")
         return lambda x: weight @ x if bias is None else weight @ x + bias
 
@@ -118,18 +118,20 @@ def classifier_head(family: str, config: Mapping[str, Any], rest: Mapping[str, m
             return _sigmoid(out(x if bias is None else x + bias))
 
         return score
-    raise ModelUnavailable(f"a {family} that ranks is not supported")
+    raise ModelUnavailable(f"{family} is not supported as a reranking model")
 
 
 def yes_no_head(model: Any, path: Path) -> Head:
-    """Return the head of a decoder that ranks by the probability of "yes" rather than "no" as the
-    next token. Raises `ModelUnavailable` if these are no tokens of it."""
+    """Return the head of a decoder that ranks by the probability of "yes" versus "no" as the next
+    token. Raises `ModelUnavailable` if these are not tokens of its vocabulary."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     ids = [tokenizer.token_to_id(word) for word in ("yes", "no")]
     if None in ids:
-        raise ModelUnavailable(f'the model in {path} cannot rank: "yes" and "no" are no tokens')
+        raise ModelUnavailable(
+            f'the model in {path} cannot rank: "yes" and "no" are not tokens of its vocabulary'
+        )
     layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
     yes, no = (_array(row) for row in _rows(layer, ids))
 

@@ -1,9 +1,9 @@
 """Passes on a CPU without padding: the tokens of all texts one after the other.
 
-What lies between two attentions is one call of ONNX Runtime for all tokens. Attention is computed
-text by text, so that the shapes of its products depend on the text alone: by one operator
-(`engine.embedding.fused`) where every token sees all others, and otherwise by NumPy. So the bits of
-a row do not depend on the other texts of its pass.
+Everything between two attentions is one call of ONNX Runtime for all tokens. Attention is computed
+text by text, so that the shapes of its products depend only on the text: with one operator
+(`engine.embedding.fused`) if every token sees all others, and otherwise in NumPy. The bits of a row
+therefore do not depend on the other texts of its pass.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from engine.embedding.texts import Text
 States = list[Array]
 """The hidden states of each text, (tokens, hidden)."""
 _SCORES_AT_ONCE = 1 << 20
-"""Scores of all heads that a piece of work computes: 4 MB."""
+"""Max size of the scores of all heads in a piece of work: 4 MB."""
 _LEAST_ROWS = 64
-"""Queries of a text that are worth a piece of work."""
+"""Number of queries of a text that justify a piece of work."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Attention:
 
     heads: int
     kv_heads: int
-    before: int | None = None  # the most positions that a token sees before its own; None: all
-    after: int | None = None  # and after it
+    before: int | None = None  # max distance to earlier tokens; None: any
+    after: int | None = None  # max distance to later tokens
     softcap: float | None = None
     fused: FusedAttention | None = None  # it computes the attention, of queries as they are
 

@@ -1,11 +1,10 @@
-"""Attention of rows with few tokens, several rows in one call, with the bits of `tiles`.
+"""Attention of rows with few tokens, several rows per call, with the same bits as `tiles`.
 
-A row alone is too little work for a call of ONNX Runtime from Python, and two threads that make
-many short calls wait for each other's hold of the interpreter. So one graph computes all rows of a
-piece, one after the other, each to its own length. It copies the keys of a row from the slab,
-multiplies, copies the values, and multiplies again. Products pack what they multiply by, and read
-it out of order for that: from a copy in the processor's cache that takes half as long as from
-memory.
+A single row is too little work for a call of ONNX Runtime from Python, and two threads that make
+many short calls wait for each other to release the interpreter. One graph therefore computes all
+rows of a piece, one after the other, each to its own length. It copies the keys of a row from the
+slab, multiplies, copies the values, and multiplies again. Products pack their operands, reading
+them out of order: from a copy in the processor's cache, that takes half as long as from memory.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from engine.batch.cpu.tiles import TILE, before_scores, scores_of, shares_of, ti
 from engine.cache.rounding import Array
 
 MOST_COPIED_BYTES = 2 << 20
-"""Keys and values of a row up to which all its heads are copied at once. A longer row has a call
-of its own."""
+"""Number of keys and values up to which all heads of a row are copied at once. Longer rows are
+computed in separate calls."""
 ROWS_AT_ONCE = 8
-"""The most rows of a call: each number of rows has a graph, and one of many rows takes tens of
-milliseconds to make."""
+"""Max rows per call: each number of rows needs its own graph, and a graph of many rows takes tens
+of milliseconds to build."""
 
 
 class _Kind(NamedTuple):
-    """What the graph of a piece depends on, beside its numbers of rows and of heads."""
+    """What the graph of a piece depends on, in addition to the numbers of rows and heads."""
 
     by_head: bool  # whether heads are copied one by one
     pads: bool  # whether a tile ends after its slot
@@ -38,7 +37,7 @@ class _Kind(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What a row attends to: arguments of Slice, and of Pad if it is not empty."""
+    """The range to which a row attends: arguments of Slice, and of Pad if it is not empty."""
 
     begin: str
     end: str
@@ -57,8 +56,9 @@ class _Slots(NamedTuple):
 def _session(rows: int, heads: int, kind: _Kind) -> Session:
     """Return attention of queries (rows, heads, queries, dim) to keys and values of slots.
 
-    For each row follow a bias (1, 1, queries, keys), the first slot and position that it attends
-    to, their ends, and how many zeros come after the slot, as an argument of Pad."""
+    For each row, the inputs are a bias (1, 1, queries, keys), the first slot and position to which
+    it attends, their ends, and the number of zeros after the slot, as an argument of Pad.
+    """
     graph = Graph()
     asked = graph.input("asked", rows, heads, "queries", "dim")
     slots = _Slots(
@@ -101,7 +101,7 @@ def _attend(
     sinks: str,
     softcap: float | None,
 ) -> str:
-    """Return what ``queries`` find in the ``part`` of the slots."""
+    """Return the result of ``queries`` for this ``part`` of the slots."""
     keys = _copied(graph, slots.keys, part)
     found = shares_of(graph, scores_of(graph, queries, keys, softcap), bias, sinks)
     return graph.node("MatMul", found, _copied(graph, slots.values, part))
@@ -115,7 +115,8 @@ def _copied(graph: Graph, slots: str, part: _Span) -> str:
 class Call:
     """The arguments for rows of a piece, in all layers of a kind. Used by one thread at a time.
 
-    It does not refer to the piece, which keeps it: a cycle would keep freed slabs alive."""
+    It has no reference to the piece, which owns it: a cycle would keep freed slabs alive.
+    """
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Call:
         first, last = int(numbers[0, 0]), int(numbers[-1, -1])
         is_run = np.array_equal(numbers.ravel(), np.arange(first, last + 1))
         self._tokens = slice(first, last + 1) if is_run else numbers.ravel()
-        self._twice = width * group == 1  # a product of one row takes other operations
+        self._twice = width * group == 1  # a product of one row uses other operations
         queries = max(2, width * group)
         self._bound = _session(rows, heads, kind).bound()
         self._found: Array = np.empty((rows, heads, queries, dim), np.float32)
@@ -171,9 +172,9 @@ class Call:
     def __call__(
         self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
     ) -> None:
-        """Write to ``out`` what the queries ``asked`` find in a layer with these ``sinks``."""
+        """Write to ``out`` the result of the queries ``asked`` in a layer with these ``sinks``."""
         rows, width, heads, group = self._shape
-        if sinks is not None:  # each layer has others
+        if sinks is not None:  # different in each layer
             self._arguments[0][...] = self._before(sinks)
         tokens = self._tokens
         given = asked[tokens, :, :, 0].reshape(rows, width, heads, group, -1).swapaxes(1, 2)
@@ -190,8 +191,8 @@ class Call:
 
 
 def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
-    """Return (tokens, keys): 0 if the token attends to the key, else minus infinity. ``ends`` say
-    how many positions come before the end of each token."""
+    """Return (tokens, keys): 0 if the token attends to the key, else minus infinity. ``ends`` are
+    the numbers of positions before the end of each token."""
     keys = np.arange(low, high)
     seen = keys < ends[:, None]
     if window is not None:
@@ -200,7 +201,7 @@ def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
 
 
 def _spans(piece: RowsPiece, members: slice, window: int | None, dim: int) -> list[tuple[int, int]]:
-    """Return the tiles of these rows: their first positions and their ends."""
+    """Return the tiles of these rows: their first positions and ends."""
     ends = piece.ends[members]
     firsts, lasts = (ends.min(axis=1) - 1).tolist(), ends.max(axis=1).tolist()
     return [tiled(*each, window, dim) for each in zip(firsts, lasts, strict=True)]
@@ -220,7 +221,7 @@ def _calls(
 
 
 def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
-    """Do what `pieces.attend_together` does."""
+    """Like `pieces.attend_together`."""
     heads, group = asked.shape[1:3]
     key = heads, group, asked.shape[-1], how.window, how.softcap, how.sinks is None
     if key not in piece.calls:

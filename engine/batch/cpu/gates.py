@@ -1,4 +1,4 @@
-"""The gates of MLPs on the CPU, where MLX computes exponentials one by one."""
+"""The gates of MLPs on the CPU, where MLX computes exponentials one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.backend.threads import in_parallel, num_threads
 Array = NDArray[np.float32]
 
 WORTH_IT = 8_192
-"""Number of elements from which leaving the graph is cheaper than MLX's exponentials."""
+"""Number of elements above which leaving the graph is cheaper than MLX's exponentials."""
 WORTH_THREADS = 65_536
 
 _stock_swiglu = activations.swiglu
@@ -53,5 +53,5 @@ def silu_times(gates: Array, factors: Array) -> Array:
 
 
 def install() -> None:
-    """Replace mlx-lm's function by `swiglu`."""
+    """Replace mlx-lm's function with `swiglu`."""
     patch(activations, "swiglu", swiglu)

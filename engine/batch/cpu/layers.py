@@ -1,8 +1,8 @@
 """Linear layers, tied last layers and experts of mlx-lm's models, computed by ONNX Runtime.
 
-On Linux MLX multiplies quantized weights up to 60 times slower, and its library for dense ones
-packs them anew in every product. So every architecture that MLX computes gets its products from
-here. A product leaves MLX's graph: its input is evaluated, and read where it lies.
+On Linux, MLX multiplies quantized weights up to 60 times slower, and its library for dense weights
+packs them again in every product. Every architecture that MLX computes therefore gets its products
+from here. A product leaves MLX's graph: its input is evaluated, and read in place.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ logger = logging.getLogger(__name__)
 CPUPrecision = Literal["exact", "compact", "fast", "auto"]
 """The values of ``--cpu-precision``."""
 FP32_SHARE = 0.25
-"""The part of the memory that weights may take in fp32 which the checkpoint has as codes."""
+"""Fraction of the memory available for fp32 copies of weights that are codes in the checkpoint."""
 ARRAYS = ("weight", "scales", "biases")
 HALVES = (mx.float16, mx.bfloat16)
 ROWS = (1, 8, 64)
-"""Numbers of rows at which products of dense weights are timed."""
+"""Numbers of rows at which dense products are timed."""
 EXPERTS_OF_A_ROW = 2
-"""Experts of each of these rows."""
+"""Number of experts of each of these rows."""
 WORTH_IT = 0.92
-"""A dense product leaves MLX if it then takes at most this fraction of the time."""
+"""A dense product leaves MLX if it takes at most this fraction of the time outside."""
 LONG_S = 0.01
 
 
 class _Outside:
-    """A layer outside of MLX. It notes whether other code reads its weights."""
+    """A layer outside MLX. It records whether other code reads its weights."""
 
     precision: Precision
     read = False
     _multiplier: Any = None
 
     def packed(self) -> Any:
-        """Return what multiplies by the weights, which are packed when it is first asked for: of
-        models that leave MLX as a whole, never after the first proof."""
+        """Return the multiplier of the weights, which are packed on first use: in models that leave
+        MLX completely, never after the first check."""
         if self._multiplier is None:
             self._multiplier = self.pack()
         return self._multiplier
@@ -62,7 +62,7 @@ class _Outside:
         return Multiplier(weight_of(self, self.precision))
 
     def change_precision(self, precision: Precision) -> None:
-        """Pack the weights anew when they are used next."""
+        """Pack the weights again on next use."""
         self.precision, self._multiplier = precision, None
 
     def __getattr__(self, key: str) -> Any:
@@ -79,7 +79,7 @@ class _OutsideLinear(_Outside):
 
 
 class _OutsideEmbedding(_Outside):
-    """An embedding, which may be the last layer too."""
+    """An embedding, which may also be the last layer."""
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
         return _OutsideLinear.__call__(self, x)
@@ -92,8 +92,8 @@ class _OutsideExperts(_Outside):
     def __call__(
         self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
-        """Return (..., rows, out) for ``x`` (..., rows, in): leading axes are those of
-        ``indices``, where one of both may be 1."""
+        """Return (..., rows, out) for ``x`` (..., rows, in). The leading axes of ``x`` and
+        ``indices`` are equal, or 1 in one of them."""
         *outer, rows, width = x.shape
         shape = np.broadcast_shapes(tuple(outer), indices.shape)
         given = _array(mx.broadcast_to(x, (*shape, rows, width)).reshape(-1, width))
@@ -104,7 +104,7 @@ class _OutsideExperts(_Outside):
 
 
 def _array(x: mx.array) -> Any:
-    """Evaluate ``x`` and return it in fp32, without a copy if it is."""
+    """Evaluate ``x`` and return it in fp32, without a copy if it already is."""
     return np.asarray(x.astype(mx.float32))
 
 
@@ -125,11 +125,12 @@ _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 def chosen_precisions(
     model: nn.Module, wanted: CPUPrecision, memory_bytes: int
 ) -> dict[str, Precision]:
-    """Return how to multiply by each quantized weight, by the layer's name.
+    """Return how to multiply by each quantized weight, by layer name.
 
-    Layers are ``exact``, one after the other, until a part of ``memory_bytes`` is full, and then
-    ``compact``. Experts come last, as a row needs few of them. Layers of one module have one
-    precision, since those with the same input are one product."""
+    Layers are ``exact``, in order, until a fraction of ``memory_bytes`` is full, and then
+    ``compact``. Experts come last, because a row needs few of them. The layers of one module have
+    the same precision, because those with the same input are one product.
+    """
     quantized = {name: each for name, each in model.named_modules() if type(each) in _QUANTIZED}
     if wanted in ("compact", "fast"):
         return dict.fromkeys(quantized, "compact" if wanted == "compact" else "fast")
@@ -153,11 +154,12 @@ def _has_experts(modules: Mapping[str, nn.Module], names: Sequence[str]) -> bool
 
 
 class Layers:
-    """The layers of ``model`` that leave MLX: those with quantized weights, and with ``dense``
-    those in fp32 whose shape is measured to be faster outside.
+    """The layers of ``model`` that leave MLX: those with quantized weights and, with ``dense``,
+    fp32 layers whose shape is measured to be faster outside.
 
-    ``precision`` is that of all layers, or of each quantized one by its name. What is not
-    quantized in a quantized model becomes fp32, and so do its activations."""
+    ``precision`` applies to all layers, or is given per quantized layer by name. Unquantized parts
+    of a quantized model become fp32, and so do its activations.
+    """
 
     def __init__(
         self, model: nn.Module, precision: Precision | Mapping[str, Precision], *, dense: bool
@@ -168,10 +170,10 @@ class Layers:
                 _widen(module)
         self._replaced: list[Any] = []
         self.names: list[str] = []
-        """Those of the layers that left, with their precision."""
+        """The layers that left, with their precision."""
         self.products: list[str] = []
-        """Those of the quantized ones, with their precision: how they multiply is a setting, while
-        how those in fp32 do is measured."""
+        """The quantized ones, with their precision, which is a setting. How fp32 layers multiply is
+        measured instead."""
         faster: dict[tuple[int, ...], bool] = {}
         for name, module in zip(names, modules, strict=True):
             is_quantized = type(module) in _QUANTIZED
@@ -188,7 +190,7 @@ class Layers:
             for module in self._replaced
             if tied or not isinstance(module, _OutsideEmbedding)
         )
-        """Bytes of the packed weights. A tied embedding is the last layer too."""
+        """Bytes of the packed weights. A tied embedding is also the last layer."""
         if self._replaced:
             logger.info(
                 "ONNX Runtime computes %d layers, with %.2f GB of weights, precision %s",
@@ -198,9 +200,10 @@ class Layers:
             )
 
     def keep_packed(self) -> None:
-        """Drop MLX's copies of the weights, when the model's code has run in all its ways.
+        """Drop MLX's copies of the weights, once every path of the model's code has run.
 
-        It still looks up embeddings, and may read weights itself, as it did so far."""
+        The code still looks up embeddings, and reads the weights that it has read so far.
+        """
         for module in self._replaced:
             if not isinstance(module, _OutsideEmbedding) and not module.read:
                 module.packed()
@@ -225,16 +228,17 @@ def _clean() -> None:
 
 
 def _widen(module: Any) -> None:
-    """Make fp32 of 16-bit values that are not multiplied here, and of MLA's factors.
+    """Convert 16-bit values that are not multiplied here to fp32, and MLA's factors too.
 
-    Those are batches of matrices, for which codes have no product."""
+    Those are batches of matrices, for which there are no products with codes.
+    """
     if type(module) is QuantizedMultiLinear:
         kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         found = [module.pop(name, None) for name in ARRAYS]
         module["weight"] = mx.dequantize(*found, dtype=mx.float32, **kind)
         module.__class__ = MultiLinear
     if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear):
-        return  # their codes are read as they lie, and their bias is added in fp32
+        return  # their codes are read in place, and their bias is added in fp32
     for name in list(module):
         value = module.get(name)
         if isinstance(value, mx.array) and value.dtype in HALVES:
@@ -242,15 +246,15 @@ def _widen(module: Any) -> None:
 
 
 def _replace(module: Any, precision: Precision) -> None:
-    """Let one layer be computed outside of MLX."""
+    """Compute one layer outside MLX."""
     mx.eval([module[name] for name in ARRAYS if module.get(name) is not None])
     module.precision = precision
     module.__class__ = _OURS[type(module)]
 
 
 def forecast_packed_bytes(model: nn.Module, wanted: CPUPrecision, memory_bytes: int) -> int:
-    """Give the parts of ``model`` the types that `Layers` gives them, and return the bytes of the
-    packed quantized weights, without reading any: the weights need not be there."""
+    """Convert the parts of ``model`` to the types used by `Layers`, and return the bytes of the
+    packed quantized weights, without reading any: the weights need not be loaded."""
     precisions = chosen_precisions(model, wanted, memory_bytes)
     names, modules = zip(*model.named_modules(), strict=True)
     if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
@@ -265,7 +269,7 @@ def forecast_packed_bytes(model: nn.Module, wanted: CPUPrecision, memory_bytes: 
 
 
 def _packed_bytes(module: Any, precision: Precision) -> int:
-    """Return the bytes of one layer's weights in the form that `_Outside.pack` gives them."""
+    """Return the bytes of one layer's weights after `_Outside.pack`."""
     size: int = module["weight"].size
     if "scales" not in module:
         return 4 * size
@@ -279,7 +283,7 @@ def _packed_bytes(module: Any, precision: Precision) -> int:
 
 
 def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:
-    """Return whether a dense layer of this shape takes less time outside of MLX."""
+    """Return whether a dense layer of this shape is faster outside MLX."""
     kinds = (nn.Linear, nn.Embedding, SwitchLinear)
     if type(module) not in kinds or module["weight"].dtype != mx.float32:
         return False
@@ -296,7 +300,7 @@ def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:
 
 
 def _seconds(layer: Any) -> float:
-    """Return the time that products of `ROWS` rows take together."""
+    """Return the total time of products of `ROWS` rows."""
     total = 0.0
     for rows in ROWS:
         given = [mx.random.normal((rows, layer["weight"].shape[-1]), key=mx.random.key(rows))]

@@ -10,7 +10,7 @@ from engine.batch.cpu.linear import Linear, base_of
 
 
 class Gate(NamedTuple):
-    """What an MLP computes of its two products: the activation of one times the other."""
+    """The gate of an MLP: the activation of one product times the other."""
 
     kind: Literal["silu", "gelu", "bounded"] = "silu"
     alpha: float = 1.0
@@ -23,10 +23,10 @@ class Gate(NamedTuple):
                 return cls()
             case "SwigluOAI":
                 return cls("bounded", module._alpha, module._limit)
-        raise Unsupported(f"a {type(module).__name__} is not a gate that is known here")
+        raise Unsupported(f"a {type(module).__name__} is not a supported gate")
 
     def add(self, graph: Graph, both: str) -> str:
-        """Add it for ``both`` (rows, 2 * width): the gate and what it lets through."""
+        """Add the gate for ``both`` (rows, 2 * width): the gate's input and the other factor."""
         gate, up = graph.nodes("Split", both, outputs=2, axis=1, num_outputs=2)
         if self.kind == "gelu":
             return graph.node("Mul", graph.node("Gelu", gate, approximate="tanh"), up)
@@ -40,12 +40,12 @@ class Gate(NamedTuple):
 
 
 class Part(Protocol):
-    """What computes the second half of a layer."""
+    """The interface of the second half of a layer."""
 
     owned: list[Any]
     """The modules that it computes."""
     same_bits: SameBits
-    """The numbers of rows among which a row has the same bits."""
+    """The numbers of rows for which a row has the same bits."""
 
     def add(self, graph: Graph, x: str) -> str:
         """Return the result for ``x`` (rows, in): (rows, out)."""
@@ -68,8 +68,9 @@ class MLP:
 class Experts:
     """A router and its experts.
 
-    Rows are sorted by expert and cut at the first row of each, so that each product has all rows
-    of its expert. Sorting, cutting and the way back are operations of the graph."""
+    Rows are sorted by expert and divided at the first row of each, so that each product has all
+    rows of its expert. Sorting, dividing and restoring the order are operations of the graph.
+    """
 
     def __init__(self, block: Any) -> None:
         router, inner = (
@@ -83,7 +84,7 @@ class Experts:
         self._gate_up, self._down = Linear.of_experts(*layers[:2]), Linear.of_experts(layers[2])
         self.owned = [base_of(module) for module in (router, *layers)]
         linears = [self._router, *self._gate_up, *self._down]
-        # An expert may have an odd number of rows, whatever the number of all.
+        # An expert may have an odd number of rows, regardless of the total.
         kept = all(each.weight.same_bits == "any" for each in linears)
         self.same_bits: SameBits = "any" if kept else "none"
 
@@ -107,7 +108,7 @@ class Experts:
         )
 
     def _choose(self, graph: Graph, x: str) -> tuple[str, str]:
-        """Return the shares and the numbers of the best experts of each row: (rows, chosen)."""
+        """Return the weights and indices of the best experts of each row: (rows, chosen)."""
         scores = self._router.add(graph, x)
         if not self._normalised:
             scores = graph.node("Softmax", scores, axis=-1)
@@ -115,7 +116,8 @@ class Experts:
         return (graph.node("Softmax", best, axis=-1) if self._normalised else best), chosen
 
     def _order(self, graph: Graph, chosen: str) -> tuple[str, str, str]:
-        """Return the order that sorts by expert, its inverse, and the rows of each expert."""
+        """Return the order that sorts rows by expert, its inverse, and the number of rows per
+        expert."""
         order = _sorted(graph, chosen)
         experts = graph.integers(*range(len(self._down)))
         same = graph.node("Equal", graph.node("Unsqueeze", chosen, graph.integers(1)), experts)
@@ -128,13 +130,13 @@ class Experts:
 
 
 def _sorted(graph: Graph, numbers: str) -> str:
-    """Return the places of ``numbers`` (n,) in ascending order."""
+    """Return the indices that sort ``numbers`` (n,) in ascending order."""
     count = graph.node("Shape", numbers)
     return graph.nodes("TopK", numbers, count, outputs=2, axis=0, largest=0)[1]
 
 
 def mlp_of(block: Any, gate: Gate) -> Part:
-    """Return the second half of the layer ``block``. ``gate`` is that of an MLP."""
+    """Return the second half of the layer ``block``. ``gate`` is the gate of an MLP."""
     inner = block.block_sparse_moe if "block_sparse_moe" in block else block.mlp
     experts = "switch_mlp" in inner or "experts" in inner
     return Experts(inner) if experts else MLP(inner, gate)

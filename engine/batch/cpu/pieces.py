@@ -14,22 +14,22 @@ from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
 FEW_QUERIES = 3
-"""Queries of a head of keys up to which products with vectors, without OpenBLAS's packing, take
-half as long as products of matrices."""
+"""Number of queries per head of keys up to which vector products, without OpenBLAS's packing, take
+half as long as matrix products."""
 QUERIES_AT_ONCE = 128
-"""The most queries of a row that a product takes: little above the diagonal is computed."""
+"""Max queries of a row in one product, so that little is computed above the diagonal."""
 ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
-"""Minus infinity if a key comes after its query, else 0. One table for all widths: a table for
-each width would take more than a hundred kilobytes that the ledger does not count."""
+"""Minus infinity if a key comes after its query, else 0. One table for all widths: a table for each
+width would take more than a hundred kilobytes that the ledger does not count."""
 
 Numbers = NDArray[np.intp]
 
 
 class Mask(NamedTuple):
-    """Which positions rows of several tokens attend to."""
+    """The positions to which rows of several tokens attend."""
 
-    low: int  # the first that some token attends to
-    tail: int  # from here on, counted from ``low``, not every token does
+    low: int  # the first position to which any token attends
+    tail: int  # counted from ``low``; from here on, not every token attends
     bias: Array
     """(rows of the slab, 1, width, 1, positions from ``tail`` on): minus infinity if a token does
     not attend to a position, else 0."""
@@ -42,12 +42,12 @@ class RowsPiece:
     slab: Slab
     first: int
     last: int
-    places: tuple[int, ...]  # of each member among the rows of the slab
-    tokens: Numbers  # (members, width): numbers in the batch; shorter rows repeat their last
-    ends: Numbers  # (members, width): how many positions come before the end of each token
+    places: tuple[int, ...]  # indices of the members among the rows of the slab
+    tokens: Numbers  # (members, width): indices in the batch; shorter rows repeat their last
+    ends: Numbers  # (members, width): number of positions before the end of each token
     _masks: dict[int | None, Mask] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
-    """Arguments of `engine.batch.cpu.few_tokens`, for each kind of layers."""
+    """Arguments for `engine.batch.cpu.few_tokens`, for each kind of layer."""
 
     @property
     def width(self) -> int:
@@ -65,7 +65,7 @@ class RowsPiece:
 
     @cached_property
     def single_tokens(self) -> slice | Numbers:
-        """The token of each member, where each has one."""
+        """The token of each member, if each has one."""
         numbers = self.tokens[:, 0]
         first, last = int(numbers[0]), int(numbers[-1])
         return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
@@ -81,7 +81,7 @@ class RowsPiece:
 
     def _make_mask(self, window: int | None) -> Mask:
         low = 0 if window is None else max(0, int(self.ends.min()) - window)
-        # What all attend to without a window is not looked at: it may be long.
+        # Without a window, positions to which all tokens attend are not checked: there may be many.
         tail = 0 if window is not None else int(self.ends.min())
         keys = np.arange(low + tail, self.length)
         seen = keys < self.ends[..., None]
@@ -113,19 +113,19 @@ Piece = RowsPiece | PrefillPiece
 
 
 class How(NamedTuple):
-    """How a layer attends, beside the lengths of rows."""
+    """How a layer attends, in addition to the lengths of rows."""
 
     window: int | None
     sinks: Array | None
-    """(kv_heads, queries of a kv head, 1, 1): other scores, with a share and no value."""
+    """(kv_heads, queries of a kv head, 1, 1): additional scores in softmax without a value."""
     softcap: float | None
 
 
 def attend_singly(
     piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
-    """Write the attention of rows of one token each. Queries are (tokens, kv_heads, queries of a kv
-    head, 1, dim)."""
+    """Write the attention of rows with one token each. Queries are (tokens, kv_heads, queries of a
+    kv head, 1, dim)."""
     low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
     keys, values = (array[piece.first : piece.last + 1, :, low : piece.length] for array in kept)
     queries = asked[piece.single_tokens, :, :, 0]
@@ -135,7 +135,7 @@ def attend_singly(
     few = queries.shape[2] <= FEW_QUERIES
     if few:
         scores: Array = np.matvec(keys[:, :, None], queries)
-    else:  # many rows by few: OpenBLAS takes half as long for it as for few by many
+    else:  # many rows by few: OpenBLAS takes half as long as for few by many
         scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
     _cap(scores, how.softcap)
     for place, length in zip(piece.places, piece.lengths, strict=True):
@@ -153,7 +153,7 @@ def attend_singly(
 def attend_together(
     piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
-    """Write the attention of rows of several tokens: as `attend_singly`."""
+    """Write the attention of rows with several tokens, like `attend_singly`."""
     mask = piece.mask(how.window)
     rows = slice(piece.first, piece.last + 1)
     keys, values = (array[rows, :, mask.low : piece.length] for array in kept)
@@ -176,7 +176,7 @@ def attend_together(
 
 
 def _spread(queries: Array, piece: RowsPiece, rows: int) -> Array:
-    """Return ``queries`` (members, ...) at their places among ``rows``."""
+    """Return ``queries`` (members, ...) at their positions among ``rows``."""
     spread: Array = np.zeros((rows, *queries.shape[1:]), np.float32)
     spread[list(piece.places)] = queries
     return spread
@@ -185,8 +185,8 @@ def _spread(queries: Array, piece: RowsPiece, rows: int) -> Array:
 def attend_to_prefill(
     piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
-    """Write the attention of a part of one row: ``asked`` is (kv_heads, queries of a kv head,
-    width, dim)."""
+    """Write the attention of part of one row: ``asked`` is (kv_heads, queries of a kv head, width,
+    dim)."""
     row, count, window = piece.row, piece.last - piece.first, how.window
     start, end = row.start + piece.first, row.start + piece.last
     low = 0 if window is None else max(0, start - window + 1)
@@ -204,7 +204,7 @@ def attend_to_prefill(
 
 
 def _cap(scores: Array, softcap: float | None) -> None:
-    """Bound ``scores`` smoothly, in place."""
+    """Apply a smooth limit to ``scores`` in place."""
     if softcap is not None:
         scores /= softcap
         np.tanh(scores, out=scores)
@@ -212,9 +212,11 @@ def _cap(scores: Array, softcap: float | None) -> None:
 
 
 def _softmax(scores: Array, sinks: Array | None) -> Array:
-    """Make shares of ``scores`` in place, and return by what they have to be divided.
+    """Turn ``scores`` into unnormalized weights in place, and return their sums.
 
-    ``sinks`` is another score for each row of ``scores``, which has a share and no value."""
+    ``sinks`` is an additional score for each row of ``scores``, which counts in the sum but has no
+    value.
+    """
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         highest = np.maximum(highest, sinks)

@@ -1,4 +1,4 @@
-"""Tables of rotary positions, computed by the model's own modules."""
+"""Tables for rotary positions, computed by the model's own modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.backend.graphs import Unsupported
 from engine.cache.rounding import Array
 
 FIRST_TABLE = 2048
-"""Positions of the first table, which doubles when it is too short."""
+"""Positions in the first table, which doubles when it is too short."""
 _FAR = 1000
 _CHECKED = (0, 1, 13, 400, 5_000)
 _TOLERANCE = 1e-4
@@ -22,8 +22,8 @@ class Rotary:
     """The rotation of heads of ``dim`` elements by the module ``rope``.
 
     A rotation is linear, so its result for the first element of each pair determines a position.
-    Pairs are neighbours, or the elements at the same place of both halves. Elements beyond
-    ``turned`` stay as they are. Raises `Unsupported` if ``rope`` does anything else.
+    Pairs are adjacent elements, or elements at the same index of both halves. Elements beyond
+    ``turned`` are unchanged. Raises `Unsupported` if ``rope`` does anything else.
     """
 
     def __init__(self, rope: Any, dim: int) -> None:

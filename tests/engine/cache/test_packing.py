@@ -40,8 +40,8 @@ def test_each_array_is_aligned_for_a_gpu() -> None:
 def test_bytes_of_another_size_are_refused(number: int) -> None:
     packing = Packing(PARTS)
     payload = list(packing.payload(packing.pack(arrays())))
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="do not have the size"):
         packing.from_payload(tuple(payload[:-1]))
     payload[number] = bytes(payload[number])[1:]
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="do not have the size"):
         packing.from_payload(tuple(payload))

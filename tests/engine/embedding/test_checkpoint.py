@@ -64,7 +64,7 @@ def test_the_limit_of_sentence_transformers_holds(tmp_path: Path) -> None:
         ("modules.json", [{"type": "x.CNN", "path": ""}], "a module CNN"),
         ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "pools by"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": False},
-         "leaves its prompts out"),
+         "excludes its prompts"),
         ("config.json", {"model_type": "bert", "position_embedding_type": "relative_key"},
          "relative_key"),
         ("config.json", {"model_type": "bert"}, "num_hidden_layers"),

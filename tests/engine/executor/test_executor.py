@@ -223,7 +223,7 @@ def test_the_proof_notices_a_stale_row(
 
 
 def test_slots_do_not_hold_state_that_grows() -> None:
-    with pytest.raises(UnsupportedLayout, match="layer 0 keeps state that grows"):
+    with pytest.raises(UnsupportedLayout, match="layer 0 keeps growing state"):
         probe_layout(build("longcat_flash_ngram"))
 
 

@@ -260,7 +260,7 @@ def test_num_ctx_bounds_prompt_and_answer_together(
     submit = engine.got(Submit)[-1]
     assert submit.max_tokens == 200 - len(submit.token_ids)
     error = refused(post(server, "generate", prompt="x" * 300, options={"num_ctx": 100}))
-    assert "over the 100" in error
+    assert "in the 100" in error
     system = {"role": "system", "content": "SYSTEM"}
     turns = [
         {"role": role, "content": f"{role}{n} " + "x" * 40}

@@ -45,7 +45,8 @@ class AxesRope(nn.Module):  # type: ignore[misc]
     """A model's rotation that also accepts `Axes`."""
 
     def __init__(self, rope: Any) -> None:
-        """``rope`` rotates the first half of a head's elements with the second half."""
+        """``rope`` turns the first ``rope.dims`` elements of a head: those of the first half with
+        those of the second one, or each with its neighbour if it is traditional."""
         super().__init__()
         self.rope = rope
 
@@ -70,12 +71,17 @@ class AxesRope(nn.Module):  # type: ignore[misc]
         return mx.concatenate([*turned, rest], axis=-1)
 
 
-def take_axes(model: Any) -> None:
-    """Make the layers of a language model accept `Axes` as offsets. Raises: ValueError if they
-    rotate differently from `AxesRope`."""
+def take_axes(model: Any, pairs: int) -> None:
+    """Have the layers of a language model take `Axes` of so many ``pairs`` as offsets. Raises:
+    ValueError if they turn otherwise than `AxesRope` does."""
     inner = getattr(model, "language_model", model)
     for layer in inner.model.layers:
-        rope = layer.self_attn.rope
-        if not isinstance(rope, nn.RoPE) or rope.traditional:
-            raise ValueError(f"a {type(rope).__name__} does not support positions in three axes")
-        layer.self_attn.rope = AxesRope(rope)
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:  # it is recurrent
+            continue
+        rope = attention.rope
+        if not isinstance(rope, nn.RoPE):
+            raise ValueError(f"a {type(rope).__name__} has no positions in three axes")
+        if rope.dims != 2 * pairs:
+            raise ValueError(f"a head turns {rope.dims} elements, and its sections say {2 * pairs}")
+        attention.rope = AxesRope(rope)

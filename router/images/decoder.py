@@ -4,8 +4,8 @@ Image decoders are C code that reads untrusted data: a crash must not take down 
 -m router.images.decoder` reads from standard input and replies on standard output. It exits at the
 end of its input, even in the middle of a job.
 
-A frame is a length (8 bytes) and that many bytes. A job is a `DecodeJob` and a frame with the
-encoded image; the reply is a `DecodedImage` and a frame for each of its arrays.
+A job is a frame with a `DecodeJob` and one with the encoded image, an answer is one with a
+`DecodedImage` and one for each of its arrays (`shared.pipe_frames`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from shared.pipe_frames import read_frame, write_frames
 from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
-"""Memory limit in addition to what the process has mapped once the model's processor is loaded.
-macOS has no such limit; only the limits on pixels apply there."""
-LENGTH = struct.Struct("<Q")
+"""Added to what the process has mapped once the model's processor is loaded. macOS has no such
+limit; there the bounds on pixels hold alone."""
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +62,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(jobs, answers), daemon=True).start()
-    while (
-        True
-    ):  # a separate thread, which notices the end of the input even while an image is decoded
-        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=DecodeJob)
-        jobs.put((job, _read(sys.stdin.buffer)))
+    while True:  # this thread notices the end of the input also while the other one decodes
+        job = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=DecodeJob)
+        jobs.put((job, read_frame(sys.stdin.buffer)))
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes]) -> None:
@@ -157,22 +154,6 @@ def decoded(content: bytes) -> bytes:
 
 
 _STANDARD = bytes.maketrans(b"-_", b"+/")
-
-
-def write_frames(pipe: IO[bytes], *frames: bytes | memoryview) -> None:
-    for frame in frames:
-        for part in (LENGTH.pack(len(frame)), frame):
-            rest = memoryview(part)
-            while rest:
-                rest = rest[pipe.write(rest) :]
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    """Return the next frame. At the end of the input, exit the process at once."""
-    header = pipe.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        os._exit(0)
-    return pipe.read(LENGTH.unpack(header)[0])
 
 
 if __name__ == "__main__":

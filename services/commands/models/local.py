@@ -92,9 +92,3 @@ def examined(name: str, path: Path, settings: Settings) -> LocalModel:
         takes_images=serves_pictures(json.loads((path / _CONFIG).read_bytes())),
         forecast=found,
     )
-
-
-def _takes_images(path: Path) -> bool:
-    """Return whether the complete model in ``path`` accepts images."""
-    config = json.loads((path / _CONFIG).read_bytes())
-    return config.get("model_type") in FAMILIES and takes_pictures(config)

@@ -493,8 +493,8 @@ def test_a_model_that_turns_otherwise_is_served_without_pictures(
 ) -> None:
     path = seeing("qwen2_vl").whole.loaded.path
 
-    def refuse(model: Any) -> None:
-        raise ValueError("a YarnRoPE does not support positions in three axes")
+    def refuse(model: Any, pairs: int) -> None:
+        raise ValueError("a YarnRoPE has no positions in three axes")
 
     monkeypatch.setattr("engine.replica.vision.take_axes", refuse)
     with caplog.at_level(logging.WARNING):

@@ -1,5 +1,5 @@
-"""Passes in MLX, for GPUs and for models that the CPU path does not know: texts of about the same
-length together, padded on their right."""
+"""Passes in MLX, for GPUs and for models that the CPU path does not support: texts of similar
+length together, padded on the right."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class PaddedModel:
     def __init__(
         self, forward: Callable[[Sequence[Text], int], Generator[mx.array, None, mx.array]]
     ) -> None:
-        """``forward`` computes (texts, width, hidden) for the given width, and yields what can be
-        evaluated before it goes on."""
+        """``forward`` computes (texts, width, hidden) for the given width, and yields arrays that
+        can be evaluated before it continues."""
         self._forward = forward
 
     def states(self, texts: Sequence[Text]) -> Generator[None, None, States]:
-        """Compute the states of ``texts``, stretch by stretch."""
+        """Compute the states of ``texts``, in several parts."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         found: dict[int, Array] = {}
         for width, members in groupby(order, key=lambda i: length_class(len(texts[i]))):
@@ -64,8 +64,8 @@ def _tokens(texts: Sequence[Text], width: int) -> mx.array:
 
 
 def _mask(texts: Sequence[Text], width: int, reach: int | None) -> mx.array:
-    """Return what the tokens of a text see, (texts, 1, width or 1, width). A row of padding sees
-    the first token, since there has to be one."""
+    """Return the mask of the tokens of a text, (texts, 1, width or 1, width). Rows of padding see
+    the first token, because every row needs one."""
     lengths = mx.array([len(text) for text in texts])
     at = mx.arange(width)
     real = (at < lengths[:, None])[:, None, None]
@@ -125,7 +125,7 @@ def padded_encoder(encoder: Encoder) -> PaddedModel:
 def _embedded(encoder: Encoder, texts: Sequence[Text], width: int) -> mx.array:
     x = encoder.word[_tokens(texts, width)]
     if encoder.position is not None:
-        last = encoder.position.shape[0] - 1  # of padding, whose states nobody reads
+        last = encoder.position.shape[0] - 1  # of padding, whose states are not used
         x = x + encoder.position[mx.minimum(mx.arange(width) + encoder.first_position, last)]
     if encoder.type is not None:
         starts = mx.array([text.second_start or width for text in texts])

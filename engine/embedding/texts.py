@@ -1,9 +1,9 @@
-"""The texts that wait, and the choice of those that a pass computes. No MLX.
+"""The queue of texts, and the selection of those that a pass computes. No MLX.
 
-Texts are of groups, which are those who asked for them. A pass begins with the texts of the group
-that has not been served for longest. Texts of other groups join as long as the pass stays small: a
-single text is not to wait for the many of another group. Those that come while a long pass is
-computed may be computed between two of its layers.
+Texts belong to groups: the tenants that requested them. A pass begins with the texts of the group
+that has not been served for the longest time. Texts of other groups join as long as the pass stays
+small: a single text should not wait for the many texts of another group. Texts that arrive during a
+long pass may be computed between two of its layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_GROUPS = 1024
 
 @dataclass(frozen=True)
 class Text:
-    """What a row of the answer depends on."""
+    """Everything on which a row of the answer depends."""
 
     token_ids: tuple[int, ...]
-    second_start: int = 0  # where the second text of a pair begins; 0: it is no pair
+    second_start: int = 0  # where the second text of a pair begins; 0: not a pair
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(eq=False)
 class Job:
-    """One `Encode` until its rows are there."""
+    """One `Encode` until its rows are computed."""
 
     message: Encode
     arrived_at: float
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A text that waits or is computed, with all who want it."""
+    """A queued or running text, with all jobs that want it."""
 
     text: Text
     wanted_by: list[tuple[Job, int]] = field(default_factory=list)
@@ -60,14 +60,14 @@ class TextQueue:
         self._jobs: dict[RequestKey, Job] = {}
         self._wanted: dict[Text, _Wanted] = {}
         self._waiting: dict[str, dict[Text, None]] = {}
-        """By group: the texts that wait, the oldest first."""
+        """By group: the queued texts, oldest first."""
         self._served: dict[str, int] = {}
         """By group: the number of its last turn."""
         self._turns = 0
         self.num_texts = self.num_shared = 0
-        """Texts so far, and those of them that were equal to one in flight."""
+        """Total number of texts, and of those equal to one in flight."""
         self.changes = 0
-        """Jobs that came or went so far."""
+        """Number of jobs added or removed so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -82,11 +82,11 @@ class TextQueue:
 
     @property
     def num_computed(self) -> int:
-        """Texts that are in a pass now."""
+        """Number of texts in passes now."""
         return sum(wanted.is_computed for wanted in self._wanted.values())
 
     def add(self, message: Encode) -> None:
-        """Take a job in."""
+        """Add a job."""
         starts = message.second_starts or [0] * len(message.token_ids)
         texts = [Text(tuple(ids), at) for ids, at in zip(message.token_ids, starts, strict=True)]
         job = Job(message, time.monotonic(), [None] * len(texts), len(texts))
@@ -113,10 +113,10 @@ class TextQueue:
         longest: int | None = None,
     ) -> dict[Text, str]:
         """Return texts for the next pass with their groups: at most ``budget_tokens`` unless the
-        first is longer, of one priority, and none of the groups ``but_of`` nor of a priority below
-        ``at_least``. Of that priority itself, none is longer than ``longest``. Groups share a pass
-        of up to ``small_tokens``, or of twice as many as the first has: its texts do not take more
-        than twice as long as alone."""
+        first text is longer, all of one priority, and none of the groups ``but_of`` or of a
+        priority below ``at_least``. At exactly that priority, none is longer than ``longest``.
+        Groups share a pass of up to ``small_tokens``, or of twice the tokens of the first group:
+        its texts then take at most twice as long as alone."""
         lanes = self._lanes(but_of, at_least, longest)
         priorities = {group: max(map(self.priority_of, lane)) for group, lane in lanes.items()}
         if not priorities:
@@ -154,7 +154,7 @@ class TextQueue:
     def _lanes(
         self, but_of: Collection[str], at_least: int | None, longest: int | None
     ) -> dict[str, list[Text]]:
-        """Return the texts by group that `take` may choose from."""
+        """Return the texts from which `take` may choose, by group."""
 
         def may_go(text: Text) -> bool:
             priority = self.priority_of(text)
@@ -170,16 +170,16 @@ class TextQueue:
         return {group: lane for group, lane in found.items() if lane}
 
     def has_waiting(self, groups: Collection[str]) -> bool:
-        """Return whether texts of one of ``groups`` wait."""
+        """Return whether texts of one of ``groups`` are queued."""
         return any(group in self._waiting for group in groups)
 
     def priority_of(self, text: Text) -> int:
-        """Return the highest priority with which a text that is not done is wanted."""
+        """Return the highest priority of an unfinished text."""
         found = (job.message.priority for job, _ in self._wanted[text].wanted_by)
         return max(found, default=0)
 
     def done(self, text: Text, row: bytes) -> list[Job]:
-        """Give ``row`` to all jobs that want ``text``. Return those that are complete by it."""
+        """Give ``row`` to all jobs that want ``text``. Return the jobs that this completes."""
         complete = []
         for job, number in self._wanted.pop(text).wanted_by:
             job.rows[number] = row
@@ -190,7 +190,7 @@ class TextQueue:
         return complete
 
     def fail(self, text: Text) -> list[Job]:
-        """Give up all jobs that want ``text``, and return them."""
+        """Remove all jobs that want ``text``, and return them."""
         jobs = list(dict.fromkeys(job for job, _ in self._wanted[text].wanted_by))
         for job in jobs:
             self.drop(job.key)
@@ -198,7 +198,7 @@ class TextQueue:
         return jobs
 
     def drop(self, key: RequestKey) -> None:
-        """Forget a job, if it is there. Texts that nobody else wants do not wait any more."""
+        """Remove a job, if it exists. Texts that no other job wants are removed from the queue."""
         job = self._jobs.pop(key, None)
         if job is None:
             return

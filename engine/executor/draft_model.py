@@ -1,8 +1,8 @@
-"""A draft model: a small model of the same vocabulary, in slots of its own.
+"""A draft model: a small model with the same vocabulary, in its own slots.
 
-It knows nothing of the target's slots and plans. What it has of a sequence is compared with the
-text each time it is asked, so it may be behind: after drafts that were not accepted, after steps
-without drafts, or when the sequence goes on after a preemption.
+It does not know the target's slots and plans. Its state of a sequence is compared with the text at
+each call, so it may be behind: after rejected drafts, after steps without drafts, or when the
+sequence continues after a preemption.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from engine.speculation.source import BatchSource, DraftRequest
 logger = logging.getLogger(__name__)
 
 ROOM_TOKENS = 256
-"""A slot holds so many tokens beside the context. When it is full it begins again with the context,
-so that costs little for each of them."""
+"""Room for tokens in a slot in addition to the context. A full slot starts again with the context,
+so this makes the cost per token small."""
 CATCH_UP_TOKENS = 256
-"""The most tokens of prompts that are computed in a call, since other sequences wait for it."""
+"""Max prompt tokens computed in a call, because other sequences wait for it."""
 FEW_TOKENS = 8
-"""Catching up by so many goes in one pass, padded to the longest."""
+"""Catching up by this many tokens takes one pass, padded to the longest."""
 MAX_FAILURES = 3
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """What a slot has of a sequence: its tokens from number ``start`` on, ``computed`` of them, and
-    then drafts."""
+    """A slot's part of a sequence: its tokens from number ``start`` on, of which ``computed`` are
+    computed, then drafts."""
 
     slot: Slot
     start: int = 0
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
-    has_ended: bool = False  # whether nothing can follow them
+    has_ended: bool = False  # whether no token can follow them
 
     def follow(self, tokens: Sequence[int], count: int, context: int, capacity: int) -> None:
-        """Count the drafts that became ``tokens`` as computed, but never the last token. Begin
-        again where ``count`` more would not fit, or nearly nothing is there."""
+        """Count the drafts that became ``tokens`` as computed, except the last token. Start again
+        if there is no room for ``count`` more, or if nearly nothing is kept."""
         last = len(tokens) - 1
         self.computed = min(self.computed, last - self.start)
         for draft in self.drafts:
@@ -70,7 +70,7 @@ _Member = tuple[DraftRequest, _Held]
 
 
 class _Unread:
-    """Steps whose results are not read, the oldest first: prompts, and one draft of each member."""
+    """Steps whose results are not read yet, oldest first: prompts, and one draft of each member."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[Sequence[_Member], PendingStep]] = []
@@ -95,18 +95,18 @@ class _Unread:
 
 
 class DraftModel(BatchSource):
-    """Samples drafts as the target would: with the temperature and filters of the request, and the
-    noise of its seed and position, so that both choose the same token more often. Penalties see
-    the tokens that its slot has, and grammars are followed with the matchers of requests."""
+    """Samples drafts like the target: with the request's temperature and filters, and the noise of
+    its seed and position, so that both choose the same token more often. Penalties use the tokens
+    in its slot, and grammars are followed with the requests' matchers."""
 
     NAME = "draft"
 
     def __init__(
         self, executor: Executor, *, context_tokens: int, capacity: int, rows: int, vocab_size: int
     ) -> None:
-        """Take ``rows`` slots of ``capacity`` tokens. A sequence begins in one with its last
-        ``context_tokens``. Nothing is drafted after tokens from ``vocab_size`` on: the target may
-        have more logits than tokens."""
+        """Use ``rows`` slots of ``capacity`` tokens. A sequence starts in one with its last
+        ``context_tokens``. Nothing is drafted after tokens from ``vocab_size`` on, because the
+        target may have more logits than tokens."""
         self.max_sequences = rows
         self.executor = executor
         self._context = context_tokens
@@ -118,7 +118,7 @@ class DraftModel(BatchSource):
         self._begin()
 
     def use_grammars(self, grammars: GrammarCache) -> None:
-        """Draft what grammars allow, where a request brings a matcher."""
+        """Draft only what grammars allow, if a request has a matcher."""
         self._ends = grammars.eos_token_ids
         self._masker = GrammarMasker(grammars, self._vocab_size)
         self.executor.use_grammars(self._masker)
@@ -134,20 +134,20 @@ class DraftModel(BatchSource):
             return nothing
         try:
             return self._propose(asked)
-        except Exception:  # of MLX, most likely because it finds no memory
+        except Exception:  # raised by MLX, most likely because it is out of memory
             self._failures += 1
-            logger.exception("the draft model failed: its drafts are missing")
+            logger.exception("the draft model failed, continuing without its drafts")
         try:
             self._begin()
         except Exception:
             self._failures = MAX_FAILURES
-            logger.exception("the draft model cannot go on: there will be none of its drafts")
+            logger.exception("the draft model cannot continue: its drafts are disabled")
         return nothing
 
     def _begin(self) -> None:
         self.executor.reset()
         self._steps = 0
-        self._held: dict[object, _Held] = {}  # by sequence, the least recently used one first
+        self._held: dict[object, _Held] = {}  # by sequence, least recently used first
         self._free = [Slot(0, row) for row in range(self.max_sequences)]
         slab = SlabSpec(0, self.max_sequences, self._capacity)
         self._dispatch(Plan(step=self._steps, new_slabs=(slab,))).read()
@@ -192,7 +192,7 @@ class DraftModel(BatchSource):
         finally:
             masker.free_slots([slot for _, slot, _ in bound])
             for request, _, matcher in bound:
-                with suppress(GrammarError):  # then it fails again where the text goes on
+                with suppress(GrammarError):  # then it fails again when the text continues
                     matcher.return_to(len(request.tokens) - request.num_prompt_tokens)
 
     def _matcher_of(self, request: DraftRequest) -> GrammarMatcher | None:
@@ -200,7 +200,7 @@ class DraftModel(BatchSource):
         return matcher if isinstance(matcher, GrammarMatcher) else None
 
     def _take_slots(self, asked: Sequence[DraftRequest]) -> list[_Held]:
-        """Return what is held of each sequence, brought up to its tokens."""
+        """Return the state of each sequence, updated to its tokens."""
         found = []
         for request in asked:
             mine = self._held.pop(request.key, None)
@@ -218,7 +218,7 @@ class DraftModel(BatchSource):
         return self._held.pop(oldest).slot
 
     def _catch_up(self, asked: Sequence[DraftRequest], held: Sequence[_Held]) -> Iterator[Plan]:
-        """Compute what is missing before the last token of each sequence, as far as that may be."""
+        """Compute the missing tokens before the last one of each sequence, within the limits."""
         room, few = CATCH_UP_TOKENS, []
         for request, mine in zip(asked, held, strict=True):
             begin = mine.start + mine.computed

@@ -1,4 +1,4 @@
-"""The hidden states that a head for multi-token prediction goes on from."""
+"""The hidden states from which a multi-token prediction head continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.batch.ragged import Row
 from engine.plan import Plan, Slot
 
 KEPT_TOKENS = 32
-"""Of longer passes, which are chunks and never go back, only the last state is kept."""
+"""Longer passes are chunks, which are never rewound: only their last state is kept."""
 
 
 class _Kept(NamedTuple):
@@ -31,10 +31,12 @@ class _Place(NamedTuple):
 
 
 class HiddenStates:
-    """The model's hidden states of each slot's sequence in its last pass, and the one before.
+    """The model's hidden states of each slot's sequence in its last pass, and the state before
+    them.
 
-    A sequence whose prefix was restored has none yet: blocks keep no hidden states. Zeros stand for
-    what is not known."""
+    A sequence with a restored prefix has none yet, because blocks do not contain hidden states.
+    Unknown states are zeros.
+    """
 
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         """``dim`` and ``dtype`` are those of a state."""
@@ -45,7 +47,7 @@ class HiddenStates:
         self._kept.clear()
 
     def follow(self, plan: Plan) -> None:
-        """Forget and move what ``plan`` does, before its passes are computed."""
+        """Drop and move slots as in ``plan``, before its passes are computed."""
         for slot in (*(r.slot for r in plan.restores), *(c.target for c in plan.copies)):
             self._kept.pop(slot, None)
         for move in plan.moves:

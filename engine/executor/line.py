@@ -1,4 +1,4 @@
-"""The line of work that a device does, and its time."""
+"""The queue of work on the device, and its timing."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from engine.executor.stopwatch import StepClock
 
 @dataclass(eq=False)
 class Piece:
-    """Work that is dispatched without a wait in between."""
+    """Work that is dispatched without waiting in between."""
 
     started: float
     holds_slabs: bool = False
     elapsed_s: float | None = None
-    """Set once it is done: seconds without those shared with the piece before it."""
+    """Set once it is done: seconds, without those shared with the previous piece."""
 
 
 class DeviceLine:
-    """The piece of work that the device does, at most one at a time.
+    """The piece of work running on the device, at most one at a time.
 
     MLX writes an array in place only while nothing else refers to its buffer. What a kernel reads
-    is referred to until its command buffer has run, and so is each array that is evaluated by
-    name. Work that writes slabs would copy them whole if it were dispatched while such work is in
-    flight. So a step's graph is built while the device is busy, and dispatched when the piece
-    before it is done: for that time, about that of dispatching a few kernels, the device has
-    nothing to do.
+    is referred to until its command buffer has run, and so is each array that is evaluated by name.
+    Work that writes slabs would copy them whole if it were dispatched while such work is in flight.
+    A step's graph is therefore built while the device is busy, and dispatched when the previous
+    piece is done: the device is idle for about the time of dispatching a few kernels.
     """
 
     def __init__(self) -> None:
         self._clock = StepClock()
         self.piece: Piece | None = None
-        """The piece that was not waited for."""
+        """The piece not waited for yet."""
         self._marker: mx.array | None = None
 
     def send(
@@ -44,13 +43,15 @@ class DeviceLine:
     ) -> Piece:
         """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight.
 
-        ``holds_slabs``: they are arrays of slabs, or depend on them. A new piece counts from
-        ``since``, when the host began to build it: a device that waited for that is not free."""
+        ``holds_slabs``: they are arrays of slabs, or depend on them. A new piece is timed from
+        ``since``, when the host began to build it: the time that the device waited for it counts
+        too.
+        """
         if self.piece is None:
             self.piece = Piece(time.perf_counter() if since is None else since)
         self.piece.holds_slabs |= holds_slabs
-        # All arrays of a call share an event, which is signalled once all of them are there.
-        # A reference to one of `arrays` might keep a slab from being written in place.
+        # All arrays of a call share an event, which is signalled once all are computed. A reference
+        # to one of `arrays` might prevent a slab from being written in place.
         self._marker = mx.zeros(1, mx.int32)
         mx.async_eval(arrays, self._marker)
         return self.piece

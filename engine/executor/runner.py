@@ -1,4 +1,4 @@
-"""The order in which plans are dispatched and their results are read."""
+"""The order in which plans are dispatched and results are read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from engine.plan import Plan, StepResult
 
 
 class StepRunner:
-    """Runs plans one after the other. All ranks of an engine do it in this order, since each has
-    to dispatch the same passes one after the other."""
+    """Runs plans one after the other. All ranks of an engine use this order, because each must
+    dispatch the same passes in the same order."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.pending: PendingStep | None = None
-        """A step that was dispatched and not read."""
+        """A step that was dispatched but not read."""
 
     def results(self, plan: Plan | None) -> Iterator[StepResult]:
-        """Dispatch ``plan``, and yield the results that are known by then. The device is busy
-        with the decodes while those of the plan before it are sent, and chunks come after both:
-        tokens do not wait for them."""
+        """Dispatch ``plan``, and yield the results known by then. The device computes the decodes
+        while the previous plan's tokens are sent, and chunks come after both, so tokens do not wait
+        for them."""
         step = None if plan is None else self._executor.dispatch(plan)
         previous, self.pending = self.pending, None
         if previous is not None:

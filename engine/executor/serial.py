@@ -1,4 +1,4 @@
-"""The executor for models that slots cannot hold: one sequence in mlx-lm's own caches."""
+"""The executor for models that do not fit into slots: one sequence in mlx-lm's own caches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from engine.sampling.sampler import Sampler
 from shared.wire import PackedLogprobs, TokenLogprobs
 
 PREFILL_STEP_TOKENS = 2048
-"""mlx-lm's own value. Prompts are computed in pieces of this size."""
+"""mlx-lm's default. Prompts are computed in pieces of this size."""
 LOGPROBS_AT_ONCE = 128
-"""Positions that are scored in one call, since their logits are large."""
+"""Positions scored in one call, limited because their logits are large."""
 
 
 class SerialExecutor(Executor):
     """Runs every model that mlx-lm runs, at batch size 1 and without prefix reuse.
 
-    A prompt is computed in the pieces that mlx-lm's generation would use, not in the plan's
-    chunks, since the answer of some models depends on the pieces. So chunks wait until a piece
-    is full, or until the first decode. A plan has at most one slot in use, and gives every
-    input token.
+    A prompt is computed in the pieces that mlx-lm's generation would use, not in the plan's chunks,
+    because the answers of some models depend on them. Chunks therefore wait until a piece is full,
+    or until the first decode. A plan uses at most one slot, and gives every input token.
     """
 
     def __init__(self, model: Any, token_bytes: int) -> None:
@@ -117,7 +116,7 @@ _FoundLogprobs = tuple[int, PackedLogprobs]
 
 
 class _SerialSequence:
-    """The one running sequence: its caches, and the tokens of its prompt that still wait."""
+    """The running sequence: its caches, and the prompt tokens not computed yet."""
 
     def __init__(self, model: Any, adapter: int) -> None:
         self._model, self._adapter = model, adapter
@@ -171,9 +170,10 @@ class _FinishedStep(PendingStep):
 
 
 def measured_token_bytes(model: Any) -> int:
-    """Return the bytes that mlx-lm's caches of ``model`` grow by for each token, at least 1.
+    """Return by how many bytes mlx-lm's caches of ``model`` grow per token, at least 1.
 
-    Measured between two lengths, since caches grow in steps and some do not grow."""
+    Measured between two lengths, because caches grow in steps and some do not grow.
+    """
     caches = make_prompt_cache(model)
     sizes = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the scheduler is told of a model that is computed in batches."""
+"""The properties of a batched model for the scheduler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from engine.executor.guessing import Guesser
 from engine.scheduler.timing.chunks import MAX_TOKENS
 
 GPU_CHUNK_TOKENS = 2048
-"""What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""
+"""mlx-lm's prefill step size. Shorter chunks leave a GPU idle between them."""
 EXPERTS_CHUNK_TOKENS = 8192
-"""The most for models with experts: each chunk reads nearly all of them."""
+"""The limit for models with experts: each chunk reads nearly all of them."""
 
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
@@ -27,15 +27,14 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 def spec_of(
     model: Any, layout: Layout, batch_class: type[RaggedBatch], block_size: int, *, guesses: bool
 ) -> ExecutorSpec:
-    """Return what the scheduler is told of ``model``, which has ``layout``. Its weights need not be
-    there."""
+    """Return the properties of ``model``, which has ``layout``. Its weights need not be loaded."""
     shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
     has_experts = any(isinstance(module, _EXPERTS) for module in model.modules())
     chunk_tokens = GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS
     return ExecutorSpec(
         batching=batch_class.batching,
-        # On the CPU MLX queues few operations: dispatching a step takes as long as running
-        # the step before it, so looking ahead would only delay tokens by a step.
+        # On the CPU, MLX queues few operations: dispatching a step takes as long as running the
+        # step before it, so looking ahead would only delay tokens by a step.
         look_ahead=on_gpu,
         batches_decodes=not batch_class.one_row_per_pass,
         batches_chunks=pads_chunks(layout, batch_class),
@@ -64,13 +63,13 @@ def spec_of(
 
 
 def pads_chunks(layout: Layout, batch_class: type[RaggedBatch]) -> bool:
-    """There is one state per sequence and not one per position. Padding would change it."""
+    """There is one state per sequence, not per position. Padding would change it."""
     return batch_class.pads_rows and not layout.states
 
 
 def activation_bytes(model: Any) -> int:
-    """Return about how many bytes the activations of one token take while a pass is computed: the
-    residual stream, a few arrays of its width, and those of an MLP. In fp32, as on a CPU."""
+    """Return an estimate of the bytes of activations per token while a pass is computed: the
+    residual stream, a few arrays of its width, and an MLP's. In fp32, as on a CPU."""
     args = list(_arguments(model))
     hidden = _largest(args, "hidden_size", "d_model", "n_embd", "dim")
     inner = _largest(args, "intermediate_size", "ffn_hidden_size", "n_inner")
@@ -82,7 +81,7 @@ def activation_bytes(model: Any) -> int:
 
 
 def _arguments(model: Any) -> Iterator[dict[str, Any]]:
-    """Yield the configuration of ``model``, and that of the language model in it."""
+    """Yield the configuration of ``model``, and of the language model in it."""
     for args in (getattr(model, "args", None), getattr(model, "config", None)):
         fields = args if isinstance(args, dict) else getattr(args, "__dict__", {})
         yield fields

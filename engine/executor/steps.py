@@ -30,14 +30,14 @@ class DecodeOutput:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The samples of all rows. It waits for them."""
+        """The samples of all rows. Waits for them."""
         tokens: list[int] = self.sampled.tokens.tolist()
         return tokens
 
     @cached_property
     def runs(self) -> list[range]:
-        """The rows of each decode whose samples are its result. It waits for them if there are
-        drafts."""
+        """The rows of each decode whose samples are its result. Waits for them if there
+        are drafts."""
         if len(self.rows.decodes) == len(set(self.rows.order)):
             return self.rows.by_decode()
         return self.rows.runs(self.tokens, self.sampled.unverified)
@@ -54,7 +54,7 @@ class DecodeOutput:
         return tuple(self.tokens[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
 
     def valid_slots(self) -> list[Slot]:
-        """Return the slots whose logits are numbers, those of drafts included."""
+        """Return the slots whose logits are numbers, including those of drafts."""
         rows = zip(self.rows.decodes, self.is_nan.tolist(), strict=True)
         bad = {decode.slot for decode, is_nan in rows if is_nan}
         return [decode.slot for decode in self.rows.decodes if decode.slot not in bad]
@@ -66,7 +66,7 @@ class DecodeOutput:
 
 
 class LateResults:
-    """What plans leave behind that their results do not wait for."""
+    """Work of plans for which their results do not wait."""
 
     def __init__(self) -> None:
         self._exports: list[tuple[Piece | None, int, Callable[[], Payload]]] = []
@@ -97,10 +97,10 @@ def _is_done(piece: Piece | None) -> bool:
 
 @dataclass(eq=False)
 class BatchedStep(PendingStep):
-    """A plan of which the decodes have been dispatched, and then the chunks, one pass at a time."""
+    """A plan whose decodes have been dispatched, followed by its chunks, one pass at a time."""
 
     plan: Plan
-    ahead: bool  # whether dispatching does not wait for the device
+    ahead: bool  # whether dispatching returns without waiting for the device
     line: DeviceLine
     late: LateResults
     unchecked: UncheckedSlots
@@ -143,7 +143,7 @@ class BatchedStep(PendingStep):
                 self.late.add_chunks(self.plan.step, list(dict.fromkeys(self._pieces)))
 
     def read(self, *, early: bool = False) -> StepResult:
-        # Log-probabilities of a prompt have to be known before its slot belongs to another.
+        # Log-probabilities of a prompt must be known before its slot is reused.
         early = early and self.ahead and not self.prefill.scores
         if early:
             self._build_last_pass()
@@ -188,9 +188,10 @@ class BatchedStep(PendingStep):
             self.line.send(arrays)
 
     def _build_last_pass(self) -> None:
-        """Build all chunks, so that it is known which fail, and dispatch all passes but the last.
+        """Build all chunks, so that failures are known, and dispatch all passes except the last.
 
-        With more than one the tokens are late: each pass waits for the one before it."""
+        With more than one pass, tokens are late: each pass waits for the previous one.
+        """
         self._send_decodes()
         if self._finished or self._built is not None:
             return

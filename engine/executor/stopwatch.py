@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Measures the host's part of each dispatch: building, computing and sampling."""
+    """Measures the host's time in each dispatch: building, computing and sampling."""
 
     def __init__(self, asynchronous: bool) -> None:
-        """``asynchronous``: computing only hands work to a device, and counts as building.
+        """``asynchronous``: computing only queues work for a device, and counts as building.
         Otherwise the host itself computes."""
         self._asynchronous = asynchronous
         self.start()
@@ -36,7 +36,7 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out time in which the host waits for the device."""
+        """Exclude time in which the host waits for the device."""
         begun = time.perf_counter()
         try:
             yield

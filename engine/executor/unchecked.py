@@ -1,4 +1,4 @@
-"""Slots that may hold what is not a number."""
+"""Slots that may contain NaN."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.plan import Plan, Slot
 class UncheckedSlots:
     """The slots whose KV may have elements that are not finite.
 
-    Masked positions have a weight of zero, and zero times NaN is NaN. So what a sequence leaves in
-    a slot must be finite, or the next one there gives NaN as well. A layer that attends to all
-    positions shows it: then the logits of the sequence's last decode are NaN too. A slot whose
-    last pass has not shown that it is clean (a sequence aborted while it is prefilled, a chunk
-    that raised) is cleared before another sequence begins there.
+    Masked positions have a weight of zero, but zero times NaN is NaN. What a sequence leaves in a
+    slot must therefore be finite, or the next sequence there gets NaN too. A layer that attends to
+    all positions reveals it: the logits of the sequence's last decode are then NaN too. A slot
+    whose last pass has not shown that it is clean (a sequence aborted during prefill, a chunk that
+    raised) is cleared before another sequence starts there.
     """
 
     def __init__(self, shows_all: bool) -> None:
@@ -24,9 +24,10 @@ class UncheckedSlots:
         self._passes: dict[Slot, int] = {}  # the step of the last pass
 
     def clear_begun(self, plan: Plan, slabs: Slabs, in_place: bool) -> None:
-        """Clear the slots in which sequences begin with ``plan``. Nothing is evaluated.
+        """Clear the slots in which sequences start with ``plan``. Nothing is evaluated.
 
-        ``in_place``: slabs lie in the host's memory, and no graph uses them."""
+        ``in_place``: slabs are in the host's memory, and no graph uses them.
+        """
         for slot in _begun(plan):
             if self._passes.pop(slot, None) is not None and slot.slab_id in slabs:
                 slabs[slot.slab_id].clear_row(slot.row, in_place)
@@ -35,12 +36,12 @@ class UncheckedSlots:
                 self._passes[move.target] = step
 
     def computed(self, plan: Plan) -> None:
-        """Note that ``plan`` computes something in its slots."""
+        """Record that ``plan`` computes something in its slots."""
         self._passes.update((decode.slot, plan.step) for decode in plan.decodes)
         self._passes.update((chunk.slot, plan.step) for chunk in plan.chunks)
 
     def checked(self, step: int, slots: Iterable[Slot]) -> None:
-        """Note that the logits of ``slots`` in plan ``step`` are numbers."""
+        """Record that the logits of ``slots`` in plan ``step`` are numbers."""
         for slot in slots:
             if self._shows_all and self._passes.get(slot) == step:
                 del self._passes[slot]

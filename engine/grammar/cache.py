@@ -12,10 +12,10 @@ from shared.wire import Grammar
 
 CAPACITY = 256
 HEAVY_CAPACITY = 8
-"""The limit for grammars that may hold a hundred megabytes each."""
+"""Limit for grammars that may take a hundred megabytes each."""
 
 GrammarKey = tuple[str, str]
-"""Equal for grammars that compile to the same."""
+"""Equal for grammars that compile to the same result."""
 
 
 def grammar_key(grammar: Grammar) -> GrammarKey:
@@ -23,10 +23,10 @@ def grammar_key(grammar: Grammar) -> GrammarKey:
 
 
 class GrammarCache:
-    """The outcomes of grammars, least recently used out first.
+    """Outcomes of grammars, with LRU eviction.
 
-    It keeps `CAPACITY` of them, and `HEAVY_CAPACITY` heavy ones. A compiled grammar is found as
-    long as anything else refers to it. Errors are kept too. Only the main thread calls this.
+    It keeps `CAPACITY` outcomes, including `HEAVY_CAPACITY` heavy ones. A compiled grammar is found
+    as long as anything refers to it. Errors are kept too. Used by the main thread only.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -65,7 +65,7 @@ class GrammarCache:
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Return a compiled grammar; compile it if it is missing. Raises `GrammarError`."""
-        # It is missing where an executor runs the plans of another process.
+        # It is missing if the executor runs the plans of another process.
         found = self.find(grammar)
         if isinstance(found, GrammarError):
             raise found

@@ -1,9 +1,9 @@
-"""A process that tries grammars out before the engine compiles them.
+"""A process that tests grammars before the engine compiles them.
 
-A grammar of a hundred bytes can take minutes and gigabytes to compile, and one with deep
-references can end the process that compiles it. This process may be lost; the engine may not.
-`python -m engine.grammar.checker` reads from its standard input and answers on its standard
-output. A frame is a length (4 bytes) and msgpack. The process ends at the end of its input.
+Compiling a grammar of a hundred bytes can take minutes and gigabytes, and one with deep references
+can crash the process. That must not happen to the engine. `python -m engine.grammar.checker` reads
+from standard input and replies on standard output. A frame is a length (4 bytes) and msgpack. The
+process exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from shared.wire import Grammar
 TIME_LIMIT_S = 10.0
 START_LIMIT_S = 60.0
 ABANDON_EVERY_S = 0.5
-"""How often it is looked whether anyone still wants the grammar. Not at once: the process that has
-to be killed for it takes longer than most grammars to start."""
+"""Interval for checking whether anyone still wants the grammar. Not immediately: restarting a
+killed process takes longer than compiling most grammars."""
 MEMORY_LIMIT_BYTES = 4 * 1024**3
-"""Added to what the process has mapped when it is ready."""
+"""Memory limit in addition to what the process has mapped when it is ready."""
 TRIED_TOKENS = 16
 
 
@@ -51,7 +51,7 @@ class CheckerUnavailable(Exception):
 
 
 class GrammarChecker:
-    """The engine's side. Used by one thread; starts the process when it is first needed."""
+    """The engine's side. Used by one thread; starts the process on demand."""
 
     def __init__(self, tokenizer_spec: TokenizerSpec, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._tokenizer_spec = tokenizer_spec
@@ -61,12 +61,12 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while no process runs."""
+        """The process id; None if it is not running."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Raise `GrammarError` if ``grammar`` is wrong or over the limits, or once it is not
+        """Raise `GrammarError` if ``grammar`` is invalid or exceeds the limits, or once it is not
         wanted any more; `CheckerUnavailable`."""
         process = self._running_process()
         try:
@@ -77,7 +77,7 @@ class GrammarChecker:
             answer = None
         except TimeoutError:
             self._kill()
-            why = f"it takes longer than {self._time_limit_s:g} s to compile"
+            why = f"compiling it takes longer than {self._time_limit_s:g} s"
             raise GrammarError(why, transient=True) from None
         if answer is None:
             self._kill()
@@ -87,7 +87,7 @@ class GrammarChecker:
             raise GrammarError(message, param=param)
 
     def close(self) -> None:
-        """End the process for good, also while it compiles. Any thread may call it."""
+        """Stop the process permanently, even while it compiles. Any thread may call it."""
         self._closed = True
         self._kill()
 
@@ -102,23 +102,25 @@ class GrammarChecker:
             return self._process
         self._kill()
         if self._closed:
-            raise CheckerUnavailable("the engine ends")
+            raise CheckerUnavailable("the engine is shutting down")
         try:
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "engine.grammar.checker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # Rust writes its panics there
-                start_new_session=True,  # a ^C is meant for the supervisor
+                start_new_session=True,  # ^C is meant for the supervisor
                 bufsize=0,
             )
             assert process.stdin is not None
             write_frames(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
             if self._answer(process, START_LIMIT_S) is None:
-                raise OSError("it ended")
+                raise OSError("it exited")
         except (OSError, TimeoutError) as error:
             self._kill()
-            raise CheckerUnavailable(f"no process to check grammars: {error}") from error
+            raise CheckerUnavailable(
+                f"cannot start the process that checks grammars: {error}"
+            ) from error
         return process
 
     def _answer(
@@ -127,7 +129,7 @@ class GrammarChecker:
         limit_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> bytes | None:
-        """Return the next answer, None if the process ended. Raises TimeoutError."""
+        """Return the next reply, None if the process exited. Raises TimeoutError."""
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
         data = b""
@@ -137,7 +139,7 @@ class GrammarChecker:
                 raise TimeoutError(f"no answer within {limit_s:g} s")
             if not select.select([process.stdout], [], [], min(left, ABANDON_EVERY_S))[0]:
                 if not is_wanted():
-                    raise TimeoutError("nobody waits for it")
+                    raise TimeoutError("no request waits for it")
                 continue
             more = os.read(process.stdout.fileno(), 65536)
             if not more:
@@ -159,7 +161,7 @@ def main() -> None:
     write_frames(answers, b"")
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve, args=(tokenizer, grammars, answers), daemon=True).start()
-    while True:  # this thread notices the end of the input also while the other one compiles
+    while True:  # a separate thread, which notices the end of the input even during a compilation
         grammars.put(read_frame(sys.stdin.buffer))
 
 
@@ -175,7 +177,7 @@ def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: 
 
 
 def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
-    """Return what is wrong with ``grammar``, and where; nothing if it can be used."""
+    """Return the error in ``grammar`` and its position; empty if it is valid."""
     try:
         _try_out(tokenizer, grammar)
     except GrammarError as error:
@@ -188,7 +190,7 @@ def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Compile ``grammar`` and take a few random steps: some get too large only then."""
+    """Compile ``grammar`` and take a few random steps, because some become too large only then."""
     matcher = compile_grammar(tokenizer, grammar).initial_matcher
     rng = random.Random(0)
     for _ in range(TRIED_TOKENS):
@@ -198,7 +200,7 @@ def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
         if matcher.is_stopped():
             return
         if not len(allowed):
-            raise GrammarError("no text is of this grammar")
+            raise GrammarError("no text matches this grammar")
         matcher.consume_token(int(rng.choice(allowed)))
         raise_if_error(matcher)
 

@@ -1,4 +1,4 @@
-"""Grammars as llguidance compiles them, for one vocabulary."""
+"""Grammars compiled by llguidance for one vocabulary."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from shared.wire import Grammar
 
 STACK_BYTES = 256 * 1024 * 1024
-"""The stack of threads that compile. llguidance recurses as deep as rules refer to each other,
-and a source of `MAX_GRAMMAR_BYTES` needs more than the usual 8 MB. Only used pages take memory."""
+"""Stack size of threads that compile. llguidance recurses as deep as rules refer to each other, and
+a source of `MAX_GRAMMAR_BYTES` needs more than the usual 8 MB. Only used pages take memory."""
 
 MAX_MESSAGE_CHARS = 2000
 
 HEAVY_S = 0.2
 HEAVY_CHARS = 32 * 1024
-"""A grammar that takes longer to compile, or has a longer source, counts as heavy."""
+"""A grammar counts as heavy if its compilation takes longer, or its source is longer."""
 
 _JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-"""The whitespace between the tokens of JSON: enough to make it readable. With any amount of
-it, some models never reach the end."""
+"""Whitespace allowed between JSON tokens: enough for readability. If any amount is allowed, some
+models never finish."""
 
 
 class GrammarError(Exception):
@@ -31,29 +31,30 @@ class GrammarError(Exception):
 
     def __init__(self, message: str, *, transient: bool = False, param: str | None = None) -> None:
         super().__init__(message)
-        self.transient = transient  # whether a later try may succeed
-        self.param = param  # the field of the request, where it is that of a part
+        self.transient = transient  # whether a retry may succeed
+        self.param = param  # the request field, if the error is in a part of the grammar
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):
-    """The facts about a model that llguidance needs."""
+    """The properties of a model that llguidance needs."""
 
     tokenizer_json: str  # the fast tokenizer
     vocab_size: int  # the width of the logits
     eos_token_ids: list[int]  # the tokens that end an answer; if empty, the tokenizer's
 
     def load(self) -> LLTokenizer:
-        """Build the tokenizer (up to a second). Raises ValueError if llguidance cannot use it."""
+        """Build the tokenizer (up to a second). Raises ValueError if llguidance does not support
+        it."""
         ends = list(self.eos_token_ids) or None
         return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=ends)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """A grammar that is ready for use."""
+    """A compiled grammar."""
 
-    initial_matcher: LLMatcher  # a matcher at the beginning, which is copied for each sequence
-    heavy: bool = False  # whether it may hold a hundred megabytes
+    initial_matcher: LLMatcher  # a matcher in its initial state, copied for each sequence
+    heavy: bool = False  # whether it may take a hundred megabytes
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar:
@@ -66,7 +67,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar
         if grammar.kind == "json_schema":
             text = LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
         elif grammar.kind == "regex":
-            # As in JavaScript, \\d is one of ten digits and not of those of all scripts.
+            # As in JavaScript, \\d matches ASCII digits only.
             text = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
         else:
             text = LLMatcher.grammar_from_lark(grammar.source)

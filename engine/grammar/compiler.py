@@ -30,11 +30,11 @@ CompileOutcome = CompiledGrammar | GrammarError | CheckerUnavailable
 
 @dataclass(eq=False)
 class _Compilation:
-    """What a thread does for one grammar. Another thread may do the same for later requests."""
+    """The work of a thread for one grammar. Another thread may do the same for later requests."""
 
     key: GrammarKey
     is_abandoned: bool = False
-    """Whether nobody waits for it any more."""
+    """Whether nothing waits for it any more."""
 
 
 class GrammarCompiler:
@@ -56,7 +56,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         """Guards the two above."""
         self._work = threading.Semaphore(0)
-        """Counts what has been put into `_waiting`, also what was cancelled since."""
+        """Number of grammars put into `_waiting`, including cancelled ones."""
         self._closed = False
         self._checkers = [GrammarChecker(tokenizer_spec) for _ in range(THREADS)]
         self._threads = [
@@ -76,8 +76,8 @@ class GrammarCompiler:
         self._work.release()
 
     def cancel(self, grammar: Grammar) -> None:
-        """Note that nobody waits for ``grammar`` any more. Its outcome is passed on only if it
-        compiles in spite of that."""
+        """Record that nothing waits for ``grammar`` any more. Its outcome is passed on only if it
+        is compiled anyway."""
         key = grammar_key(grammar)
         with self._lock:
             self._waiting.pop(key, None)
@@ -85,7 +85,7 @@ class GrammarCompiler:
                 run.is_abandoned |= run.key == key
 
     def close(self) -> None:
-        """End the checkers. ``on_done`` is not called any more."""
+        """Stop the checkers. ``on_done`` is not called any more."""
         self._on_done = lambda grammar, outcome: None
         self._closed = True
         self._work.release(len(self._threads))
@@ -115,5 +115,5 @@ class GrammarCompiler:
         except (GrammarError, CheckerUnavailable) as error:
             return error
         except Exception as error:
-            logger.exception("a grammar could not be compiled")
+            logger.exception("failed to compile a grammar")
             return GrammarError(f"{type(error).__name__}: {error}")

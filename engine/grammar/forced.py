@@ -1,5 +1,5 @@
-"""Drafts and grammars: where one allows only one text, the tokens of that are proposed, a draft
-model draws from what it allows, and no draft that it does not allow is verified."""
+"""Drafts with grammars: text that a grammar forces is proposed as a draft, a draft model samples
+only what it allows, and drafts that it rejects are not verified."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
 LIKELY = 0.8
-"""The text is certain, but a model may write it in other tokens."""
+"""The text is certain, but the model may write it with other tokens."""
 
 
 class ForcedSource(DraftSource):
-    """Follows the outputs with a matcher of its own: the executor's is ahead, or behind."""
+    """Follows the outputs with its own matcher, because the executor's may be ahead or behind."""
 
     SOURCE = "grammar"
 
@@ -26,9 +26,9 @@ class ForcedSource(DraftSource):
 
     @classmethod
     def of(cls, request: Submit, grammar: object, proposes: bool = True) -> ForcedSource | None:
-        """Return the source of ``request``. None without a ``grammar``, and with one of which a
-        second matcher might take a hundred megabytes. If it does not itself propose, it tells what
-        drafts of others are possible."""
+        """Return the source of ``request``. None without a ``grammar``, or if a second matcher
+        might take a hundred megabytes. Even if it proposes nothing itself, it tells which drafts of
+        other sources are possible."""
         if request.grammar is None or not isinstance(grammar, CompiledGrammar) or grammar.heavy:
             return None
         matcher = GrammarMatcher(grammar, request.grammar.after)
@@ -39,7 +39,7 @@ class ForcedSource(DraftSource):
             return None
         try:
             self._matcher.advance(tokens[self._followed :])
-        except GrammarError:  # the executor fails at it too
+        except GrammarError:  # the executor will report the error too
             self._matcher = None
             return None
         self._followed = len(tokens)

@@ -1,4 +1,4 @@
-"""Finds the part of a JSON schema that is at fault, since llguidance does not always name it."""
+"""Finds the invalid part of a JSON schema, because llguidance does not always name it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _SINGLE = ("items", "additionalProperties", "additionalItems", "not")
 
 
 def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
-    """Return the JSON pointer of the innermost part of ``source`` that alone gives ``message``.
+    """Return the JSON pointer of the innermost part of ``source`` that by itself causes
+    ``message``.
 
     It is empty for the schema as a whole, and if ``source`` is not JSON.
     """
@@ -33,7 +34,7 @@ def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     path, part, tries = "", root, 0
     while True:
-        # Alone first: with the definitions, every part that refers to a bad one is bad as well.
+        # First without definitions: with them, every part that refers to an invalid one fails too.
         for around, (step, inner) in product(({}, definitions), _parts(part)):
             if tries == MAX_TRIES:
                 return path

@@ -21,7 +21,7 @@ class GrammarMatcher:
         self._outputs: list[int] = []
         self._applies_from = 0
         self.inner: LLMatcher | None = None
-        """llguidance's matcher; None as long as the grammar does not apply."""
+        """llguidance's matcher; None until the grammar applies."""
         if not self._after:
             self.inner = grammar.initial_matcher.deep_copy()
 
@@ -52,18 +52,19 @@ class GrammarMatcher:
             self.inner = None
         elif not self.inner.rollback(count):
             raise_if_error(self.inner)
-            raise GrammarError("it cannot go back")
+            raise GrammarError("cannot go back")
 
     def return_to(self, count: int) -> None:
-        """Undo all outputs but the first ``count``, after an error too. Raises `GrammarError`."""
+        """Undo all outputs except the first ``count``, even after an error. Raises
+        `GrammarError`."""
         try:
             self.rollback(self.num_outputs - count)
         except GrammarError:
             self.begin_again(count)
 
     def begin_again(self, count: int) -> None:
-        """Follow the first ``count`` outputs anew: from an error there is no other way back. Raises
-        `GrammarError`."""
+        """Follow the first ``count`` outputs again, which is the only way back from an error.
+        Raises `GrammarError`."""
         outputs = self._outputs[:count]
         self._outputs, self._applies_from = [], 0
         self.inner = None if self._after else self._grammar.initial_matcher.deep_copy()

@@ -24,21 +24,21 @@ class CompilerProtocol(Protocol):
 
 @dataclass(frozen=True)
 class ReadyRequest:
-    """A request that the scheduler may have."""
+    """A request ready for the scheduler."""
 
     request: wire.Submit
-    grammar: CompiledGrammar | None = None  # to be referred to as long as the request lives
+    grammar: CompiledGrammar | None = None  # keeps it alive as long as the request
 
 
 ReadyOrRefused = ReadyRequest | wire.Refused
 
 
 class GrammarQueue:
-    """Passes requests without a grammar, or with a known one, at once; the others wait.
+    """Passes on requests without a grammar or with a known one immediately; the others wait.
 
-    Each grammar is compiled once, for all requests that have it. Without ``compiler`` and
-    ``grammars`` every grammar is refused: llguidance cannot use the model's tokenizer. Only
-    the main thread calls this.
+    Each grammar is compiled once, for all requests that use it. Without ``compiler`` and
+    ``grammars`` every grammar is refused, because llguidance does not support the model's
+    tokenizer. Used by the main thread only.
     """
 
     def __init__(self, compiler: CompilerProtocol | None, grammars: GrammarCache | None) -> None:
@@ -69,9 +69,9 @@ class GrammarQueue:
         return None
 
     def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:
-        """Note the outcome of a grammar, and return the requests that waited for it."""
+        """Record the outcome of a grammar, and return the requests that waited for it."""
         assert self._grammars is not None
-        # A transient error is not kept: other work may have slowed the compiler down.
+        # A transient error is not cached: other work may have slowed down the compiler.
         if isinstance(outcome, CompiledGrammar) or (
             isinstance(outcome, GrammarError) and not outcome.transient
         ):
@@ -118,8 +118,8 @@ class GrammarQueue:
         )
 
     def _drop(self, is_dropped: Callable[[wire.Submit], bool]) -> None:
-        """Drop waiting requests, and the grammars that no other waits for: each may take its
-        compiler ten seconds."""
+        """Drop queued requests, and the grammars for which no other request waits: each may occupy
+        its compiler for ten seconds."""
         for key, waiting in list(self._waiting.items()):
             grammars = [request.grammar for request in waiting if request.grammar is not None]
             waiting[:] = [request for request in waiting if not is_dropped(request)]

@@ -1,4 +1,4 @@
-"""Which router each request is of."""
+"""The router that owns each request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FORGOTTEN_AFTER_BEATS = 4
 class Ownership(Generic[Owner]):
     """The requests of several routers. Used on the IO thread only.
 
-    The end of a request may be told after its router has aborted it. So requests are forgotten a
-    few beats after they were live for the last time, and not by what is said of them.
+    The end of a request may be reported after its router has aborted it. Requests are therefore
+    forgotten a few heartbeats after they were last live, not when they end.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Ownership(Generic[Owner]):
         self._beats_missed[key] = 0
 
     def is_of(self, abort: wire.Abort, owner: Owner) -> bool:
-        """Return whether ``owner`` may end the request. Nobody else knows one without an owner."""
+        """Return whether ``owner`` may end the request. No other router knows an unowned one."""
         if abort.attempt is None:
             owners = [self._owners[key] for key in self._owners if key[0] == abort.request_id]
             return all(one is owner for one in owners)
@@ -40,7 +40,7 @@ class Ownership(Generic[Owner]):
         return [one for one in live if self._owners.get((one.request_id, one.attempt)) is owner]
 
     def route(self, message: wire.Message) -> Iterator[tuple[Owner | None, wire.Message]]:
-        """Yield parts of ``message`` with their owners; None is for what all are told."""
+        """Yield parts of ``message`` with their owners; None means all routers."""
         if isinstance(message, wire.Tokens):
             parts: dict[int, tuple[Owner, list[wire.Delta]]] = {}
             for delta in message.deltas:

@@ -1,4 +1,4 @@
-"""One of the engine's routers: the connection to it, and what is known of it."""
+"""The connection to one of the engine's routers, and its state."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class RouterLink:
         self.endpoint = endpoint
         self._own_key = "" if keys is None else keys.own.public
         self.router_id: str | None = None
-        """Of its last `Ping`."""
+        """The router id in its last `Ping`."""
         self.pinged = False
         self.is_connected = False
         self.gone_since: float | None = None
-        """When the connection to a router with requests was lost; None while it is there."""
+        """When the connection to a router with requests was lost; None while it is connected."""
         self._outbox: deque[list[bytes | memoryview]] = deque()
         self._retry_at: float | None = None
         self._complaint = ""
@@ -71,7 +71,7 @@ class RouterLink:
 
     @property
     def is_backed_up(self) -> bool:
-        """Whether messages wait since the router does not read."""
+        """Whether messages are queued because the router does not read."""
         return bool(self._outbox)
 
     @property
@@ -80,19 +80,19 @@ class RouterLink:
 
     @property
     def asks_again(self) -> bool:
-        """Whether the router has refused this engine, which will ask again."""
+        """Whether the router has refused this engine, which will retry."""
         return self._retry_at is not None
 
     @property
     def is_away(self) -> bool:
-        """Whether there is no router, and none that may come back to its requests."""
+        """Whether the router is gone and not expected back for its requests."""
         return not self.is_connected and self.gone_since is None
 
     def clear(self) -> None:
         self._outbox.clear()
 
     def flush(self) -> bool:
-        """Send what waits; return False if something is left."""
+        """Send the queued messages; return False if some are left."""
         while self._outbox:
             try:
                 self.socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
@@ -109,7 +109,7 @@ class RouterLink:
             return None
 
     def on_event(self) -> None:
-        """Take note of what happened to the connection."""
+        """Process events of the connection."""
         event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_connected, self.gone_since, self._complaint = True, None, ""
@@ -118,16 +118,16 @@ class RouterLink:
             if self.router_id is not None and self.gone_since is None:
                 self.gone_since = time.monotonic()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            # ZeroMQ does not try again, but the key may be put on the list.
+            # ZeroMQ does not retry, but the key may be added to the list later.
             self._retry_at = time.monotonic() + _ASK_AGAIN_S
-            self._complain(f"the key {self._own_key} of this engine is not on its list")
+            self._complain(f"the key {self._own_key} of this engine is not on its allow list")
         elif self._own_key:
-            self._complain("it does not use CURVE, or has another key than server.key here")
+            self._complain("it does not use CURVE, or its key is not the local server.key")
         elif self.endpoint.startswith("tcp:"):
-            self._complain("it wants CURVE: give --curve-dir")
+            self._complain("it requires CURVE: set --curve-dir")
 
     def tick(self, now: float) -> None:
-        """Ask again to be let in, if it is time."""
+        """Try to join again, if it is time."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             self.socket.disconnect(self.endpoint)

@@ -1,4 +1,4 @@
-"""All routers of an engine: those at fixed addresses, and those to which a name leads now."""
+"""All routers of an engine, at fixed addresses and at the current addresses of a name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RouterLinks:
         addresses: Mapping[str, EngineKeys | None],
         watch: Callable[[str], NameWatch] = NameWatch,
     ) -> None:
-        """Connect to ``addresses``, each with its keys. Names are looked up from `start` on."""
+        """Connect to ``addresses``, each with its keys. Names are looked up after `start`."""
         self._context, self._keys = context, addresses
         self._watches = [watch(address) for address in addresses if is_named(address)]
         self._links = {
@@ -41,17 +41,17 @@ class RouterLinks:
             watch.start()
 
     def follow_names(self) -> tuple[list[RouterLink], list[RouterLink]]:
-        """Connect to routers that are new. Return their connections, and those to be closed.
+        """Connect to new routers. Return their connections, and the connections to close.
 
-        A router that has lost its name is kept as long as it is connected, or may have requests:
-        one that ends finishes them first.
+        A router whose address has left the name is kept while it is connected or may have requests:
+        a router that shuts down finishes them first.
         """
         if not self._watches:
             return [], []
         wanted = {each: watch.address for watch in self._watches for each in watch.found}
         new = [each for each in wanted if each not in self._links]
         for address in new:
-            logger.info("a router at %s, which is %s now", address, wanted[address])
+            logger.info("found a router at %s, address %s", address, wanted[address])
             link = RouterLink(self._context, address, self._keys[wanted[address]])
             self._links[address] = link
         old = [
@@ -60,7 +60,7 @@ class RouterLinks:
             if address not in self._fixed and address not in wanted and link.is_away
         ]
         for address in old:
-            logger.info("the router at %s has lost its name and is gone", address)
+            logger.info("the router at %s is gone, and its address has left the name", address)
         return [self._links[each] for each in new], [self._links.pop(each) for each in old]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The figures of the main thread that the IO thread sends in beats."""
+"""The main thread's state, which the IO thread sends in heartbeats."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from shared.wire import EngineStats, LiveRequest, Phase
 
 @dataclass
 class EngineStatus:
-    """Written by the main thread, read by the IO thread; each field is replaced whole."""
+    """Written by the main thread, read by the IO thread; each field is replaced as a whole."""
 
     phase: Phase = "loading"
     phase_since: float = field(default_factory=time.monotonic)
     live: list[LiveRequest] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
-    """Without the figures of the kvstore, which the IO thread adds."""
+    """Without the kvstore's figures, which the IO thread adds."""
     device_bytes: int | None = None
-    """The memory of the device, once it is known. For the supervisor."""
+    """The memory of the device, once known. For the supervisor."""
     progress: int = 0
-    """Rises with every token computed or delivered. An engine that has requests while this
-    stands still is stuck."""
+    """Increases with every token computed or delivered. An engine with requests is stuck if this
+    does not change."""
 
     def enter_phase(self, phase: Phase) -> None:
         self.phase = phase
@@ -36,14 +36,14 @@ class StallWatch:
         self._since = time.monotonic()
 
     def forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which the whole process stood still."""
+        """Exclude a time in which the whole process was suspended."""
         self._since += asleep_s
 
     def stalled_s(self, status: EngineStatus, waiting: bool, now: float) -> float:
-        """Return the seconds without progress; 0 without work, and while loading or warming.
+        """Return the seconds without progress; 0 without work, and while loading or warming up.
 
-        Work is messages ``waiting`` for the main thread, or accepted requests. Requests whose
-        grammars are being compiled do not count, since compiling has a time limit of its own.
+        Work means messages ``waiting`` for the main thread, or accepted requests. Requests whose
+        grammars are being compiled do not count, because compiling has its own time limit.
         """
         idle = not waiting and not any(request.accepted for request in status.live)
         if idle or status.phase in ("loading", "warming") or status.progress != self._progress:

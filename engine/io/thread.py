@@ -1,8 +1,8 @@
-"""The IO thread: every socket, the beats, the signals, and the end of the process.
+"""The IO thread: every socket, the heartbeats, the signals, and the end of the process.
 
-The main thread may be inside a computation for seconds. This thread never is: it answers the
-router, tells the supervisor that the process lives, detects a main thread that makes no
-progress, and can end the process without it.
+The main thread may be busy computing for seconds. This thread never is: it answers the router,
+tells the supervisor that the process is alive, detects a main thread without progress, and can end
+the process without it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.5
 ROUTER_GONE_S = 10.0
-"""A router without a connection for so long has given its requests to others, or is gone."""
+"""A router without a connection for this long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
 ASLEEP_S = 2.0
-"""The thread looks twice a second. Where it is later than this, the process stood still."""
+"""The thread wakes up twice per second. If it is later than this, the process was suspended."""
 
 
 class IOThread(threading.Thread):
-    """Connects the engine to its routers, its kvstore and its supervisor. Each router has its own
-    requests, and hears of nothing else.
+    """Connects the engine to its routers, its kvstore and its supervisor. Each router sees only its
+    own requests.
 
-    Ends the process with EXIT_STUCK after ``stall_timeout_s`` without progress. Ends it with
-    EXIT_OK on a second signal, or when draining takes longer than ``drain_timeout_s``.
+    Exits with EXIT_STUCK after ``stall_timeout_s`` without progress, and with EXIT_OK on a second
+    signal or when draining takes longer than ``drain_timeout_s``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class IOThread(threading.Thread):
     # -- called by the main thread ---------------------------------------------
 
     def catch_signals(self) -> None:
-        """Make this thread handle SIGTERM and SIGINT, also while the main thread computes."""
+        """Handle SIGTERM and SIGINT on this thread, even while the main thread computes."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
@@ -139,10 +139,10 @@ class IOThread(threading.Thread):
         try:
             self._wake_sender.send(b"w")
         except BlockingIOError:
-            pass  # enough wake-ups are on the way
+            pass  # enough wake-ups are pending
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Send the messages that wait, then end the thread."""
+        """Send the queued messages, then stop the thread."""
         self._stopping.set()
         self.wake()
         self.join(timeout_s)
@@ -175,7 +175,7 @@ class IOThread(threading.Thread):
 
     @property
     def _sent_all(self) -> bool:
-        """Whether nothing waits but for routers that are away."""
+        """Whether messages are queued only for disconnected routers."""
         return not any(link.is_backed_up for link in self._links if link.is_connected)
 
     def _handle_events(self, events: dict[object, int]) -> None:
@@ -231,13 +231,13 @@ class IOThread(threading.Thread):
     def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:
         if ping.protocol not in wire.SUPPORTED_VERSIONS:
             logger.error(
-                "the router speaks protocol %d, this engine %s: upgrade the older one",
+                "the router uses protocol %d, this engine %s: upgrade the older one",
                 ping.protocol,
                 " or ".join(map(str, wire.SUPPORTED_VERSIONS)),
             )
         if ping.router_id != link.router_id:
             if link.router_id is not None:
-                logger.warning("another router: the requests of the old one are dropped")
+                logger.warning("new router: the requests of the previous one are dropped")
             link.router_id = ping.router_id
             self._drop_requests(link)
         link.pinged = True
@@ -254,7 +254,7 @@ class IOThread(threading.Thread):
                     other.post(wire.AdapterDecisions(decisions=self._decisions.all))
 
     def _drop_requests(self, link: RouterLink) -> None:
-        """Drop the requests of a router that does not want their tokens any more."""
+        """Drop the requests of a router that does not read their tokens any more."""
         link.clear()
         requests = self._requests.take_all_of(link)
         self._inbox.put(NewRouter(requests))
@@ -268,7 +268,7 @@ class IOThread(threading.Thread):
                 try:
                     contents[name] = self._tokenizer_files[name].read_bytes()
                 except OSError as error:
-                    logger.error("a file of the model cannot be read any more: %s", error)
+                    logger.error("cannot read a file of the model any more: %s", error)
         link.post(wire.Files(names=list(contents)), *contents.values())
 
     def _flush(self) -> None:
@@ -321,7 +321,7 @@ class IOThread(threading.Thread):
             store=self._store.stats.store if self._store is not None else None,
         )
         for link in self._links:
-            # No old beats are piled up for a router that is away.
+            # No outdated heartbeats are queued for a disconnected router.
             if link.is_connected and not link.is_backed_up:
                 own = self._requests.live_of(link, live)
                 link.post(msgspec.structs.replace(beat, live=own))
@@ -342,22 +342,24 @@ class IOThread(threading.Thread):
         )
 
     def _forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which this thread stood still, as on a machine that slept: the
-        main thread did so too."""
+        """Exclude a time in which this thread was suspended, as on a machine that slept: so was the
+        main thread."""
         if asleep_s > ASLEEP_S:
             level = logging.DEBUG if self._hello is None else logging.WARNING  # loading does it too
-            logger.log(level, "this process stood still for %.0f s, which does not count", asleep_s)
+            logger.log(
+                level, "this process was suspended for %.0f s, which is not counted", asleep_s
+            )
             self._stall.forgive(asleep_s)
             if self._drain_until is not None:
                 self._drain_until += asleep_s
 
     def _check_deadlines(self, now: float) -> None:
         if self._drain_until is not None and now > self._drain_until:
-            logger.error("draining took over %g s: ending", self._drain_timeout_s)
+            logger.error("draining took longer than %g s: exiting", self._drain_timeout_s)
             os._exit(EXIT_OK)
         stalled = self._stall.stalled_s(self._status, len(self._inbox) > 0, now)
         if stalled > self._stall_timeout_s:
-            logger.error("requests wait and nothing was computed for %.0f s: ending", stalled)
+            logger.error("requests wait, but nothing was computed for %.0f s: exiting", stalled)
             os._exit(EXIT_STUCK)
 
     def _on_signal(self, signals: bytes) -> None:
@@ -370,7 +372,7 @@ class IOThread(threading.Thread):
 
     def _count_dropped(self, error: wire.WireError) -> None:
         self._dropped += 1
-        self._drop_log.warning("a message was dropped (%d so far): %s", self._dropped, error)
+        self._drop_log.warning("dropped an invalid message (%d so far): %s", self._dropped, error)
 
 
 def _read_all(receiver: socket.socket) -> bytes:

@@ -1,4 +1,4 @@
-"""The spans of sequences in this engine, made of the messages from and to the router."""
+"""The trace spans of sequences in this engine, from the messages to and from the router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Traced:
 
 
 class SequenceTraces:
-    """The spans that have begun. Used on the IO thread, so that no step waits for it."""
+    """The open spans. Used on the IO thread, so that no step waits for it."""
 
     def __init__(self, tracing: Tracing, engine: str) -> None:
         self._tracing = tracing

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.model.errors import AdapterUnusable
 from engine.model.fingerprint import digest
 
-if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+if TYPE_CHECKING:  # not at run time: a fast BLAS must be loaded before MLX
     import mlx.nn as nn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -17,16 +17,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 def check(path: Path) -> None:
     """Raise `AdapterUnusable` if ``path`` lacks the files of an adapter."""
     if not path.is_dir():
-        raise AdapterUnusable(f"there is no adapter at {path}: no such directory")
+        raise AdapterUnusable(f"there is no adapter at {path}: directory not found")
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
-            raise AdapterUnusable(f"{path} is not an adapter: it has no {name}")
+            raise AdapterUnusable(f"{path} is not an adapter: {name} is missing")
 
 
 def apply(model: nn.Module, path: Path) -> None:
-    """Put the adapter in ``path`` over ``model``, whose weights are loaded.
+    """Apply the adapter in ``path`` to ``model``, whose weights are loaded.
 
-    Raises `AdapterUnusable` if it is not an adapter, or one of another model.
+    Raises `AdapterUnusable` if it is not an adapter, or belongs to another model.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -37,13 +37,13 @@ def apply(model: nn.Module, path: Path) -> None:
         given = mx.load(str(path / WEIGHTS))
     except Exception as error:  # mlx-lm's code takes a config of any shape
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise AdapterUnusable(f"the adapter in {path} cannot be used: {reason}") from error
-    # mlx-lm keeps its random initial values for weights that the file lacks.
+        raise AdapterUnusable(f"cannot use the adapter in {path}: {reason}") from error
+    # mlx-lm keeps its random initial values for weights missing from the file.
     names = (name for name, _ in tree_flatten(model.parameters()))
     wanted = (name for name in names if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"))
     missing = next((name for name in wanted if name not in given), None)
     if missing is not None:
-        raise AdapterUnusable(f"the adapter in {path} cannot be used: it lacks {missing}")
+        raise AdapterUnusable(f"cannot use the adapter in {path}: {missing} is missing")
     model.eval()
     mx.eval(model.parameters())
 

@@ -8,14 +8,14 @@ from typing import Any
 from engine.model.rotation import stretched_context
 
 DEFAULT_CONTEXT_LENGTH = 32_768
-"""For models whose config names none (recurrent ones)."""
+"""For models whose config has none (recurrent ones)."""
 
 _KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len max_seq_length".split()
 _KEYS += "seq_length n_ctx model_max_length".split()
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Return the longest sequence that a model with ``config`` was made for."""
+    """Return the max length of sequences for which a model with ``config`` was made."""
     sizes = (config_int(config, key) for key in _KEYS)
     size = next((size for size in sizes if size > 0), 0) or _usual_context(config)
     inner = config.get("text_config")
@@ -36,9 +36,9 @@ def _usual_context(config: dict[str, Any]) -> int:
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
-    """Return the longest sequence to serve, for a model that was made for ``own``.
+    """Return the max length of sequences to serve, for a model made for ``own``.
 
-    ``max_kv_size`` limits it unless the model keeps no more positions than that at any length.
+    ``max_kv_size`` limits it, unless the model never keeps more positions than that.
     """
     if max_kv_size is None or max_kv_size >= own or max_cached_positions(model) <= max_kv_size:
         return own
@@ -46,9 +46,9 @@ def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
 
 
 def max_cached_positions(model: Any) -> float:
-    """Return the most positions of a sequence that the model's own caches keep.
+    """Return how many positions of a sequence the model's own caches keep at most.
 
-    That is its longest window, 0 with recurrent state only, and infinity without a bound.
+    That is its longest window, 0 with recurrent state only, and infinity if unbounded.
     """
     from mlx_lm.models.cache import make_prompt_cache
 

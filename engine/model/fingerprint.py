@@ -13,8 +13,9 @@ SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 def digest(config: Path, weight_files: Iterable[Path]) -> str:
     """Return a hex name for the content of these files, the same on every machine.
 
-    It covers all of ``config``, and the name, size, header and content of each weight file. Of
-    a file over 64 MB it covers 64 evenly spaced samples: reading all would take minutes.
+    It covers all of ``config``, and the name, size, header and content of each weight file. Files
+    over 64 MB are covered by 64 evenly spaced samples, because reading them completely would take
+    minutes.
     """
     named = hashlib.sha256(config.read_bytes())
     for weights in weight_files:

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub: downloaded with progress, or found in its cache."""
+"""Models from the Hugging Face hub: downloaded with progress, or found in the local cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 _DENSE_LAYERS = "*_Dense/model.safetensors"
-"""Layers after the pooling of models that embed, which sentence-transformers keeps in folders."""
+"""Layers after the pooling of embedding models, which sentence-transformers keeps in folders."""
 Report = Callable[[int, int], None]
-"""Called with the bytes that are there and those that there will be, as far as they are known, on
-any thread."""
+"""Called on any thread with the bytes present and the total, as far as known."""
 
 
 def download(model: str, report: Report) -> Path:
-    """Return the folder of ``model``, an id of the hub, and download what it lacks.
+    """Return the folder of ``model``, a Hugging Face model id, after downloading what is missing.
 
-    Raises `ModelUnavailable`, with a text of one line that says what to do.
+    Raises `ModelUnavailable` with a one-line message that says what to do.
     """
     from huggingface_hub import errors, snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
@@ -37,24 +36,25 @@ def download(model: str, report: Report) -> Path:
         return Path(found)
     except errors.GatedRepoError as error:
         raise ModelUnavailable(
-            f"{model} is gated: ask for access at https://huggingface.co/{model} and set HF_TOKEN"
+            f"{model} is gated: request access at https://huggingface.co/{model} and set HF_TOKEN"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelUnavailable(
-            f"there is no model {model}, neither here nor on the hub (a private one needs HF_TOKEN)"
+            f"model {model} was found neither here nor on the Hugging Face hub (private models "
+            "require HF_TOKEN)"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelUnavailable(
-            f"{model} is not on this machine and the hub cannot be reached: "
-            "mlx-lm-server models lists those that are here"
+            f"{model} is not on this machine and the Hugging Face hub cannot be reached: "
+            "mlx-lm-server models lists the local ones"
         ) from error
-    except Exception as error:  # the hub's HTTP client changes, and with it what it raises
+    except Exception as error:  # the hub's HTTP client changes, and so do its exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(f"{model} could not be downloaded: {reason}") from error
+        raise ModelUnavailable(f"cannot download {model}: {reason}") from error
 
 
 def download_with_log(model: str) -> Path:
-    """Do the same, with a line in the log every few seconds while bytes come."""
+    """Like `download`, with a log line every few seconds while data arrives."""
     began = shown = time.monotonic()
     done = total = 0
 
@@ -77,10 +77,11 @@ def download_with_log(model: str) -> Path:
 
 
 def _bar_that_tells(report: Report) -> type[Any]:
-    """Return a class of progress bars for the hub that show nothing, and call ``report``.
+    """Return a progress bar class for the hub that shows nothing, and calls ``report``.
 
-    The hub makes two that count bytes, of what came over the network and of what is on disk; either
-    may stay behind."""
+    The hub creates two bars that count bytes, for the network and for the disk; either may lag
+    behind.
+    """
     from tqdm import tqdm
 
     counting: list[Any] = []

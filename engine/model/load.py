@@ -17,20 +17,20 @@ from engine.model.tiktoken import tokenizer_directory
 from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
 
-if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+if TYPE_CHECKING:  # not at run time: a fast BLAS must be loaded before MLX
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 DEMOS = ("demo", "demo-fp32", "demo-4bit")
-"""The names of the demo model: with the codes of the original on a CPU, dequantized, with codes."""
+"""The names of the demo model: with the original codes on a CPU; dequantized; with codes."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SystemExit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    """Settings of the user that replace the tokenizer's own; None leaves those as they are."""
+    """User settings that override the tokenizer's; None keeps the tokenizer's."""
 
     eos_token: str | None = None
     bos_token: str | None = None
@@ -40,13 +40,13 @@ class TokenizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in memory, and the facts about it that the engine needs."""
+    """A loaded model, and its properties for the engine."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     path: Path
-    fingerprint: str  # names config and weights (see `fingerprint`)
+    fingerprint: str  # identifies config and weights (see `fingerprint`)
     adapter: str  # the fingerprint of the adapter; empty without one
     context_length: int  # the longest sequence that is served, in tokens
     vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
@@ -61,10 +61,10 @@ class LoadedModel:
 
 
 def resolve(model: str) -> Path:
-    """Return the directory of ``model``: of the demo, a local path, or an id of the hub.
+    """Return the directory of ``model``: the demo model, a local path, or a Hugging Face model id.
 
-    A model that is not on this machine is downloaded. Raises `ModelUnavailable`, with a text of
-    one line, if there is no such model or it cannot be downloaded.
+    A model that is not on this machine is downloaded. Raises `ModelUnavailable` with a one-line
+    message if there is no such model or it cannot be downloaded.
     """
     if model in DEMOS:
         return demo_model_path(quantized=keeps_codes(model))
@@ -72,17 +72,17 @@ def resolve(model: str) -> Path:
     try:
         if path.exists():
             return _checked(path)
-    except OSError as error:  # a name that is too long, a directory that others own
+    except OSError as error:  # the name is too long, or access is denied
         raise ModelUnavailable(f"there is no model at {model}: {error.strerror}") from None
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         raise ModelUnavailable(
-            f"there is no model at {model}: no such directory, and no name like OWNER/MODEL"
+            f"there is no model at {model}: not a directory, and not a name like OWNER/MODEL"
         )
     return _checked(download_with_log(model))
 
 
 def keeps_codes(demo: str) -> bool:
-    """Return whether the demo model of this name has the codes of the original."""
+    """Return whether the demo model of this name has the original codes."""
     return demo == "demo-4bit" or (demo == "demo" and on_cpu())
 
 
@@ -97,10 +97,10 @@ def load(
 ) -> LoadedModel:
     """Load the model directory ``path`` (see `resolve`), with all weights in memory.
 
-    With a ``group`` of ranks only the part of this one (see `sharding.shard`).
-    The adapter in ``adapter_path`` is put over it. ``max_kv_size`` as in `served_context`.
-    Raises `ModelUnavailable` if mlx-lm cannot load it (files are missing, the architecture is
-    unknown, or it brings code of its own without ``trust_remote_code``), and `AdapterUnusable`.
+    With a ``group`` of ranks, load only this rank's part (see `sharding.shard`). The adapter in
+    ``adapter_path`` is applied. ``max_kv_size`` as in `served_context`. Raises `ModelUnavailable`
+    if mlx-lm cannot load the model (files are missing, the architecture is unknown, or it has its
+    own code without ``trust_remote_code``), and `AdapterUnusable`.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -142,8 +142,8 @@ def load(
 
 
 def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:
-    """Raise `ModelUnavailable` if mlx-lm's class of the model in ``path`` cannot be divided between
-    ranks. Nothing of the model is loaded."""
+    """Raise `ModelUnavailable` if mlx-lm's class of the model in ``path`` cannot be divided across
+    ranks. The model itself is not loaded."""
     from mlx_lm.utils import _get_classes, load_config
 
     try:
@@ -153,13 +153,13 @@ def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:
         model, _ = _get_classes(config)
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+        raise ModelUnavailable(f"cannot load the model in {path}: {reason}") from error
     sharding.refuse_without_shard(model, str(config["model_type"]), name)
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hex name for config and weights in ``path``, the same on every machine. It covers
-    the code that a model brings as well: with other code it computes other keys and values."""
+    """Return a hex name for config and weights in ``path``, the same on every machine. It also
+    covers code that comes with the model, because other code computes other keys and values."""
     config = path / "config.json"
     brings_code = b'"model_file"' in config.read_bytes()
     return digest(config, [*_weight_files(path), *(sorted(path.glob("*.py")) * brings_code)])
@@ -184,7 +184,7 @@ def _load_with_mlx_lm(
         tokenizer = load_tokenizer(tokenizer_directory(path), given, eos_token_ids=eos_token_ids)
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+        raise ModelUnavailable(f"cannot load the model in {path}: {reason}") from error
     return model, tokenizer, config
 
 

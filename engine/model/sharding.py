@@ -1,4 +1,4 @@
-"""Whether a model can be divided between ranks, known from its config, and its division."""
+"""Whether a model can be divided across ranks, determined from its config, and the division."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.model.context import config_int
 from engine.model.errors import ModelUnavailable
 
-if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+if TYPE_CHECKING:  # not at run time: a fast BLAS must be loaded before MLX
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -25,20 +25,21 @@ _WIDTHS = {
     "shared_expert_intermediate_size": "columns of the shared expert",
 }
 _WITHOUT_KV_HEADS = "kv_lora_rank"
-"""In configs of models whose heads share latents: their number of KV heads means nothing."""
+"""In configs of models whose heads share latents, the number of KV heads has no meaning."""
 
 
 def indivisible(path: Path, ranks: int) -> str | None:
-    """Return what of the model in ``path`` does not divide by ``ranks``, None if all does.
+    """Return what in the model in ``path`` does not divide by ``ranks``, None if everything does.
 
-    mlx-lm does not look, and would leave out the heads that remain."""
+    mlx-lm does not check this, and would drop the remaining heads.
+    """
     config = _config(path)
     is_latent = config_int(config, _WITHOUT_KV_HEADS) > 0
     for key, name in _HEADS.items():
         count = config_int(config, key)
         if count % ranks and not (is_latent and key == "num_key_value_heads"):
-            return f"{count} {name} do not divide by {ranks}"
-    # Quantized weights are divided between groups.
+            return f"{count} {name} are not divisible by {ranks}"
+    # Quantized weights can only be divided between groups.
     quantization = config.get("quantization")
     group = config_int(quantization, "group_size") or 1 if isinstance(quantization, dict) else 1
     heads = config_int(config, "num_attention_heads")
@@ -48,12 +49,13 @@ def indivisible(path: Path, ranks: int) -> str | None:
     for name, width in widths.items():
         if width % (group * ranks):
             groups = f" in groups of {group}" if group > 1 else ""
-            return f"{width} {name} do not divide by {ranks}{groups}"
+            return f"{width} {name} are not divisible by {ranks}{groups}"
     return None
 
 
 def most_ranks(path: Path, ranks: int) -> int:
-    """Return the most ranks, up to ``ranks``, that the model in ``path`` divides by."""
+    """Return the max number of ranks, up to ``ranks``, by which the model in ``path`` can be
+    divided."""
     return next(count for count in range(ranks, 0, -1) if indivisible(path, count) is None)
 
 
@@ -61,16 +63,17 @@ def refuse_without_shard(model: object, kind: str, name: str) -> None:
     """Raise `ModelUnavailable` if ``model``, or its class, cannot be divided."""
     if not hasattr(model, "shard"):
         raise ModelUnavailable(
-            f"the model in {name} cannot be divided between ranks: mlx-lm has no way to do it "
-            f"for {kind}"
+            f"the model in {name} cannot be divided across ranks: mlx-lm does not support it for "
+            f"{kind}"
         )
 
 
 def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
-    """Leave in ``model``, whose weights are not loaded yet, what this rank computes, and load that.
+    """Reduce ``model``, whose weights are not loaded yet, to this rank's part, and load that.
 
-    One array is loaded at a time, so there is never more in memory than the part of this rank and
-    one whole array. Raises: `ModelUnavailable`."""
+    One array is loaded at a time, so that there is never more in memory than this rank's part and
+    one whole array. Raises: `ModelUnavailable`.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -80,7 +83,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(
-            f"the model in {name} cannot be divided between {group.size()} ranks: {reason}"
+            f"the model in {name} cannot be divided across {group.size()} ranks: {reason}"
         ) from error
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
@@ -90,7 +93,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelUnavailable(f"the config of the model in {path} cannot be read") from error
+        raise ModelUnavailable(f"cannot read the config of the model in {path}") from error
     if not isinstance(config, dict):
         raise ModelUnavailable(f"the config of the model in {path} is not an object")
     return config

@@ -1,4 +1,4 @@
-"""What makes a start shorter, and what shows where its time goes."""
+"""Faster startup, and measurements of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import and load without collections of garbage, of which there is none yet, and without a
+    """Import and load without garbage collections, because there is no garbage yet, and without a
     search through the sources of transformers' models."""
     remember_transformers()
     gc.disable()
@@ -26,16 +26,16 @@ def lean_imports() -> Iterator[None]:
 
 
 class StartTimes:
-    """The time of each part of a start, and its CPU seconds on all threads."""
+    """The duration of each part of startup, and its CPU seconds on all threads."""
 
     def __init__(self) -> None:
         self._began, self._cpu_s = time.monotonic(), time.process_time()
-        self._cpu_began_s = self._cpu_s  # a process may have been a spare one before
+        self._cpu_began_s = self._cpu_s  # the process may have been a spare one before
         self._part_began = self._began
         self._parts: list[str] = []
 
     def ended(self, part: str) -> None:
-        """Note and log that ``part`` has ended. It began where the last one ended."""
+        """Record and log the end of ``part``, which began at the end of the previous part."""
         now, now_s = time.monotonic(), time.process_time()
         logger.info("%s took %.1f s", part, now - self._part_began)
         self._part_began = now

@@ -1,1 +1,2 @@
-"""A model's own head for multi-token prediction (MTP): one more layer, which guesses tokens."""
+"""A model's own head for multi-token prediction (MTP): an additional layer that predicts later
+tokens."""

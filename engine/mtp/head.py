@@ -12,10 +12,10 @@ from engine.mtp.kinds import HeadKind
 
 
 class MTPHead(nn.Module):  # type: ignore[misc]  # mlx has no types
-    """Guesses the token after next from a hidden state and the next token."""
+    """Predicts the token after next from a hidden state and the next token."""
 
     def __init__(self, kind: HeadKind, layer: nn.Module, dim: int, eps: float) -> None:
-        """``layer``: the decoder layer of the architecture. ``dim``: that of hidden states."""
+        """``layer``: the decoder layer of the architecture. ``dim``: the size of hidden states."""
         super().__init__()
         self.kind = kind
         self.embedding_norm = nn.RMSNorm(dim, eps)
@@ -26,10 +26,11 @@ class MTPHead(nn.Module):  # type: ignore[misc]  # mlx has no types
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """Return the head's hidden states (batch, width, dim), from which the model's last layer
-        makes logits.
+        computes logits.
 
         ``embedded`` are the embeddings of tokens, and ``hidden`` the hidden states of the positions
-        before them, both (batch, width, dim). ``cache`` is that of one layer."""
+        before them, both (batch, width, dim). ``cache`` is the cache of one layer.
+        """
         parts = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         if self.kind.hidden_first:
             parts.reverse()
@@ -46,8 +47,8 @@ def embed(model: Any, tokens: mx.array) -> mx.array:
 
 
 def last_layer(model: Any, hidden: mx.array) -> mx.array:
-    """Return the logits that ``model`` makes of ``hidden`` states: its own, after its final norm,
-    or those of its head."""
+    """Return the logits that ``model`` computes from ``hidden`` states: its own, after its final
+    norm, or the head's."""
     layer = model.lm_head if "lm_head" in model else model.model.embed_tokens.as_linear
     logits: mx.array = layer(hidden)
     return logits

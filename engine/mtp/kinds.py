@@ -24,12 +24,12 @@ class HeadKind:
     hidden_norm: str
     projection: str
     final_norm: str
-    hidden_first: bool = False  # whether the hidden state comes first where both are joined
-    shared: tuple[str, ...] = ()  # copies of the model's own weights, which are not read
+    hidden_first: bool = False  # whether the hidden state comes first in the concatenation
+    shared: tuple[str, ...] = ()  # copies of the model's own weights, which are ignored
     one_layer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's arguments with which its only layer is the head's."""
     norms_from_zero: bool = False
-    """Whether the published checkpoint stores norms as their difference from one."""
+    """Whether the published checkpoint stores norms as the difference from one."""
     masks_are_arrays: bool = False  # whether the layer takes no other masks
 
     @property

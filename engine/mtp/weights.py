@@ -1,4 +1,4 @@
-"""Reading the weights of a head, which mlx-lm leaves out, from the checkpoint."""
+"""Reads the weights of a head, which mlx-lm ignores, from the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")
 
 
 class HeadUnusable(Exception):
-    """The head of a checkpoint cannot be used. The text is one line for the user."""
+    """The head of a checkpoint cannot be used. The message is one line for the user."""
 
 
 def head_files(model: Any, path: Path) -> list[Path]:
     """Return the files in ``path`` with weights of the head of mlx-lm's ``model``.
 
     There are none if it has no head, or its architecture is not in `KINDS`. Files that mlx-lm does
-    not read count too, so a converted checkpoint may get its head from a file of its own."""
+    not read count too, so a converted checkpoint can have its head in a separate file.
+    """
     kind = KINDS.get(getattr(model, "model_type", ""))
     if kind is None:
         return []
@@ -39,17 +40,18 @@ def head_files(model: Any, path: Path) -> list[Path]:
 
 
 def load_head(model: Any, files: list[Path]) -> MTPHead:
-    """Return the head of ``model`` from its ``files`` (see `head_files`), in memory.
+    """Return the loaded head of ``model`` from its ``files`` (see `head_files`).
 
-    Nothing else in them is read. The layer, and what becomes of its weights, are those of the
+    Nothing else in the files is read. The layer and the conversion of its weights come from the
     model's own class with one layer: it joins experts, splits latents, and widens fp8. Raises
-    `HeadUnusable`."""
+    `HeadUnusable`.
+    """
     kind, args = KINDS[model.model_type], model.args
     prefix = _prefix(kind, model)
     stored = (item for file in files for item in _load(file).items())
     given = {k.removeprefix(prefix): v for k, v in stored if k.startswith(prefix)}
     try:
-        one: Any = type(model)(replace(args, **kind.one_layer))  # of which little is evaluated
+        one: Any = type(model)(replace(args, **kind.one_layer))  # little of this is evaluated
         named = _named(one.sanitize(_renamed(kind, given)))
         if kind.norms_from_zero and any(".experts." in name for name in given):
             # Not converted: the class did the same to the layer's norms.
@@ -70,7 +72,7 @@ def _prefix(kind: HeadKind, model: Any) -> str:
 
 
 def _names(file: Path) -> list[str]:
-    """Return the names of the arrays in ``file``: none if it cannot be read."""
+    """Return the names of the arrays in ``file``; empty if it cannot be read."""
     try:
         return list(_load(file))
     except (RuntimeError, ValueError):
@@ -78,7 +80,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _load(file: Path) -> dict[str, mx.array]:
-    """Return the arrays of ``file``, of which only those that are used will be read."""
+    """Return the arrays of ``file``. Only those used are actually read."""
     found: dict[str, mx.array] = mx.load(str(file))
     return found
 

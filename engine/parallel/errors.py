@@ -1,5 +1,6 @@
-"""Errors of a group of ranks."""
+"""Errors in a group of ranks."""
 
 
 class RankFailed(Exception):
-    """A rank cannot go on, so the group has to begin again. The text is one line for the log."""
+    """A rank cannot continue, so the group must start again. The message is one line
+    for the log."""

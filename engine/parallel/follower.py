@@ -10,14 +10,14 @@ from engine.parallel.progress import StepProgress
 from engine.plan import Plan
 
 LOOK_AHEAD_S = 0.05
-"""How long the result of a step is not read, since the next plan may come and be dispatched before
-it is there. Rank 0 sends it at once if it looks ahead."""
+"""How long the result of a step stays unread, because the next plan may arrive and be dispatched
+before it is ready. Rank 0 sends that plan immediately if it looks ahead."""
 
 
 def follow(
     executor: Executor, plans: PlanReceiver, progress: StepProgress, blocks: RankBlocks | None
 ) -> None:
-    """Run plans until the process is ended. Raises: `RankFailed`, and what steps raise."""
+    """Run plans until the process is killed. Raises: `RankFailed`, and what steps raise."""
     runner = StepRunner(executor)
     exported_names: dict[int, StoredName] = {}
     while True:

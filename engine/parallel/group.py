@@ -1,7 +1,7 @@
 """The ranks of one engine, connected by MLX.
 
-Collectives happen in the forward pass alone, so a group without work waits for nothing. The one
-of ours, `RankGroup.of_first`, is part of the pass too.
+Collectives happen only in the forward pass, so a group without work waits for nothing. Our own
+collective, `RankGroup.of_first`, is also part of the pass.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ class RankGroup:
 
     @classmethod
     def join(cls, backend: Literal["ring", "jaccl"] = "ring") -> RankGroup:
-        """Connect to the other ranks, as the variables of MLX say. Returns once all are there.
+        """Connect to the other ranks according to MLX's variables. Returns once all are connected.
         Raises: `RankFailed`."""
         try:
             return cls(mx.distributed.init(strict=True, backend=backend))
         except RuntimeError as error:
-            raise RankFailed(f"the ranks cannot connect: {error}") from error
+            raise RankFailed(f"cannot connect the ranks: {error}") from error
 
     def of_first(self, array: mx.array, after: mx.array) -> mx.array:
-        """Return what ``array`` is on rank 0, on every rank. The ranks exchange it once ``after``
-        is computed, which keeps all collectives of a pass in one order."""
+        """Return rank 0's value of ``array`` on every rank. The ranks exchange it once ``after`` is
+        computed, so that all collectives of a pass have the same order."""
         own = array if self.rank == 0 else mx.zeros_like(array)
         ordered = mx.depends([own], [after])[0]
         return mx.distributed.all_sum(ordered, group=self.mlx)
 
     @contextmanager
     def same_logits(self, model: Any) -> Iterator[None]:
-        """Let every call of ``model`` give rank 0's logits on all ranks meanwhile.
+        """Inside this context, let every call of ``model`` return rank 0's logits on all ranks.
 
-        So each rank decides alike what depends on them, as in a proof. Sums of more than two ranks
-        may differ in their last bit otherwise."""
+        Every rank then makes the same decisions from them, as in a proof. Otherwise, sums over more
+        than two ranks may differ in the last bit.
+        """
         original = type(model)
 
         def call(self: Any, *args: Any, **named: Any) -> mx.array:
@@ -67,8 +68,8 @@ class RankGroup:
 
 
 class RankSampler(Sampler):
-    """Samples on rank 0 alone. Its tokens reach the others in the graph, and -1 in the place of
-    those that no grammar has verified."""
+    """Samples on rank 0 only. Its tokens reach the others in the graph, with -1 for tokens that no
+    grammar has verified."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class RankSampler(Sampler):
 
 
 class _UnverifiedRows(Collection[int]):
-    """Rows that rank 0 has marked. They are read when they are asked for."""
+    """Rows marked by rank 0. They are read on demand."""
 
     def __init__(self, tokens: mx.array) -> None:
         self._tokens = tokens

@@ -1,8 +1,8 @@
 """The health of a group: a rank that is dead, stopped, stuck or wrong ends all of them.
 
-Each rank has a thread that beats over a pair of sockets, and that nothing computed delays. A
-collective never ends when a rank is missing, so these threads end the processes. After that the
-supervisor starts the group again, and the router submits its requests once more.
+Each rank has a thread that sends heartbeats over a pair of sockets, undisturbed by computation. A
+collective never returns if a rank is missing, so these threads end the processes. The supervisor
+then restarts the group, and the router resubmits its requests.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.5
 SILENCE_S = 5.0
-"""The longest silence of a rank that serves."""
+"""Max silence of a rank that serves."""
 LOADING_SILENCE_S = 60.0
-"""The longest silence of one that loads: imports and reading weights hold the interpreter."""
+"""Max silence of a rank that loads: imports and reading weights block the interpreter."""
 LAG_S = 10.0
-"""How long a rank may stay behind a plan that rank 0 has begun, or has the result of."""
+"""Max time that a rank may lag behind a plan that rank 0 has begun, or whose result it has."""
 HANGING_UP_S = 0.05
-"""A process that ends hangs up first; its exit code says more."""
+"""A process that exits closes its link first; its exit code is more informative."""
 ASLEEP_S = 1.0
-"""A watch that looks so much later than it should was stopped itself, and the others perhaps too.
-What it missed does not count."""
+"""A watch that runs this much too late was suspended itself, and the others perhaps too. That time
+does not count."""
 
 
 class RankProcess(Protocol):
-    """The process of another rank, as rank 0 sees it."""
+    """The process of another rank, from the view of rank 0."""
 
     rank: int
     link: socket.socket
@@ -50,14 +50,15 @@ class RankProcess(Protocol):
         """Describe an exit code."""
 
     def kill(self) -> None:
-        """End the process at once, also if it is stopped, and wait until it has."""
+        """Kill the process, even if it is stopped, and wait until it has exited."""
 
 
 class GroupWatch(threading.Thread):
     """Rank 0's watch over the others.
 
-    ``on_failed`` is called, once, with a reason and an exit code. Then the process should end; the
-    other ranks have been killed by then."""
+    ``on_failed`` is called once, with a reason and an exit code. The process should then exit; the
+    other ranks have already been killed.
+    """
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class GroupWatch(threading.Thread):
         self._stopping = False
 
     def stop(self) -> None:
-        """End the other ranks as planned, and return when they have ended."""
+        """Stop the other ranks as planned, and return when they have exited."""
         self._stopping = True
         self.join()
 
@@ -91,7 +92,7 @@ class GroupWatch(threading.Thread):
             self._on_failed(*failure)
 
     def _watch(self) -> tuple[str, int] | None:
-        """Return why the group has to end, and the exit code; None once it is told to."""
+        """Return the reason why the group must end, and the exit code; None if it was told to."""
         with selectors.DefaultSelector() as selector:
             for each in self._ranks:
                 selector.register(each.process.link, selectors.EVENT_READ, each)
@@ -116,7 +117,7 @@ class GroupWatch(threading.Thread):
 
 
 class _WatchedRank:
-    """What rank 0 knows of another rank. Times are of ``time.monotonic``."""
+    """Rank 0's knowledge of another rank. Times are from ``time.monotonic``."""
 
     def __init__(
         self, process: RankProcess, progress: StepProgress, silence_s: float, lag_s: float
@@ -133,7 +134,7 @@ class _WatchedRank:
         self._hung_up = False
 
     def receive(self) -> bool:
-        """Read what the rank has said. Return False once it has hung up."""
+        """Read the messages of the rank. Return False once it has closed its link."""
         try:
             data = self.process.link.recv(LineReader.MAX_LINE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -158,23 +159,23 @@ class _WatchedRank:
         self._goal_since += asleep_s
 
     def failure(self, now: float) -> tuple[str, int] | None:
-        """Return why the group has to end, and the exit code."""
+        """Return the reason why the group must end, and the exit code."""
         name, code = f"rank {self.process.rank}", self.process.exit_code()
         if self._hung_up and code is None:
             time.sleep(HANGING_UP_S)
             code = self.process.exit_code()
         if code is None and self._hung_up:
-            code = self._exit  # as its keeper has said
+            code = self._exit  # as reported by its keeper
         if code is not None or self._hung_up:
             if code == EXIT_CONFIG and self._reason:
                 return self._reason, EXIT_CONFIG
-            how = "has hung up" if code is None else self.process.ended(code)
+            how = "has closed its link" if code is None else self.process.ended(code)
             return f"{name} {how}", EXIT_FAILED
         limit_s = self._silence_s if self._phase == "ready" else LOADING_SILENCE_S
         if now - self._heard_at > limit_s:
-            return f"{name} gave no sign of life for {limit_s:.0f} s", EXIT_FAILED
+            return f"{name} sent no heartbeat for {limit_s:.0f} s", EXIT_FAILED
         if self._progress.differs(self._steps):
-            return f"{name} computed something else up to plan {self._steps.done}", EXIT_FAILED
+            return f"{name} computed something different up to plan {self._steps.done}", EXIT_FAILED
         if self._steps.begun >= self._goal.begun and self._steps.done >= self._goal.done:
             self._goal, self._goal_since = self._progress.steps, now
         elif self._phase == "ready" and now - self._goal_since > self._lag_s:
@@ -183,13 +184,14 @@ class _WatchedRank:
 
 
 class LeaderWatch(threading.Thread):
-    """The watch of another rank over rank 0, and its own beats.
+    """The watch of another rank over rank 0, and its own heartbeats.
 
-    When rank 0 is gone the process ends. One that says nothing more is killed first: its
-    supervisor starts the group again then, and would wait for longer."""
+    When rank 0 is gone, the process exits. A silent rank 0 is killed first: otherwise its
+    supervisor would wait longer before it restarts the group.
+    """
 
     def __init__(self, link: SupervisorLink, leader: int | None, progress: StepProgress) -> None:
-        """``leader`` is the process of rank 0, None if it is on another machine."""
+        """``leader`` is rank 0's process, None if it is on another machine."""
         super().__init__(name="leader", daemon=True)
         self._link, self._leader, self._progress = link, leader, progress
         self._heard_at = time.monotonic()
@@ -207,8 +209,8 @@ class LeaderWatch(threading.Thread):
             limit_s = SILENCE_S if self.phase == "ready" else LOADING_SILENCE_S
             if now - self._heard_at > limit_s:
                 here = os.getppid() == self._leader
-                what = "killed" if here else "this rank ends"
-                logger.error("rank 0 gave no sign of life for %.0f s: %s", limit_s, what)
+                what = "killed" if here else "this rank exits"
+                logger.error("rank 0 sent no heartbeat for %.0f s: %s", limit_s, what)
                 if here:
                     assert self._leader is not None
                     os.kill(self._leader, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Rank 0: it decides for all ranks, and sends each plan before it runs it."""
+"""Rank 0: it decides for all ranks, and sends each plan before running it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class Leader:
     """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.store`)."""
     progress: StepProgress
     smallest_bytes: int = sys.maxsize
-    """The smallest of the memories of the other ranks."""
+    """The smallest memory among the other ranks."""
 
     released: deque[StoredName] = field(default_factory=deque)
-    """What the other ranks have fetched and rank 0 has dropped since the last plan. Any thread
-    may append."""
+    """What the other ranks have fetched and rank 0 has dropped since the last plan. Any thread may
+    append."""
 
     def lead(self, executor: Executor) -> LeadingExecutor:
-        """Return an executor whose plans all ranks run, this one with ``executor``."""
+        """Return an executor whose plans run on all ranks, on this one with ``executor``."""
         return LeadingExecutor(executor, self)
 
 
 class LeadingExecutor(Executor):
     """Runs plans on all ranks.
 
-    A step that raises here may have left the others in the middle of a collective, so nothing
-    short of a new group helps: `reset` raises."""
+    A step that raises here may have left the others in the middle of a collective, so only a new
+    group helps: `reset` raises.
+    """
 
     def __init__(self, own: Executor, leader: Leader) -> None:
         self._own, self._progress = own, leader.progress
@@ -72,7 +73,8 @@ class _LedStep(PendingStep):
     def read(self, *, early: bool = False) -> StepResult:
         result = self._own.read(early=early)
         self._progress.finish(result.tokens)
-        # A sequence without a mask, or without its prefix, fails alone: it is computed like others.
+        # A sequence without a mask, or without its prefix, fails alone: it is computed like the
+        # others.
         alone = {restore.slot for restore in self._plan.restores}
         alone |= {restore.slot for restore in self._plan.state_restores}
         alone |= {decode.slot for decode in self._plan.decodes}

@@ -1,10 +1,10 @@
-"""Plans on their way from rank 0 to the other ranks.
+"""Transfer of plans from rank 0 to the other ranks.
 
-One ZeroMQ socket of rank 0, to which each rank connects: ``ipc`` in a private directory. Frames are
-a number and a content. Number 0 begins the start; plans count from 1.
+Rank 0 has one ZeroMQ socket, to which each rank connects: ``ipc`` in a private directory. Frames
+are a number and a content. Number 0 starts the start-up; plans count from 1.
 
-Blocks that come from the kvstore are named in plans. Each rank has fetched its own part of them
-before (`engine.io.store.group_store`).
+Blocks from the kvstore are named in plans. Each rank has already fetched its own part of them
+(`engine.io.store.group_store`).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from shared.network.curve import EngineKeys, KeyPair
 from shared.wire import SamplingParams
 
 OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")
-"""What only choosing tokens needs."""
+"""Data needed only for sampling."""
 
 
 class StoredName(NamedTuple):
-    """What the kvstore calls a block or a recurrent state."""
+    """The kvstore's name of a block or a recurrent state."""
 
     hash: bytes
     is_state: bool
 
 
 class RankBlocks(Protocol):
-    """This rank's parts of blocks and states: those that were fetched, and those to be stored. All
-    methods may be called from any thread."""
+    """This rank's parts of blocks and states: fetched ones, and ones to be stored. All methods are
+    thread-safe."""
 
     def fetched(self, name: StoredName) -> Payload:
         """Return what was fetched for rank 0. Raises: `RankFailed` if it was not."""
 
     def release(self, names: Sequence[StoredName]) -> None:
-        """Forget what was fetched, each as often as it is named: rank 0 has done so."""
+        """Drop fetched files, each as often as it is named, because rank 0 has done so."""
 
     def store(self, name: StoredName, payload: Payload) -> None:
         """Send to the kvstore."""
@@ -58,7 +58,7 @@ class ReceivedPlan(NamedTuple):
         if not plan.inserts:
             return plan
         if blocks is None:
-            raise RankFailed("a plan inserts blocks, and there is no kvstore")
+            raise RankFailed("a plan inserts blocks, but there is no kvstore")
         names = {name.block_id: stored_name(name) for name in plan.names}
         inserts = tuple(
             Insert(insert.block_id, blocks.fetched(names[insert.block_id]), insert.is_snapshot)
@@ -80,7 +80,7 @@ _DECODE, _INSERT = _fields_of(Decode, OF_SAMPLING), _fields_of(Insert, ("payload
 _PLAN = _fields_of(Plan, ("decodes", "inserts"))
 _SentDecode = msgspec.defstruct("_SentDecode", _DECODE, array_like=True, frozen=True)
 _SentInsert = msgspec.defstruct("_SentInsert", _INSERT, array_like=True, frozen=True)
-_many: Any = tuple  # mypy takes no type that is made at run time
+_many: Any = tuple  # mypy accepts no type created at run time
 _SentPlan = msgspec.defstruct(
     "_SentPlan",
     [
@@ -98,7 +98,7 @@ _ANY_SAMPLING = SamplingParams(seed=0)
 
 
 def pack(plan: Plan, released: Sequence[StoredName] = ()) -> bytes:
-    """Return ``plan`` as the other ranks get it, without any KV. ``released`` as in
+    """Return ``plan`` in the form for the other ranks, without any KV. ``released`` as in
     `ReceivedPlan`."""
     inserts = tuple(_SentInsert(each.block_id, each.is_snapshot) for each in plan.inserts)
     decodes = tuple(_SentDecode(*[getattr(d, name) for name, _ in _DECODE]) for d in plan.decodes)
@@ -120,7 +120,7 @@ def unpack(packed: bytes) -> ReceivedPlan:
 
 
 class PlanSender:
-    """Rank 0's end."""
+    """Rank 0's side."""
 
     def __init__(
         self,
@@ -147,18 +147,18 @@ class PlanSender:
         while missing:
             if not self._socket.poll(int(timeout_s * 1000)):
                 names = ", ".join(sorted(name.decode() for name in missing))
-                raise RankFailed(f"no sign of {names} in {timeout_s:.0f} s")
+                raise RankFailed(f"{names} did not connect within {timeout_s:.0f} s")
             name, memory_bytes = self._socket.recv_multipart()
             missing.discard(name)
             smallest_bytes = min(smallest_bytes, int(memory_bytes))
         return smallest_bytes
 
     def start(self, content: bytes) -> None:
-        """Send what the start of the ranks needs next."""
+        """Send the next item for the start-up of the ranks."""
         self._send(0, content)
 
     def send(self, packed_plan: bytes) -> None:
-        """Send the next plan. Raises: `RankFailed` if a rank is gone, or takes nothing more."""
+        """Send the next plan. Raises: `RankFailed` if a rank is gone or accepts nothing more."""
         self._number += 1
         self._send(self._number, packed_plan)
 
@@ -167,11 +167,11 @@ class PlanSender:
             try:
                 self._socket.send_multipart([name, b"%d" % number, content], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                raise RankFailed(f"{name.decode()} takes no plan: {error}") from error
+                raise RankFailed(f"{name.decode()} accepts no plan: {error}") from error
 
 
 class PlanReceiver:
-    """The end of a rank other than 0."""
+    """The side of a rank other than 0."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class PlanReceiver:
         memory_bytes: int,
         keys: EngineKeys | None = None,
     ) -> None:
-        """``memory_bytes`` are what this rank may take."""
+        """``memory_bytes`` is the memory that this rank may use."""
         self._number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
@@ -192,23 +192,24 @@ class PlanReceiver:
         self._socket.send(b"%d" % memory_bytes)
 
     def wait_for_start(self) -> bytes:
-        """Return what `PlanSender.start` sends. It waits without end: the process ends with rank 0
-        (`engine.parallel.health`)."""
+        """Return what `PlanSender.start` sends. Waits without a timeout: the process exits with
+        rank 0 (`engine.parallel.health`)."""
         number, content = self._socket.recv_multipart()
         if number != b"0":
-            raise RankFailed("a plan came before the start")
+            raise RankFailed("a plan arrived before the start-up was complete")
         return content
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """Return the next plan, packed; None if there is none within ``timeout_s``.
 
-        Without a time it waits until there is one. Raises: `RankFailed` if one is missing."""
+        Without a timeout it waits until there is one. Raises: `RankFailed` if one is missing.
+        """
         if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
             return None
         number, content = self._socket.recv_multipart()
         self._number += 1
         if int(number) != self._number:
-            raise RankFailed(f"plan {self._number} is missing: {int(number)} came")
+            raise RankFailed(f"plan {self._number} is missing: received {int(number)}")
         return content
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 KEPT_DIGESTS = 4096
-"""Of the last plans. A rank is never so far behind: it would have been given up."""
+"""Number of last plans kept. A rank is never this far behind: it would have been
+declared failed."""
 
 
 class Steps(NamedTuple):
@@ -18,7 +19,7 @@ class Steps(NamedTuple):
     begun: int = 0
     done: int = 0
     digest: int = 0
-    """Of all plans up to ``done``, and of the tokens that they gave."""
+    """Over all plans up to ``done``, and their tokens."""
 
 
 class StepProgress:
@@ -30,12 +31,12 @@ class StepProgress:
         self._digests: dict[int, int] = {0: 0}
 
     def begin(self, packed_plan: bytes) -> None:
-        """Note that a plan is about to be dispatched."""
+        """Record that a plan is about to be dispatched."""
         self._plans.append(crc32(packed_plan))
         self.steps = self.steps._replace(begun=self.steps.begun + 1)
 
     def finish(self, tokens: Sequence[int]) -> None:
-        """Note that the oldest plan under way gave ``tokens``."""
+        """Record that the oldest plan in flight produced ``tokens``."""
         content = array("q", [self._plans.popleft(), *tokens]).tobytes()
         digest, done = crc32(content, self.steps.digest), self.steps.done + 1
         self._digests[done] = digest
@@ -43,6 +44,6 @@ class StepProgress:
         self.steps = self.steps._replace(done=done, digest=digest)
 
     def differs(self, other: Steps) -> bool:
-        """Return whether a rank that is as far as ``other`` computed anything else."""
+        """Return whether a rank that is as far as ``other`` computed anything different."""
         own = self._digests.get(other.done)
         return own is not None and own != other.digest

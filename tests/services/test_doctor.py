@@ -120,7 +120,7 @@ class BrokenMachine:
         hosts = [{"ssh": name, "ips": ["192.0.2.1"]} for name in ("here", "elsewhere")]
         (self.root / "hosts.json").write_text(json.dumps(hosts))
         self.flags.append(f"--distributed-hostfile={self.root / 'hosts.json'}")
-        return "hosts", "elsewhere cannot be used: ssh: no route to host"
+        return "hosts", "cannot use elsewhere: ssh: no route to host"
 
     def _models(self) -> dict[str, tuple[str, str]]:
         half, corrupt, cut = (self.root / name for name in ("half", "corrupt", "cut"))

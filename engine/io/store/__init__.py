@@ -1,1 +1,1 @@
-"""The client of the kvstore, also of several ranks."""
+"""The client of the kvstore, for one or several ranks."""

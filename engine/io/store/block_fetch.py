@@ -1,4 +1,4 @@
-"""Fetches of blocks from the kvstore: the run that was asked for, and the reading of replies."""
+"""Fetches of blocks from the kvstore: the requested run, and the reading of replies."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Payload = tuple[memoryview, ...]
 
 
 class WrongLayout(Exception):
-    """A whole file, but of an engine that keeps blocks in another way."""
+    """A valid file of an engine that stores blocks differently."""
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """What the files of one namespace are: blocks, or states."""
+    """The kind of the files in one namespace: blocks or states."""
 
     namespace: str
-    sizes: tuple[int, ...] = ()  # bytes of the buffers of a file; none: not known
+    sizes: tuple[int, ...] = ()  # bytes of the buffers of a file; none: unknown
 
 
 @dataclass(eq=False)
 class BlockFetch:
-    """A run of files that is asked for."""
+    """A run of files to fetch."""
 
     kind: FileKind
     hashes: tuple[bytes, ...]
     on_done: Callable[[list[Payload]], None]
-    """Called once, on the IO thread, with what was found from the first hash on."""
-    deadline: float  # in time.monotonic(); put off whenever a block has been read
-    get_ticket: int = 0  # that of the `wire.Get` which is under way
+    """Called once, on the IO thread, with the result, starting at the first hash."""
+    deadline: float  # in time.monotonic(); postponed whenever a block has been read
+    get_ticket: int = 0  # ticket of the current `wire.Get`
     payloads: list[Payload] = field(default_factory=list)
-    """Verified blocks, from the first hash on. Written by the IO thread only."""
+    """Verified blocks, starting at the first hash. Written by the IO thread only."""
     is_done: bool = False
     """Whether the fetch has been answered. Written by the IO thread only."""
 
@@ -43,8 +43,8 @@ class BlockFetch:
 class FetchReply:
     """The blocks of one reply of the kvstore, which the pool reads in parallel.
 
-    ``sources`` are paths of block files, or their bytes. With ``may_be_cut`` the kvstore may
-    have more of the blocks that were asked for.
+    ``sources`` are paths of block files, or their bytes. With ``may_be_cut``, the kvstore may have
+    more of the requested blocks.
     """
 
     def __init__(self, fetch: BlockFetch, sources: Sequence[str | bytes], may_be_cut: bool) -> None:
@@ -60,11 +60,11 @@ class FetchReply:
         return self.fetch.hashes[self._first + index]
 
     def wants(self, index: int) -> bool:
-        """Return False if block ``index`` need not be read: it would follow a bad one."""
+        """Return False if block ``index`` need not be read, because it would follow a bad one."""
         return not self.fetch.is_done and index < self._first_bad
 
     def add(self, index: int, payload: Payload | None) -> bool:
-        """Note the payload of block ``index``, None for a bad one; True if it was the last."""
+        """Record the payload of block ``index``, None for a bad one; True if it was the last."""
         with self._lock:
             self._payloads[index] = payload
             if payload is None:
@@ -77,14 +77,14 @@ class FetchReply:
         return [payload for payload in self._payloads[: self._first_bad] if payload]
 
     def has_more(self) -> bool:
-        """Return whether the kvstore may have the blocks behind those of this reply."""
+        """Return whether the kvstore may have the blocks after those of this reply."""
         return self._may_be_cut and self._first_bad == len(self._payloads)
 
 
 def read_block(source: str | bytes, hash: bytes, kind: FileKind) -> Payload | None:
     """Return the verified payload in ``source``, the path of a block file or its bytes.
 
-    None if the file is gone: it was evicted. Raises: OSError, BlockFileError, WrongLayout.
+    None if the file is gone because it was evicted. Raises: OSError, BlockFileError, WrongLayout.
     """
     try:
         data = read_file(source, MAX_FILE_BYTES) if isinstance(source, str) else source
@@ -93,12 +93,12 @@ def read_block(source: str | bytes, hash: bytes, kind: FileKind) -> Payload | No
         return None
     sizes = tuple(buffer.nbytes for buffer in payload)
     if kind.sizes and sizes != kind.sizes:
-        raise WrongLayout(f"buffers of {sizes} bytes, not of {kind.sizes}")
+        raise WrongLayout(f"buffers of {sizes} bytes, expected {kind.sizes}")
     return payload
 
 
 def read_file(path: str, limit_bytes: int) -> bytes:
-    """Return a whole file, read in one piece; a mapped one could end the engine with SIGBUS."""
+    """Return a complete file, which is read: a mapped file could crash the engine with SIGBUS."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = os.fstat(fd).st_size

@@ -1,7 +1,7 @@
 """Blocks and states on their way to the kvstore.
 
-What it refuses is told, and can be offered again. After a refusal one goes at a time, at growing
-intervals, until one arrives; from then on twice as many with each.
+What it refuses is reported and can be offered again. After a refusal, one is sent at a time, at
+growing intervals, until one is accepted; the number then doubles each time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 MAX_STORES = 256
 MAX_STORE_BYTES = 256 * 1024 * 1024
-"""Bounds of what is on its way to the kvstore at once. A block beyond them is refused."""
+"""Max amount on its way to the kvstore at once. Blocks beyond it are refused."""
 STORE_TIMEOUT_S = 30.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
-"""Between two tries while the kvstore refuses everything."""
+"""Interval between attempts while the kvstore refuses everything."""
 MAX_ACKNOWLEDGED = 512
-"""As many as the kvstore's queue holds: it may acknowledge what waits there, and lose it."""
+"""The size of the kvstore's queue: it may acknowledge blocks in its queue, and lose them."""
 MAX_PAYLOAD_BYTES = MAX_FILE_BYTES - MAX_HEADER_BYTES
 
 
 class BlockPuts:
-    """Bounds what is under way. Files are made on ``pool``; ``post`` has an action run on the IO
+    """Limits what is in flight. Files are created on ``pool``; ``post`` runs an action on the IO
     thread, where ``send`` sends a message or returns False."""
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockPuts:
         return self._num_stores
 
     def room(self, now: float) -> StoreRoom:
-        """Return what `store` should be given at ``now`` (time.monotonic())."""
+        """Return what should be passed to `store` at ``now`` (time.monotonic())."""
         with self._lock:
             if now < self._paused_until:
                 return StoreRoom(0, 0)
@@ -76,8 +76,8 @@ class BlockPuts:
             return StoreRoom(max(0, self._window - self._num_stores), most - self._store_bytes)
 
     def take_news(self) -> list[tuple[bytes, bool]] | None:
-        """Return what did not arrive since the last call, by hash, and whether it is a state. None
-        if nothing was answered. Runs on the IO thread."""
+        """Return what was not stored since the last call: hashes, and whether each is a state. None
+        if there were no replies. Runs on the IO thread."""
         if not self._has_news:
             return None
         news, self._not_stored, self._has_news = self._not_stored, [], False
@@ -91,14 +91,14 @@ class BlockPuts:
         *,
         is_state: bool = False,
     ) -> bool:
-        """Send a file. Return False if the bounds leave no room for it."""
+        """Send a file. Return False if the limits leave no room for it."""
         size = sum(memoryview(buffer).nbytes for buffer in payload)
-        if size > MAX_PAYLOAD_BYTES:  # the kvstore would cut the connection
+        if size > MAX_PAYLOAD_BYTES:  # the kvstore would drop the connection
             self._warnings.warning(
                 "blocks or states of %d MB are too large to store", size // 10**6
             )
             self._counters.add(drops=1)
-            return True  # to offer it again would be in vain
+            return True  # offering it again would be useless
         with self._lock:
             is_full = self._num_stores >= MAX_STORES or (
                 self._num_stores > 0 and self._store_bytes + size > MAX_STORE_BYTES
@@ -111,12 +111,12 @@ class BlockPuts:
             return False
         try:
             self._pool.submit(self._encode, hash, kind, payload, is_state)
-        except RuntimeError:  # the engine is about to end, and with it the pool
+        except RuntimeError:  # the engine is about to exit, and the pool with it
             return False
         return True
 
     def finish(self, ticket: int, *, stored: bool) -> None:
-        """Take in the kvstore's answer. Runs on the IO thread, as do those below."""
+        """Process the kvstore's reply. Runs on the IO thread, like the methods below."""
         put = self._pending.pop(ticket, None)
         if put is None:
             if not stored and (lost := self._acknowledged.pop(ticket, None)) is not None:
@@ -137,13 +137,13 @@ class BlockPuts:
                 self.finish(ticket, stored=False)
 
     def drop_all(self) -> None:
-        """Take it that nothing under way arrives, nor what is not known to be written."""
+        """Assume that nothing in flight will be stored, nor anything not known to be written."""
         for ticket in list(self._pending):
             self.finish(ticket, stored=False)
         self._not_stored += self._acknowledged.values()
         self._has_news = True
         self._acknowledged.clear()
-        with self._lock:  # another kvstore may take everything
+        with self._lock:  # another kvstore may accept everything
             self._window, self._pause_s, self._paused_until = MAX_STORES, MIN_PAUSE_S, 0.0
 
     def _release(self, put: _PendingPut) -> None:
@@ -173,11 +173,11 @@ class BlockPuts:
     def _encode(
         self, hash: bytes, kind: FileKind, payload: Sequence[bytes | memoryview], is_state: bool
     ) -> None:
-        """Make the file and post it. Runs on the pool."""
+        """Create the file and post it. Runs on the pool."""
         try:
             data = encode(hash, kind.namespace, payload)
         except Exception:
-            logger.exception("a block cannot be encoded")
+            logger.exception("failed to encode a block")
             data = b""
         size = sum(memoryview(buffer).nbytes for buffer in payload)
         deadline = time.monotonic() + STORE_TIMEOUT_S

@@ -1,11 +1,11 @@
 """The engine's client of the kvstore: a block by its hash, or a miss within a bounded time.
 
 The IO thread owns the socket and calls `on_readable` and `tick`. Files are read and checksums
-computed on the pool. Every other method may be called from any thread: it posts an action for
-the IO thread and wakes it.
+computed on the pool. Every other method may be called from any thread: it posts an action for the
+IO thread and wakes it.
 
-A kvstore that is away costs nothing: a lost connection turns all open requests into misses. One
-that hangs costs one time-out; until it answers again, fetches are misses at once.
+A missing kvstore costs nothing: a lost connection turns all open requests into misses. A hanging
+one costs one timeout; until it responds again, fetches miss immediately.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PROBE_INTERVAL_S = 1.0
 class StoreClient:
     """Fetches and stores ``blocks``, and for models with recurrent state ``states``.
 
-    On the IO thread ``on_fetched(ticket, payloads, state)`` is called once per `fetch`, and
-    ``on_stores_answered`` when there is room for more, with what `store` took in vain. ``wake``
-    makes the IO thread call `tick` soon; it calls it at least twice a second anyway.
-    ``timeout_s`` is how long the kvstore, or its disk, may be silent.
+    ``on_fetched(ticket, payloads, state)`` is called on the IO thread once per `fetch`, and
+    ``on_stores_answered`` when there is room for more, with everything passed to `store` that was
+    not stored. ``wake`` makes the IO thread call `tick` soon, which it does at least twice per
+    second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StoreClient:
         self._unresponsive = False
         self._probed_at: float | None = None
         self._next_probe_at = 0.0
-        self._finds_last = False  # the kvstore answers `wire.FindLast`
+        self._finds_last = False  # whether the kvstore supports `wire.FindLast`
         self._questions = Questions(lambda message: self._finds_last and self._send(message))
         self._requested: dict[int, BlockFetch] = {}
         self._reading: set[BlockFetch] = set()
@@ -85,11 +85,11 @@ class StoreClient:
         self.socket = context.socket(zmq.DEALER)
         self.sockets = (self.socket,)
         self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
+        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a missing kvstore
         self.socket.set(zmq.IPV6, int("[" in endpoint))
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
+        self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a vanished machine closes no connection
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
         if keys is not None:
@@ -104,16 +104,17 @@ class StoreClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the kvstore is there and answers. If not, no block is worth exporting."""
+        """Whether the kvstore is connected and responds. If not, no block is worth exporting."""
         return self._session == "ready" and not self._unresponsive
 
     def fetch(
         self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
     ) -> None:
-        """Fetch the longest run of verified blocks from the first hash on, and with ``states`` the
-        last state that they reach; then only the blocks up to a state.
+        """Fetch the longest run of verified blocks starting at the first hash and, with ``states``,
+        the last state that they reach; in that case only the blocks up to a state.
 
-        ``on_fetched`` gets their payloads; there are none if the kvstore is of no help."""
+        ``on_fetched`` gets their payloads; there are none if the kvstore is unavailable.
+        """
         if states is not None:
             search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
             self._post(search.start)
@@ -127,10 +128,11 @@ class StoreClient:
     def store(
         self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
     ) -> bool:
-        """Send a block or a state to the kvstore, if it is there and the bounds leave room.
+        """Send a block or a state to the kvstore, if it is connected and the limits leave room.
 
-        Return False if it has to be offered again; True is no promise. The buffers are read on
-        the pool, so they must not change."""
+        Return False if it must be offered again; True is not a guarantee. The buffers are read on
+        the pool, so they must not change.
+        """
         if not self.is_ready:
             self._counters.add(drops=1)
             return False
@@ -138,7 +140,7 @@ class StoreClient:
         return self._puts.store(hash, kind, payload, is_state=is_state)
 
     def room(self) -> StoreRoom:
-        """Return what `store` would take now."""
+        """Return what `store` would accept now."""
         return self._puts.room(time.monotonic()) if self.is_ready else StoreRoom(0, 0)
 
     @property
@@ -146,18 +148,18 @@ class StoreClient:
         return self._puts.num_under_way
 
     def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
-        """Tell the kvstore that blocks, a chain from its first on, and states are in use."""
+        """Tell the kvstore that blocks (a chain from its start) and states are in use."""
         for kind, hashes in ((self._blocks, blocks), (self._states, states)):
             if hashes:
                 self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
 
     def clear(self) -> None:
-        """Have all blocks and states of this engine's kind removed."""
+        """Remove all blocks and states of this engine's kind."""
         for namespace in {self._blocks.namespace, self._states.namespace}:
             self._post_if_ready(wire.Clear(namespace=namespace))
 
     def tick(self, now: float) -> None:
-        """Run posted actions, time-outs and probes. ``now`` is time.monotonic()."""
+        """Run posted actions, timeouts and probes. ``now`` is time.monotonic()."""
         self._poll_connection()
         with suppress(Empty):
             while True:
@@ -184,7 +186,7 @@ class StoreClient:
             try:
                 message, payload = wire.decode(frames, wire.FromStore)
             except wire.WireError as error:
-                self._warnings.warning("dropped a message of the kvstore: %s", error)
+                self._warnings.warning("dropped an invalid message of the kvstore: %s", error)
                 continue
             match message:
                 case wire.Nonce(path=path, finds_last=finds_last):
@@ -226,7 +228,7 @@ class StoreClient:
 
     def _on_disconnected(self) -> None:
         if self._session == "ready":
-            logger.info("the kvstore is gone; its blocks are misses until it is back")
+            logger.info("lost the kvstore; its blocks are misses until it is back")
         self._session = "away"
         self._unresponsive = False
         self._probed_at = None
@@ -246,8 +248,10 @@ class StoreClient:
     def _on_nonce_read(self, nonce: str) -> None:
         if self._session in ("locating", "ready") and self._send(wire.Located(nonce=nonce)):
             if self._session != "ready":
-                how = "its files are read directly" if nonce else "its blocks come over the wire"
-                logger.info("the kvstore is there; %s", how)
+                how = (
+                    "reading its files directly" if nonce else "receiving its blocks over the wire"
+                )
+                logger.info("connected to the kvstore, %s", how)
             self._session = "ready"
             self._questions.send_waiting()
             waiting, self._waiting = self._waiting, []
@@ -258,7 +262,7 @@ class StoreClient:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
             if not self._unresponsive:
                 self._warnings.warning(
-                    "the kvstore does not answer; its blocks are misses until it does"
+                    "the kvstore does not respond; its blocks are misses until it does"
                 )
             self._unresponsive = True
         if self._session != "away" and self._probed_at is None and now >= self._next_probe_at:
@@ -269,7 +273,7 @@ class StoreClient:
     def _send(self, message: wire.Message, *payload: bytes) -> bool:
         try:
             self.socket.send_multipart(wire.encode(message, *payload), zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # EAGAIN: the kvstore is away, or takes nothing more
+        except zmq.ZMQError:  # EAGAIN: the kvstore is gone or accepts nothing more
             return False
         return True
 
@@ -286,7 +290,7 @@ class StoreClient:
     # -- fetches, on the IO thread ---------------------------------------------
 
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
-        """Ask how many of ``hashes`` are there without a gap. None: the kvstore is of no help."""
+        """Ask how many of ``hashes`` are stored without a gap. None: the kvstore is unavailable."""
         namespace = self._blocks.namespace
         self._ask(
             lambda ticket: wire.Has(ticket=ticket, namespace=namespace, hashes=list(hashes)),
@@ -294,7 +298,7 @@ class StoreClient:
         )
 
     def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
-        """Ask for the position of the last of ``hashes`` whose state is there, None if none is."""
+        """Ask for the position of the last of ``hashes`` whose state is stored, None if none is."""
         namespace = self._states.namespace
         self._ask(
             lambda ticket: wire.FindLast(ticket=ticket, namespace=namespace, hashes=list(hashes)),
@@ -322,7 +326,7 @@ class StoreClient:
         self._questions.ask(make, on_done, deadline=deadline, now=not connecting)
 
     def _request(self, fetch: BlockFetch) -> None:
-        """Ask for all blocks that ``fetch`` still lacks."""
+        """Request all blocks that ``fetch`` still lacks."""
         rest = list(fetch.hashes[len(fetch.payloads) :])
         if not rest or self._unresponsive or self._session == "away":
             self._finish(fetch)
@@ -342,7 +346,7 @@ class StoreClient:
     def _on_get_reply(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
         fetch = self._requested.pop(message.ticket, None)
         if fetch is None:
-            return  # given up
+            return  # abandoned
         sources: Sequence[str | bytes] = frames if message.paths is None else message.paths
         sources = sources[: len(fetch.hashes) - len(fetch.payloads)]
         if not sources:
@@ -362,7 +366,7 @@ class StoreClient:
             try:
                 payload = block_fetch.read_block(reply.sources[index], hash, kind)
             except WrongLayout as error:
-                self._warnings.warning("a block of another engine is not used: %s", error)
+                self._warnings.warning("ignored a block of another engine: %s", error)
             except (OSError, BlockFileError) as error:
                 self._warnings.warning("a bad block: %s", error)
                 self._post_if_ready(wire.Corrupt(namespace=kind.namespace, hash=hash))
@@ -372,7 +376,7 @@ class StoreClient:
             self._post(lambda: self._on_reply_read(reply))
 
     def _on_reply_read(self, reply: FetchReply) -> None:
-        """Finish the fetch, or ask for the rest of its blocks."""
+        """Finish the fetch, or request the rest of its blocks."""
         fetch = reply.fetch
         self._reading.discard(fetch)
         if fetch.is_done:

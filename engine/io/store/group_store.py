@@ -1,8 +1,8 @@
-"""The kvstore as rank 0 of several sees it: what counts is what every rank has.
+"""The kvstore from the view of rank 0 of several: a block counts only if every rank has it.
 
-Each rank has a client of its own and files of its own. Rank 0 asks all of them the same, and takes
-the smallest answer; so a rank that fails to read a block makes it a miss for all. What the others
-fetch they keep until a plan inserts it, by name, or says that rank 0 has dropped it.
+Each rank has its own client and files. Rank 0 asks all of them the same, and takes the smallest
+answer; if a rank fails to read a block, it is a miss for all. The other ranks keep what they fetch
+until a plan inserts it, by name, or says that rank 0 has dropped it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from engine.plan import FoundState, StateSearch, StoreRoom
 from shared.network.curve import KeyPair
 
 CONNECTING_S = 5.0
-"""How long the first fetches wait for what other ranks have. Those of a group that is started again
-come at once, and a rank may be ready a second after rank 0."""
+"""How long the first fetches wait for the other ranks. The first requests after a restart of the
+group come immediately, and a rank may be ready a second after rank 0."""
 
 
 class EngineStore(Protocol):
-    """What an engine uses of the kvstore. `StoreClient` describes the methods."""
+    """The part of the kvstore client that an engine uses. `StoreClient` describes the methods."""
 
     @property
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """Those that the IO thread waits for."""
+        """Sockets for which the IO thread waits."""
 
     @property
     def stats(self) -> StoreClientStats: ...
@@ -87,7 +87,7 @@ class GroupStore:
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_stored = 0
         self._connecting_until: float | None = time.monotonic() + CONNECTING_S
-        """None once all ranks have been connected to the kvstore, or had the time to."""
+        """None once all ranks have connected to the kvstore, or had the time to."""
         self._early: list[Callable[[], object]] = []
 
     @property
@@ -103,7 +103,7 @@ class GroupStore:
 
     @property
     def num_stores_under_way(self) -> int:
-        """Of all ranks, with those that a rank has yet to export."""
+        """Totals of all ranks, including what a rank has yet to export."""
         others = sum(
             state.under_way + max(0, self._num_stored - state.stored)
             for state in list(self._states.values())
@@ -131,7 +131,7 @@ class GroupStore:
     def store(
         self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
     ) -> bool:
-        """Send this rank's part. The others send theirs, since the plan has named it."""
+        """Send this rank's part. The other ranks send theirs because the plan has named it."""
         self._num_stored += 1
         return self._own.store(hash, payload, is_state)
 
@@ -184,7 +184,7 @@ class GroupStore:
         self._own.count_blocks(hashes, lambda found: self._add_answer(ticket, found))
 
     def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
-        """The last one that all ranks have: each answer narrows the search of the others."""
+        """The last one that all ranks have: each answer narrows the search of the next rank."""
 
         def answered(answers: list[int | None]) -> None:
             last = _least(answers) if None not in answers else None
@@ -239,7 +239,7 @@ class GroupStore:
             question.on_done(question.answers)
 
     def _tell_all(self, message: ToRank) -> None:
-        """A rank that is gone never answers: the group ends then, and this process."""
+        """A rank that is gone never answers: the group, and with it this process, then ends."""
         content = rank_messages.encode(message)
         for name in self._names:
             with suppress(zmq.ZMQError):
@@ -270,7 +270,7 @@ def open_channel(
     """Return rank 0's socket for `GroupStore`, bound to ``address``. ``keys`` are for tcp."""
     channel = context.socket(zmq.ROUTER)
     channel.set(zmq.LINGER, 0)
-    channel.set(zmq.SNDHWM, 0)  # what is under way is bounded by the fetches
+    channel.set(zmq.SNDHWM, 0)  # the fetches limit what is in flight
     channel.set(zmq.RCVHWM, 0)
     if keys is not None:
         keys.guard(channel)

@@ -1,4 +1,4 @@
-"""Questions to the kvstore that have one number as their answer."""
+"""Questions to the kvstore whose answer is one number."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Question = wire.Has | wire.FindLast
 
 
 class Questions:
-    """Open questions by their tickets. Used on the IO thread only.
+    """Open questions by ticket. Used on the IO thread only.
 
-    ``send`` sends a question or returns False. Those that come before the kvstore can be asked
-    wait for `send_waiting`. Each is answered once, with None where the kvstore is of no help.
+    ``send`` sends a question or returns False. Questions asked before the kvstore is ready wait for
+    `send_waiting`. Each is answered once, with None if the kvstore is unavailable.
     """
 
     def __init__(self, send: Callable[[wire.Message], bool]) -> None:
@@ -31,7 +31,8 @@ class Questions:
         deadline: float,
         now: bool,
     ) -> None:
-        """Ask what ``make`` returns for a ticket, at once or with the next `send_waiting`."""
+        """Ask the question that ``make`` returns for a ticket, immediately or with the next
+        `send_waiting`."""
         ticket = next(self._tickets)
         self._open[ticket] = _Open(make(ticket), on_done, deadline)
         if now:
@@ -48,7 +49,8 @@ class Questions:
             question.on_done(found)
 
     def expire(self, now: float) -> bool:
-        """Answer the questions that are too old. Return whether the kvstore was asked one."""
+        """Answer the questions that have timed out. Return whether one of them was sent to the
+        kvstore."""
         unanswered = False
         for ticket, question in list(self._open.items()):
             if now >= question.deadline:

@@ -1,7 +1,7 @@
 """Messages between rank 0 and the other ranks about blocks and states in the kvstore.
 
-Each rank has files of its own. Rank 0 asks the others for what it asks its own client for, and
-counts what all of them have.
+Each rank has its own files. Rank 0 asks the others what it asks its own client, and counts what all
+of them have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engine.parallel.plans import StoredName
 
 
 class RankMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Base of these messages; array_like keeps them small."""
+    """Base class of these messages; array_like keeps them small."""
 
 
 class CountBlocks(RankMessage, frozen=True, tag=1):
@@ -30,7 +30,7 @@ class FindState(RankMessage, frozen=True, tag=2):
 
 
 class FetchFiles(RankMessage, frozen=True, tag=3):
-    """Fetch a run of blocks, or one state, and keep it until plans say that it is released."""
+    """Fetch a run of blocks, or one state, and keep it until plans release it."""
 
     ticket: int
     hashes: list[bytes]
@@ -38,7 +38,7 @@ class FetchFiles(RankMessage, frozen=True, tag=3):
 
 
 class KeepFetched(RankMessage, frozen=True, tag=4):
-    """Keep the first ``count`` files of a fetch: not every rank has more."""
+    """Keep the first ``count`` files of a fetch, because some rank has no more."""
 
     ticket: int
     count: int
@@ -56,11 +56,11 @@ class ClearFiles(RankMessage, frozen=True, tag=6):
 class Answer(RankMessage, frozen=True, tag=7):
     ticket: int
     value: int | None
-    """A count or a position. None: there is none, or the kvstore is of no help."""
+    """A count or a position. None: there is none, or the kvstore is unavailable."""
 
 
 class StoreState(RankMessage, frozen=True, tag=8):
-    """What is new of a rank's way to the kvstore. It is sent after every change."""
+    """Changes in a rank's stores, sent after every change."""
 
     is_ready: bool
     files: int  # and bytes that it would take now

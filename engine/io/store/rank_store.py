@@ -1,7 +1,7 @@
-"""The kvstore as a rank other than 0 sees it: its own files, and the questions of rank 0.
+"""The kvstore from the view of a rank other than 0: its own files, and the questions of rank 0.
 
-A thread owns the sockets. What is fetched is kept, with a count, since two fetches may want the
-same block: the plan that inserts it comes later, and so does its release.
+A thread owns the sockets. Fetched blocks are kept with a reference count, because two fetches may
+want the same block: the plan that inserts it comes later, and so does its release.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RankStore(threading.Thread):
     def __init__(
         self, channel: zmq.Socket[bytes], connect: Callable[[RankStore], StoreClient]
     ) -> None:
-        """``channel`` is connected to rank 0's `GroupStore`. ``connect`` makes the client of the
-        kvstore, which calls `wake` and `not_stored`."""
+        """``channel`` is connected to rank 0's `GroupStore`. ``connect`` creates the kvstore
+        client, which calls `wake` and `not_stored`."""
         super().__init__(name="store", daemon=True)
         self._channel = channel
         self._receiver, self._waker = socket.socketpair()
@@ -84,10 +84,10 @@ class RankStore(threading.Thread):
         try:
             self._waker.send(b"w")
         except BlockingIOError:
-            pass  # enough wake-ups are on the way
+            pass  # enough wake-ups are pending
 
     def stop(self) -> None:
-        """End the thread. An engine does not: it ends its process."""
+        """Stop the thread. An engine does not call this: it exits instead."""
         self._stopping = True
         self.wake()
         self.join()

@@ -1,4 +1,4 @@
-"""Fetching a prefix of a model with recurrent state: blocks, and the state that they end with."""
+"""Fetching a prefix of a model with recurrent state: blocks, and the state at their end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from engine.plan import FoundState, StateSearch
 
 
 class PrefixSource(Protocol):
-    """What is asked of `StoreClient`. Every answer comes once, on the IO thread."""
+    """The operations of `StoreClient` that this needs. Every answer comes once, on the
+    IO thread."""
 
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
         """Ask how many of ``hashes`` are there without a gap."""
@@ -28,9 +29,9 @@ class PrefixSource(Protocol):
 class StatePrefixFetch:
     """One fetch of blocks and of the last state that they reach.
 
-    Blocks behind that state would be read in vain. So the kvstore is asked first how many blocks
-    there are, then for the last state among them; then the state is read, and the blocks before
-    it. A state that is bad or gone makes way for the one before it.
+    Blocks after that state would be read for nothing. The kvstore is therefore asked first how many
+    blocks there are, then for the last state among them; then the state is read, and the blocks
+    before it. If a state is bad or gone, the one before it is used.
     """
 
     def __init__(

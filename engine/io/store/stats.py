@@ -1,4 +1,4 @@
-"""What the client of the kvstore counts."""
+"""Counters of the kvstore client."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class StoreClientStats:
 
     reads: int = 0
     writes: int = 0
-    drops: int = 0  # those that were not stored, whether this client or the kvstore dropped them
+    drops: int = 0  # not stored, whether dropped by this client or by the kvstore
     corrupt: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     store: wire.StoreStats | None = None
-    """The last figures of the kvstore itself, None while it is away."""
+    """The last figures of the kvstore itself, None while it is unavailable."""
 
 
 class StoreCounters:
-    """The figures, which may be read and changed from any thread."""
+    """Thread-safe access to the figures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -140,4 +140,4 @@ def test_a_machine_that_slept_is_forgiven(tiny_model: Callable[..., Path]) -> No
         answer.result(PATIENCE_S)
         assert set(server.pids()) == set(pids), "none was killed"
         assert server.metric("mlx_lm_server_resumed_requests_total") == 0
-        assert any("stood still" in line for line in server.log)
+        assert any("was suspended" in line for line in server.log)

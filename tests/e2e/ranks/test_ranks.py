@@ -161,7 +161,12 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
 @pytest.mark.parametrize(
     ("kind", "flags", "line", "code"),
     [
-        ("llama", ("--num-local-ranks", "3"), "4 attention heads do not divide by 3", EXIT_CONFIG),
+        (
+            "llama",
+            ("--num-local-ranks", "3"),
+            "4 attention heads are not divisible by 3",
+            EXIT_CONFIG,
+        ),
         (
             "llama",
             (*RANKS[2:], "--spec-decode", "draft", "--draft-model-path", "demo"),

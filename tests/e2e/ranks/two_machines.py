@@ -170,7 +170,7 @@ def refuse_a_wrong_key(site: Site) -> str:
     machine = Machine(site.second.home.with_name("stranger"), SECOND)
     stranger = site.make_keys(machine)
     engine = site.join(machine)
-    engine.wait_for("refuses this engine: the key .* is not on its list")
+    engine.wait_for("refuses this engine: the key .* is not on its allow list")
     site.wait_until(lambda: site.refused("key") >= 1)
     assert site.ready() == [NEAR, FAR]
     site.wait_until(lambda: any(stranger in line for line in site.server.log))

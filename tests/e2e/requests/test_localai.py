@@ -233,7 +233,7 @@ def test_models_have_servers_of_their_own_whose_engines_may_die(
         refused = backend.call("LoadModel", ModelOptions(Model="m", Options=["kv_bits:5"]))
         assert not refused.success and "--kv-bits" in refused.message
         missing = backend.call("LoadModel", ModelOptions(Model=str(tmp_path / "none")))
-        assert not missing.success and "no such directory" in missing.message
+        assert not missing.success and "not a directory" in missing.message
         loaded = backend.call("LoadModel", model)
         assert loaded.success, loaded.message
         assert backend.call("Status").state == 2

@@ -53,7 +53,7 @@ def test_a_refused_engine_asks_again_and_says_why_once(
                 follow(link, lambda: link.asks_again)
                 link.tick(time.monotonic() + 60)
         assert asked == 1
-        assert f"the key {own.public} of this engine is not on its list" in caplog.text
+        assert f"the key {own.public} of this engine is not on its allow list" in caplog.text
         write_allow_list(tmp_path / ALLOW_LIST, [AllowedKey(own.public, "late")])
         follow(link, lambda: link.asks_again or link.is_connected)
         link.tick(time.monotonic() + 60)
@@ -79,7 +79,7 @@ def test_an_engine_without_keys_says_what_is_missing(
     gatekeeper.start()
     link = RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), None)
     try:
-        follow(link, lambda: "it wants CURVE: give --curve-dir" in caplog.text)
+        follow(link, lambda: "it requires CURVE: set --curve-dir" in caplog.text)
     finally:
         link.close()
         gatekeeper.close()

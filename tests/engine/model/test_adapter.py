@@ -61,7 +61,7 @@ def test_the_error_of_an_incomplete_adapter_names_the_missing_file(
     tiny_model: TinyModel, adapter: Path, missing: str
 ) -> None:
     (adapter / missing).unlink()
-    with pytest.raises(AdapterUnusable, match=f"is not an adapter: it has no {missing}"):
+    with pytest.raises(AdapterUnusable, match=f"is not an adapter: {missing} is missing"):
         load(tiny_model("llama"), adapter_path=adapter)
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_that_does_not_fit_is_one_clear_line(
     tiny_model: TinyModel, adapter: Path, spoil: Callable[[Path], None]
 ) -> None:
     spoil(adapter)
-    with pytest.raises(AdapterUnusable, match=f"the adapter in {adapter} cannot be used: ") as seen:
+    with pytest.raises(AdapterUnusable, match=f"cannot use the adapter in {adapter}: ") as seen:
         load(tiny_model("llama"), adapter_path=adapter)
     assert "\n" not in str(seen.value)
 
@@ -134,5 +134,5 @@ def test_an_engine_with_a_bad_adapter_ends_with_a_config_error(
     command += [f"--adapter-path={tmp_path}", f"--engine-socket=ipc://{tmp_path}/e"]
     ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
     assert ended.returncode == EXIT_CONFIG
-    assert "is not an adapter: it has no adapter_config.json" in ended.stderr
+    assert "is not an adapter: adapter_config.json is missing" in ended.stderr
     assert "Traceback" not in ended.stderr

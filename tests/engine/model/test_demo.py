@@ -104,7 +104,9 @@ def test_without_a_network_the_error_is_one_line_that_helps(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ModelUnavailable, match=r"could not be downloaded.*pass the path") as caught:
+    with pytest.raises(
+        ModelUnavailable, match=r"cannot download the demo model.*pass the path"
+    ) as caught:
         demo_model_path()
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -116,5 +118,5 @@ def test_a_cache_that_cannot_be_written_is_reported_in_one_line(
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
-    with pytest.raises(ModelUnavailable, match="cannot be put in"):
+    with pytest.raises(ModelUnavailable, match="cannot store the demo model in"):
         demo_model_path()

@@ -48,20 +48,20 @@ def model(folder: Path, **config: Any) -> Path:
     ("changes", "ranks", "reason"),
     [
         ({}, 3, None),
-        ({}, 2, "9 attention heads do not divide by 2"),
-        ({"num_attention_heads": 12}, 4, "3 KV heads do not divide by 4"),
+        ({}, 2, "9 attention heads are not divisible by 2"),
+        ({"num_attention_heads": 12}, 4, "3 KV heads are not divisible by 4"),
         ({"num_attention_heads": 12, "kv_lora_rank": 64}, 4, None),
-        ({"intermediate_size": 1540}, 3, "1540 columns of its MLP do not divide by 3"),
+        ({"intermediate_size": 1540}, 3, "1540 columns of its MLP are not divisible by 3"),
         ({"quantization": {"group_size": 32, "bits": 4}}, 3, None),
         (
             {"quantization": {"group_size": 128, "bits": 4}},
             9,
-            "3 KV heads do not divide by 9",
+            "3 KV heads are not divisible by 9",
         ),
         (
             {"quantization": {"group_size": 64, "bits": 4}, "intermediate_size": 1600},
             3,
-            "1600 columns of its MLP do not divide by 3 in groups of 64",
+            "1600 columns of its MLP are not divisible by 3 in groups of 64",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_killed_rank_ends_the_group() -> None:
 
 def test_a_stopped_rank_ends_the_group() -> None:
     reason, code = WatchedGroup([], [], "stop", silence_s=1.0).failure()
-    assert "gave no sign of life" in reason and code == EXIT_FAILED
+    assert "sent no heartbeat" in reason and code == EXIT_FAILED
 
 
 def test_a_group_that_ends_as_planned_leaves_no_rank() -> None:
@@ -71,12 +71,12 @@ def test_a_group_that_ends_as_planned_leaves_no_rank() -> None:
 
 def test_a_rank_that_computed_other_tokens_ends_the_group() -> None:
     group = WatchedGroup([("first", [1]), ("second", [2])], [("first", [1]), ("second", [7])])
-    assert group.failure() == ("rank 1 computed something else up to plan 2", EXIT_FAILED)
+    assert group.failure() == ("rank 1 computed something different up to plan 2", EXIT_FAILED)
 
 
 def test_a_rank_that_ran_another_plan_ends_the_group() -> None:
     group = WatchedGroup([("first", [1])], [("another", [1])])
-    assert group.failure() == ("rank 1 computed something else up to plan 1", EXIT_FAILED)
+    assert group.failure() == ("rank 1 computed something different up to plan 1", EXIT_FAILED)
 
 
 def test_a_rank_that_does_not_finish_a_plan_ends_the_group() -> None:

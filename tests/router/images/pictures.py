@@ -112,7 +112,7 @@ def bad_pictures() -> Iterator[tuple[str, str]]:
         ("data:image/png,hello", "base64"),
         ("data:image/png;base64,!!!!", "base64"),
         ("data:image/png;base64,äöü", "base64"),
-        (f"data:text/plain;base64,{good}", "no image"),
+        (f"data:text/plain;base64,{good}", "not an image type"),
         (f"data:application/pdf;base64,{good}", "PDF"),
         ("data:" + "x" * 1000, "base64"),
         (good, "URL"),

@@ -1,1 +1,1 @@
-"""Finds the way of batching that gives mlx-lm's logits, by running both."""
+"""Finds the kind of batching that gives mlx-lm's logits, by running both."""

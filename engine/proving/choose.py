@@ -1,4 +1,4 @@
-"""Chooses a model's executor: the fastest one that is proven right for it."""
+"""Chooses a model's executor: the fastest one that is proven correct for it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 FALLBACK_BATCHES = (DenseBatch, GroupedDenseBatch, RowBatch)
 
 ONE_ROW_MODEL_TYPES = {
-    "minimax_m3_vl": "its sparse attention takes all rows to be as long as the longest",
+    "minimax_m3_vl": "its sparse attention assumes that all rows are as long as the longest",
 }
-"""Model types that give wrong logits in batches, and why; a few dozen tokens do not show it."""
+"""Model types with wrong logits in batches, and the reason; a few dozen tokens do not reveal it."""
 
 
 class ChosenExecutor(NamedTuple):
-    """The executor of a model, and the limits that the choice has."""
+    """The executor of a model, and its limitations."""
 
     executor: Executor
     reason: str = ""
-    """Why a faster way of computing, or the reuse of prefixes, was ruled out; else empty."""
+    """Why a faster method, or prefix reuse, was ruled out; else empty."""
     unquantized: str = ""
-    """Where and why keys and values are not quantized although they should be; else empty."""
+    """Which keys and values are not quantized despite the setting, and why; else empty."""
 
 
 def choose_executor(
@@ -53,22 +53,22 @@ def choose_executor(
     longest_pass: int | None = None,
     record: Record | None = None,
 ) -> ChosenExecutor:
-    """Try the ways of batching from the fastest to the slowest, and return the first right one.
+    """Try the kinds of batching from fastest to slowest, and return the first correct one.
 
-    With ``longest_pass``, the most tokens of a sequence in one pass, slots keep of layers with a
-    window only that, where the way of batching can.
-    The last resort is always right: mlx-lm's own caches, one sequence at a time.
-    What ``record`` remembers is not proven again; a proof that passes is remembered there.
+    With ``longest_pass``, the max tokens of a sequence in one pass, slots keep only the window of
+    layers with a window, if the kind of batching supports it. The last resort is always correct:
+    mlx-lm's own caches, one sequence at a time. What ``record`` remembers is not proven again; a
+    successful proof is added to it.
     """
     if record is not None and (found := _remembered(model, block_size, record)) is not None:
         return found
-    logger.info("proving that batches give mlx-lm's answers, which takes longer than loading")
+    logger.info("checking that batches give mlx-lm's answers, which takes longer than loading")
     began = time.monotonic()
     found = _proven(model, vocab_size, block_size, precision, longest_pass)
     if record is not None and isinstance(found.executor, BatchedExecutor):
         executor = found.executor
         record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
-    logger.info("the proof took %.1f s", time.monotonic() - began)
+    logger.info("the check took %.1f s", time.monotonic() - began)
     return found
 
 
@@ -107,8 +107,8 @@ def _proven(
 def _proven_with_8_bits(
     model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
 ) -> ChosenExecutor:
-    """Choose with activations in fp32 and the same codes, where the proof is a close one. Then show
-    that activations in 8 bits differ by no more than their rounding does."""
+    """Choose with activations in fp32 and the same codes, where the proof can be strict. Then show
+    that activations in 8 bits differ only by their rounding."""
     with device.exact_products(model):
         found = _proven(model, vocab_size, block_size, precision, longest_pass)
         if isinstance(executor := found.executor, BatchedExecutor):
@@ -120,7 +120,7 @@ def _proven_with_8_bits(
     batch_class = _named(model, layout, executor.batch_class.__name__)
     try:
         if batch_class is None:
-            raise NotBatchable("with activations in 8 bits it is computed in another way")
+            raise NotBatchable("with activations in 8 bits it is computed differently")
         prove(model, layout, batch_class, given, rounding_of_activations(given, exact))
     except NotBatchable as reason:
         return _one_at_a_time(model, precision, str(reason))
@@ -133,15 +133,15 @@ def _one_at_a_time(model: Any, precision: Precision, reason: str) -> ChosenExecu
 
 
 def _remembered(model: Any, block_size: int, record: Record) -> ChosenExecutor | None:
-    """Return the executor that ``record`` names; None if the model has another one now."""
+    """Return the executor that ``record`` names; None if the model now has another one."""
     if (proven := record.read()) is None:
         return None
     layout = proven.layout
     batch_class = _named(model, layout, proven.batch)
-    # Layers outside of MLX note here what else the model's code reads of their weights.
+    # Layers outside MLX record here which of their weights the model's code also reads.
     if batch_class is None or (batch_class.runs_model and not layout.is_of(probe_layout(model))):
         return None
-    logger.info("%s was proven right at an earlier start", proven.batch)
+    logger.info("%s was proven correct at an earlier start", proven.batch)
     executor = BatchedExecutor(model, layout, block_size, batch_class)
     return ChosenExecutor(executor, proven.reason, proven.unquantized)
 
@@ -155,7 +155,7 @@ def _named(model: Any, layout: Layout, name: str) -> type[RaggedBatch] | None:
 def _quantized(
     model: Any, layout: Layout, batch: type[RaggedBatch], vocab_size: int, precision: Precision
 ) -> tuple[Layout, str]:
-    """Return ``layout`` with ``precision`` as far as that is proven, and what stays unquantized."""
+    """Return ``layout`` with ``precision`` as far as proven, and what stays unquantized."""
     dequantized = device.slots_dequantized(layout)
     quantized = layout.with_precision(precision, dequantized=dequantized)
     if quantized.kv_bits < 16:
@@ -167,7 +167,7 @@ def _quantized(
 
 
 def _unquantized(layout: Layout) -> str:
-    """Say which layers are not quantized, and why."""
+    """Return which layers are not quantized, and why."""
     if layout.precision.bits == 16 or not layout.unquantized_layers:
         return ""
     layers = [layout.layers[number] for number in layout.unquantized_layers]

@@ -1,4 +1,4 @@
-"""The logits that mlx-lm's own caches give for a sequence, and the distance of others from them."""
+"""The logits of mlx-lm's own caches for a sequence, and the distance of other logits from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KV_CACHES = (stock.KVCache, stock.ChunkedKVCache, stock.RotatingKVCache)
 
 @dataclass(frozen=True)
 class Reference:
-    """A made-up sequence, and the logits that mlx-lm gives for it."""
+    """A random sequence, and mlx-lm's logits for it."""
 
     prompt: tuple[int, ...]  # at least one token
     continuation: tuple[int, ...]  # the tokens that follow the prompt
@@ -47,7 +47,8 @@ class Reference:
         return min(logits_distance(logits, way[step]) for way in self.expected)
 
     def largest_step(self, dtype: mx.Dtype) -> float:
-        """Return the step of ``dtype`` at the largest of the expected logits, in their spread."""
+        """Return the spacing of ``dtype`` at the largest of the expected logits, in
+        their spread."""
         logits = self.expected[0].astype(mx.float32)
         logits = mx.where(mx.isfinite(logits), logits, 0)
         spread = mx.maximum(mx.std(logits, axis=-1), 1e-6)
@@ -58,7 +59,7 @@ class Reference:
 def logits_distance(ours: mx.array, theirs: mx.array) -> float:
     """Return the largest difference of two rows of logits, in standard deviations of ``theirs``.
 
-    It is infinite unless both are infinite at the same tokens: some models forbid tokens so.
+    It is infinite unless both are infinite at the same tokens: some models forbid tokens that way.
     """
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
     finite = mx.isfinite(theirs)
@@ -80,8 +81,8 @@ def make_reference(
 ) -> Reference:
     """Return a random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
 
-    ``num_ways`` of computing the prompt are expected: in one pass, and with 2 also token by
-    token; with 0 none.
+    ``num_ways`` is how many ways of computing the prompt are expected: 1: in one pass, 2: also
+    token by token, 0: none.
     """
     rng = random.Random(seed)
     tokens = tuple(rng.randrange(vocab_size) for _ in range(length + steps - 1))
@@ -105,7 +106,7 @@ def rounding_noise(model: Any, references: Sequence[Reference], precision: Preci
 
 
 def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
-    """Return mlx-lm's caches for ``model``, which round before attention, as slots do."""
+    """Return mlx-lm's caches for ``model``, which round before attention, like slots."""
     caches: list[Any] = stock.make_prompt_cache(model)
     for cache in caches:
         for part in cache.caches if isinstance(cache, stock.CacheList) else (cache,):
@@ -125,9 +126,9 @@ def _fake_quantized(part: mx.array, scheme: Quantization | None) -> mx.array:
 def compute_logits(
     model: Any, cache: list[Any], tokens: tuple[int, ...], length: int, at_once: int
 ) -> mx.array:
-    """Return the logits (steps, vocab) after the last token of the prompt and each that follows.
+    """Return the logits (steps, vocab) after the last token of the prompt and each following token.
 
-    The prompt is the first ``length`` of ``tokens``; it goes into ``cache`` in pieces of
+    The prompt is the first ``length`` of ``tokens``; it is put into ``cache`` in pieces of
     ``at_once`` tokens.
     """
     for start in range(0, length - 1, at_once):

@@ -1,8 +1,8 @@
-"""The proof that a model may be batched, made before it serves anything.
+"""The proof that a model may be batched, before it serves anything.
 
-A model's code may treat keys, masks, state or offsets in a way that slots do not expect. Its
-answers would then be wrong without an error. So the loaded model itself is run on a few made-up
-sequences of uneven length, through mlx-lm's own caches and through the batched executor. Both
+A model's code may use keys, masks, state or offsets in a way that slots do not expect. Its answers
+would then be wrong without an error. The loaded model itself is therefore run on a few random
+sequences of different lengths, through mlx-lm's own caches and through the batched executor. Both
 must give the same logits.
 """
 
@@ -20,46 +20,47 @@ from engine.proving.oracle import Reference, make_reference, rounding_noise
 from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
 
 TOLERANCE = 2e-3
-"""Always allowed. Like all tolerances here, a part of the spread (standard deviation) of the
-logits at a position. In fp32 nothing else is allowed."""
+"""Always allowed. Like all tolerances here, a fraction of the spread (standard deviation) of the
+logits at a position. In fp32 nothing more is allowed."""
 
 NOISE_MULTIPLE = 4.0
 """How much farther a batch may be from mlx-lm in 16 bits than mlx-lm's own two ways of computing
 are from each other. A fixed tolerance was tried: a tenth of the spread. Two or three steps of
-bfloat16 are more than that in models with logits above 16, and less would pass wrong rows in
-float16. One step at the largest logit is always counted as noise, since both ways may happen to
-take the same kernels."""
+bfloat16 exceed that in models with logits above 16, and a smaller one would be needed to reject
+wrong rows in float16. One step at the largest logit always counts as noise, because both ways may
+happen to use the same kernels."""
 
 MOST_NOISE = {mx.float16: 0.5, mx.bfloat16: 1.0}
-"""The most that is ever allowed for noise: wrong rows are 1 to 6 away in most models. Where two
-ways of mlx-lm differ by more, that is not rounding."""
+"""Max noise ever allowed: wrong rows differ by 1 to 6 in most models. If mlx-lm's two ways differ
+by more, that is not rounding."""
 
 LONGEST_WINDOW = 40
-"""A proof does not go beyond longer windows, since that would take too long."""
+"""A proof does not exceed longer windows, because that would take too long."""
 
 STEPS = 2
 
 STRETCHES = 3
-"""In so many parts chunks are computed, with decodes in between."""
+"""Number of parts in which chunks are computed, with decodes in between."""
 
 QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
-"""By bits. Rounding in another order changes a code here and there, and codes of one layer change
-those of the next. So little is left to compare: that it runs, and that logits are similar.
-Everything else was proven without quantization, through the same code."""
+"""By bits. Rounding in another order changes some codes, and codes of one layer change those of the
+next. Little is left to compare: that it runs, and that logits are similar. Everything else is
+proven without quantization, through the same code."""
 
 ROUNDINGS, MOST_ROUNDING = 2.0, 1.0
-"""How much farther two ways of computing with activations in 8 bits may be from each other than
-one of them is from activations in fp32. A last bit that differs changes a code here and there, and
-that the codes that follow; in the end the codes of both are as if rounded apart. Each is then one
-rounding away from fp32, and two from the other. Never more than the second is allowed."""
+"""How much farther two ways of computing with activations in 8 bits may be from each other than one
+of them is from activations in fp32. A different last bit changes some codes, and these the
+following codes; in the end, both sets of codes are as different as if rounded independently. Each
+is then one rounding away from fp32, and two from the other. Never more than the second is allowed.
+"""
 
 
 class NotBatchable(Exception):
-    """Batched logits differ from mlx-lm's, or batching raised. The message says how."""
+    """Batched logits differ from mlx-lm's, or batching raised. The message gives the details."""
 
 
 def proof_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
-    """Return the sequences of a proof. The last one has no prefill, and a slot used before."""
+    """Return the sequences of a proof. The last one has no prefill, and reuses a slot."""
     windows = [layer.window for layer in layout.layers if layer.window]
     longest = min(min(windows, default=0), LONGEST_WINDOW) + 9
     return _references(model, layout, vocab_size, longest, 5, 12, 1)
@@ -78,8 +79,8 @@ def _references(model: Any, layout: Layout, vocab_size: int, *lengths: int) -> l
 
 
 def rounding_of_activations(given: Sequence[Reference], exact: Sequence[Reference]) -> float:
-    """Return what two ways of computing ``given`` with activations in 8 bits may differ by. The
-    same sequences with activations in fp32 are ``exact``."""
+    """Return the allowed difference of two ways of computing ``given`` with activations in 8 bits.
+    ``exact`` are the same sequences with activations in fp32."""
     found = [
         whole.difference(step, logits)
         for one, whole in zip(given, exact, strict=True)
@@ -97,7 +98,8 @@ def prove(
 ) -> None:
     """Raise `NotBatchable` unless ``model`` gives the expected logits of ``given`` in a batch.
 
-    A difference of up to ``rounding`` is allowed too."""
+    A difference of up to ``rounding`` is also allowed.
+    """
     executor = BatchedExecutor(model, layout, BLOCK_SIZE, batch)
     trial = Trial(executor, stretch=-(-executor.spec.layers // STRETCHES))
     try:

@@ -1,7 +1,7 @@
-"""Proofs that passed, remembered on disk: a restart on the same machine need not repeat them.
+"""Successful proofs, stored on disk so that a restart on the same machine need not repeat them.
 
-A record says which class of batches was proven, and for which layout. Its name is a digest of all
-that the proof depends on, so a record of anything else is not found.
+A record says which class of batches was proven, and for which layout. Its name is a digest of
+everything on which the proof depends, so records for anything else are not found.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from engine.cache.quantization import Precision
 logger = logging.getLogger(__name__)
 
 MOST_RECORDS = 256
-"""The oldest go when there are more. A record of 30 layers has 4 KB."""
+"""The oldest are deleted above this number. A record of 30 layers has 4 KB."""
 PACKAGES = ("mlx", "mlx-lm", "mlx-metal", "numpy", "onnx", "onnxruntime", "transformers")
 PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
-"""What Linux says of a processor and stays the same, on x86-64 and arm64."""
+"""The fields of Linux's description of a processor that stay the same, on x86-64 and arm64."""
 
 
 class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
-    """What a proof found."""
+    """The result of a proof."""
 
     batch: str  # the name of the class of batches
     layers: tuple[AttentionLayout, ...]
     states: tuple[StateLayout, ...]
-    tree: list[Any]  # `Layout.tree`: a layer's number, the numbers of states, or a list of these
+    tree: list[Any]  # `Layout.tree`: a layer's number, numbers of states, or a list of these
     precision: Precision
     dequantized: bool
     longest_pass: int | None
-    reason: str  # of `ChosenExecutor`, as the next
+    reason: str  # from `ChosenExecutor`, like the next
     unquantized: str
 
     @classmethod
@@ -80,20 +80,20 @@ class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(Protocol):
-    """Where a proof is remembered."""
+    """Where a proof is stored."""
 
     def read(self) -> ProvenBatches | None:
-        """Return what was remembered."""
+        """Return the stored proof."""
 
     def write(self, proven: ProvenBatches) -> None:
-        """Remember ``proven``."""
+        """Store ``proven``."""
 
 
 class AgreedRecord:
-    """What rank 0 remembers, for all ranks of a group: each proves the same, or nothing."""
+    """Rank 0's stored proof, for all ranks of a group: either all use it, or none."""
 
     def __init__(self, found: ProvenBatches | None, own: Record | None = None) -> None:
-        """``own`` is where rank 0 remembers a new proof."""
+        """``own`` is where rank 0 stores a new proof."""
         self._found, self._own = found, own
 
     def read(self) -> ProvenBatches | None:
@@ -112,29 +112,28 @@ class AgreedRecord:
 
 
 class ProofRecord:
-    """The file in ``folder`` for one model with its settings, as it is computed by this process."""
+    """The file in ``folder`` for one model with its settings, as this process computes it."""
 
     def __init__(self, folder: Path, *facts: object) -> None:
-        """``facts`` are what the proof depends on, beside this machine and the programs on it."""
+        """``facts`` are what the proof depends on, in addition to this machine and its programs."""
         whole = json.dumps([_machine(), _programs(), *facts], default=str, sort_keys=True)
         self._path = folder / f"{hashlib.sha256(whole.encode()).hexdigest()}.json"
 
     def beside(self, folder: str) -> Path:
-        """Return where something else is kept in ``folder``, beside that of proofs, that depends on
-        the same."""
+        """Return the path of another file in ``folder`` that depends on the same facts."""
         return self._path.parent.parent / folder / self._path.name
 
     def read(self) -> ProvenBatches | None:
-        """Return what was remembered; None without a record, or with a damaged one."""
+        """Return the stored proof; None if there is none or it is damaged."""
         try:
             digest, body = self._path.read_bytes().split(b"\n", 1)
             if digest.decode() != hashlib.sha256(body).hexdigest():
-                raise ValueError("its checksum is wrong")
+                raise ValueError("wrong checksum")
             return ProvenBatches.decode(body)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("the remembered proof in %s is ignored: %s", self._path, error)
+            logger.warning("ignored the stored proof in %s: %s", self._path, error)
             return None
 
     def forget(self) -> None:
@@ -142,7 +141,7 @@ class ProofRecord:
         _remove(self._path)
 
     def write(self, proven: ProvenBatches) -> None:
-        """Remember ``proven``. A folder that cannot be written only costs the next start time."""
+        """Store ``proven``. If the folder is not writable, only the next start takes longer."""
         body = proven.encode()
         scratch = self._path.with_suffix(f".{os.getpid()}")
         try:
@@ -151,7 +150,7 @@ class ProofRecord:
             scratch.replace(self._path)
             _forget_oldest(self._path.parent)
         except OSError as error:
-            logger.warning("the proof cannot be remembered: %s", error)
+            logger.warning("cannot store the proof: %s", error)
             _remove(scratch)
 
 
@@ -220,10 +219,10 @@ def _node(plain: Any) -> Node:
 
 
 def _of_json(wanted: type, value: Any) -> Any:
-    """Return the type of an array that MLX calls ``value``, such as mlx.core.float32."""
+    """Return the array type whose MLX name is ``value``, such as mlx.core.float32."""
     if wanted is not mx.Dtype:
         raise NotImplementedError(wanted)
     found = getattr(mx, str(value).rpartition(".")[2], None)
     if not isinstance(found, mx.Dtype):
-        raise ValueError(f"{value} is not a type of arrays")
+        raise ValueError(f"{value} is not an array type")
     return found

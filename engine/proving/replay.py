@@ -1,10 +1,10 @@
 """Runs mlx-lm over the keys and values of a slot, to check a quantized KV cache.
 
-Two ways of computing a key differ by rounding. If that gives neighbouring codes, logits differ
-by the effect of a whole step of the codes, or of another expert. A tolerance for that would hide
-a wrong row. So each stored row has to be a rounding of what mlx-lm computes when its caches hold
-the rows before it as the slot has them. And logits have to be those that mlx-lm gives over these
-very rows, as exactly as without quantization.
+Two ways of computing a key differ by rounding. If that gives adjacent codes, logits differ by the
+effect of a whole step of the codes, or of another expert. A tolerance for that would hide a wrong
+row. Each stored row must therefore be a rounding of what mlx-lm computes when its caches hold the
+preceding rows as in the slot. And logits must be those that mlx-lm computes over these exact rows,
+as accurately as without quantization.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.plan import Slot
 from engine.proving.oracle import Reference, compute_logits, logits_distance
 
 NOISE = 1e-4
-"""The allowed difference of two ways of computing keys or values, as a part of the largest."""
+"""Allowed difference of two ways of computing keys or values, relative to the largest."""
 HALF_STEP = 0.5 * (1 + 2.0**-9)
-"""The allowed distance of a value from its code, in steps. Another rounding of scales to fp16
-may make the steps that much larger."""
+"""Allowed distance of a value from its code, in steps. A different rounding of scales to fp16 may
+make the steps that much larger."""
 
 
 class RoundingMismatch(Exception):
-    """A stored row is not a rounding of what mlx-lm computes. The message says where."""
+    """A stored row is not a rounding of what mlx-lm computes. The message gives the position."""
 
 
 class Replay:
@@ -45,7 +45,7 @@ class Replay:
     def difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
         """Return the `logits_distance` of decode ``step`` of ``one`` in ``slot`` from mlx-lm's.
 
-        The nearer of the two ways of computing a prompt counts (`oracle.make_reference`).
+        The smaller distance of the two ways of computing a prompt counts (`oracle.make_reference`).
         Raises `RoundingMismatch`.
         """
         found: list[float] = []
@@ -77,9 +77,9 @@ class Replay:
 
 
 class _Run:
-    """mlx-lm computing one sequence, a few tokens at a time, over rows that a slot keeps.
+    """mlx-lm computing one sequence, a few tokens at a time, over the rows in a slot.
 
-    It goes on from step to step while the rows that it has seen stay the same, byte for byte.
+    It continues from step to step while the rows that it has seen stay the same, byte for byte.
     """
 
     def __init__(self, model: Any, layout: Layout) -> None:
@@ -110,7 +110,7 @@ class _Run:
         new, prompt = (tokens[self._length :], 1) if self.steps else (tokens, length)
         logits = compute_logits(self._model, self._caches, new, prompt, at_once)[-1]
         for update in self._updates:
-            update.stored = ()  # or the slabs' next writes would copy them
+            update.stored = ()  # otherwise the slabs' next writes would copy them
         self.steps += len(new) - prompt + 1
         self._seen, self._length = _bytes_of(stored), len(tokens)
         return logits
@@ -132,7 +132,7 @@ def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[An
 
 
 class _CheckedUpdate:
-    """Replaces ``update_and_fetch``: checks keys and values, and keeps those of the slot."""
+    """Replaces ``update_and_fetch``: checks keys and values, and uses those of the slot."""
 
     stored: Sequence[StoredKV] = ()
     """The slot's rows of all layers, keys and values in turn."""
@@ -151,8 +151,8 @@ class _CheckedUpdate:
         for name, ours, theirs, scheme in parts:
             if theirs.size and not _is_rounding_of(ours, theirs, scheme):
                 raise RoundingMismatch(
-                    f"layer {self._layer} keeps other {name} than mlx-lm computes, "
-                    f"among those from position {start} on"
+                    f"layer {self._layer} stores {name} that differ from mlx-lm's, starting at "
+                    f"position {start}"
                 )
         return self._stock(*(part.array for part in kept))
 
@@ -165,7 +165,7 @@ def _stretch(kept: StoredKV, start: int, end: int) -> StoredKV:
 def _is_rounding_of(kept: StoredKV, computed: mx.array, scheme: Quantization | None) -> bool:
     """Return whether ``kept`` is ``computed`` (..., dim), rounded by ``scheme``.
 
-    Values that are as near but belong to no code do not count.
+    Values that are close enough but belong to no code do not count.
     """
     ours, wide = kept.array.astype(mx.float32), computed.astype(mx.float32)
     allowed = NOISE * mx.max(mx.abs(wide))

@@ -1,4 +1,4 @@
-"""Drives an executor as a scheduler might, and compares all logits with mlx-lm's."""
+"""Drives an executor like a scheduler, and compares all logits with mlx-lm's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Input = tuple[Slot, Reference, int]
 
 
 class _Decoded(NamedTuple):
-    """A step that was dispatched, its decodes, and their logits."""
+    """A dispatched step, its decodes, and their logits."""
 
     inputs: tuple[_Input, ...]
     pending: PendingStep
@@ -43,20 +43,20 @@ class _Decoded(NamedTuple):
 
 
 class StepFailed(Exception):
-    """A chunk raised. The message is that of the exception."""
+    """A chunk raised an exception, whose message this has."""
 
 
 class Trial:
     """Runs references through an executor, in stages.
 
-    With a ``replay``, logits are compared with its logits and not with the expected ones.
+    With a ``replay``, logits are compared with its logits instead of the expected ones.
     """
 
     def __init__(
         self, executor: Executor, replay: Replay | None = None, stretch: int | None = None
     ) -> None:
-        """With ``stretch`` chunks are computed so many layers at a time, with decodes in between,
-        where the executor can do that."""
+        """With ``stretch``, chunks are computed that many layers at a time, with decodes in
+        between, if the executor supports it."""
         self._executor, self._spec = executor, executor.spec
         self._replay = replay
         self._stretch = stretch or self._spec.layers
@@ -68,7 +68,7 @@ class Trial:
         self.worst_stage = ""  # the stage of that distance
 
     def run_short(self, references: Sequence[Reference]) -> None:
-        """Show whether rows disturb each other. For an executor that batches."""
+        """Check whether rows disturb each other. For an executor that batches."""
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY),))
         self.join_and_leave(references, pace=1)
 
@@ -101,7 +101,7 @@ class Trial:
     def join_and_leave(self, references: Sequence[Reference], pace: int = 2) -> None:
         """Add a sequence every ``pace`` steps; each leaves when it is done.
 
-        There are three slots, so that later sequences get slots that were used before.
+        There are three slots, so that later sequences reuse slots.
         """
         self._stage = "joining and leaving"
         free = [Slot(0, row) for row in (3, 0, 2)]
@@ -182,7 +182,7 @@ class Trial:
             self.decode((Slot(1, 0), one, step), (Slot(0, 3), other, step))
 
     def look_ahead(self, references: Sequence[Reference]) -> None:
-        """Let a slab grow and shrink, and dispatch each decode before the one before is read."""
+        """Let a slab grow and shrink, and dispatch each decode before the previous one is read."""
         self._stage = "looking ahead"
         beside, *both = Slot(2, 2), (Slot(2, 0), references[4]), (Slot(2, 1), references[1])
         self.run(new_slabs=(SlabSpec(2, 1, CAPACITY),))
@@ -203,7 +203,7 @@ class Trial:
     # -- steps -----------------------------------------------------------------
 
     def run(self, **parts: Any) -> StepResult:
-        """Run a plan, or several if its chunks are computed a stretch at a time."""
+        """Run a plan, or several if its chunks are computed in parts."""
         last = {name: parts.pop(name, ()) for name in ("saves", "state_saves", "exports")}
         if not parts.get("chunks") or self._stretch >= self._spec.layers:
             return self._run(**parts, **last)
@@ -217,7 +217,7 @@ class Trial:
         return _checked(self._executor.dispatch(self._plan(**parts)))
 
     def _begin(self, **parts: Any) -> int:
-        """Compute the first stretch of chunks. Return the number of their pass."""
+        """Compute the first part of chunks. Return the number of their pass."""
         self._run(**parts, stretches=(Stretch(self._step + 1, self._stretch),))
         return self._step
 

@@ -24,17 +24,18 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 16
-"""The most sequences that it drafts for at once, whatever the batch."""
+"""Max sequences that it drafts for at once, whatever the batch."""
 
 
 def open_draft_model(
     target: LoadedModel, settings: Settings, proofs: Path | None
 ) -> tuple[DraftModel | None, int]:
     """Load the model of ``--draft-model-path``. Return it, and the bytes of its weights; None and 0
-    if drafts do not come from one.
+    if no draft model is used.
 
     Raises `ModelUnavailable` if it cannot be loaded, has another vocabulary than ``target``, or
-    cannot go back after drafts that were not accepted."""
+    cannot be rewound after rejected drafts.
+    """
     if settings.draft_model_path is None or settings.spec_decode not in ("draft", "auto"):
         return None, 0
     name = settings.draft_model_path
@@ -42,8 +43,8 @@ def open_draft_model(
     check_vocabulary(_vocabulary(target), _vocabulary(loaded), name)
     if loaded.eos_token_ids != target.eos_token_ids:
         logger.warning(
-            "the draft model ends answers with the tokens %s and the model with %s: drafts around "
-            "ends will be wrong",
+            "the draft model ends answers with tokens %s, the model with %s: drafts near the end "
+            "will be wrong",
             list(loaded.eos_token_ids),
             list(target.eos_token_ids),
         )
@@ -88,9 +89,9 @@ def _open_executor(
         loaded.model, loaded.vocab_size, block_size, UNQUANTIZED, record=record
     )
     if executor.spec.state_bytes or not executor.spec.batches_decodes:
-        why = reason or "its recurrent layers cannot go back to an earlier token"
+        why = reason or "its recurrent layers cannot be rewound to an earlier token"
         raise ModelUnavailable(
-            f"--draft-model-path: {settings.draft_model_path} cannot draft: {why}"
+            f"--draft-model-path: cannot draft with {settings.draft_model_path}: {why}"
         )
     weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     if layers is not None:
@@ -102,8 +103,8 @@ def _open_executor(
 
 
 def check_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], name: str) -> None:
-    """Raise `ModelUnavailable` if the draft model ``name`` has other tokens, or the same ones with
-    other ids, than the target."""
+    """Raise `ModelUnavailable` if the draft model ``name`` has other tokens, or other ids for the
+    same tokens, than the target."""
     different = sorted(
         token for token in {*target, *draft} if target.get(token) != draft.get(token)
     )

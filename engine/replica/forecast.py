@@ -1,8 +1,8 @@
-"""What of a model fits into this machine's memory, before it is loaded.
+"""What fits into this machine's memory for a model, before it is loaded.
 
-The model is made of its files as an engine does it, but no weight is read, and nothing is computed:
-a forecast takes about a second at any size. It supposes that the fastest way of batching is proven
-right, and no draft model.
+The model is built from its files as in an engine, but no weight is read and nothing is computed: a
+forecast takes about a second at any size. It assumes that the fastest kind of batching is proven
+correct, and that there is no draft model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from shared.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
-    """The memory of an engine, as it will be."""
+    """The predicted memory of an engine."""
 
-    weights_bytes: int  # those outside of MLX too
-    memory_bytes: int  # of the engine, with the weights
-    room_bytes: int  # beside the weights, for all that is kept of sequences
+    weights_bytes: int  # including those outside MLX
+    memory_bytes: int  # of the engine, including weights
+    room_bytes: int  # in addition to weights, for everything cached per sequence
     context_length: int  # in tokens
     spec: ExecutorSpec
     sizes: MemorySizes
@@ -49,16 +49,16 @@ class MemoryForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the weights and the least KV cache fit; otherwise the engine warns, and starts
+        """Whether the weights and the smallest KV cache fit. Otherwise the engine warns, and starts
         at the risk of running out of memory."""
         return self.room_bytes >= MIN_BLOCKS * self.sizes.block_bytes
 
     def context(self, sequences: int) -> int:
         """Return the longest context, in tokens, that so many sequences can have at once. 0 if not
-        even a block fits."""
+        even one block fits."""
         if not self.fits:
             return 0
-        if not self.spec.keeps_kv:  # recurrent state has one size at any length
+        if not self.spec.keeps_kv:  # recurrent state has the same size at any length
             return self.context_length
         block, config = self.config.block_size, self.config
         most = -(-self.context_length // block)
@@ -72,8 +72,8 @@ class MemoryForecast:
         return min(low * block, self.context_length)
 
     def _kv_bytes(self, sequences: int) -> int:
-        """The limit of the ledger has room for the states of all slots: those of slots that are not
-        in use are no room for KV."""
+        """The ledger's limit includes the states of all slots; those of unused slots are not
+        available for KV."""
         unused = max(0, self.sizes.num_slots - sequences)
         return self.sizes.limit_bytes - unused * self.spec.state_bytes
 
@@ -89,7 +89,9 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
             packed = forecast_packed_bytes(model, settings.cpu_precision, own.size_bytes)
         probed = probe_layout(model, compute=False)
     except UnsupportedLayout as error:
-        raise ModelUnavailable(f"{error}: one request at a time, of no forecast") from error
+        raise ModelUnavailable(
+            f"{error}: it is served one request at a time, without a forecast"
+        ) from error
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
@@ -134,7 +136,7 @@ def _of(
 
 
 def _fastest(layout: Layout) -> type[RaggedBatch]:
-    """Return the way of batching that is tried first, as far as it concerns memory."""
+    """Return the kind of batching that is tried first, as far as it affects memory."""
     if mx.default_device() == mx.gpu:
         return GPUBatch
     in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)

@@ -1,4 +1,4 @@
-"""The parts of a replica that structured output needs."""
+"""The parts of a replica needed for structured output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:
     """Return its spec. Raises ValueError without a fast tokenizer or an end-of-answer token."""
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError("its tokenizer is not one of the tokenizers library")
+        raise ValueError("its tokenizer is not a fast tokenizer")
     if not loaded.eos_token_ids:
         raise ValueError("it has no token that ends an answer")
     whole = backend

@@ -1,4 +1,4 @@
-"""The model's own head for multi-token prediction, where speculation makes use of it."""
+"""The model's own head for multi-token prediction, if speculation uses it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ServedHead:
 
     executor: BatchedExecutor
     nbytes: int  # of its weights
-    fingerprint: str  # names its weights: blocks have its keys and values too
+    fingerprint: str  # identifies its weights, because blocks contain its keys and values too
 
 
 def with_head(
     executor: Executor, loaded: LoadedModel, settings: Settings, memory_bytes: int
 ) -> ServedHead | None:
-    """Return what takes the place of the proven ``executor`` if ``loaded`` has a head and
-    ``settings`` want its drafts. Log what hinders that."""
+    """Return a replacement for the proven ``executor`` if ``loaded`` has a head and ``settings``
+    enable its drafts. Log the reason if that is not possible."""
     if settings.spec_decode != "auto" or not (files := head_files(loaded.model, loaded.path)):
         return None
     try:
@@ -48,9 +48,9 @@ def with_head(
         layers = device.tune(head, settings.cpu_precision, memory_bytes)
         layer = _probed(loaded.model, head)
         if layer not in executor.layout.layers:
-            raise HeadUnusable("its layer keeps keys and values of another kind than the model's")
+            raise HeadUnusable("its layer has another kind of keys and values than the model's")
     except (HeadUnusable, UnsupportedLayout) as reason:
-        logger.warning("the model's head for multi-token prediction is not used: %s", reason)
+        logger.warning("ignored the model's head for multi-token prediction: %s", reason)
         return None
     if layers is not None:
         layers.keep_packed()

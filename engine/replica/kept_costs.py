@@ -1,4 +1,4 @@
-"""What steps with drafts cost, remembered on disk beside the proof of the model."""
+"""The costs of steps with drafts, stored on disk next to the proof of the model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from engine.speculation.batch_costs import BatchCosts
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 60.0
-"""Files are written no more often, but for the last one."""
+"""Min interval between writes, except the last one."""
 MOST_RECORDS = 256
-"""The oldest go when there are more."""
+"""The oldest files are deleted above this number."""
 LONGEST_STEP_S, MOST_TOKENS = 600.0, 1 << 16
-"""Other figures than these are no costs."""
+"""Values outside this range are not valid costs."""
 
 
 class KeptCosts:
-    """The file of one model, as it is computed by this process. A thread of its own writes it: a
-    disk that hangs holds up nothing."""
+    """The file of one model, as this process computes it. A separate thread writes it, so that a
+    hanging disk blocks nothing."""
 
     def __init__(self, path: Path, costs: BatchCosts) -> None:
-        """Let ``costs`` know what the file at ``path`` says, if there is one."""
+        """Load the file at ``path`` into ``costs``, if it exists."""
         self._path, self._costs = path, costs
         self._writer: threading.Thread | None = None
         self._written_at = time.monotonic()
         costs.remember(_read(path))
 
     def keep(self, at_once: bool = False) -> None:
-        """Write what was learned since the last time, if that was long ago or ``at_once``. To be
-        called by the thread that learns."""
+        """Write what was learned since the last time, if that was long ago or ``at_once``. Called
+        by the thread that learns."""
         now = time.monotonic()
         if not self._costs.changes or (now < self._written_at + INTERVAL_S and not at_once):
             return
@@ -58,14 +58,14 @@ def _read(path: Path) -> Mapping[int, Mapping[int, float]]:
         counts = [*known, *(drafted for each in known.values() for drafted in each)]
         seconds = [one for each in known.values() for one in each.values()]
         if not all(0 < one < LONGEST_STEP_S for one in seconds):
-            raise ValueError("these are no times of steps")
+            raise ValueError("invalid times of steps")
         if not all(0 <= one < MOST_TOKENS for one in counts) or 0 in known:
-            raise ValueError("these are no numbers of tokens")
+            raise ValueError("invalid numbers of tokens")
         return known
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        logger.warning("the remembered costs in %s are ignored: %s", path, error)
+        logger.warning("ignored the stored costs in %s: %s", path, error)
         return {}
 
 
@@ -79,4 +79,4 @@ def _write(path: Path, body: bytes) -> None:
         for old in records[:-MOST_RECORDS]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("the costs of steps cannot be remembered: %s", error)
+        logger.warning("cannot store the costs of steps: %s", error)

@@ -1,4 +1,4 @@
-"""The memory that the KV cache may take: of running sequences and of kept blocks."""
+"""The memory available to the KV cache: for running sequences and cached blocks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2048
 HEADROOM_BYTES = 1 << 30
-"""Left for a step's transients. MLX dispatches ten command buffers ahead of a GPU, each with arrays
-of about 50 million elements; pieces of restored and saved blocks are among these."""
+"""Reserved for a step's temporary arrays. MLX dispatches ten command buffers ahead of a GPU, each
+with arrays of about 50 million elements; they include parts of restored and saved blocks."""
 METAL_SHARE = 0.6
 GPU_SHARE = 0.9
 HOST_SHARE = 0.4
-"""The shares of what the weights leave. A GPU's own memory is ours, a machine's is shared. Metal's
-recommended working set is most of the memory of a Mac, on which people may work too."""
+"""Fractions of the memory left by the weights. A GPU's own memory is exclusively ours, a machine's
+is shared. Metal's recommended working set is most of the memory of a Mac, on which people may also
+work."""
 BUFFER_CACHE_BYTES = 512 << 20
-"""Freed buffers that MLX keeps for later ones."""
+"""Freed buffers that MLX keeps for reuse."""
 BLOCK_BUFFERS_SHARE = 0.5
-"""The part of the buffers that Metal allows which blocks may take: each is one. Weights, slabs,
-the arrays of a step, and freed buffers take a few tens of thousands at most."""
+"""Fraction of Metal's buffers that blocks may use: each block is one. Weights, slabs, the arrays of
+a step, and freed buffers take at most a few tens of thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class MemorySizes:
 
     block_bytes: int  # one block, in all layers
     slot_block_bytes: int  # as many positions of a slot
-    num_slots: int  # the sequences that may hold a slot at once
-    num_blocks: int  # that fit; if the model keeps no KV, those of all slots at full length
-    max_snapshots: int  # of recurrent state, beside the slots' own
-    kv_bytes: int  # KV of slots and kept blocks together
+    num_slots: int  # max sequences that hold a slot at once
+    num_blocks: int  # that fit; if the model has no KV, those of all slots at full length
+    max_snapshots: int  # of recurrent state, in addition to the slots' own
+    kv_bytes: int  # KV of slots and cached blocks together
     limit_bytes: int  # the limit of the ledger: KV and recurrent state
 
 
@@ -51,10 +52,10 @@ def size_memory(
     packed_bytes: int = 0,
     own: EngineMemory | None = None,
 ) -> MemorySizes:
-    """Return the sizes that fit into ``own`` memory, or that ``settings`` demand.
+    """Return the sizes that fit into ``own`` memory, or that ``settings`` require.
 
-    ``packed_bytes`` are those of weights outside of the model's parameters, and of a draft
-    model."""
+    ``packed_bytes`` are weights outside the model's parameters, and a draft model.
+    """
     weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     own = own or EngineMemory.of(settings)
     return sizes_beside(weights_bytes + packed_bytes, spec, loaded.context_length, settings, own)
@@ -67,7 +68,7 @@ def sizes_beside(
     settings: Settings,
     own: EngineMemory,
 ) -> MemorySizes:
-    """Return the sizes that fit into ``own`` memory beside so many bytes of weights."""
+    """Return the sizes that fit into ``own`` memory with that many bytes of weights."""
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
@@ -83,9 +84,9 @@ def sizes_beside(
         )
         kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
         limit_bytes = kv_bytes + slot_states_bytes
-    else:  # recurrent state has one size at any length
+    else:  # recurrent state has the same size at any length
         if settings.num_blocks:
-            logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
+            logger.warning("--num-blocks has no effect: this model has no KV cache")
         num_blocks = num_slots * -(-context_length // settings.block_size)
         snapshot_room_bytes = own.room_bytes(other_bytes)
         max_snapshots = min(max_snapshots, snapshot_room_bytes // spec.state_bytes)
@@ -107,23 +108,23 @@ class EngineMemory:
     """The memory of one engine, or of one of its ranks, weights included."""
 
     size_bytes: int
-    is_budget: bool  # it is all the engine's; otherwise it shares the machine with others
+    is_budget: bool  # exclusive to the engine; otherwise the machine is shared
 
     @classmethod
     def of(cls, settings: Settings) -> EngineMemory:
-        """Return ``--memory-gb``, or an equal part of the device's memory for each of
-        ``--engines``; of either an equal part for each rank on this machine."""
+        """Return ``--memory-gb``, or an equal share of the device's memory for each of
+        ``--engines``, divided equally among the ranks on this machine."""
         device = device_memory_bytes()
         if settings.memory_gb is None:
             return cls(device // settings.engines // settings.ranks_here, False)
         return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks_here, True)
 
     def at_most(self, size_bytes: int) -> EngineMemory:
-        """Return this memory, or as little as that of another rank, which keeps as much KV."""
+        """Return this memory, or the smaller memory of another rank, which keeps as much KV."""
         if size_bytes >= self.size_bytes:
             return self
         logger.info(
-            "sizes are those of a rank with %.1f GB of memory; this one has %.1f GB",
+            "using the sizes of a rank with %.1f GB of memory; this one has %.1f GB",
             size_bytes / 1e9,
             self.size_bytes / 1e9,
         )
@@ -134,7 +135,7 @@ class EngineMemory:
         return self.size_bytes - other_bytes - kept_bytes - HEADROOM_BYTES
 
     def room_bytes(self, other_bytes: int) -> int:
-        """Return what caches may take beside ``other_bytes``."""
+        """Return the memory for caches next to ``other_bytes``."""
         share = HOST_SHARE
         if self.is_budget:
             share = 1.0
@@ -144,15 +145,15 @@ class EngineMemory:
 
 
 def default_num_blocks(block_bytes: int, other_bytes: int, own: EngineMemory) -> int:
-    """Return the blocks that fit into ``own`` memory beside ``other_bytes`` (mostly weights).
+    """Return the blocks that fit into ``own`` memory next to ``other_bytes`` (mostly weights).
 
     Never fewer than `MIN_BLOCKS`; if those do not fit, a warning is logged.
     """
     room = own.left_bytes(other_bytes)
     if room < MIN_BLOCKS * block_bytes:
         logger.warning(
-            "%d blocks of KV cache take %.1f GB, and beside the weights there is room for %.1f GB: "
-            "a smaller --num-blocks is safer",
+            "%d blocks of KV cache take %.1f GB, but the weights leave %.1f GB: reduce "
+            "--num-blocks",
             MIN_BLOCKS,
             MIN_BLOCKS * block_bytes / 1e9,
             max(room, 0) / 1e9,
@@ -161,7 +162,7 @@ def default_num_blocks(block_bytes: int, other_bytes: int, own: EngineMemory) ->
 
 
 def max_buffers() -> int | None:
-    """Return how many buffers Metal lets this process have, None where there is no such limit."""
+    """Return how many buffers Metal allows this process, None if there is no such limit."""
     if mx.default_device() != mx.gpu:
         return None
     return int(mx.device_info().get("resource_limit", 0)) or None
@@ -180,9 +181,9 @@ def _longest(
 
 
 def table_bytes(sequences: int, context_length: int) -> int:
-    """Return the most that sampling keeps of ``sequences`` with penalties.
+    """Return the max memory that sampling keeps for ``sequences`` with penalties.
 
-    That is their tokens (`engine.sampling.history`), in a table that doubles when it grows.
+    These are their tokens (`engine.sampling.history`), in a table that doubles when it grows.
     """
     return 2 * sequences * context_length * int(mx.int32.size)
 
@@ -190,7 +191,7 @@ def table_bytes(sequences: int, context_length: int) -> int:
 def device_memory_bytes() -> int:
     """Return Metal's recommended working set, a CUDA device's memory, or the machine's.
 
-    A container's limit bounds the machine's memory.
+    The machine's memory is capped by a container's limit.
     """
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
@@ -202,10 +203,10 @@ def device_memory_bytes() -> int:
 
 
 def set_limits(own: EngineMemory) -> None:
-    """Bound the freed buffers that MLX keeps.
+    """Limit the freed buffers that MLX keeps.
 
-    On Metal, also keep resident what MLX uses, up to this engine's part of what the system
-    recommends.
+    On Metal, also keep MLX's memory resident, up to this engine's share of the recommended working
+    set.
     """
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
@@ -218,8 +219,8 @@ def _within_buffers(num_blocks: int) -> int:
     if not most or num_blocks <= most:
         return num_blocks
     logger.warning(
-        "%d blocks of KV cache and not %d, since Metal allows %s buffers: "
-        "a larger --block-size makes use of more memory",
+        "using %d blocks of KV cache instead of %d, because Metal allows %s buffers: a larger "
+        "--block-size uses more memory",
         most,
         num_blocks,
         max_buffers(),

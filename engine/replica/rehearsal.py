@@ -1,7 +1,8 @@
-"""Steps with drafts and without, run at the start of an engine, so that their costs are known.
+"""Steps with and without drafts, run at startup to measure their costs.
 
-On a device that works while the next step is built, a step with drafts waits for the one before.
-Without this the first requests would have to find out what that costs."""
+On a device that works while the next step is built, a step with drafts waits for the previous one.
+Without this, the first requests would have to find out what that costs.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ from shared.wire import SamplingParams, Submit
 logger = logging.getLogger(__name__)
 
 LENGTHS = (0, 1, 2, 4, 8, MOST_TOKENS)
-"""Drafts of the steps, each for some tokens in turn."""
+"""Numbers of drafts in the steps, each for some tokens in turn."""
 STEPS_EACH = 4
 PROMPT_TOKENS = 32
 LONGEST_S = 1.0
-"""It is given up after so long: a large model learns from its first requests."""
+"""Abandoned after this time: a large model learns from its first requests."""
 
 
 class _Varied(DraftSource):
-    """Proposes now more and now fewer tokens, which are hardly ever right."""
+    """Proposes varying numbers of tokens, which are hardly ever right."""
 
     def __init__(self) -> None:
         self._known = self._steps = 0
 
     @property
     def is_done(self) -> bool:
-        """Whether there were steps of all lengths."""
+        """Whether there were steps with all numbers of drafts."""
         return self._steps > len(LENGTHS) * STEPS_EACH
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
@@ -47,17 +48,18 @@ class _Varied(DraftSource):
 
 
 def rehearse(executor: Executor, config: SchedulerConfig, costs: BatchCosts) -> None:
-    """Run steps of one sequence, and let ``costs`` learn from all but the first of each kind.
+    """Run steps of one sequence, and let ``costs`` learn from all except the first of each kind.
 
-    The executor is reset afterwards. An error costs what would have been learned."""
+    The executor is reset afterwards. An error only loses what would have been learned.
+    """
     began = time.monotonic()
     try:
         for learns in (BatchCosts(), costs):
             _run(executor, config, learns, began + LONGEST_S)
     except Exception as error:
-        logger.warning("the costs of drafts were not measured: %s: %s", type(error).__name__, error)
+        logger.warning("cannot measure the costs of drafts: %s: %s", type(error).__name__, error)
     executor.reset()
-    logger.info("the costs of drafts were measured in %.2f s", time.monotonic() - began)
+    logger.info("measured the costs of drafts in %.2f s", time.monotonic() - began)
 
 
 def _run(executor: Executor, config: SchedulerConfig, costs: BatchCosts, until: float) -> None:

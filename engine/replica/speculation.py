@@ -1,4 +1,4 @@
-"""The speculation of one replica, as settings say."""
+"""The speculation of one replica, according to its settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 def make_speculator(
     settings: Settings, spec: ExecutorSpec, draft_model: BatchSource | None = None
 ) -> Speculator | None:
-    """Return what proposes drafts, None without speculation, or if the executor of ``spec`` cannot
-    verify any."""
+    """Return the source of drafts, None without speculation, or if the executor of ``spec`` cannot
+    verify drafts."""
     if settings.spec_decode == "none":
         return None
     is_auto = settings.spec_decode == "auto"

@@ -16,7 +16,7 @@ import numpy
 
 
 class Filter(NamedTuple):
-    """One row's filters. The defaults let every token pass."""
+    """The filters of one row. The defaults let every token pass."""
 
     top_p: float = 1.0  # off outside (0, 1)
     min_p: float = 0.0  # off at 0
@@ -73,7 +73,7 @@ def _top_p_floor(xp: Any, ranked: Any, mass: Any, total: Any, top_p: Sequence[fl
 def _xtc_ceiling(
     xp: Any, ranked: Any, mass: Any, total: Any, floor: Any, filters: Sequence[Filter]
 ) -> Any:
-    """Return the least logit above each row's threshold, infinity if there is none."""
+    """Return the smallest logit above each row's threshold, infinity if there is none."""
     thresholds = [math.inf if f.xtc_threshold is None else f.xtc_threshold for f in filters]
     mass = xp.where(ranked >= floor, mass, 0.0)
     left = xp.sum(mass, axis=-1, keepdims=True)
@@ -87,7 +87,7 @@ def _xtc_ceiling(
 def _top_k_floor(
     xp: Any, logits: Any, ranked: Any, floor: Any, ceiling: Any, filters: Sequence[Filter]
 ) -> Any:
-    """Return the logit of the k-th most likely token that is left."""
+    """Return the logit of the k-th most likely remaining token."""
     top_k = _column(xp, [f.top_k for f in filters])
     index = top_k - 1
     exempt = None
@@ -100,7 +100,7 @@ def _top_k_floor(
     last = ranked.shape[-1] - 1
     kth = xp.take_along_axis(ranked, xp.clip(index, 0, last), axis=-1)
     if exempt is not None:
-        # Tokens that XTC never excludes may fill all of the k places.
+        # Tokens that XTC never excludes may occupy all k places.
         among = xp.take_along_axis(exempt, xp.clip(top_k - 1, 0, width - 1), axis=-1)
         kth = xp.where(count >= top_k, among, kth)
     return xp.where(top_k > 0, kth, -math.inf)
@@ -127,8 +127,9 @@ def _column(xp: Any, values: Sequence[float]) -> Any:
 def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: Any) -> Any:
     """Return each row's logits, largest first.
 
-    NumPy's single row is cut to the logits that may matter first: sorting all of them takes
-    half a decode step."""
+    NumPy's single row is reduced to the logits that may matter first: sorting all of them takes
+    half a decode step.
+    """
     if xp is mx:
         return -mx.sort(-logits, axis=-1)
     (row,), (f,) = logits, filters
@@ -136,7 +137,7 @@ def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: A
 
 
 _SLACK = 1e-3
-"""The margin of a cut, in logits, for rounding errors."""
+"""Margin of a threshold, in logits, for rounding errors."""
 _LIKELY_PROBABILITY = 2e-5
 """Tokens above this probability are few, and mostly reach top-p."""
 
@@ -152,7 +153,7 @@ def _candidates(row: Any, f: Filter, best: float, total: float) -> Any:
             likely = row[row >= max(cut, best + math.log(_LIKELY_PROBABILITY * total))]
             if numpy.exp(likely - best).sum() > (f.top_p + _SLACK) * total:
                 return likely
-            # All tokens below this together have less mass than top-p leaves out.
+            # All tokens below this together have less mass than top-p omits.
             cut = max(cut, best + math.log((1 - f.top_p) * total / count) - _SLACK)
         likely = row[row >= cut]
         return likely if len(likely) else row[:1]  # empty only if logits are NaN

@@ -15,9 +15,9 @@ MIN_CAPACITY = 512
 class TokenHistory:
     """A row for each slot whose sampling looks back, with the token of position p at index p.
 
-    The first decode in a slot brings the tokens so far. Every decode adds its own input, which
-    the host may not know yet. Since a token lies at its position, rewinding a sequence needs no
-    change here.
+    The first decode in a slot provides the tokens so far. Every decode adds its own input, which
+    the host may not know yet. Because a token's index is its position, rewinding a sequence needs
+    no change here.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,9 @@ class TokenHistory:
     def recent(self, decodes: Sequence[Decode], counts: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Return the last ``counts`` tokens of each decode, (rows, most), and which are real.
 
-        The last token is the decode's input. Shorter rows are padded with it. A slot may begin in
-        the middle of its sequence: then there are fewer."""
+        The last token is the decode's input. Shorter rows are padded with it. A slot may start in
+        the middle of its sequence: then there are fewer.
+        """
         counts = [min(c, d.position + 1) for c, d in zip(counts, decodes, strict=True)]
         rows = mx.array([self._rows[decode.slot] for decode in decodes])[:, None]
         last = mx.array([decode.position for decode in decodes])[:, None]

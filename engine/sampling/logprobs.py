@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones."""
+"""Log-probabilities of sampled tokens and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PendingLogprobs:
     """Log-probabilities that the device may still be computing."""
 
     def __init__(self, chosen: Any, ids: Any, values: Any, counts: Sequence[int]) -> None:
-        """``counts`` is the number of alternatives that each row asks for."""
+        """``counts`` is the number of alternatives requested for each row."""
         self._chosen = chosen
         self._ids = ids
         self._values = values
@@ -39,7 +39,7 @@ class PendingLogprobs:
         )
 
     def pack(self) -> PackedLogprobs:
-        """Wait for the device and return the same, where all rows ask for as many alternatives."""
+        """Like `read`, if all rows request the same number of alternatives."""
         return PackedLogprobs(
             chosen=numpy.array(self._chosen, "<f4").tobytes(),
             top_ids=numpy.array(self._ids, "<i4").tobytes(),
@@ -51,7 +51,8 @@ class PendingLogprobs:
 def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> PendingLogprobs:
     """Return log-probabilities of ``chosen`` (rows,) and of each row's ``counts`` best tokens.
 
-    They are those of the softmax of ``logits`` (rows, vocab), as the model gave them."""
+    They are from the softmax of the model's own ``logits`` (rows, vocab).
+    """
     xp = arrays.array_namespace()
     x = arrays.asarray(xp, logits.astype(mx.float32))
     best = xp.max(x, axis=-1, keepdims=True)
@@ -71,7 +72,8 @@ def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> 
 def _largest(xp: Any, x: Any, count: int) -> Any:
     """Return indices (rows, count) of each row's largest values, in descending order.
 
-    They lie in the ``count`` blocks with the largest maxima, so only these are sorted."""
+    They are in the ``count`` blocks with the largest maxima, so only these are sorted.
+    """
     rows, width = x.shape
     if count == 0:
         return xp.zeros((rows, 0), dtype=xp.int32)

@@ -1,7 +1,7 @@
 """Masks of the tokens that grammars allow, and logits without the others.
 
-A mask depends on the token before it, so it is computed between two samplings. A thread of its
-own computes it while the device computes the logits.
+A mask depends on the previous token, so it is computed between two samplings. A separate thread
+computes it while the device computes the logits.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """The tokens that may be chosen in the constrained rows of a batch."""
+    """The allowed tokens in the constrained rows of a batch."""
 
     rows: list[int]
     bits: Any
-    """(rows, words), int32: a bit for each token, from the lowest bit of the first word on."""
+    """(rows, words), int32: one bit per token, starting at the lowest bit of the first word."""
     allowed: Any  # the same as bools (rows, vocab) if the host applies the mask, else None
     failed: list[tuple[int, str]]  # rows without a mask, and the reason
     unverified: frozenset[int] = frozenset()
-    """Rows without a mask after a draft: one that the grammar does not allow, or that cannot be
-    told about."""
+    """Rows without a mask after a draft that the grammar does not allow, or cannot judge."""
 
     def apply(self, logits: mx.array) -> mx.array:
         """Return ``logits`` (rows, vocab) with -inf at tokens that must not be chosen."""
@@ -79,11 +78,13 @@ class GrammarMasker:
     def start(
         self, decodes: Sequence[Decode], inputs: Sequence[int | None], are_guesses: bool = False
     ) -> PendingMasks:
-        """Start the masks for the tokens after ``inputs``, one input for each of ``decodes``.
+        """Start computing the masks for the tokens after ``inputs``, one input for each of
+        ``decodes``.
 
-        Called in the order of the steps. Inputs that ``are_guesses`` may be wrong, and the decodes
-        that come at their positions bring the right ones. Nothing is masked where one is an end, or
-        the grammar does not allow it."""
+        Called in the order of the steps. Inputs that ``are_guesses`` may be wrong; the decodes at
+        their positions will have the right ones. Nothing is masked after an end token, or after one
+        that the grammar does not allow.
+        """
         constrained = [
             _ConstrainedRow(
                 row,
@@ -100,7 +101,7 @@ class GrammarMasker:
         return self._thread.submit(self._compute, constrained, are_guesses)
 
     def follow(self, slot: Slot, matcher: GrammarMatcher) -> None:
-        """Use ``matcher`` for the sequence in ``slot``, until that is freed."""
+        """Use ``matcher`` for the sequence in ``slot``, until the slot is freed."""
         self._matchers[slot] = matcher
 
     def reset(self) -> None:
@@ -117,12 +118,12 @@ class GrammarMasker:
         self.free_slots([slot for slot in self._matchers if slot.slab_id in gone])
 
     def free_slots(self, slots: Iterable[Slot]) -> None:
-        """Drop the matchers of ``slots``: each may hold a hundred megabytes."""
+        """Drop the matchers of ``slots``, because each may take a hundred megabytes."""
         for slot in slots:
             self._matchers.pop(slot, None)
 
     def _matcher_for(self, decode: Decode) -> GrammarMatcher | None:
-        """Return the matcher of a slot, None if there is none and none can be made."""
+        """Return the matcher of a slot, None if there is none and none can be created."""
         if decode.grammar is not None:
             self._matchers.pop(decode.slot, None)
             with suppress(GrammarError):
@@ -163,8 +164,8 @@ class GrammarMasker:
         )
 
     def _fill(self, rows: Mapping[int, _ConstrainedRow], bits: Any) -> dict[int, str]:
-        """Advance ``rows``, at most one of a slot, and fill ``bits`` at their keys. Return what was
-        wrong with those that have no mask."""
+        """Advance ``rows``, at most one per slot, and fill ``bits`` at their keys. Return the
+        errors of those without a mask."""
         errors: dict[int, str] = {}
         awake: list[tuple[LLMatcher, int]] = []
         for place, each in rows.items():
@@ -204,7 +205,8 @@ class _ConstrainedRow(NamedTuple):
     def advance(self) -> LLMatcher | None:
         """Advance the matcher to the input token. Return None while it is inactive.
 
-        Raises `GrammarError` if there is no matcher, or if it lost or rejects tokens."""
+        Raises `GrammarError` if there is no matcher, or if it has lost tokens or rejects one.
+        """
         matcher, known = self.matcher, self.decode.output_index
         if matcher is None or self.token is None:
             raise GrammarError("the executor does not know the grammar")
@@ -216,18 +218,18 @@ class _ConstrainedRow(NamedTuple):
             if matcher.num_outputs == known - 1:
                 matcher.advance([self.token])
         if matcher.num_outputs != known:
-            raise GrammarError("the executor has lost some of the answer")
+            raise GrammarError("the executor has lost part of the answer")
         return matcher.inner
 
     def go_back(self) -> None:
-        """Let the matcher forget that it failed at the input."""
+        """Make the matcher forget that it failed at the input."""
         if self.matcher is not None:
             with suppress(GrammarError):  # then it fails again in the next step
                 self.matcher.begin_again(self.decode.output_index - 1)
 
 
 def _rounds(constrained: Sequence[_ConstrainedRow]) -> Iterable[list[int]]:
-    """Return the indices of ``constrained``, those after as many drafts together."""
+    """Return the indices of ``constrained``, grouped by their number of preceding drafts."""
     rounds: dict[int, list[int]] = {}
     number = 0
     for place, each in enumerate(constrained):

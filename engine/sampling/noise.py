@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 SMALLEST = 1e-37
-"""About the smallest normal number of float32."""
+"""Roughly the smallest normal float32 number."""
 
 
 def key(seed: int, output_index: int) -> tuple[int, int]:
@@ -22,10 +22,11 @@ def coin(seed: int, output_index: int) -> float:
 
 
 def uniform(xp: Any, keys: Sequence[tuple[int, int]], tokens: Any) -> Any:
-    """Return numbers in [0, 1) for ``tokens``, ids broadcast to (rows, tokens), with a key a row.
+    """Return numbers in [0, 1) for ``tokens``, ids broadcast to (rows, tokens), with one key per
+    row.
 
     Every array library gives the same numbers. A number is a hash of the token's id and the key,
-    by the finalizer of MurmurHash3 (Appleby). For a few tokens it costs nothing, for all of them
+    with the finalizer of MurmurHash3 (Appleby). For a few tokens it costs nothing, for all of them
     a third of MLX's own random numbers on the CPU.
     """
     first, second = (xp.array(side, dtype=xp.uint32)[:, None] for side in zip(*keys, strict=True))
@@ -40,10 +41,11 @@ def _mixed(xp: Any, x: Any) -> Any:
 
 
 def gumbel(xp: Any, uniform: Any) -> Any:
-    """Return Gumbel noise made of numbers in [0, 1).
+    """Return Gumbel noise from numbers in [0, 1).
 
     The argmax of logits plus this noise is a sample of their softmax. The noise is finite for 0
-    too, since that token may be the only one allowed."""
+    too, because that token may be the only one allowed.
+    """
     return -xp.log(-xp.log(xp.maximum(uniform, SMALLEST)))
 
 

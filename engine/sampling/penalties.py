@@ -1,7 +1,7 @@
 """Changes of logits before sampling: biases, penalties and forbidden tokens.
 
-The order and the results are those of mlx-lm (`make_logits_processors`): bias, repetition
-(Keskar et al. 2019, section 4.1), presence, frequency. Forbidden tokens come last.
+Order and results equal mlx-lm's (`make_logits_processors`): bias, repetition (Keskar et al. 2019,
+section 4.1), presence, frequency. Forbidden tokens come last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sampling of one token per row from a batch of logits, each row with its own controls.
+"""Sampling of one token per row from a batch of logits, each row with its own parameters.
 
-Biases and penalties come first, then grammars, then the filters, then the draw at the
-temperature. All but the grammars follows mlx-lm. Temperature 0 takes the most likely token.
-The token of a row does not depend on the other rows.
+Biases and penalties come first, then grammars, then filters, then sampling at the temperature.
+Everything except grammars follows mlx-lm. Temperature 0 takes the most likely token. The token of a
+row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from engine.sampling.penalties import process_logits
 MIN_TEMPERATURE = 1e-6
 """A logit divided by a lower temperature may overflow."""
 WORTH_THREADS = 65_536
-"""Number of logits, in rows that are drawn from, from which threads are worth their cost."""
+"""Number of logits, in rows that are sampled, above which threads pay off."""
 
 
 class SamplerOutput(NamedTuple):
     """The result of sampling a batch."""
 
     tokens: mx.array  # (rows,), int32
-    logprobs: PendingLogprobs | None = None  # has a row for each of ``logprob_rows``
-    logprob_rows: tuple[int, ...] = ()  # the rows that asked for log-probabilities
+    logprobs: PendingLogprobs | None = None  # one row for each of ``logprob_rows``
+    logprob_rows: tuple[int, ...] = ()  # the rows that requested log-probabilities
     failed: Sequence[tuple[int, str]] = ()
     """Rows whose grammar gave no mask, and the reason. Their tokens are meaningless."""
     unverified: Collection[int] = ()
@@ -73,7 +73,8 @@ class Sampler:
         """Sample one token for each of ``decodes`` from its row of ``logits`` (rows, vocab).
 
         The model computed these for the tokens ``inputs`` (rows,). Decodes of one slot, whose
-        inputs after the first are drafts, follow one another."""
+        inputs after the first are drafts, are consecutive.
+        """
         self._history.record(decodes, inputs)
         adjusted = process_logits(logits, decodes, self._history)
         failed: list[tuple[int, str]] = []
@@ -95,8 +96,8 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, logprob_rows, failed, unverified)
 
     def guess(self, logits: mx.array, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
-        """Sample tokens (rows,) as `sample` does. ``inputs`` may be guesses too: the decodes that
-        come at their positions bring the right ones. With a grammar it waits for them."""
+        """Sample tokens (rows,) like `sample`. ``inputs`` may be guesses; the decodes at their
+        positions will have the right ones. With a grammar this waits for them."""
         self._history.record(decodes, inputs)
         adjusted = process_logits(logits, decodes, self._history)
         if self.masker is not None and any(decode.constrained for decode in decodes):
@@ -159,7 +160,7 @@ def nan_at(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
-    """Draw from NumPy's arrays, a row at a time, so that a row stays in the processor's cache."""
+    """Sample from NumPy arrays, one row at a time, so that a row stays in the processor's cache."""
     tokens = numpy.zeros(len(decodes), numpy.int32)
 
     def share(first: int) -> None:
@@ -178,14 +179,14 @@ def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
 
 @numpy.errstate(invalid="ignore")  # a model's logits may be NaN
 def _draw(xp: Any, logits: Any, decodes: Sequence[Decode]) -> Any:
-    """Draw a token for every row. All rows have a temperature above 0."""
+    """Sample a token for every row. All rows have a temperature above 0."""
     filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
     tokens = xp.arange(logits.shape[-1])[None]
     if not all(f.keeps_all for f in filters):
         stays = filter_mask(xp, logits, filters)
         if xp is mx:
             logits = mx.where(stays, logits, -math.inf)
-        elif stays.any():  # keep the remaining tokens only, which are mostly a few
+        elif stays.any():  # keep only the remaining tokens, which are usually few
             tokens = stays.nonzero()[1][None]
             logits = logits[stays][None]
     temperatures = [max(d.sampling.temperature, MIN_TEMPERATURE) for d in decodes]

@@ -1,4 +1,4 @@
-"""What the scheduler is told once, at the start."""
+"""The scheduler's configuration, fixed at startup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.scheduler.timing.time_share import DEFAULT_STREAMS_SHARE
 StorePolicy = Literal["evict_only", "write_through"]
 
 ROOMY_TOKENS = 2048
-"""The smallest capacity with shared slabs, if this much for every sequence is little."""
+"""Smallest capacity with shared slabs, if this much for every sequence is little."""
 
 
 class Ring(NamedTuple):
@@ -30,39 +30,39 @@ class SchedulerConfig:
     block_size: int  # tokens
     block_bytes: int  # one block of all layers
     limit_bytes: int  # slabs, blocks and snapshots together never exceed this
-    draft_bytes: int = 0  # the slots of a draft model, beside that
+    draft_bytes: int = 0  # the slots of a draft model, in addition to that
     context_length: int  # tokens
-    max_batch_size: int  # sequences that decode in one plan
+    max_batch_size: int  # max sequences that decode in one plan
     prefill_batch_size: int  # chunks of one plan
-    completion_batch_size: int  # sequences that hold a slot
+    completion_batch_size: int  # max sequences that hold a slot
     namespace: bytes
     slot_block_bytes: int = 0  # as many positions of a slot as a block has; 0: as `block_bytes`
     shares_slabs: bool = False
-    """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` includes
-    then what a slab takes while it is copied."""
+    """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` then
+    includes the temporary copy of a slab."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
-    max_chunk_tokens: int = MAX_TOKENS  # then the most that a chunk has
+    max_chunk_tokens: int = MAX_TOKENS  # in that case, the max size of a chunk
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that may be computed in different plans
     pass_token_bytes: int = 0  # activations of one token of a pass
     streams_share: float = DEFAULT_STREAMS_SHARE
-    """Part of the time that running streams get while prompts are computed."""
-    prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks
+    """Fraction of the time for running streams while prompts are computed."""
+    prefix_cache: bool = True  # False for models whose KV cannot be divided into blocks
     store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"
-    look_ahead: bool = True  # plan one step before the result of the one before it is known
+    look_ahead: bool = True  # plan one step before the result of the previous one is known
     vocab_size: int = 2**31
     eos_token_ids: tuple[int, ...] = ()  # tokens that grammars end with
     max_sequences: int = 4096  # live sequences
     state_bytes: int = 0
     """Recurrent state of one sequence, in a slot or a snapshot; 0 for models without it."""
     max_snapshots: int = 0
-    keeps_kv: bool = True  # False for models that keep nothing but recurrent state
-    image_token_id: int | None = None  # stands for embeddings of pictures; None: it takes none
+    keeps_kv: bool = True  # False for models that have only recurrent state
+    image_token_id: int | None = None  # represents embeddings of pictures; None: not supported
     picture_token_bytes: int = 1  # one embedding
-    picture_bytes: int = 0  # all embeddings that are kept, beside `limit_bytes`
+    picture_bytes: int = 0  # all cached embeddings, in addition to `limit_bytes`
     picture_layers: int = 1  # parts of an encoding that may be computed in different plans
     whole_picture_tokens: int = 0
     """The most tokens of a chunk, where all embeddings of a picture have to be in one chunk, since
@@ -81,12 +81,12 @@ class SchedulerConfig:
 
     @property
     def beside_bytes(self) -> int:
-        """What the ledger has beside `limit_bytes`, for what has its own room."""
+        """The ledger's bytes in addition to `limit_bytes`, for data with its own limit."""
         return self.draft_bytes + self.picture_bytes
 
     @property
     def max_sequence_blocks(self) -> int:
-        """The length, in blocks, of a sequence that has all memory for its slot."""
+        """The length, in blocks, of a sequence that uses all memory for its slot."""
         whole = (self.limit_bytes - self.state_bytes) // self.slot_block_bytes
         if not self.rings:
             return whole
@@ -103,8 +103,8 @@ class SchedulerConfig:
 
     @property
     def unit_bytes(self) -> int:
-        """The size of a "block" in figures for people: that of a sequence's state for models
-        that keep nothing for each token."""
+        """The size of a "block" in figures for display: for models without KV, the size of a
+        sequence's state."""
         return self.block_bytes if self.keeps_kv else self.state_bytes
 
     @property
@@ -118,18 +118,18 @@ class SchedulerConfig:
 
     @property
     def copies_positions(self) -> bool:
-        """Whether positions are copied from slot to slot. Those of a ring may be gone, and with
-        look-ahead what another sequence has may still turn out to be wrong."""
+        """Whether positions are copied from slot to slot. In a ring they may be gone, and with
+        look-ahead another sequence's positions may still turn out to be wrong."""
         return self.reuses_kv and not (self.state_bytes or self.rings or self.look_ahead)
 
     @property
     def uses_store(self) -> bool:
-        """Whether blocks, and the snapshots without which some are of no use, go to the kvstore."""
+        """Whether blocks, and the snapshots without which some are useless, go to the kvstore."""
         return self.store_enabled and self.prefix_cache
 
     @property
     def writes_through(self) -> bool:
-        """Whether they do so once they are complete, and not only when they leave RAM."""
+        """Whether they are sent as soon as they are complete, not only when they leave RAM."""
         return self.uses_store and self.store_policy == "write_through"
 
     @property
@@ -145,12 +145,12 @@ class SchedulerConfig:
         return rows * slot_bytes
 
     def capacity_classes(self) -> tuple[int, ...]:
-        """Return the capacities (tokens) that slots come in, smallest first.
+        """Return the capacities (tokens) of slots, smallest first.
 
-        They are 512 and up, each four times the one before. The last one is the context or the
-        memory, whichever is less. With little memory they start smaller, so that several
-        sequences share it. With shared slabs and much memory they start larger, since each class
-        takes operations of its own in every layer. Where tokens take no memory there is one class.
+        They start at 512, each four times the previous one. The last one is the context or the
+        memory, whichever is less. With little memory they start smaller, so that several sequences
+        share it. With shared slabs and much memory they start larger, because each class needs its
+        own operations in every layer. If tokens take no memory, there is one class.
         """
         largest = min(-(-self.context_length // self.block_size), self.max_sequence_blocks)
         if not self.keeps_kv:

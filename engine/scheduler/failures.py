@@ -1,4 +1,4 @@
-"""What fails, or becomes invalid, with a chunk or a picture that failed."""
+"""The consequences of a chunk or a picture that failed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def discard_failed_saves(
 ) -> set[Sequence]:
     """Remove the blocks that ``failed`` sequences were to save in ``step`` from the pool.
 
-    Those blocks could be found since ``step`` was planned. So ``later``, the plan after it, may
-    have restored them and saved more on top: these blocks are removed too. Returns the other
-    sequences that got wrong KV into their slots that way; they must begin again.
+    These blocks could be found since ``step`` was planned. ``later``, the plan after it, may
+    therefore have restored them and saved more on top: these blocks are removed too. Returns the
+    other sequences that got wrong KV into their slots in this way; they must start again.
     """
     bad: set[Block] = set()
     for seq in failed:

@@ -1,4 +1,4 @@
-"""Invariants that hold between any two calls. They walk over everything."""
+"""Invariants that hold between any two calls. Checking them walks over everything."""
 
 from __future__ import annotations
 

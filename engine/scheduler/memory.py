@@ -1,4 +1,4 @@
-"""Memory: one ledger in bytes, and what is evicted to make room."""
+"""Memory: one ledger in bytes, and evictions to make room."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.store_backlog import StoreBacklog
 
 SLAB_TOKENS = 4096
-"""Roughly the tokens that all rows of a slab hold together, at first if it grows."""
+"""Approximate number of tokens of all rows of a new slab, if it can grow."""
 MAX_SLAB_SHARE = 1 / 8
-"""The largest part of the memory that more than one row are added in at once."""
+"""Max fraction of the memory for adding more than one row at once."""
 GROWTH = 1 / 2
-"""The rows that a slab gets, as a part of those it has: they are copied each time it grows."""
+"""Rows added to a slab, as a fraction of its rows, which are copied each time it grows."""
 
 
 class Ledger:
-    """Bytes that are reserved. They never exceed the limit: reserve before use."""
+    """Reserved bytes. They never exceed the limit: reserve before use."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
     def shortfall(self, size_bytes: int) -> int:
-        """Return the bytes that are missing for ``size_bytes`` more; none if not positive."""
+        """Return how many bytes are missing for ``size_bytes`` more; none if not positive."""
         return self.used_bytes + size_bytes - self.limit_bytes
 
     def reserve(self, size_bytes: int) -> None:
         """Reserve ``size_bytes``. Raises: RuntimeError if they are over the limit."""
         if self.shortfall(size_bytes) > 0:
-            raise RuntimeError(f"{size_bytes} bytes reserved over the limit")
+            raise RuntimeError(f"reserving {size_bytes} bytes exceeds the limit")
         self.used_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
@@ -42,8 +42,8 @@ class Ledger:
 
 
 class Memory:
-    """Slots, blocks and snapshots under one ledger, and the evictions and slabs that the plan in
-    the making must carry for it."""
+    """Slots, blocks and snapshots under one ledger, and the evictions and slabs for the plan being
+    built."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -56,10 +56,10 @@ class Memory:
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
         self.slots = SlotTable()
         self.fetch_reservations: dict[Sequence, int] = {}
-        """Blocks that come from the kvstore, or have come, by sequence without a slot. A state
-        counts as so many blocks as take its bytes."""
+        """Blocks fetched or being fetched from the kvstore, by sequence without a slot. A state
+        counts as the number of blocks of its size."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
-        self.pass_bytes = 0  # activations of passes that were begun
+        self.pass_bytes = 0  # activations of passes in progress
         self.evictions: list[Evict] = []
         self.exported_names: list[BlockName] = []  # of those evictions that export
         self.backlog = StoreBacklog(config)
@@ -69,9 +69,10 @@ class Memory:
 
     @property
     def resized_slabs(self) -> list[ResizeSlab]:
-        """The slabs with another number of rows than before this plan, those with fewer first.
+        """The slabs whose number of rows this plan changes, shrinking ones first.
 
-        Then no order of the decisions needs more memory than the ledger has."""
+        In this order, none of the decisions needs more memory than the ledger has.
+        """
         changed = [(before, now) for before, now in self._resized.values() if before != now.rows]
         changed.sort(key=lambda change: change[1].rows > change[0])
         return [ResizeSlab(now.slab_id, now.rows) for _, now in changed]
@@ -86,8 +87,8 @@ class Memory:
 
     @property
     def unevictable_bytes(self) -> int:
-        """The bytes that running sequences hold: rows in use, and blocks in flight. The free rows
-        of their slabs are room for others, and so are activations: with less room passes are
+        """The bytes held by running sequences: rows in use, and blocks in flight. The free rows of
+        their slabs are available to others, and so are activations: with less memory, passes are
         shorter."""
         rows = sum(starmap(self._config.slab_bytes, self.slots.used()))
         blocks = len(self.blocks) - self.blocks.num_evictable
@@ -97,7 +98,7 @@ class Memory:
 
     def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
         """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room
-        now. A slot of a larger class is taken only if it is free and there is none that fits."""
+        now. A slot of a larger class is taken only if it is free and none fits better."""
         fitting = [capacity for capacity in self._classes if capacity >= tokens]
         slot = self.slots.take(fitting[0])
         if slot is None and self._add_rows(fitting[0]):
@@ -126,12 +127,12 @@ class Memory:
         self.ledger.release(tokens * self._config.pass_token_bytes)
 
     def reserve_fetch(self, seq: Sequence, blocks: int) -> int | None:
-        """Reserve memory for up to ``blocks`` blocks of ``seq`` that are to come from the kvstore,
-        and for a state where the model has one.
+        """Reserve memory for up to ``blocks`` blocks of ``seq`` that will be fetched from the
+        kvstore, and for a state if the model has one.
 
-        Returns for how many blocks, None if nothing can be fetched. The memory stays reserved
+        Returns the number of blocks, None if nothing can be fetched. The memory stays reserved
         until `add_fetched_block` and `add_fetched_snapshot` use it or `release_fetch` is called. If
-        there is no other room, it is taken for something else, and ``seq`` computes the blocks.
+        memory runs out, it is taken away, and ``seq`` computes the blocks.
         """
         free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
         room = free // self._config.block_bytes - self._config.state_blocks
@@ -145,8 +146,8 @@ class Memory:
         return blocks
 
     def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
-        """Release what `reserve_fetch` reserved for ``seq``, except for ``keep`` blocks. Returns
-        for how many blocks memory is still reserved."""
+        """Release what `reserve_fetch` reserved for ``seq``, except ``keep`` blocks. Returns for
+        how many blocks memory is still reserved."""
         had = self.fetch_reservations.pop(seq, 0)
         left = min(had, keep)
         self.ledger.release((had - left) * self._config.block_bytes)
@@ -155,12 +156,12 @@ class Memory:
         return left
 
     def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
-        """Do `add_block` for one that was fetched for ``seq``, in the room reserved for it."""
+        """Like `add_block`, for a block fetched for ``seq``, in the memory reserved for it."""
         self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - 1)
         return self.add_block(block_hash, stored=True)
 
     def add_fetched_snapshot(self, block_hash: bytes, seq: Sequence) -> Block | None:
-        """Do `add_snapshot` for one that was fetched for ``seq``, in the room reserved for it."""
+        """Like `add_snapshot`, for one fetched for ``seq``, in the memory reserved for it."""
         had = self.fetch_reservations.get(seq, 0)
         self.release_fetch(seq, keep=max(0, had - self._config.state_blocks))
         return self.add_snapshot(block_hash, stored=True)
@@ -188,7 +189,7 @@ class Memory:
         return self.snapshots.add(block_hash, stored=stored)
 
     def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
-        """Note that the kvstore did not get a block or a snapshot that was sent to it."""
+        """Record that a block or a snapshot sent to the kvstore was not stored."""
         block = (self.snapshots if is_snapshot else self.blocks).get(block_hash)
         if block is not None:
             block.stored = False
@@ -208,7 +209,7 @@ class Memory:
         self.ledger.release(self.bytes_of(block))
 
     def evict_all(self) -> None:
-        """Evict all that can be, for good: nothing of it goes to the kvstore."""
+        """Evict everything possible, permanently: nothing is sent to the kvstore."""
         for pool in (self.blocks, self.snapshots):
             while pool.num_evictable:
                 block = pool.pop_oldest()
@@ -231,7 +232,7 @@ class Memory:
 
     def withdraw(self, block: Block) -> bool:
         """Remove ``block`` from its pool, and leave its bytes to `settle`. Return False if it is
-        gone already."""
+        already gone."""
         pool = self._pool_of(block)
         if pool.get(block.hash) is not block:
             return False
@@ -249,7 +250,7 @@ class Memory:
             self.evictions.append(Evict(block.id))
 
     def clear(self) -> None:
-        """Forget everything: the executor has lost it too."""
+        """Forget everything, because the executor has lost it too."""
         self.blocks.clear()
         self.snapshots.clear()
         self.slots.clear()
@@ -262,15 +263,15 @@ class Memory:
         self.forget_changes()
 
     def lower_limit(self, limit_bytes: float) -> None:
-        """Lower the ledger's limit to ``limit_bytes``, but never below what one sequence alone
-        may need."""
+        """Lower the ledger's limit to ``limit_bytes``, but never below what a single sequence may
+        need."""
         alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.beside_bytes
         lowered = min(self.ledger.limit_bytes, int(limit_bytes))
         self.ledger.limit_bytes = max(alone_bytes, lowered)
 
     def findable_hashes(self) -> list[bytes]:
-        """Return the hashes of the prefixes that sequences may start from, for the router. Where
-        state is needed these are the snapshots': blocks are of no use without one."""
+        """Return the hashes of the prefixes from which sequences may start, for the router. If
+        state is needed, these are the snapshots' hashes, because blocks are useless without one."""
         if self._config.reuses_states:
             return self.snapshots.published_hashes()
         return [block.hash for block in self.blocks]
@@ -281,7 +282,7 @@ class Memory:
         return states if self._config.reuses_states else blocks
 
     def forget_changes(self) -> None:
-        """Forget evictions and slabs: the plan that carries them has been made."""
+        """Forget evictions and slabs, because the plan with them has been built."""
         self.evictions.clear()
         self.exported_names.clear()
         self.freed_slabs.clear()
@@ -289,7 +290,7 @@ class Memory:
         self._resized.clear()
 
     def _add_rows(self, capacity: int) -> bool:
-        """Add a slab of ``capacity``, or rows to the one that there is if slots share it."""
+        """Add a slab of ``capacity``, or rows to the existing one if slots share it."""
         shared = self.slots.slab_of(capacity) if self._config.shares_slabs else None
         had = 0 if shared is None else shared.rows
         row_bytes = self._config.slab_bytes(1, capacity)
@@ -320,8 +321,8 @@ class Memory:
             self._resized[slab.slab_id] = before, resized
 
     def _shrink(self, size_bytes: int, *, worth_it: bool) -> None:
-        """Give back the last free rows of slabs until ``size_bytes`` fit. With ``worth_it`` only
-        where that halves a slab, and never the first rows: what stays is copied."""
+        """Free the last unused rows of slabs until ``size_bytes`` fit. With ``worth_it``, only if
+        that halves a slab, and never the first rows: the rest is copied."""
         for slab in list(self.slots.slabs()) if self._config.shares_slabs else ():
             if self.ledger.shortfall(size_bytes) <= 0:
                 return
@@ -334,16 +335,16 @@ class Memory:
             self.ledger.release(self._config.slab_bytes(slab.rows - rows, slab.capacity))
 
     def _affordable(self, size_bytes: int) -> bool:
-        """Return whether ``size_bytes`` cost at most half of what is cached: rows that are not
-        needed yet are not worth all of the cache."""
+        """Return whether ``size_bytes`` cost at most half of the cache: rows that are not needed
+        yet do not justify losing all of it."""
         return self.ledger.shortfall(size_bytes) <= self._empty_bytes() + self._cached_bytes() // 2
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Make ``size_bytes`` fit; False, with nothing changed, if that is impossible.
+        """Make room for ``size_bytes``; False, with nothing changed, if that is impossible.
 
-        Empty slabs are freed first, then many free rows at the end of slabs, then the least
-        recently used blocks and snapshots, then all free rows at the end of slabs, then what is
-        reserved for fetches of waiting sequences.
+        Empty slabs are freed first, then large numbers of unused rows at the end of slabs, then the
+        least recently used blocks and snapshots, then all unused rows at the end of slabs, then
+        reservations for fetches of waiting sequences.
         """
         fetch_bytes = sum(self.fetch_reservations.values()) * self._config.block_bytes
         reclaimable_bytes = self._free_rows_bytes() + self._cached_bytes() + fetch_bytes
@@ -373,7 +374,7 @@ class Memory:
         return blocks_bytes + self.snapshots.num_evictable * self._config.state_bytes
 
     def _free_rows_bytes(self) -> int:
-        """Bytes of the slabs, or of their last rows, that can be given back."""
+        """Bytes of the slabs, or of their last rows, that can be freed."""
         if not self._config.shares_slabs:
             return self._empty_bytes()
         return sum(

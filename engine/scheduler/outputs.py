@@ -1,4 +1,4 @@
-"""What the scheduler sends to others, and what it counts."""
+"""The scheduler's output to other components, and its counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Store(NamedTuple):
 
 @dataclass(slots=True)
 class Outputs:
-    """Everything since the last `take`: messages for the router and for the kvstore."""
+    """Everything since the last `take`: messages for the router and the kvstore."""
 
     messages: list[wire.Accepted | wire.Refused] = field(default_factory=list)
     deltas: list[wire.Delta] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Outputs:
     state_touches: list[bytes] = field(default_factory=list)  # the same of snapshots
     cache_added: list[bytes] = field(default_factory=list)
     cache_removed: list[bytes] = field(default_factory=list)
-    """Net changes of the set of hashes that sequences may start from."""
+    """Net changes to the set of hashes from which sequences may start."""
 
     def add_delta(
         self,
@@ -51,11 +51,11 @@ class Outputs:
         finish: wire.FinishReason | None = None,
         error: str | None = None,
     ) -> None:
-        """Add a delta with the last outputs ``token_ids`` of ``seq``, or with what is new of its
+        """Add a delta with the last outputs ``token_ids`` of ``seq``, or with new data of its
         prompt, and with the reason if it ended.
 
-        The first one with outputs and the last one have the usage: a router that cuts a text
-        short never sees the last. So has each after drafts of a prediction.
+        The first delta with outputs and the last one include usage, because a router that cuts a
+        text short never sees the last. So does each delta after drafts of a prediction.
         """
         num_known = len(seq.request.generated) + len(token_ids)
         first = bool(token_ids) and seq.num_output_tokens == num_known

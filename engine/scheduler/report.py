@@ -1,4 +1,4 @@
-"""What an engine tells its router of requests and of itself."""
+"""An engine's report to its router on requests and on itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared import wire
 def live_requests(
     sequences: SequenceTable, passes: OpenPasses, config: SchedulerConfig
 ) -> list[wire.LiveRequest]:
-    """Return every request, and how far it is."""
+    """Return every request with its progress."""
     return [
         wire.LiveRequest(
             request_id=seq.request.request_id,
@@ -31,7 +31,7 @@ def live_requests(
 
 def _computed_prompt_tokens(seq: Sequence, passes: OpenPasses, config: SchedulerConfig) -> int:
     """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have run.
-    Those of a pass that is open count by the part of its layers."""
+    An open pass counts in proportion to its computed layers."""
     computed = seq.num_computed_tokens
     if (one := passes.of(seq)) is not None:
         computed += (seq.pass_end - seq.num_computed_tokens) * one.layers_done // config.layers
@@ -50,11 +50,11 @@ def engine_stats(
     """Return gauges and counters. Used blocks are all bytes in use, in blocks, including cached
     ones."""
     totals = {f"{name}_total": total for name, total in asdict(counters).items()}
-    # The room of pictures is theirs alone: nothing else waits for it.
+    # The memory of pictures is separate: nothing else waits for it.
     limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
     total = (limit_bytes - config.state_bytes) // config.unit_bytes
     used = -(-(memory.ledger.used_bytes - config.picture_bytes) // config.unit_bytes)
-    # Slots of the background are given to whoever needs one.
+    # Slots of background sequences are given to other sequences on demand.
     background_bytes = sum(
         config.slab_bytes(1, seq.capacity)
         for seq in sequences.ordered(*HOLDING_SLOT)

@@ -1,4 +1,4 @@
-"""The times of steps, and what is learned from them."""
+"""Timing of steps, and learning from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.scheduler.timing.time_share import TimeShare
 
 
 class StepMeter:
-    """Counts steps, and tells of their times those who predict such times."""
+    """Counts steps, and passes their times to the components that predict times."""
 
     def __init__(
         self,
@@ -28,17 +28,17 @@ class StepMeter:
         self._drafting = drafting
         self._counters = counters
         self._unmeasured: dict[int, PlannedStretch | PlannedEncoding] = {}
-        """What computes of prompts of which the time is to come, by the number of its step."""
+        """Prompt computations whose time is not known yet, by step number."""
 
     def clear(self) -> None:
-        """Forget the chunks of which the time is to come: it never will."""
+        """Forget the chunks whose time is not known yet, because it never will be."""
         self._unmeasured.clear()
         self._time_share.forget_planned()
 
     def measure(self, step: InFlightStep, result: StepResult) -> int:
         """Count ``step``. Return how many tokens it computed."""
         rows, stretch, of_prompts = len(step.decodes), step.stretch, step.stretch or step.encoding
-        if step.encoding is not None and result.failed_pictures:  # its time says nothing
+        if step.encoding is not None and result.failed_pictures:  # its time has no information
             of_prompts = step.encoding._replace(size_bytes=0.0, is_last=False)
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
         is_apart = result.chunks_apart or of_prompts is None
@@ -69,7 +69,7 @@ class StepMeter:
     def _measure_prompts(
         self, stretch: PlannedStretch | PlannedEncoding, elapsed_s: float, rows: int
     ) -> None:
-        """Learn from a stretch, beside so many ``rows`` of decodes in the same time."""
+        """Learn from a stretch, computed with ``rows`` decodes in the same time."""
         if stretch.owing_s is not None:
             self._time_share.computed(elapsed_s, stretch.owing_s)
         if isinstance(stretch, PlannedEncoding):

@@ -1,4 +1,4 @@
-"""What the kvstore lacks of the blocks and snapshots in RAM, and gets as it has room."""
+"""Blocks and snapshots in RAM that are missing in the kvstore, sent as it has room."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.scheduler.pools.block_pool import Block
 
 
 class StoreBacklog:
-    """Blocks and snapshots that are to go to the kvstore, the first ones first.
+    """Blocks and snapshots to send to the kvstore, first come first served.
 
-    They take no memory of their own: they are in the pools, and leave this when they are evicted.
-    ``room`` is what may be on its way, None without a bound. What does not arrive is added again.
+    They take no additional memory: they are in the pools, and are removed from here when evicted.
+    ``room`` limits what may be in flight, None without a limit. What is not stored is added again.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -31,7 +31,7 @@ class StoreBacklog:
 
     @property
     def num_exported(self) -> int:
-        """How many are taken out whose bytes did not come back yet."""
+        """Number of those taken out whose bytes have not come back yet."""
         return len(self._exported)
 
     @property
@@ -44,11 +44,11 @@ class StoreBacklog:
         self._waiting.update((block.id, block) for block in blocks if not block.stored)
 
     def discard(self, block: Block) -> bool:
-        """Take out ``block`` if it waits, and return whether it did."""
+        """Remove ``block`` if it is queued, and return whether it was."""
         return self._waiting.pop(block.id, None) is not None
 
     def take(self) -> list[Block]:
-        """Take out as many as there is room for. Their bytes are to be exported."""
+        """Remove as many as there is room for. Their bytes will be exported."""
         taken = list(self._fitting())
         for block in taken:
             del self._waiting[block.id]
@@ -62,11 +62,11 @@ class StoreBacklog:
             self._exported[block.id] = block
 
     def lost(self, block_id: int) -> None:
-        """Expect the bytes of a block no longer: it was never saved."""
+        """Do not expect the bytes of a block any more, because it was never saved."""
         self._exported.pop(block_id, None)
 
     def came_back(self, block_id: int, payload: Payload) -> Store | None:
-        """Return what is to be sent to the kvstore, None for a block that was never saved."""
+        """Return what to send to the kvstore, None for a block that was never saved."""
         block = self._exported.pop(block_id, None)
         return None if block is None else Store(block.hash, payload, block.is_snapshot)
 

@@ -1,1 +1,1 @@
-"""Drafts: tokens that are guessed, and verified in the pass that computes the token before them."""
+"""Drafts: guessed tokens, verified in the pass that computes the token before them."""

@@ -1,37 +1,38 @@
-"""How often drafts are accepted."""
+"""Acceptance rates of drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DECAY = 0.9
-"""Part of what is known that counts after each verification."""
+"""Weight of the existing estimate after each verification."""
 FADE = 0.995
-"""The same after each proposal that was not worth while, so that others are tried in time."""
+"""The same after each proposal that did not pay off, so that others are tried in time."""
 ASSUMED_WEIGHT = 4.0
-"""How many tokens an assumption counts as."""
+"""Number of tokens for which an assumption counts."""
 
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """A moving average over verifications: how likely a draft is accepted if all before it were.
-    Drafts after one that is not accepted say nothing."""
+    """A moving average over verifications: the probability that a draft is accepted if all before
+    it were. Drafts after a rejected one have no information."""
 
     assumed: float
     tried: float = 0.0
     accepted: float = 0.0
 
     def rate(self, assumed: float | None = None) -> float:
-        """Return it. As long as little is known, ``assumed`` counts."""
+        """Return the estimate. As long as little is known, ``assumed`` counts."""
         base = self.assumed if assumed is None else assumed
         return (self.accepted + ASSUMED_WEIGHT * base) / (self.tried + ASSUMED_WEIGHT)
 
     def observe(self, tried: int, accepted: int) -> None:
-        """Note that ``accepted`` of ``tried`` tokens were, all before which were accepted."""
+        """Record that ``accepted`` of ``tried`` tokens were accepted, after all before
+        them were."""
         self.tried = DECAY * self.tried + tried
         self.accepted = DECAY * self.accepted + accepted
 
     def fade(self) -> None:
-        """Note that nothing was verified since it did not seem worth while."""
+        """Record that nothing was verified because it did not seem to pay off."""
         self.tried *= FADE
         self.accepted *= FADE

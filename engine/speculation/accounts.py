@@ -1,4 +1,4 @@
-"""What drafts cost and what they saved, by source."""
+"""Costs and savings of drafts, by source."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class _Account:
 
 
 class DraftAccounts:
-    """An account for each source. A step with drafts is longer than one without: each draft of it
-    costs an equal part of that, and each that is accepted saves a row of a step without drafts."""
+    """An account for each source. A step with drafts takes longer than one without: each of its
+    drafts bears an equal share, and each accepted draft saves one row of a step without drafts."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = defaultdict(_Account)
         self._gain_s = self._cost_s = 0.0
 
     def begin_step(self, rows: int, drafted: int, plain_s: float, elapsed_s: float) -> None:
-        """Note a step of ``rows`` sequences with ``drafted`` tokens that took ``elapsed_s``, and
+        """Record a step of ``rows`` sequences with ``drafted`` tokens that took ``elapsed_s``, and
         would have taken ``plain_s`` without them; its drafts are verified next."""
         self._gain_s = plain_s / rows
         self._cost_s = (elapsed_s - plain_s) / drafted if drafted else 0.0
 
     def skip_step(self) -> None:
-        """Note a step of which it is not known what its drafts cost."""
+        """Record a step whose drafts have unknown costs."""
         self._gain_s = self._cost_s = 0.0
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
-        """Note that ``accepted`` of ``drafted`` tokens in the step begun last were."""
+        """Record that ``accepted`` of ``drafted`` tokens in the most recent step were accepted."""
         account = self._accounts[source]
         account.proposals += 1
         account.drafted += drafted
@@ -46,7 +46,7 @@ class DraftAccounts:
         account.saved_s += accepted * self._gain_s - drafted * self._cost_s
 
     def spent(self, source: str, seconds: float) -> None:
-        """Note that it took so long to ask ``source`` for drafts."""
+        """Record the time taken to ask ``source`` for drafts."""
         account = self._accounts[source]
         account.spent_s += seconds
         account.saved_s -= seconds

@@ -1,4 +1,4 @@
-"""Drafts that the executor guesses itself, at the end of the decode before."""
+"""Drafts guessed by the executor itself, at the end of the previous decode."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from engine.speculation.source import DraftSource, Proposal
 
 
 class ExecutorGuesses(DraftSource):
-    """Proposes what came with the last result of its sequence, as long as the text goes on so."""
+    """Proposes the guesses of its sequence's last result, as long as the text continues
+    that way."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is that of the source in metrics."""
+        """``name`` is the source's name in metrics."""
         self._name = name
         self._after = 0  # tokens of the text before the guesses
         self._guesses: tuple[int, ...] = ()
 
     def take(self, after: int, guesses: tuple[int, ...]) -> None:
-        """Note that ``guesses`` may follow the first ``after`` tokens."""
+        """Record that ``guesses`` may follow the first ``after`` tokens."""
         self._after, self._guesses = after, guesses
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:

@@ -10,16 +10,16 @@ from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
 NEAR_TOKENS = 32
-"""How far from where it should be the place in the text is looked for first."""
+"""How far around the expected place the text is searched first."""
 SHORTEST, LONGEST = 2, 4
-"""The n-grams by which it is found anywhere else, and the least that counts as found."""
+"""The n-gram lengths for finding the place anywhere else, and the min length of a match."""
 BEGINS_ALIKE = 0.6
-"""What is assumed of the beginning of the text as that of the answer."""
+"""Assumed acceptance of the beginning of the text as the beginning of the answer."""
 
 
 class PredictionSource(DraftSource):
-    """Reads on in the predicted text as long as the answer repeats it. An answer that leaves the
-    text is found again by its last tokens: near the place where it left, or else anywhere."""
+    """Proposes the predicted text as long as the answer repeats it. After a deviation, the place is
+    found again from the last tokens: near the place of the deviation, or else anywhere."""
 
     NAME = "prediction"
 
@@ -30,7 +30,7 @@ class PredictionSource(DraftSource):
         self._next = 0
         """The place in the text that the next output is expected to repeat."""
         self._matched = 0
-        """How many tokens before it were repeated; at first none, and it is a guess."""
+        """How many tokens before it were repeated; 0 at first, when it is a guess."""
         self._lost = False
 
     @classmethod
@@ -51,7 +51,7 @@ class PredictionSource(DraftSource):
         return Proposal(drafts, self.NAME, kinds, (BEGINS_ALIKE, *LIKELY[1:]))
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Go on to the end of ``tokens``."""
+        """Continue to the end of ``tokens``."""
         new = tokens[self._followed :]
         self._followed = len(tokens)
         end = self._next + len(new)
@@ -77,6 +77,6 @@ class PredictionSource(DraftSource):
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return with how many equal tokens both begin."""
+    """Return the length of the common prefix of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

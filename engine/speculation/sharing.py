@@ -1,4 +1,4 @@
-"""Drafts of a step that no sequence in it pays for."""
+"""Drafts of a step that cost no sequence in it anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.speculation.batch_costs import BatchCosts
 
 OVERDRAWN_STEPS = 0.25
-"""Sequences without room share a step with drafts of their own until one lacks so many steps."""
+"""Sequences without budget share a step with their own drafts until one lacks this many steps."""
 
 
 def shared_lengths(

@@ -1,4 +1,4 @@
-"""The interface of what proposes drafts."""
+"""The interface of draft sources."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shared.wire import SamplingParams
 
 
 class Proposal(NamedTuple):
-    """A guess of the tokens that come next."""
+    """A guess of the next tokens."""
 
     tokens: tuple[int, ...]  # at least one
     source: str
     kinds: tuple[int, ...] = ()
     """For each token its kind; empty if all are of kind 0. Tokens of one source and kind are about
-    equally often right, if all before them are; kinds are few."""
+    equally often right, if all before them are; there are few kinds."""
     likely: tuple[float, ...] = (0.5,)
-    """By kind, how likely a token is accepted, as long as nothing is known of its kind."""
+    """By kind, the assumed acceptance rate, as long as nothing is known about the kind."""
 
     def kind(self, index: int) -> int:
         """Return the kind of a token."""
@@ -26,11 +26,11 @@ class Proposal(NamedTuple):
 
 
 class DraftSource(ABC):
-    """Proposes drafts for one sequence. Every token that it proposes is verified, so it may be
-    wrong. It takes no more memory than `MAX_SOURCE_BYTES`, and a call little time."""
+    """Proposes drafts for one sequence. Every proposed token is verified, so it may be wrong. It
+    uses at most `MAX_SOURCE_BYTES` of memory, and little time per call."""
 
     NAME: ClassVar[str] = ""
-    """The source of its proposals, if it need not be asked while that is silent."""
+    """The source of its proposals, if it need not be asked while that source is silent."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
@@ -41,24 +41,24 @@ class DraftSource(ABC):
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         """Return how many of ``drafts``, of any source, may follow the ``tokens`` of the last
-        `propose`: those behind would be verified for nothing."""
+        `propose`: verifying more would be useless."""
         return len(drafts)
 
     def matcher(self) -> object:
-        """Return what says which tokens may follow the ``tokens`` of the last `propose`, for a
-        `BatchSource` that can ask it (a `GrammarMatcher`). None if it is not known."""
+        """Return what knows which tokens may follow the ``tokens`` of the last `propose`, for a
+        `BatchSource` that supports it (a `GrammarMatcher`). None if unknown."""
         return None
 
 
 class DraftRequest(NamedTuple):
-    """What a `BatchSource` is asked for one sequence."""
+    """A request to a `BatchSource` for one sequence."""
 
-    key: object  # names the sequence, and is kept with what is known of it
-    tokens: Sequence[int]  # the prompt and all outputs, of which the first ones never change
+    key: object  # identifies the sequence, and is kept with what is known about it
+    tokens: Sequence[int]  # the prompt and all outputs; existing ones never change
     num_prompt_tokens: int
     sampling: SamplingParams
-    limit: int  # the most drafts, at least 1
-    matcher: object = None  # see `DraftSource.matcher`; it may be moved, and has to come back
+    limit: int  # max number of drafts, at least 1
+    matcher: object = None  # see `DraftSource.matcher`; it may be moved, and must be restored
 
 
 class BatchSource(ABC):
@@ -69,11 +69,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
-        """Return tokens that may follow, for each sequence. None are a guess as well."""
+        """Return guesses of the next tokens for each sequence. Returning none is also allowed."""
 
 
 def possible_part(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
-    """Return ``proposal`` up to what none of ``sources`` knows to be impossible."""
+    """Return ``proposal`` up to the first token that any of ``sources`` knows to be impossible."""
     length = len(proposal.tokens)
     possible = min((source.num_possible(proposal.tokens) for source in sources), default=length)
     if possible == length:
@@ -82,4 +82,4 @@ def possible_part(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposa
 
 
 MAX_SOURCE_BYTES = 2**21
-"""What one source may take for a sequence, beside the tokens."""
+"""Max memory of a source for one sequence, in addition to the tokens."""

@@ -1,4 +1,4 @@
-"""``python -m engine.zoo``: examine architectures, print the results, write the page of them."""
+"""``python -m engine.zoo``: test architectures, print the results, write their docs page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from engine.zoo.table import RANKS, page, summary
 
 
 def main() -> int:
-    """Return 0 if all architectures that load are served right, else 1."""
+    """Return 0 if all architectures that load are served correctly, else 1."""
     parser = argparse.ArgumentParser(prog="python -m engine.zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
-    parser.add_argument("--write", type=Path, help="try all ways, write the table to this file")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for one")
+    parser.add_argument(
+        "--write", type=Path, help="test all ways, and write the table to this file"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=TIME_LIMIT_S, help="timeout in seconds per architecture"
+    )
     parser.add_argument(
         GPU_PATH, action="store_true", help="compute as on a GPU: its batches and slabs, look-ahead"
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, help="divide models between as many processes"
+        "--ranks", type=int, default=1, help="divide models across this many processes"
     )
     parser.add_argument(
-        "--results", type=Path, help="keep reports in this file; go on with those that it lacks"
+        "--results", type=Path, help="store reports in this file; continue with the missing ones"
     )
     options = parser.parse_args()
     names = options.names or architectures()
@@ -47,8 +51,8 @@ def main() -> int:
 def _examine(
     names: Sequence[str], time_limit_s: float, way: Way, results: Results
 ) -> dict[str, ArchitectureReport]:
-    """Examine those of ``names`` that ``results`` lack, print what is found, and return the reports
-    of all by name."""
+    """Test those of ``names`` that are missing in ``results``, print the results, and return all
+    reports by name."""
     started = time.perf_counter()
     print(way.words)  # noqa: T201
     missing = results.missing(way, names)

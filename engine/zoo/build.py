@@ -15,7 +15,7 @@ from engine.zoo.configs import MODULES, config
 
 def architectures() -> list[str]:
     """Return all names, sorted: mlx-lm's modules, which are not all models, and `MODULES`."""
-    # Without importing anything: some modules end the process that imports them.
+    # Without importing anything, because some modules crash the process that imports them.
     names = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
     return sorted(names | MODULES.keys(), key=str.lower)
 
@@ -37,7 +37,8 @@ def build(name: str, seed: int = 0) -> Any:
 
 
 def _perturbed(weight: mx.array) -> mx.array:
-    """Add noise: norms, biases, sinks and some routers start as ones or zeros, which hides bugs."""
+    """Add noise, because norms, biases, sinks and some routers start as ones or zeros, which hides
+    bugs."""
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight
     if weight.ndim > 1 and mx.any(weight != 0).item():

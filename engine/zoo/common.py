@@ -7,7 +7,7 @@ from typing import Any
 VOCAB_SIZE = 320
 LAYERS = 4
 WINDOW = 32
-"""Short, so that a few dozen tokens leave it behind."""
+"""Short, so that a few dozen tokens exceed it."""
 CONTEXT = 1024
 
 Config = dict[str, Any]
@@ -62,6 +62,6 @@ _COMMON: Config = {
     "attention_multiplier": 0.25,
     "scale_depth": 1.4,
 }
-"""A key is the names that configs have for the same thing, or for things of one size."""
+"""A key contains the config names for one property, or for properties with the same size."""
 
 COMMON: Config = {name: value for names, value in _COMMON.items() for name in names.split()}

@@ -10,7 +10,7 @@ from engine.zoo.common import COMMON, VOCAB_SIZE, Config
 from engine.zoo.special import SPECIAL
 
 MODULES = {"falcon_mamba": "mamba"}
-"""Architectures whose module is another's, but which compute something else."""
+"""Architectures that share another's module, but compute something different."""
 
 TEXT_CONFIG: dict[str, str] = {
     "gemma3": "gemma3_text",

@@ -1,4 +1,4 @@
-"""Examines one architecture: how it is served, and whether its logits are right."""
+"""Tests one architecture: how it is served, and whether its logits are correct."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INT8 = Precision(8)
 LENGTHS = (49, 3, 17, 1, 38)
 STEPS = 5
 LONGEST_PASS = 8
-"""The most tokens of a pass, where slots keep only windows: few, so that they come full circle.
-Without this in 8 bits, where rows are compared that are not kept (`engine.proving.replay`)."""
+"""Max tokens of a pass if slots keep only windows: few, so that rings wrap around. Not used in 8
+bits, where rows are compared that are not kept (`engine.proving.replay`)."""
 TOLERANCE = 1e-4
-"""As a part of the spread of the logits. float32 rounds to about 1e-5 of it in these models."""
+"""As a fraction of the spread of the logits. float32 rounds to about 1e-5 of it in these models."""
 
 
 class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,16 +41,16 @@ class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     loads: bool = False
     batched: bool = False  # whether the decodes of a step are computed in one pass
-    batching: str = ""  # how sequences are computed together, in a word
+    batching: str = ""  # how sequences are computed together, in one word
     prefix_cache: bool = False
-    reason: str = ""  # why a faster way of computing, or the reuse of prefixes, was ruled out
+    reason: str = ""  # why a faster method, or prefix reuse, was ruled out
     difference: float = 0.0
     """The largest distance from mlx-lm's logits, in standard deviations of these."""
     int8: bool = False  # whether all keys and values are kept in 8 bits, and are right
     int8_difference: float = 0.0
     """As ``difference``, in 8 bits; mlx-lm's logits have the same rounding."""
     unquantized: str = ""  # where and why keys and values stay in 16 bits
-    error: str = ""  # why it could not be built or run, or what was wrong
+    error: str = ""  # why it could not be built or run, or the error
     seconds: float = 0.0
 
     @property
@@ -61,10 +61,11 @@ class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
 def examine(
     name: str, built: Callable[[str], Any] = build, group: RankGroup | None = None
 ) -> ArchitectureReport | None:
-    """Build architecture ``name`` and try it; return None if mlx-lm's module has no model.
+    """Build and test architecture ``name``; return None if mlx-lm's module has no model.
 
-    All ranks of a ``group`` call this at once. Then the model is divided between them, and
-    compared with the whole one."""
+    All ranks of a ``group`` call this at once. The model is then divided across them, and compared
+    with the whole one.
+    """
     started = time.perf_counter()
     device.prepare()
     try:

@@ -1,4 +1,4 @@
-"""Examines architectures in child processes, so that a crash or a hang ends no run."""
+"""Tests architectures in child processes, so that a crash or a hang does not end the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Way(NamedTuple):
     gpu_path: bool = False
     """As on a GPU."""
     ranks: int = 1
-    """The processes that compute one together."""
+    """The number of processes that compute a model together."""
 
     @property
     def words(self) -> str:
@@ -46,8 +46,8 @@ def examine_all(
 ) -> Iterator[ArchitectureReport]:
     """Yield the report of `examine` for each of ``names`` that is a model.
 
-    One child, or one for each rank, examines them one after the other. If it dies, or takes longer
-    than ``time_limit_s`` for one, a new one continues with the next.
+    One child per rank tests them one after the other. If one crashes, or exceeds ``time_limit_s``
+    for one architecture, new ones continue with the next.
     """
     children: _Children | None = None
     try:
@@ -96,7 +96,7 @@ class _Children:
         if all(line.endswith(b"\n") for line in lines):
             reports = [msgspec.json.decode(line, type=ArchitectureReport | None) for line in lines]
             wrong = [report for report in reports if report is not None and report.error]
-            # A rank that raised has left the others in another place.
+            # A rank that raised has left the others in a different state.
             return (wrong or reports)[0], not wrong or len(reports) == 1
         self._kill()
         codes = " and ".join(str(process.wait()) for process in self._processes)

@@ -1,4 +1,4 @@
-"""The reports of a run, in a file: so that one that was stopped goes on where it was."""
+"""The reports of a run, in a file, so that an interrupted run can be continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts in plans: how many a sequence may have, and what becomes of them."""
+"""Drafts in plans: how many a sequence may have, and their outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shared import wire
 
 
 class Drafting:
-    """Cuts what a `Speculator` proposes to what a plan may verify. Without one it does nothing."""
+    """Limits the proposals of a `Speculator` to what a plan may verify. Without one it does
+    nothing."""
 
     def __init__(self, config: SchedulerConfig, speculator: Speculator | None) -> None:
         self._config = config
@@ -24,8 +25,8 @@ class Drafting:
         return None if self._speculator is None else self._speculator.begin(request, grammar)
 
     def waits(self, seq: Sequence, num_rows: int) -> bool:
-        """Return whether ``seq`` is left out of this plan: its drafts are in flight, or its next
-        token, after which some are likely."""
+        """Return whether ``seq`` is left out of this plan, because its drafts are in flight, or its
+        next token, after which drafts are likely."""
         if self._speculator is None or not seq.num_inflight or seq.drafts is None:
             return False
         waits = bool(seq.num_inflight_drafts or seq.awaits_guesses)
@@ -38,7 +39,7 @@ class Drafting:
         return waits
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
-        """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
+        """Return the drafts of those of ``rows``, all that decode in this plan, that get any."""
         if self._speculator is None:
             return {}
         if rows:
@@ -65,12 +66,12 @@ class Drafting:
         return self._speculator.guesses_after(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
 
     def guessed(self, seq: Sequence, guesses: tuple[int, ...]) -> None:
-        """Note what the executor guesses to follow the tokens of ``seq``."""
+        """Record the executor's guesses for the tokens after those of ``seq``."""
         if seq.drafts is not None and seq.drafts.guesses is not None:
             seq.drafts.guesses.take(len(seq.token_ids), guesses)
 
     def verified(self, seq: Sequence, proposal: Proposal, accepted: int) -> None:
-        """Note that so many of a ``proposal`` for ``seq`` were accepted."""
+        """Record how many tokens of a ``proposal`` for ``seq`` were accepted."""
         if self._speculator is not None and seq.drafts is not None:
             row = DraftRow(seq.drafts, seq.token_ids, 0)
             self._speculator.verified(row, proposal, accepted)
@@ -97,10 +98,10 @@ class Drafting:
         index = position + 1 - seq.num_prompt_tokens
         limits = [min(seq.capacity, seq.max_positions) - position - 1]
         limits += (ring.tokens - ring.window_tokens - 1 for ring in config.rings)
-        if index < request.min_tokens:  # what is forbidden is so after every draft
+        if index < request.min_tokens:  # ``forbidden`` applies after every draft
             limits.append(request.min_tokens - 1 - index)
         if config.reuses_states:
-            # A snapshot is taken of the state at each block's end, by a decode without drafts.
+            # A snapshot is taken of the state at the end of each block, by a decode without drafts.
             limits.append(
                 position // config.block_size * config.block_size + config.block_size - 2 - position
             )

@@ -22,8 +22,8 @@ class PlannedChunk(NamedTuple):
 
 
 class OpenPass:
-    """A pass of chunks that was begun and is not complete. Its sequences keep their slots, and
-    `Sequence.num_computed_tokens` stays where it was, until it is complete or dropped."""
+    """A pass in progress. Until it is complete or dropped, its sequences keep their slots, and
+    `Sequence.num_computed_tokens` does not change."""
 
     def __init__(self, number: int, chunks: list[PlannedChunk], reserved_tokens: int) -> None:
         self.number = number  # of the plan that began it
@@ -42,7 +42,7 @@ class OpenPass:
 
 
 class OpenPasses:
-    """The open passes, and those to be dropped by the next plan."""
+    """The open passes, and those for the next plan to drop."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -57,7 +57,7 @@ class OpenPasses:
         return len(self._passes)
 
     def of(self, seq: Sequence) -> OpenPass | None:
-        """Return the pass with a chunk of ``seq``, None if there is none."""
+        """Return the pass that contains a chunk of ``seq``, None if there is none."""
         return self._by_sequence.get(seq)
 
     def begin(self, one: OpenPass) -> None:
@@ -69,8 +69,8 @@ class OpenPasses:
             chunk.seq.last_pass_start = chunk.start
 
     def drop(self, seq: Sequence) -> None:
-        """Have nothing more computed of the pass of ``seq``, if there is one. The other sequences
-        in it begin theirs again."""
+        """Abandon the pass of ``seq``, if there is one. The other sequences in it start theirs
+        again."""
         if (one := self.of(seq)) is not None:
             self.forget(one)
             self.dropped.append(one.number)
@@ -89,7 +89,7 @@ class OpenPasses:
             self.forget(one)
 
     def drop_abandoned(self) -> None:
-        """Drop the passes of which every sequence has ended meanwhile."""
+        """Drop the passes whose sequences have all ended in the meantime."""
         for one in list(self._passes.values()):
             if all(chunk.seq.status is Status.FINISHED for chunk in one.chunks):
                 self.drop(one.chunks[0].seq)
@@ -99,7 +99,7 @@ class OpenPasses:
         return taken
 
     def clear(self) -> None:
-        """Forget everything: the executor has lost it too."""
+        """Forget everything, because the executor has lost it too."""
         for one in list(self._passes.values()):
             self.forget(one)
         self.dropped.clear()

@@ -1,4 +1,4 @@
-"""A plan in the making, and the record of it until its result is here."""
+"""A plan being built, and its record until its result arrives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlannedEncoding(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class InFlightStep:
-    """The record of a plan in flight: its sequences, and what its result will settle."""
+    """The record of a plan in flight: its sequences, and what its result will complete."""
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
@@ -48,14 +48,14 @@ class InFlightStep:
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
-    """Blocks and snapshots that stay pinned until the result is here."""
+    """Blocks and snapshots that stay pinned until the result arrives."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences whose part of the result is ignored."""
     invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
-    """Blocks to be removed, of sequences whose slots held wrong KV."""
+    """Blocks to remove, saved by sequences whose slots held wrong KV."""
 
     def check(self, result: plan.StepResult) -> None:
-        """Raise ValueError if ``result`` cannot be that of this step."""
+        """Raise ValueError if ``result`` cannot belong to this step."""
         if len(self.decodes) != len(result.run_lengths):
             raise ValueError(f"step {result.step} has another number of tokens than decodes")
         if result.guesses and len(result.guesses) != len(self.decodes):
@@ -89,10 +89,12 @@ class PlanBuilder:
         self.names: list[plan.BlockName] = []
         self.preempted: list[Sequence] = []
         self.changed = False
-        """Whether anything changed, even if nothing was planned: then another try may plan more."""
+        """Whether anything changed, even if nothing was planned: another attempt may then plan
+        more."""
 
     def restore(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Copy ``blocks``, pinned for this, into the slot from ``seq.num_computed_tokens`` on."""
+        """Copy ``blocks``, pinned for this, into the slot, starting at
+        ``seq.num_computed_tokens``."""
         slot = seq.held_slot
         ids = tuple(block.id for block in blocks)
         self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
@@ -106,7 +108,7 @@ class PlanBuilder:
         self.step.by_slot[slot] = seq
 
     def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Keep ``blocks`` pinned until the plan is built: it inserts some of them."""
+        """Keep ``blocks`` pinned until the plan is built, because it inserts some of them."""
         if blocks:
             self.step.restored.setdefault(seq, []).extend(blocks)
 
@@ -126,8 +128,8 @@ class PlanBuilder:
         self.step.by_slot[decode.slot] = seq
 
     def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
-        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or in
-        an earlier one. ``owing_s`` as in `PlannedStretch`."""
+        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or an
+        earlier one. ``owing_s`` as in `PlannedStretch`."""
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
@@ -156,7 +158,7 @@ class PlanBuilder:
         self.step.by_slot[seq.held_slot] = seq
 
     def export(self, blocks: list[Block]) -> None:
-        """Have the bytes of blocks or snapshots come back."""
+        """Request the bytes of blocks or snapshots with the result."""
         self.exports.extend(block.id for block in blocks)
         self.names.extend(block.name for block in blocks)
 
@@ -173,8 +175,8 @@ class PlanBuilder:
         self.step.by_slot[seq.held_slot] = seq
 
     def build(self, memory: Memory) -> tuple[plan.Plan, InFlightStep] | None:
-        """Return the plan, with what ``memory`` had to do for it, and its record; None if the plan
-        is empty. Blocks that were pinned to be restored are unpinned: plans run in order."""
+        """Return the plan, with the operations of ``memory`` for it, and its record; None if the
+        plan is empty. Blocks pinned for restoring are unpinned, because plans run in order."""
         for blocks in reversed(self.step.restored.values()):
             for block in reversed(blocks):
                 memory.unpin(block)

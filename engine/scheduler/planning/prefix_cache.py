@@ -1,5 +1,5 @@
-"""Reuse of prefixes: cached blocks go into slots, and full blocks of slots into the cache. What a
-running sequence has of a prefix beyond its last full block is copied from slot to slot."""
+"""Prefix reuse: cached blocks are copied into slots, and full blocks of slots into the cache. Parts
+of a running sequence's prefix beyond its last full block are copied from slot to slot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 
 LEAST_COPIED = 4
-"""Fewer positions than this are computed rather than copied."""
+"""Fewer positions than this are computed instead of copied."""
 
 
 class PrefixCache:
-    """Restores and saves blocks, and the snapshots without which blocks may be of no use."""
+    """Restores and saves blocks, and the snapshots without which blocks may be useless."""
 
     def __init__(
         self,
@@ -99,14 +99,15 @@ class PrefixCache:
             seq.advance(end)
 
     def touch_computed(self, seq: Sequence) -> None:
-        """Mark the cached blocks of what ``seq`` computed as used last, its head last of all."""
+        """Mark the cached blocks of the computed part of ``seq`` as used last, its head last of
+        all."""
         if self._config.prefix_cache:
             seq.update_block_hashes()
         seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
 
     def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Save the full blocks of ``seq`` that the pool lacks, as far as there is room, and as far
-        as its slot still has them: layers with a window keep only that."""
+        """Save the full blocks of ``seq`` that are missing from the pool, as far as there is room,
+        and as far as its slot still has them: layers with a window keep only the window."""
         if not self._config.prefix_cache:
             return
         seq.update_block_hashes()
@@ -155,8 +156,8 @@ class PrefixCache:
         return number
 
     def _count_available(self, seq: Sequence, first: int, end: int) -> int:
-        """Return up to which block number, from ``first`` on and without a gap, blocks are there or
-        came from the kvstore."""
+        """Return the block number up to which blocks, from ``first`` on and without a gap, are
+        cached or were fetched from the kvstore."""
         if not self._config.keeps_kv:
             return end
         for number in range(first, end):
@@ -185,6 +186,6 @@ class PrefixCache:
 
 
 def _count_common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
-    """Return how many tokens ``one`` and ``other`` have in common from the first on."""
+    """Return the length of the common prefix of ``one`` and ``other``."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

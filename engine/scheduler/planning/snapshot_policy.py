@@ -23,21 +23,21 @@ from engine.scheduler.planning.plan_builder import PlanBuilder
 from engine.scheduler.sequences.sequence import Sequence
 
 PROMPT_TAIL_TOKENS = 8
-"""Tokens at the end of a prompt that its snapshot leaves out: what a template puts before an
-answer may look different in the next turn."""
+"""Tokens at the end of a prompt excluded from its snapshot: the part that a template puts before an
+answer may differ in the next turn."""
 WORTHWHILE_TOKENS = 64
-"""Fewer tokens are computed again instead of waited for or cut out of a chunk: a chunk of their
-own takes about as long."""
+"""Fewer tokens are computed again instead of waiting for them or giving them their own chunk, which
+takes about as long."""
 SNAPSHOT_INTERVAL_TOKENS = 1024
-"""The shortest distance of snapshots inside a prompt."""
+"""Min distance of snapshots inside a prompt."""
 MAX_INNER_SNAPSHOTS = 4
-"""The most snapshots inside a prompt."""
+"""Max number of snapshots inside a prompt."""
 MAX_SEEN_BLOCKS = 65536
-"""Blocks of prompts that are remembered, to find where the next prompt parts from them."""
+"""Number of remembered blocks of prompts, to find where the next prompt diverges from them."""
 
 
 class SnapshotPolicy:
-    """Decides where prefill stops for a snapshot, and takes it. It does nothing for models without
+    """Decides where prefill stops for a snapshot, and takes it. Does nothing for models without
     recurrent state."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
@@ -59,7 +59,8 @@ class SnapshotPolicy:
 
     def prefill_limits(self, prefilling: SequenceOf[Sequence]) -> dict[Sequence, int]:
         """Return the position up to which each of ``prefilling``, in order, may compute in this
-        step. One that is missing waits for a snapshot that a sequence ahead is about to take."""
+        step. A sequence that is missing waits for a snapshot that a sequence ahead is about to
+        take."""
         if not self._config.reuses_states:
             return {seq: seq.prefill_end for seq in prefilling}
         self._stops = {seq: self._positions_ahead(seq) for seq in prefilling}
@@ -68,7 +69,7 @@ class SnapshotPolicy:
             for ahead in prefilling[:number]:
                 shared = self._shared_tokens(ahead, seq)
                 saved = shared - seq.num_computed_tokens
-                # What a pass has begun is not cut any more.
+                # The extent of a pass in progress is not reduced any more.
                 first = max(ahead.num_computed_tokens + 1, ahead.pass_end)
                 if shared >= first and saved >= WORTHWHILE_TOKENS:
                     stops = self._stops[ahead]
@@ -109,8 +110,8 @@ class SnapshotPolicy:
             self._memory.snapshots.touch([seq.snapshots.trailing.hash])
 
     def publish_trailing(self, seq: Sequence) -> None:
-        """Make the trailing snapshot known, once ``seq`` no longer decodes and its tokens are
-        known."""
+        """Publish the trailing snapshot, once ``seq`` no longer decodes and its tokens
+        are known."""
         pool, hashes = self._memory.snapshots, seq.block_hashes
         snapshot, seq.snapshots.trailing = seq.snapshots.trailing, None
         if snapshot is None or not pool.holds(snapshot):
@@ -122,7 +123,7 @@ class SnapshotPolicy:
             self._memory.backlog.add([snapshot])
 
     def is_worth_saving(self, seq: Sequence) -> bool:
-        """Return whether ``seq``, which must leave its slot, has state there worth a snapshot."""
+        """Return whether ``seq``, which must leave its slot, has state worth a snapshot."""
         position = seq.num_computed_tokens
         fits = position % self._block_size == 0 and position <= len(seq.token_ids)
         fits = fits and not seq.num_inflight_drafts  # the state may be one after some of them
@@ -168,8 +169,8 @@ class SnapshotPolicy:
         builder.restore_state(seq, number * self._block_size, snapshot)
 
     def _positions_ahead(self, seq: Sequence) -> list[int]:
-        """Return the positions of snapshots to come for which a chunk is worth cutting. That at
-        the end of its prompt is so sooner, since the next turn is the most likely use."""
+        """Return the positions of upcoming snapshots that justify cutting a chunk. The one at the
+        end of its prompt justifies more, because the next turn is the most likely use."""
         *partings, end = seq.snapshots.prompt_positions
         newest = seq.snapshots.newest_position
         positions = [position for position in partings if position - newest >= WORTHWHILE_TOKENS]
@@ -216,7 +217,7 @@ class SnapshotPolicy:
         return len(hashes)
 
     def _remember(self, hashes: SequenceOf[bytes]) -> None:
-        """Remember ``hashes``, heads last: a chain is worth nothing without its head."""
+        """Remember ``hashes``, heads last: a chain is useless without its head."""
         for block_hash in reversed(hashes):
             self._seen[block_hash] = None
             self._seen.move_to_end(block_hash)

@@ -28,11 +28,10 @@ class Block:
 
 
 class BlockPool:
-    """Blocks by hash. A block that nothing in flight refers to is evictable, least recently used
-    first. Ids are never used twice. Every operation is O(1) per block that it concerns.
+    """Blocks by hash. A block without references in flight is evictable, least recently used first.
+    Ids are never reused. Every operation is O(1) per block.
 
-    Pools with the same ``clock`` have no id in common, and their blocks can be compared by the
-    time of their last use.
+    Pools with the same ``clock`` share no id, and the last uses of their blocks can be compared.
     """
 
     _of_snapshots = False
@@ -62,7 +61,7 @@ class BlockPool:
     def add(self, block_hash: bytes, *, stored: bool = False) -> Block:
         """Add a block, pinned once. Raises: ValueError if its hash is in the pool."""
         if block_hash in self._index:
-            raise ValueError("this block is in the pool already")
+            raise ValueError("this block is already in the pool")
         block = Block(next(self._clock), block_hash, stored=stored, is_snapshot=self._of_snapshots)
         self._put(block)
         return block
@@ -80,7 +79,8 @@ class BlockPool:
 
     @property
     def oldest_use(self) -> float:
-        """When the block that `pop_oldest` takes was used last; infinity if there is none."""
+        """When the block that `pop_oldest` would remove was last used; infinity if
+        there is none."""
         return next(iter(self._evictable.values())).last_used if self._evictable else float("inf")
 
     def pop_oldest(self) -> Block:
@@ -91,7 +91,7 @@ class BlockPool:
         return block
 
     def remove(self, block: Block) -> None:
-        """Remove ``block``, pinned or not: its content does not exist."""
+        """Remove ``block``, pinned or not, because its content does not exist."""
         if self._index.get(block.hash) is block:
             del self._index[block.hash]
             self._evictable.pop(block.hash, None)
@@ -110,8 +110,8 @@ class BlockPool:
         return len(hashes)
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Mark ``hashes`` as the most recently used, the first of them last of all, since a chain
-        is worth nothing without its head. Returns the same as `match_prefix`."""
+        """Mark ``hashes`` as most recently used, the first of them last of all, because a chain is
+        useless without its head. Returns the same as `match_prefix`."""
         leading = len(hashes)
         for number in range(len(hashes) - 1, -1, -1):
             if hashes[number] in self._evictable:
@@ -129,7 +129,7 @@ class BlockPool:
         return added, removed
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the pool, for `check_integrity`."""
+        """Yield inconsistencies of the pool, for `check_integrity`."""
         for block_hash, block in self._index.items():
             if block.pins < 0:
                 yield f"block {block.id} has {block.pins} pins"

@@ -16,8 +16,8 @@ class _SlabRows:
 
 
 class SlotTable:
-    """Slabs and their free rows. A slab is freed only by `pop_empty_slab` and changes its rows only
-    by `resize`, so that one that empties and fills again costs nothing."""
+    """Slabs and their free rows. A slab is freed only by `pop_empty_slab` and resized only by
+    `resize`, so that a slab that empties and fills again costs nothing."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _SlabRows] = {}
@@ -49,12 +49,13 @@ class SlotTable:
         return next((slab for slab in self.slabs() if slab.capacity == capacity), None)
 
     def rows_to_keep(self, slab: SlabSpec) -> int:
-        """Return how many rows ``slab`` must have: those up to the last one in use."""
+        """Return the min number of rows of ``slab``: up to the last one in use."""
         free = set(self._slabs[slab.slab_id].free)
         return next((row + 1 for row in reversed(range(slab.rows)) if row not in free), 0)
 
     def resize(self, slab: SlabSpec, rows: int) -> SlabSpec:
-        """Give ``slab`` another number of rows. Raises: ValueError if a row in use would go."""
+        """Change the number of ``rows`` of ``slab``. Raises: ValueError if a row in use would be
+        removed."""
         if rows < max(1, self.rows_to_keep(slab)):
             raise ValueError(f"slab {slab.slab_id} has rows in use from {rows} on")
         resized = SlabSpec(slab.slab_id, rows, slab.capacity)
@@ -78,7 +79,7 @@ class SlotTable:
         """Free ``slot``. Raises: ValueError if it is free."""
         rows = self._slabs[slot.slab_id]
         if slot.row in rows.free:
-            raise ValueError(f"{slot} is free already")
+            raise ValueError(f"{slot} is already free")
         heapq.heappush(rows.free, slot.row)
         self.used_rows -= 1
         if len(rows.free) == rows.slab.rows:

@@ -1,4 +1,4 @@
-"""The pool of snapshots: recurrent state at block boundaries, from which prefill can go on."""
+"""The pool of snapshots: recurrent state at block boundaries, from which prefill can continue."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared.hashing import HASH_BYTES
 class SnapshotPool(BlockPool):
     """At most ``limit`` snapshots, each by the hash of the last block of its prefix.
 
-    A snapshot that is not published yet has a private name, which is no block's hash. It can be
-    evicted like the others.
+    An unpublished snapshot has a private name, which is not any block's hash. It can be evicted
+    like the others.
     """
 
     _of_snapshots = True
@@ -34,7 +34,7 @@ class SnapshotPool(BlockPool):
         return self.get(snapshot.hash) is snapshot
 
     def publish(self, snapshot: Block, block_hash: bytes) -> bool:
-        """Make ``snapshot`` known by ``block_hash``. Return False if another one is already."""
+        """Publish ``snapshot`` under ``block_hash``. Return False if there already is one."""
         if block_hash in self:
             return False
         self.pin(snapshot)

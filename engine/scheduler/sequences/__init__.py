@@ -1,1 +1,1 @@
-"""Requests as sequences, and the table of all that are live."""
+"""Requests as sequences, and the table of all live ones."""

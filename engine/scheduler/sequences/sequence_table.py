@@ -11,8 +11,8 @@ _QUEUED_STATUSES = (Status.WAITING, Status.PREEMPTED)
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot, in their `order`. One that ends meanwhile stays as a dead
-    entry until it reaches the head, or until half the entries are dead."""
+    """Sequences that wait for a slot, in their `order`. One that ends in the meantime stays as a
+    dead entry until it reaches the head, or until half the entries are dead."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -36,7 +36,7 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[1]
 
     def mark_dead(self) -> None:
-        """Count one more entry whose sequence no longer waits."""
+        """Count another entry whose sequence no longer waits."""
         self._dead += 1
         if self._dead * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[1].status in _QUEUED_STATUSES]
@@ -45,24 +45,24 @@ class WaitingQueue:
 
 
 class SequenceTable:
-    """The sequences by request id and by status, and the slots on their way out."""
+    """The sequences by request id and by status, and the slots being vacated."""
 
     def __init__(self) -> None:
         self.live: dict[str, Sequence] = {}
         self.waiting = WaitingQueue()
         self.loading: dict[int, Sequence] = {}  # by ticket of their fetch
         self.leaving: list[Sequence] = []
-        """Finished sequences whose last blocks may still be saved out of their slots."""
+        """Finished sequences whose last blocks may still be saved from their slots."""
         self.vacated: list[Slot] = []  # free from the next plan on
         self.forgettable: list[Slot] = []
-        """Those of `vacated` of whose sequences the executor keeps a grammar or a history."""
+        """The `vacated` slots for whose sequences the executor keeps a grammar or a history."""
         self._by_status: dict[Status, dict[Sequence, None]] = {each: {} for each in HOLDING_SLOT}
 
     def count(self, *statuses: Status) -> int:
         return sum(len(self._by_status[status]) for status in statuses)
 
     def has_foreground(self, *statuses: Status) -> bool:
-        """Return whether a sequence with one of ``statuses`` is not of the background."""
+        """Return whether any sequence with one of ``statuses`` is not a background sequence."""
         return any(not seq.is_background for each in statuses for seq in self._by_status[each])
 
     @property
@@ -91,7 +91,7 @@ class SequenceTable:
         self.loading[ticket] = seq
 
     def preempt(self, seq: Sequence) -> None:
-        """Take ``seq`` out of those that are planned; it keeps its slot until `vacate`."""
+        """Exclude ``seq`` from planning; it keeps its slot until `vacate`."""
         self._leave(seq)
         seq.status = Status.PREEMPTED
 
@@ -103,7 +103,7 @@ class SequenceTable:
             seq.slot = None
 
     def drop_slots(self) -> None:
-        """Forget all slots: they no longer exist."""
+        """Forget all slots, because they no longer exist."""
         self.leaving.clear()
         self.vacated.clear()
         self.forgettable.clear()

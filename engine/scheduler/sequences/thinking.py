@@ -1,7 +1,7 @@
-"""The end of reasoning, forced on a sequence that has used up its budget for it.
+"""The forced end of reasoning, for a sequence that has used up its budget.
 
-Whether an output is forced depends on the outputs before it alone. So a sequence that is
-preempted, or resumed on another engine, goes on as it would have.
+Whether an output is forced depends only on the outputs before it. A sequence that is preempted, or
+resumed on another engine, therefore continues as it would have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shared.wire import ThinkingBudget
 class ThinkingProgress:
     """Follows the outputs of one sequence through its reasoning.
 
-    All reasoning of a reply counts. Where the model begins it again, it gets one token of it.
+    All reasoning of an answer counts. If the model begins it again, it gets one more token.
     """
 
     def __init__(self, budget: ThinkingBudget) -> None:
@@ -31,7 +31,7 @@ class ThinkingProgress:
         return len(self._outputs)
 
     def follow(self, outputs: Sequence[int]) -> None:
-        """Follow ``outputs``, which come after those before."""
+        """Follow ``outputs``, which come after the earlier ones."""
         for token in outputs:
             self._outputs.append(token)
             if self._inside:
@@ -50,12 +50,12 @@ class ThinkingProgress:
         return self._end[begun]
 
     def may_force_after_next(self) -> bool:
-        """Whether `forced` may return a token once one more output, whichever, is followed."""
+        """Whether `forced` may return a token after one more output, whatever it is."""
         return self._inside and self._used + 1 >= self._budget.tokens
 
     def num_unforced(self, outputs: Sequence[int]) -> int:
-        """Return how many of ``outputs`` may come next without one of them being forced, nor the
-        one after them."""
+        """Return how many of ``outputs`` may come next without one of them, or the one after them,
+        being forced."""
         known = self._inside, self._block, self._used, len(self._outputs)
         count = 0
         if self.forced() is None:

@@ -1,1 +1,1 @@
-"""Sizes of chunks and shares of time, by measured costs."""
+"""Sizes of chunks and shares of time, from measured costs."""

@@ -242,7 +242,7 @@ def test_another_vocabulary_is_refused_at_the_start(
 
 
 def test_a_draft_model_that_cannot_go_back_is_refused(tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(ModelUnavailable, match="cannot draft: its recurrent"):
+    with pytest.raises(ModelUnavailable, match="cannot draft with .*: its recurrent"):
         Whole(tiny_model("llama"), spec_decode="draft", draft_model_path=str(tiny_model("mamba")))
 
 
@@ -254,4 +254,4 @@ def test_other_end_tokens_are_warned_about(
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
     with caplog.at_level(logging.WARNING):
         Whole(tiny_model("llama"), spec_decode="auto", draft_model_path=str(other))
-    assert "the draft model ends answers with the tokens" in caplog.text
+    assert "the draft model ends answers with tokens" in caplog.text

@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(
     kept = KeptCosts(tmp_path / "costs" / "a.json", costs)
     costs.observe(1, 0, 0.03)
     kept.keep(at_once=True)
-    assert "cannot be remembered" in caplog.text
+    assert "cannot store the costs" in caplog.text
 
 
 def test_a_replica_begins_with_what_the_one_before_has_learned(

@@ -142,7 +142,7 @@ def test_a_head_that_cannot_be_used_is_left_out_and_the_log_says_so(
     weights.pop("model.mtp_layers.0.mlp.up_proj.weight")
     mx.save_safetensors(str(path / HEAD_FILE), weights)
     whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=50)
-    assert "head for multi-token prediction is not used: " in caplog.text
+    assert "ignored the model's head for multi-token prediction: " in caplog.text
     whole.submit("greedy", [5, 6, 7], 5)
     whole.run()
     assert len(whole.texts["greedy"]) == 5 and not whole.executor.spec.guesses

@@ -69,7 +69,7 @@ def test_the_lowest_free_row_of_the_oldest_slab_is_taken() -> None:
     assert slots.take(16) == Slot(0, 1)
     slots.release(Slot(1, 0))
     assert [slab.slab_id for slab in slots.empty_slabs()] == [1]
-    with pytest.raises(ValueError, match="free already"):
+    with pytest.raises(ValueError, match="already free"):
         slots.release(Slot(1, 0))
 
 

@@ -80,6 +80,6 @@ def test_an_engine_may_not_take_the_name_of_another_model(
     thief = start_engine(server, name="b", model="other", aliases=["tiny"], script=says("no"))
     eventually(lambda: bool(thief.got(Ping)))
     eventually(
-        lambda: "engine b is not used: tiny is called tiny already" in server.log.read_text()
+        lambda: "engine b was refused: tiny already has the name tiny" in server.log.read_text()
     )
     assert text_of(server.chat("x")) == "hi"

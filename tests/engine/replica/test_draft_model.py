@@ -242,7 +242,7 @@ def test_another_vocabulary_is_refused_at_the_start(
 
 
 def test_a_draft_model_that_cannot_go_back_is_refused(tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(ModelUnavailable, match="cannot draft with .*: its recurrent"):
+    with pytest.raises(ModelUnavailable, match=r"cannot draft with .*: its recurrent"):
         Whole(tiny_model("llama"), spec_decode="draft", draft_model_path=str(tiny_model("mamba")))
 
 

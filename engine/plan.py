@@ -35,8 +35,7 @@ its state. Order and sizes are the same throughout a namespace."""
 class StateSearch(NamedTuple):
     """The state with which a fetch of blocks should end: the last one that the blocks reach.
 
-    Counts are numbers of leading ``hashes``: a state at count n follows block ``hashes[n - 1]``.
-    """
+    Counts are numbers of leading ``hashes``: a state at count n follows block ``hashes[n - 1]``."""
 
     hashes: list[bytes]  # of consecutive blocks; the last ones are to be fetched
     num_ready: int  # number of blocks that need not be fetched
@@ -148,8 +147,7 @@ class Decode(PlanOp, frozen=True):
     A draft is accepted if it equals the token sampled in its place and all drafts before it were
     accepted. The result is the run of tokens up to the first one not followed by an accepted draft:
     the same tokens that separate decodes without drafts would have sampled. Positions of rejected
-    drafts count as never computed.
-    """
+    drafts count as never computed."""
 
     slot: Slot
     position: int  # of the input token; its KV is written here

@@ -43,7 +43,6 @@ def prefault(size: int) -> None:
 
     Otherwise the first requests would wait for the system to provide these pages: 3 ms per megabyte
     if the host of a virtual machine has to provide them too. Does nothing if the heap would return
-    the pages.
-    """
+    the pages."""
     if os.environ.get(VARIABLE) == environment({})[VARIABLE]:
         _ = b"\1" * size

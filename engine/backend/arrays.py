@@ -13,8 +13,7 @@ def array_namespace() -> Any:
 
     On the CPU, MLX's exp is scalar and everything except matmuls runs on one thread: NumPy's exp is
     20 times faster, its sort 4 times. There, logits are in the host's memory, and waiting for them
-    delays nothing because no work is queued ahead.
-    """
+    delays nothing because no work is queued ahead."""
     return mx if mx.default_device() == mx.gpu else numpy
 
 

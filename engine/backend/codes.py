@@ -118,8 +118,7 @@ def codes_of(
 ) -> Codes:
     """Return the codes of a matrix that MLX quantized; `mx.quantize` documents the arguments.
 
-    Raises `Unsupported` for mxfp8, whose values have exponents of their own.
-    """
+    Raises `Unsupported` for mxfp8, whose values have exponents of their own."""
     if mode in SMALL_FLOATS:
         return _of_small_floats(weight, scales, group_size, bits, mode, global_scale)
     if biases is None or code_bits(bits, mode) is None:

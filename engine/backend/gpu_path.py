@@ -32,8 +32,7 @@ def forced_gpu_path() -> Iterator[None]:
 
     MLX builds the same graphs as on a GPU but computes them on the CPU. Nothing is compiled,
     because that would run a C++ compiler for seconds. Load models beforehand: on a GPU the demo
-    model is bfloat16, which is slow on a CPU.
-    """
+    model is bfloat16, which is slow on a CPU."""
     if forced:
         yield
         return

@@ -79,8 +79,7 @@ class Bound:
     """Arguments of a session bound to memory, including outputs. Used by one thread at a time.
 
     Nothing is copied or allocated, and a call takes 10 microseconds instead of 50. The memory must
-    stay valid as long as calls use it.
-    """
+    stay valid as long as calls use it."""
 
     def __init__(self, session: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         self._session = session
@@ -152,8 +151,7 @@ class Graph:
 
         The session keeps a copy unless an operator packs it. Some operators pack a constant but
         keep the original too: with ``packed`` it is not kept, and reading it later would return
-        garbage.
-        """
+        garbage."""
         name = self._name("constant")
         self._constants[name] = np.ascontiguousarray(array)
         if packed:
@@ -185,8 +183,7 @@ class Graph:
     def session(self, threads: int | None = None) -> Session:
         """Return the graph as a session with ``threads``, by default one per core.
 
-        The graph must not be used afterwards.
-        """
+        The graph must not be used afterwards."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -275,8 +272,7 @@ def unusable() -> str:
     """Return the reason why ONNX Runtime cannot be used here; empty if it can.
 
     It must be installed, and a row of a product must have the same bits whatever rows are computed
-    with it, which is true on all processors tested.
-    """
+    with it, which is true on all processors tested."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401

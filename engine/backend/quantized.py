@@ -53,8 +53,7 @@ class QuantizedWeight:
         both.
 
         With activations in fp32, a single row has its own kernel, which takes half the time of two
-        rows: it is not padded, and its result differs by rounding.
-        """
+        rows: it is not padded, and its result differs by rounding."""
         return self.precision == "fast" and self.same_bits == "even"
 
     @property

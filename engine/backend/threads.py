@@ -33,8 +33,7 @@ def num_threads() -> int:
 def in_parallel(work: Sequence[Callable[[], None]]) -> None:
     """Run all pieces of ``work``, the last on this thread. Raises the exception of any of them.
 
-    Decode steps do this in every layer: an executor's futures take 0.1 ms, these queues less.
-    """
+    Decode steps do this in every layer: an executor's futures take 0.1 ms, these queues less."""
     results: SimpleQueue[BaseException | None] = SimpleQueue()
     for piece in work[:-1]:
         _waiting().put((piece, results))
@@ -49,8 +48,7 @@ def in_parallel(work: Sequence[Callable[[], None]]) -> None:
 def keep_numpy_to_one_thread() -> None:
     """Compute each NumPy product on one thread, in builds with the OpenBLAS of its wheels.
 
-    Other builds are left unchanged.
-    """
+    Other builds are left unchanged."""
     for library in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):
         loaded = ctypes.CDLL(str(library))
         for name in _SETTERS:

@@ -11,8 +11,7 @@ ROUNDS = 3
 def shortest_s(work: Callable[[], object], long_s: float) -> float:
     """Return the seconds of the fastest of several rounds of ``work``.
 
-    Other load on the machine only adds time. Work longer than ``long_s`` runs once.
-    """
+    Other load on the machine only adds time. Work longer than ``long_s`` runs once."""
     shortest = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()

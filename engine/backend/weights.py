@@ -66,8 +66,7 @@ def weight_of(module: Any, precision: Precision | None = None) -> Weight:
     """Return the weight of a linear layer or an embedding, quantized or in fp32.
 
     ``precision`` defaults to the module's current precision. Raises `Unsupported` for other modules
-    and types.
-    """
+    and types."""
     precision = precision or vars(module).get("precision", "exact")
     if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -154,8 +153,7 @@ def quantized_weight(
 def join(weights: Sequence[Weight]) -> Weight:
     """Return ``weights`` concatenated, for layers with the same input.
 
-    Raises `Unsupported` if they are of different kinds.
-    """
+    Raises `Unsupported` if they are of different kinds."""
     if len(weights) == 1:
         return weights[0]
     first, *others = weights

@@ -98,8 +98,7 @@ def _rows_and_heads(
     """Return the first two of `Place.indices`, for rows ``numbers`` of a slab. They are the same in
     many steps.
 
-    Not slices: for a slice among indices, MLX would create and cast an index in each call.
-    """
+    Not slices: for a slice among indices, MLX would create and cast an index in each call."""
     shape = (*[len(first_rows)] * bool(first_rows), len(numbers), heads, width)
     rows = mx.array([first + row for first in first_rows or (0,) for row in numbers])
     each = mx.arange(heads, dtype=mx.int32).reshape(-1, 1)
@@ -129,8 +128,7 @@ def sources(by_slab: Iterator[tuple[Slab, int, Sequence[Row]]]) -> mx.array | No
     """Return, for each token (batch, 1, width, 1), the token whose keys and values are written in
     its place: the last token of a row instead of padding. None if every token can be itself.
 
-    The padding of a full row is written over its last token, and must therefore be equal to it.
-    """
+    The padding of a full row is written over its last token, and must therefore be equal to it."""
     widths: list[int] = []
     is_full = False
     for slab, _, rows in by_slab:

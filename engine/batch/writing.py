@@ -24,8 +24,7 @@ class SlabWriter:
     """Writes keys and values, layer after layer, to the places of a batch.
 
     Scales are collected until `flush`, which writes those of all layers at once, unless attention
-    reads them.
-    """
+    reads them."""
 
     def __init__(
         self, layout: Layout, places: Sequence[Place], sources: mx.array | None, compiles: bool

@@ -46,8 +46,7 @@ class BlockStore:
     ) -> Iterator[list[mx.array]]:
         """Copy the slot's positions from ``start`` on, a bounded number at a time.
 
-        Yield the arrays to evaluate before the next part is created.
-        """
+        Yield the arrays to evaluate before the next part is created."""
         for first, some in self._pieces(start, blocks):
             save = self._save_in_place if self._in_place else self._save_graph
             saved = save(slab, row, first, len(some))
@@ -58,8 +57,7 @@ class BlockStore:
         """Copy ``blocks`` into the slot, starting at position ``start``.
 
         Yield where the slab should be evaluated before the next part is copied. The last part is
-        left to the graph that writes the slab next.
-        """
+        left to the graph that writes the slab next."""
         for first, some in self._pieces(start, blocks):
             if first > start:
                 yield
@@ -81,8 +79,7 @@ class BlockStore:
     def exporter(self, block: int) -> Callable[[], Payload]:
         """Return a function that returns the bytes of ``block``, even after it is evicted.
 
-        The bytes are not copied and keep its memory alive. The call waits for the block.
-        """
+        The bytes are not copied and keep its memory alive. The call waits for the block."""
         return partial(self._packing.payload, self._blocks[block])
 
     def evict(self, block: int) -> None:

@@ -115,8 +115,7 @@ class ArrayPlace(NamedTuple):
     """Where a slab keeps the keys or the values of a layer.
 
     Slots with dequantized values keep both in one array, which is written by one operation. For
-    other slots that would take more operations than two arrays.
-    """
+    other slots that would take more operations than two arrays."""
 
     array: int  # number in ``Slab.arrays``
     half: int | None  # 0 or 1: keys or values, which share the array. None if it is not shared

@@ -24,8 +24,7 @@ class Packing:
     """The positions of arrays of known shapes and types in one buffer: (bytes,), uint8.
 
     The type is bytes, so that reading them needs no operation of MLX, which on a GPU would wait for
-    all dispatched work.
-    """
+    all dispatched work."""
 
     def __init__(self, parts: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
         self._parts = tuple(parts)
@@ -67,8 +66,7 @@ class Packing:
     def from_payload(self, payload: Payload) -> mx.array:
         """Return a copy of ``payload`` in one buffer, evaluated.
 
-        Raises ValueError if the size of the bytes is wrong.
-        """
+        Raises ValueError if the size of the bytes is wrong."""
         parts = [np.frombuffer(data, np.uint8) for data in payload]
         if [part.size for part in parts] != [s.stop - s.start for s in self._stretches]:
             raise ValueError("the bytes do not have the size of the arrays")

@@ -78,8 +78,7 @@ class Precision(NamedTuple):
         """Return the quantization of heads of ``dim`` elements.
 
         Its group size is halved until it divides ``dim``. None if it would become too small, or if
-        nothing is quantized.
-        """
+        nothing is quantized."""
         if self.bits == 16 or not dim:
             return None
         size = self.group_size
@@ -116,8 +115,7 @@ def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx
     kv_heads, width, groups, 1). Meant to be compiled, with few kernels for both.
 
     With symmetric quantization, the largest magnitudes, (arrays, 1, ...), are returned instead of
-    scales, see `symmetric_scales`. The result equals `quantize` followed by `dequantize`.
-    """
+    scales, see `symmetric_scales`. The result equals `quantize` followed by `dequantize`."""
     first, count = arrays[0], len(arrays)
     groups = [x.reshape(1, *first.shape[:-1], -1, scheme.group_size) for x in arrays]
     rounded, scales = (_round_symmetric if scheme.is_symmetric else _round)(groups, scheme)
@@ -187,8 +185,7 @@ def _symmetric_scale(largest: mx.array) -> mx.array:
     """Return the fp16 scale of groups from their ``largest`` magnitude.
 
     A sum times a number: compilers fuse a product with a sum, with different bits in different
-    kernels.
-    """
+    kernels."""
     codes = MIDDLE - 1
     return (
         (mx.minimum(largest.astype(mx.float32), LARGEST) + codes * SMALLEST_SCALE)
@@ -219,8 +216,7 @@ def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.arr
     Values dequantized to 16 bits get codes that give the same values again. That is the nearest
     code, unless the value is a power of two, below which numbers are twice as dense: then it is one
     of its neighbours. Symmetric codes are recovered exactly, because rounding moves a value by at
-    most a quarter of a step.
-    """
+    most a quarter of a step."""
     scale, bias = _columns(scales)
     groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
     codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)

@@ -41,8 +41,7 @@ def keep(
     """Round a copy of ``keys`` and ``values`` if they are quantized.
 
     Keys and values of the same shape are rounded together, because with few rows the calls take
-    longer than the arithmetic.
-    """
+    longer than the arithmetic."""
     if how_keys is None or how_keys != how_values or _shape(keys) != _shape(values):
         return _keep(keys, how_keys), _keep(values, how_values)
     if isinstance(keys, np.ndarray):

@@ -122,8 +122,7 @@ class Slab:
     def put(self, number: int, row: int, start: int, kept: StoredKV) -> None:
         """Write ``kept``, one row without the batch axis, at positions from ``start`` on.
 
-        If there are more positions than in a ring, only the last ones are written.
-        """
+        If there are more positions than in a ring, only the last ones are written."""
         end = start + kept.array.shape[-2]
         array, at_row = self.places[number].array, self.first_row(number) + row
         for first, last, at in self._stretches(number, start, end):
@@ -137,8 +136,7 @@ class Slab:
         """Return positions ``start`` to ``end`` of array ``number`` of ``row``, in the form for
         `put`.
 
-        All positions must still be in the ring.
-        """
+        All positions must still be in the ring."""
         parts = self._stretches(number, start, end)
         array, at_row = self.arrays[self.places[number].array], self.first_row(number) + row
         values = [array[at_row, :, at : at + b - a] for a, b, at in parts]

@@ -29,8 +29,7 @@ class SnapshotStore:
     def save(self, slot: Slot, snapshot: int) -> list[mx.array]:
         """Copy the state of ``slot``. Return the arrays to evaluate.
 
-        The copy keeps no other array alive.
-        """
+        The copy keeps no other array alive."""
         packed = self._packing.pack(self._states.copy_of(slot))
         self._snapshots[snapshot] = packed
         return [packed]
@@ -47,15 +46,13 @@ class SnapshotStore:
     def insert(self, snapshot: int, payload: Payload) -> None:
         """Create ``snapshot`` from bytes, evaluated.
 
-        Raises ValueError if the size of the bytes is wrong.
-        """
+        Raises ValueError if the size of the bytes is wrong."""
         self._snapshots[snapshot] = self._packing.from_payload(payload)
 
     def exporter(self, snapshot: int) -> Callable[[], Payload]:
         """Return a function that returns the bytes of ``snapshot``, even after it is evicted.
 
-        The bytes are not copied and keep its memory alive. The call waits for the snapshot.
-        """
+        The bytes are not copied and keep its memory alive. The call waits for the snapshot."""
         return partial(self._packing.payload, self._snapshots[snapshot])
 
     def evict(self, snapshot: int) -> None:

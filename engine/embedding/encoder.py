@@ -98,8 +98,7 @@ class Encoder:
 def load_encoder(path: Path, config: Mapping[str, Any], dtype: mx.Dtype | None) -> Encoder:
     """Load the encoder in ``path``, with weights in ``dtype`` (None: unchanged).
 
-    Raises `ModelUnavailable` for unsupported models, and for missing weights.
-    """
+    Raises `ModelUnavailable` for unsupported models, and for missing weights."""
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         loaded = mx.load(str(file))

@@ -35,8 +35,7 @@ class HiddenStates:
     them.
 
     A sequence with a restored prefix has none yet, because blocks do not contain hidden states.
-    Unknown states are zeros.
-    """
+    Unknown states are zeros."""
 
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         """``dim`` and ``dtype`` are those of a state."""

@@ -29,8 +29,7 @@ class DeviceLine:
     is referred to until its command buffer has run, and so is each array that is evaluated by name.
     Work that writes slabs would copy them whole if it were dispatched while such work is in flight.
     A step's graph is therefore built while the device is busy, and dispatched when the previous
-    piece is done: the device is idle for about the time of dispatching a few kernels.
-    """
+    piece is done: the device is idle for about the time of dispatching a few kernels."""
 
     def __init__(self) -> None:
         self._clock = StepClock()

@@ -27,8 +27,7 @@ class SerialExecutor(Executor):
 
     A prompt is computed in the pieces that mlx-lm's generation would use, not in the plan's chunks,
     because the answers of some models depend on them. Chunks therefore wait until a piece is full,
-    or until the first decode. A plan uses at most one slot, and gives every input token.
-    """
+    or until the first decode. A plan uses at most one slot, and gives every input token."""
 
     def __init__(self, model: Any, token_bytes: int) -> None:
         self._model = model

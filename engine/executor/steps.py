@@ -190,8 +190,7 @@ class BatchedStep(PendingStep):
     def _build_last_pass(self) -> None:
         """Build all chunks, so that failures are known, and dispatch all passes except the last.
 
-        With more than one pass, tokens are late: each pass waits for the previous one.
-        """
+        With more than one pass, tokens are late: each pass waits for the previous one."""
         self._send_decodes()
         if self._finished or self._built is not None:
             return

@@ -15,8 +15,7 @@ class UncheckedSlots:
     slot must therefore be finite, or the next sequence there gets NaN too. A layer that attends to
     all positions reveals it: the logits of the sequence's last decode are then NaN too. A slot
     whose last pass has not shown that it is clean (a sequence aborted during prefill, a chunk that
-    raised) is cleared before another sequence starts there.
-    """
+    raised) is cleared before another sequence starts there."""
 
     def __init__(self, shows_all: bool) -> None:
         """``shows_all``: whether the model has such a layer."""

@@ -22,8 +22,7 @@ Report = Callable[[int, int], None]
 def download(model: str, report: Report) -> Path:
     """Return the folder of ``model``, a Hugging Face model id, after downloading what is missing.
 
-    Raises `ModelUnavailable` with a one-line message that says what to do.
-    """
+    Raises `ModelUnavailable` with a one-line message that says what to do."""
     from huggingface_hub import errors, snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 

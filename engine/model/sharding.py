@@ -31,8 +31,7 @@ _WITHOUT_KV_HEADS = "kv_lora_rank"
 def indivisible(path: Path, ranks: int) -> str | None:
     """Return what in the model in ``path`` does not divide by ``ranks``, None if everything does.
 
-    mlx-lm does not check this, and would drop the remaining heads.
-    """
+    mlx-lm does not check this, and would drop the remaining heads."""
     config = _config(path)
     is_latent = config_int(config, _WITHOUT_KV_HEADS) > 0
     for key, name in _HEADS.items():
@@ -72,8 +71,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     """Reduce ``model``, whose weights are not loaded yet, to this rank's part, and load that.
 
     One array is loaded at a time, so that there is never more in memory than this rank's part and
-    one whole array. Raises: `ModelUnavailable`.
-    """
+    one whole array. Raises: `ModelUnavailable`."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

@@ -29,8 +29,7 @@ class MTPHead(nn.Module):  # type: ignore[misc]  # mlx has no types
         computes logits.
 
         ``embedded`` are the embeddings of tokens, and ``hidden`` the hidden states of the positions
-        before them, both (batch, width, dim). ``cache`` is the cache of one layer.
-        """
+        before them, both (batch, width, dim). ``cache`` is the cache of one layer."""
         parts = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         if self.kind.hidden_first:
             parts.reverse()

@@ -29,8 +29,7 @@ def head_files(model: Any, path: Path) -> list[Path]:
     """Return the files in ``path`` with weights of the head of mlx-lm's ``model``.
 
     There are none if it has no head, or its architecture is not in `KINDS`. Files that mlx-lm does
-    not read count too, so a converted checkpoint can have its head in a separate file.
-    """
+    not read count too, so a converted checkpoint can have its head in a separate file."""
     kind = KINDS.get(getattr(model, "model_type", ""))
     if kind is None:
         return []
@@ -44,8 +43,7 @@ def load_head(model: Any, files: list[Path]) -> MTPHead:
 
     Nothing else in the files is read. The layer and the conversion of its weights come from the
     model's own class with one layer: it joins experts, splits latents, and widens fp8. Raises
-    `HeadUnusable`.
-    """
+    `HeadUnusable`."""
     kind, args = KINDS[model.model_type], model.args
     prefix = _prefix(kind, model)
     stored = (item for file in files for item in _load(file).items())

@@ -50,8 +50,7 @@ class RankGroup:
         """Inside this context, let every call of ``model`` return rank 0's logits on all ranks.
 
         Every rank then makes the same decisions from them, as in a proof. Otherwise, sums over more
-        than two ranks may differ in the last bit.
-        """
+        than two ranks may differ in the last bit."""
         original = type(model)
 
         def call(self: Any, *args: Any, **named: Any) -> mx.array:

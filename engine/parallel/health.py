@@ -57,8 +57,7 @@ class GroupWatch(threading.Thread):
     """Rank 0's watch over the others.
 
     ``on_failed`` is called once, with a reason and an exit code. The process should then exit; the
-    other ranks have already been killed.
-    """
+    other ranks have already been killed."""
 
     def __init__(
         self,
@@ -187,8 +186,7 @@ class LeaderWatch(threading.Thread):
     """The watch of another rank over rank 0, and its own heartbeats.
 
     When rank 0 is gone, the process exits. A silent rank 0 is killed first: otherwise its
-    supervisor would wait longer before it restarts the group.
-    """
+    supervisor would wait longer before it restarts the group."""
 
     def __init__(self, link: SupervisorLink, leader: int | None, progress: StepProgress) -> None:
         """``leader`` is rank 0's process, None if it is on another machine."""

@@ -44,8 +44,7 @@ class LeadingExecutor(Executor):
     """Runs plans on all ranks.
 
     A step that raises here may have left the others in the middle of a collective, so only a new
-    group helps: `reset` raises.
-    """
+    group helps: `reset` raises."""
 
     def __init__(self, own: Executor, leader: Leader) -> None:
         self._own, self._progress = own, leader.progress

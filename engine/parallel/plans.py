@@ -202,8 +202,7 @@ class PlanReceiver:
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """Return the next plan, packed; None if there is none within ``timeout_s``.
 
-        Without a timeout it waits until there is one. Raises: `RankFailed` if one is missing.
-        """
+        Without a timeout it waits until there is one. Raises: `RankFailed` if one is missing."""
         if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
             return None
         number, content = self._socket.recv_multipart()

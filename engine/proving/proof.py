@@ -98,8 +98,7 @@ def prove(
 ) -> None:
     """Raise `NotBatchable` unless ``model`` gives the expected logits of ``given`` in a batch.
 
-    A difference of up to ``rounding`` is also allowed.
-    """
+    A difference of up to ``rounding`` is also allowed."""
     executor = BatchedExecutor(model, layout, BLOCK_SIZE, batch)
     trial = Trial(executor, stretch=-(-executor.spec.layers // STRETCHES))
     try:

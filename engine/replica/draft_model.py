@@ -34,8 +34,7 @@ def open_draft_model(
     if no draft model is used.
 
     Raises `ModelUnavailable` if it cannot be loaded, has another vocabulary than ``target``, or
-    cannot be rewound after rejected drafts.
-    """
+    cannot be rewound after rejected drafts."""
     if settings.draft_model_path is None or settings.spec_decode not in ("draft", "auto"):
         return None, 0
     name = settings.draft_model_path

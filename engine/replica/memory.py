@@ -54,8 +54,7 @@ def size_memory(
 ) -> MemorySizes:
     """Return the sizes that fit into ``own`` memory, or that ``settings`` require.
 
-    ``packed_bytes`` are weights outside the model's parameters, and a draft model.
-    """
+    ``packed_bytes`` are weights outside the model's parameters, and a draft model."""
     weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     own = own or EngineMemory.of(settings)
     return sizes_beside(weights_bytes + packed_bytes, spec, loaded.context_length, settings, own)

@@ -50,8 +50,7 @@ class _Varied(DraftSource):
 def rehearse(executor: Executor, config: SchedulerConfig, costs: BatchCosts) -> None:
     """Run steps of one sequence, and let ``costs`` learn from all except the first of each kind.
 
-    The executor is reset afterwards. An error only loses what would have been learned.
-    """
+    The executor is reset afterwards. An error only loses what would have been learned."""
     began = time.monotonic()
     try:
         for learns in (BatchCosts(), costs):

@@ -128,8 +128,7 @@ def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: A
     """Return each row's logits, largest first.
 
     NumPy's single row is reduced to the logits that may matter first: sorting all of them takes
-    half a decode step.
-    """
+    half a decode step."""
     if xp is mx:
         return -mx.sort(-logits, axis=-1)
     (row,), (f,) = logits, filters

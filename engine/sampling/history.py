@@ -17,8 +17,7 @@ class TokenHistory:
 
     The first decode in a slot provides the tokens so far. Every decode adds its own input, which
     the host may not know yet. Because a token's index is its position, rewinding a sequence needs
-    no change here.
-    """
+    no change here."""
 
     def __init__(self) -> None:
         self._rows: dict[Slot, int] = {}

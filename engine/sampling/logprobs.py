@@ -51,8 +51,7 @@ class PendingLogprobs:
 def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> PendingLogprobs:
     """Return log-probabilities of ``chosen`` (rows,) and of each row's ``counts`` best tokens.
 
-    They are from the softmax of the model's own ``logits`` (rows, vocab).
-    """
+    They are from the softmax of the model's own ``logits`` (rows, vocab)."""
     xp = arrays.array_namespace()
     x = arrays.asarray(xp, logits.astype(mx.float32))
     best = xp.max(x, axis=-1, keepdims=True)
@@ -72,8 +71,7 @@ def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> 
 def _largest(xp: Any, x: Any, count: int) -> Any:
     """Return indices (rows, count) of each row's largest values, in descending order.
 
-    They are in the ``count`` blocks with the largest maxima, so only these are sorted.
-    """
+    They are in the ``count`` blocks with the largest maxima, so only these are sorted."""
     rows, width = x.shape
     if count == 0:
         return xp.zeros((rows, 0), dtype=xp.int32)

@@ -83,8 +83,7 @@ class GrammarMasker:
 
         Called in the order of the steps. Inputs that ``are_guesses`` may be wrong; the decodes at
         their positions will have the right ones. Nothing is masked after an end token, or after one
-        that the grammar does not allow.
-        """
+        that the grammar does not allow."""
         constrained = [
             _ConstrainedRow(
                 row,
@@ -205,8 +204,7 @@ class _ConstrainedRow(NamedTuple):
     def advance(self) -> LLMatcher | None:
         """Advance the matcher to the input token. Return None while it is inactive.
 
-        Raises `GrammarError` if there is no matcher, or if it has lost tokens or rejects one.
-        """
+        Raises `GrammarError` if there is no matcher, or if it has lost tokens or rejects one."""
         matcher, known = self.matcher, self.decode.output_index
         if matcher is None or self.token is None:
             raise GrammarError("the executor does not know the grammar")

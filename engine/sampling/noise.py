@@ -27,8 +27,7 @@ def uniform(xp: Any, keys: Sequence[tuple[int, int]], tokens: Any) -> Any:
 
     Every array library gives the same numbers. A number is a hash of the token's id and the key,
     with the finalizer of MurmurHash3 (Appleby). For a few tokens it costs nothing, for all of them
-    a third of MLX's own random numbers on the CPU.
-    """
+    a third of MLX's own random numbers on the CPU."""
     first, second = (xp.array(side, dtype=xp.uint32)[:, None] for side in zip(*keys, strict=True))
     mixed = _mixed(xp, _mixed(xp, tokens.astype(xp.uint32) ^ first) + second)
     return (mixed >> 8).astype(xp.float32) * 2.0**-24

@@ -73,8 +73,7 @@ class Sampler:
         """Sample one token for each of ``decodes`` from its row of ``logits`` (rows, vocab).
 
         The model computed these for the tokens ``inputs`` (rows,). Decodes of one slot, whose
-        inputs after the first are drafts, are consecutive.
-        """
+        inputs after the first are drafts, are consecutive."""
         self._history.record(decodes, inputs)
         adjusted = process_logits(logits, decodes, self._history)
         failed: list[tuple[int, str]] = []

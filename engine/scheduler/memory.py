@@ -71,8 +71,7 @@ class Memory:
     def resized_slabs(self) -> list[ResizeSlab]:
         """The slabs whose number of rows this plan changes, shrinking ones first.
 
-        In this order, none of the decisions needs more memory than the ledger has.
-        """
+        In this order, none of the decisions needs more memory than the ledger has."""
         changed = [(before, now) for before, now in self._resized.values() if before != now.rows]
         changed.sort(key=lambda change: change[1].rows > change[0])
         return [ResizeSlab(now.slab_id, now.rows) for _, now in changed]

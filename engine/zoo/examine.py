@@ -64,8 +64,7 @@ def examine(
     """Build and test architecture ``name``; return None if mlx-lm's module has no model.
 
     All ranks of a ``group`` call this at once. The model is then divided across them, and compared
-    with the whole one.
-    """
+    with the whole one."""
     started = time.perf_counter()
     device.prepare()
     try:

@@ -50,8 +50,7 @@ async def embed_texts(
     ``dimensions`` keeps the first elements of each vector and normalizes it to length 1 again. A
     text over the model's limit is truncated if ``truncate`` is set and rejected otherwise. ``size``
     is the size of the request body, and ``field`` the name of the texts in it, for errors. Call it
-    within `Router.admit`. Raises `ApiError`.
-    """
+    within `Router.admit`. Raises `ApiError`."""
     task = model.hello.text_task or TextTask()
     if dimensions is not None and dimensions > task.dimensions:
         raise InvalidValue(

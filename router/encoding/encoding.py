@@ -58,8 +58,7 @@ async def encode(
     """Return the rows for the result of ``prepare``, which runs on a thread (``size`` as for a
     `WorkPool`).
 
-    Call it within `Router.admit`. Raises what ``prepare`` raises, and `ApiError`.
-    """
+    Call it within `Router.admit`. Raises what ``prepare`` raises, and `ApiError`."""
     tenant = caller.tenant
     priority = tenant.priority(caller.priority)
     replicas = model.replicas

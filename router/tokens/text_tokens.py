@@ -22,8 +22,7 @@ def text_tokens(renderer: Renderer, text: str, limit: int, *, truncate: bool) ->
     """Return the tokens of ``text`` with the special tokens that the tokenizer adds, at most
     ``limit``.
 
-    A longer text is truncated at its end if ``truncate`` is set. Raises `ContextLengthExceeded`.
-    """
+    A longer text is truncated at its end if ``truncate`` is set. Raises `ContextLengthExceeded`."""
     found = renderer.encode(text)
     if len(found) <= limit:
         return found

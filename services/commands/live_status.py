@@ -62,8 +62,7 @@ class StatusSeen:
 def watch(options: argparse.Namespace) -> int:
     """Show the state until the user quits with q or Ctrl-C; return the exit code.
 
-    Raises `NoServer` and `ServerRefused` if the feed cannot be read at all.
-    """
+    Raises `NoServer` and `ServerRefused` if the feed cannot be read at all."""
     seen, first = StatusSeen(), threading.Event()
     # A daemon thread, because it may wait for a silent server.
     threading.Thread(target=_follow, args=(options.url, seen, first), daemon=True).start()

@@ -68,8 +68,7 @@ class ApiClient:
         its ``error``.
 
         If this is cancelled, ``into`` contains what has arrived. ``on_first`` is called with the
-        first text, or at the end.
-        """
+        first text, or at the end."""
         answer = into or StreamedAnswer()
         data = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body})
         request = self._request("POST", path, data.encode())

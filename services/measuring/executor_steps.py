@@ -28,8 +28,7 @@ def noise(seed: int, tokens: int) -> list[int]:
 def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False) -> float:
     """Return the seconds of a chunk of ``tokens`` that begins at position ``start``.
 
-    Unless the positions before it are ``filled``, they contain whatever is in memory.
-    """
+    Unless the positions before it are ``filled``, they contain whatever is in memory."""
     _allocate(executor, 1, start + tokens + 16)
     if filled:
         _fill(executor, [start])

@@ -176,8 +176,7 @@ def arrival_gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator
     """Yield the seconds between arrivals, with ``rate`` arrivals per second on average.
 
     They have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, lower values are
-    burstier, higher ones more regular (like vLLM's ``--burstiness``).
-    """
+    burstier, higher ones more regular (like vLLM's ``--burstiness``)."""
     while True:
         yield rng.gammavariate(burstiness, 1 / (rate * burstiness))
 

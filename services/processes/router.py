@@ -100,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Server(uvicorn.Server):
     """A server that leaves signals to `_serve`: during a drain it still answers, with 503.
 
-    uvicorn checks ten times per second whether it should exit; this server is notified.
-    """
+    uvicorn checks ten times per second whether it should exit; this server is notified."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         self._exit = asyncio.Event()

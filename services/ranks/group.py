@@ -83,8 +83,7 @@ def prepare_environment() -> None:
 def divided(options: Settings, path: Path) -> Settings:
     """Return ``options`` with the number of ranks to start for the model in ``path``.
 
-    Raises: `ModelUnavailable` if it does not divide evenly and ``--distributed-strict`` is set.
-    """
+    Raises: `ModelUnavailable` if it does not divide evenly and ``--distributed-strict`` is set."""
     reason = sharding.indivisible(path, options.ranks)
     if reason is None:
         return options
@@ -300,8 +299,7 @@ def start(
     """Start the other ranks for the model in ``path``. ``on_failed`` as in `GroupWatch`.
 
     Local ranks start before `check`, because both spend a second on imports, and load nothing
-    before `LocalRanks.join`. Raises: `ModelUnavailable`.
-    """
+    before `LocalRanks.join`. Raises: `ModelUnavailable`."""
     if remote_hosts(options):
         check(options, path)
         return LocalRanks(options, context, on_failed)

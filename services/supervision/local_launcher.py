@@ -25,8 +25,7 @@ class LocalLauncher:
     """A `Launcher` of child processes, whose output goes to ``output``.
 
     It starts a spare process ``spare_after_s`` after the start of a child that a spare may become;
-    0 means never. A child that keeps crashing therefore gets no spare.
-    """
+    0 means never. A child that keeps crashing therefore gets no spare."""
 
     def __init__(self, output: LogCollector, spare_after_s: float = 0.0) -> None:
         self._output = output

@@ -35,8 +35,7 @@ def arguments(
     """Return the command of a server, and the arguments to start it (for subprocess and asyncio).
 
     It listens on ``http``, and exits when the other end of ``link`` is closed for any reason.
-    ``variables`` are added to its environment.
-    """
+    ``variables`` are added to its environment."""
     descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: link.fileno()}
     command = [sys.executable, "-P", "-m", "services.supervision.local", "--host=127.0.0.1", *flags]
     numbers = {name: str(number) for name, number in descriptors.items()}
@@ -54,8 +53,7 @@ def arguments(
 def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
     """Run a server until the end of the block; yield its URL once it is ready.
 
-    Raises `OwnServerFailed` if it exits before.
-    """
+    Raises `OwnServerFailed` if it exits before."""
     link, child_end = socket.socketpair()
     with tempfile.TemporaryFile() as written, link:
         with listen("127.0.0.1", 0) as http, child_end:

@@ -57,8 +57,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
     """Return attention of queries (rows, heads, queries, dim) to keys and values of slots.
 
     For each row, the inputs are a bias (1, 1, queries, keys), the first slot and position to which
-    it attends, their ends, and the number of zeros after the slot, as an argument of Pad.
-    """
+    it attends, their ends, and the number of zeros after the slot, as an argument of Pad."""
     graph = Graph()
     asked = graph.input("asked", rows, heads, "queries", "dim")
     slots = _Slots(
@@ -115,8 +114,7 @@ def _copied(graph: Graph, slots: str, part: _Span) -> str:
 class Call:
     """The arguments for rows of a piece, in all layers of a kind. Used by one thread at a time.
 
-    It has no reference to the piece, which owns it: a cycle would keep freed slabs alive.
-    """
+    It has no reference to the piece, which owns it: a cycle would keep freed slabs alive."""
 
     def __init__(
         self,

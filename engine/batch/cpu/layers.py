@@ -129,8 +129,7 @@ def chosen_precisions(
 
     Layers are ``exact``, in order, until a fraction of ``memory_bytes`` is full, and then
     ``compact``. Experts come last, because a row needs few of them. The layers of one module have
-    the same precision, because those with the same input are one product.
-    """
+    the same precision, because those with the same input are one product."""
     quantized = {name: each for name, each in model.named_modules() if type(each) in _QUANTIZED}
     if wanted in ("compact", "fast"):
         return dict.fromkeys(quantized, "compact" if wanted == "compact" else "fast")
@@ -158,8 +157,7 @@ class Layers:
     fp32 layers whose shape is measured to be faster outside.
 
     ``precision`` applies to all layers, or is given per quantized layer by name. Unquantized parts
-    of a quantized model become fp32, and so do its activations.
-    """
+    of a quantized model become fp32, and so do its activations."""
 
     def __init__(
         self, model: nn.Module, precision: Precision | Mapping[str, Precision], *, dense: bool
@@ -202,8 +200,7 @@ class Layers:
     def keep_packed(self) -> None:
         """Drop MLX's copies of the weights, once every path of the model's code has run.
 
-        The code still looks up embeddings, and reads the weights that it has read so far.
-        """
+        The code still looks up embeddings, and reads the weights that it has read so far."""
         for module in self._replaced:
             if not isinstance(module, _OutsideEmbedding) and not module.read:
                 module.packed()
@@ -230,8 +227,7 @@ def _clean() -> None:
 def _widen(module: Any) -> None:
     """Convert 16-bit values that are not multiplied here to fp32, and MLA's factors too.
 
-    Those are batches of matrices, for which there are no products with codes.
-    """
+    Those are batches of matrices, for which there are no products with codes."""
     if type(module) is QuantizedMultiLinear:
         kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         found = [module.pop(name, None) for name in ARRAYS]

@@ -69,8 +69,7 @@ class Experts:
     """A router and its experts.
 
     Rows are sorted by expert and divided at the first row of each, so that each product has all
-    rows of its expert. Sorting, dividing and restoring the order are operations of the graph.
-    """
+    rows of its expert. Sorting, dividing and restoring the order are operations of the graph."""
 
     def __init__(self, block: Any) -> None:
         router, inner = (

@@ -215,8 +215,7 @@ def _softmax(scores: Array, sinks: Array | None) -> Array:
     """Turn ``scores`` into unnormalized weights in place, and return their sums.
 
     ``sinks`` is an additional score for each row of ``scores``, which counts in the sum but has no
-    value.
-    """
+    value."""
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         highest = np.maximum(highest, sinks)

@@ -45,8 +45,7 @@ class StoreClient:
     ``on_fetched(ticket, payloads, state)`` is called on the IO thread once per `fetch`, and
     ``on_stores_answered`` when there is room for more, with everything passed to `store` that was
     not stored. ``wake`` makes the IO thread call `tick` soon, which it does at least twice per
-    second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent.
-    """
+    second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent."""
 
     def __init__(
         self,
@@ -113,8 +112,7 @@ class StoreClient:
         """Fetch the longest run of verified blocks starting at the first hash and, with ``states``,
         the last state that they reach; in that case only the blocks up to a state.
 
-        ``on_fetched`` gets their payloads; there are none if the kvstore is unavailable.
-        """
+        ``on_fetched`` gets their payloads; there are none if the kvstore is unavailable."""
         if states is not None:
             search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
             self._post(search.start)

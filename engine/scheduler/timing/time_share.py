@@ -33,8 +33,7 @@ class TimeShare:
 
         The totals of both sides are never equal. After a decode step, half of the stretch must be
         available, after another stretch all of it, so that two in a row, which streams notice, are
-        rare.
-        """
+        rare."""
         return self.owed_s >= min(stretch_s if self._prompts_last else stretch_s / 2, MOST_OWED_S)
 
     def decoded(self, seconds: float) -> None:

@@ -57,8 +57,7 @@ async def call(
     """Return the response to ``body``. Setting ``gone`` ends it like a client that closes its
     connection. With ``models_may_come``, wait for an unknown model.
 
-    Raises `TryAgain`, and `ClientDisconnected` once ``gone`` is set.
-    """
+    Raises `TryAgain`, and `ClientDisconnected` once ``gone`` is set."""
     request_id = f"req_{uuid.uuid4().hex}"
     scope = _scope(path, tenant, request_id)
     parts: list[bytes] = []

@@ -102,8 +102,7 @@ def check_file(
     """Return the content of ``path``, with requests for ``endpoint``; None if ``stopped`` in the
     meantime.
 
-    Takes long, and pauses in between. Raises OSError.
-    """
+    Takes long, and pauses in between. Raises OSError."""
     errors: list[BatchError] = []
     seen: set[bytes] = set()
     model: str | None = None

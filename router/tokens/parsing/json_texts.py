@@ -13,8 +13,7 @@ def decoded_json(text: str, *, strict: bool = True) -> Any:
     """Return ``text`` decoded, ``strict`` as in `json.loads`. Half of a surrogate pair becomes a
     replacement character, because it could not be encoded for a tokenizer or a client.
 
-    Raises what `json.loads` raises.
-    """
+    Raises what `json.loads` raises."""
     value = json.loads(text, strict=strict)
     if _SURROGATE.search(text) is None:
         return value

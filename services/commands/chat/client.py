@@ -78,8 +78,7 @@ class ChatClient:
     ) -> Generator[tuple[str, str], None, None]:
         """Yield text and reasoning as they arrive, one of them empty, and record them in ``reply``.
 
-        Closing this generator stops the server's generation. Raises `NoServer`, `ServerRefused`.
-        """
+        Closing this generator stops the server's generation. Raises `NoServer`, `ServerRefused`."""
         body = {
             "model": model,
             "messages": list(messages),

@@ -246,9 +246,7 @@ class StoreClient:
     def _on_nonce_read(self, nonce: str) -> None:
         if self._session in ("locating", "ready") and self._send(wire.Located(nonce=nonce)):
             if self._session != "ready":
-                how = (
-                    "reading its files directly" if nonce else "receiving its blocks over the wire"
-                )
+                how = "reading its files directly" if nonce else "receiving blocks over the wire"
                 logger.info("connected to the kvstore, %s", how)
             self._session = "ready"
             self._questions.send_waiting()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 MAX_QUEUED_PER_ENGINE = 512
-PATIENCE_S = 1.0
+HANG_AFTER_S = 1.0
 """A look-up that takes longer means that the disk hangs. Until it returns, all others miss
 immediately, because an engine is waiting for the answer."""
 
@@ -30,7 +30,7 @@ class Lookups:
         """Queue ``look_up``. Return False if it will not run."""
         with self._lock:
             since = self._running_since
-            hangs = since is not None and time.monotonic() - since > PATIENCE_S
+            hangs = since is not None and time.monotonic() - since > HANG_AFTER_S
             if hangs or self._queued[engine] >= MAX_QUEUED_PER_ENGINE:
                 return False
             self._queued[engine] += 1

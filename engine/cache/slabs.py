@@ -160,8 +160,8 @@ class Slab:
         if ring is None:
             return [(start, end, start)]
         start = max(start, end - ring)
-        turn = min(end, -(-(start + 1) // ring) * ring)  # later positions are at the start
-        return [(start, turn, start % ring), *([(turn, end, 0)] if turn < end else [])]
+        wrap = min(end, -(-(start + 1) // ring) * ring)  # later positions are at the start
+        return [(start, wrap, start % ring), *([(wrap, end, 0)] if wrap < end else [])]
 
     def read(self, number: int, rows: slice | mx.array, length: int, first: int = 0) -> mx.array:
         """Return array ``number`` as attention reads it: (rows, kv_heads, positions, dim), from

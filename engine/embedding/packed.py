@@ -289,8 +289,8 @@ def _stretch(
     )
     dim = hidden // encoder.heads
     if rotary is not None:
-        turn = stretches.rotation(graph, dim, rotary)
-        queries, keys = turn(queries, encoder.heads), turn(keys, encoder.heads)
+        rotate = stretches.rotation(graph, dim, rotary)
+        queries, keys = rotate(queries, encoder.heads), rotate(keys, encoder.heads)
     if layer.reach is not None:  # the operator scales queries itself
         queries = graph.node("Mul", queries, graph.number(dim**-0.5))
     graph.output(graph.node("Identity", x) if x == "x" else x, stretches.ROWS, hidden)

@@ -143,8 +143,8 @@ def _layer(
     qkv = _linear(normed, layer.qkv).reshape(batch, width, 3, encoder.heads, dim)
     queries, keys, values = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     if layer.rope_theta is not None:
-        turn = {"traditional": False, "base": layer.rope_theta, "scale": 1.0, "offset": 0}
-        queries, keys = (mx.fast.rope(each, dim, **turn) for each in (queries, keys))
+        rotation = {"traditional": False, "base": layer.rope_theta, "scale": 1.0, "offset": 0}
+        queries, keys = (mx.fast.rope(each, dim, **rotation) for each in (queries, keys))
     found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=dim**-0.5, mask=mask)
     x = x + _linear(found.transpose(0, 2, 1, 3).reshape(batch, width, -1), layer.out)
     x = x if before else _norm(x, layer.attn_norm, eps)

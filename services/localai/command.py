@@ -115,17 +115,17 @@ async def _refuse(call: Any, context: Any) -> None:
 
 async def _told_to_stop(environ: Mapping[str, str]) -> None:
     """Wait for SIGTERM or SIGINT, or for the end of LocalAI if it started this process."""
-    told = asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stop.set)
     parent = os.getppid()
     watches = parent > 1 and environ.get(WATCH_VARIABLE, "").lower() not in (
         *("false", "0", "no", "off"),
     )
-    while not told.is_set():
+    while not stop.is_set():
         try:
-            await asyncio.wait_for(told.wait(), _WATCH_S)
+            await asyncio.wait_for(stop.wait(), _WATCH_S)
         except TimeoutError:
             if watches and os.getppid() != parent:
                 logger.warning("the program that started this backend is gone")

@@ -72,13 +72,13 @@ class ApiClient:
         answer = into or StreamedAnswer()
         data = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body})
         request = self._request("POST", path, data.encode())
-        reader, told = EventReader(answer), False
+        reader, notified = EventReader(answer), False
 
         def take(status: int, at: float, piece: bytes) -> None:
-            nonlocal told
+            nonlocal notified
             reader.take(status, at, piece)
-            if answer.times and not told:
-                told = True
+            if answer.times and not notified:
+                notified = True
                 on_first()
 
         answer.began = time.perf_counter()
@@ -91,7 +91,7 @@ class ApiClient:
             answer.error, answer.detail = type(error).__name__, str(error)
         finally:
             answer.total_s = time.perf_counter() - answer.began
-            if not told:
+            if not notified:
                 on_first()
         return answer
 

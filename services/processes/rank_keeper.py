@@ -113,7 +113,7 @@ class KeptStore:
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at = 0.0
 
-    def turn(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Start it if it is not running."""
         if now < self._start_at or (self._process and self._process.poll() is None):
             return
@@ -179,7 +179,7 @@ class RankKeeper:
             selector.register(self._link, selectors.EVENT_READ)
             while self._is_wanted():
                 if self._store is not None:
-                    self._store.turn(time.monotonic())
+                    self._store.update(time.monotonic())
                 for key, _ in selector.select(SILENCE_S / 5):
                     data = os.read(key.fd, BYTES)
                     if not data:

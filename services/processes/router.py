@@ -42,7 +42,7 @@ from shared.version import installed_version
 PROG = "mlx-lm-server router"
 BEAT_EVERY_S = 0.5
 _DATE_EVERY_S = 1.0
-TOLD_WITHIN_S = 10.0
+MODELS_TIMEOUT_S = 10.0
 FLUSH_S = 5
 """Max time for the last events to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
@@ -211,7 +211,7 @@ async def _until_told(router: Router) -> None:
     """Wait for the supervisor's list of models. Until then, requests would get the answer that
     there are none; connections wait in the socket."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(router.supervised.told.wait(), TOLD_WITHIN_S)
+        await asyncio.wait_for(router.supervised.models_received.wait(), MODELS_TIMEOUT_S)
 
 
 def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:

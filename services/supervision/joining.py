@@ -98,7 +98,7 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
 
     launcher = LocalLauncher(output, options.spare_engine_after_s)
 
-    def turn() -> None:
+    def tick() -> None:
         run_dir.keep_fresh()
         launcher.keep_spare(time.monotonic())
 
@@ -107,7 +107,7 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
         launcher,
         limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
         on_ready=announce,
-        on_turn=turn,
+        on_tick=tick,
     )
     try:
         return supervisor.run()

@@ -215,9 +215,9 @@ def _supervise(
         make_engine = cluster.placed(make_engine, options)
     services = [*([] if options.no_ssd else [children.kvstore()]), children.router(http)]
 
-    def turn() -> None:
+    def tick() -> None:
         run_dir.keep_fresh()
-        fleet.turn()
+        fleet.update()
         local.keep_spare(time.monotonic())
 
     def reload() -> None:
@@ -241,7 +241,7 @@ def _supervise(
         on_ready=_make_announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,
-        on_turn=turn,
+        on_tick=tick,
         on_exit=lambda child: fleet.on_exit(child),
         on_hang_up=reload,
     )

@@ -33,7 +33,7 @@ class Supervisor:
     """Runs the children of ``specs``, and those added later, with ``launcher``.
 
     ``on_ready`` is called once, when all children that announce readiness are ready for the first
-    time. ``on_stopping`` is called once, before the first child is told to stop. ``on_turn`` is
+    time. ``on_stopping`` is called once, before the first child is told to stop. ``on_tick`` is
     called several times per second until then. ``on_exit`` is called with each process that has
     exited. ``on_hang_up`` is called on SIGHUP.
     """
@@ -46,7 +46,7 @@ class Supervisor:
         limits: Limits | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_stopping: Callable[[], None] = lambda: None,
-        on_turn: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
         on_exit: Callable[[ManagedChild], None] = lambda child: None,
         on_hang_up: Callable[[], None] = lambda: None,
     ) -> None:
@@ -54,7 +54,7 @@ class Supervisor:
         self._launcher = launcher
         self._on_ready = on_ready
         self._on_stopping = on_stopping
-        self._on_turn = on_turn
+        self._on_tick = on_tick
         self._on_exit = on_exit
         self._on_hang_up = on_hang_up
         self.children = [ManagedChild(spec) for spec in specs]
@@ -65,7 +65,7 @@ class Supervisor:
         self._terminal = Terminal()
         self._selector = selectors.DefaultSelector()
 
-    # -- for `on_turn` ---------------------------------------------------------
+    # -- for `on_tick` ---------------------------------------------------------
 
     def end(self, code: int) -> None:
         """Stop the server with an exit code, because it cannot work."""
@@ -130,7 +130,7 @@ class Supervisor:
                 code = self._check(child, process, time.monotonic())
                 if code is not None:
                     return code
-            self._on_turn()
+            self._on_tick()
             if self._end_code is not None:
                 return self._end_code
             if not self._announced and self._is_ready():

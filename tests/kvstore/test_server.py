@@ -253,7 +253,7 @@ def test_a_model_that_writes_much_leaves_another_its_part_of_the_queue(
 def test_look_ups_on_a_disk_that_hangs_are_misses_at_once(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(lookups, "HANG_AFTER_S", 0.2)
     one, other = running.local_engine(), running.local_engine()
     one.put(1)
     wait_until(lambda: one.has(1) == 1)

@@ -99,18 +99,18 @@ def _add_projections(
     """Add queries, keys and values as outputs, scaled and rotated."""
     width = block.qkv.weight.shape[0]
     dim = width // (block.heads + 2 * block.kv_heads)
-    turn = rotation(graph, dim, rotary)
+    rotate = rotation(graph, dim, rotary)
     widths = block.heads * dim, block.kv_heads * dim
     qkv = block.qkv.add(graph, normed)
     if block.head_norms:
         sizes = graph.integers(*widths, widths[1])
         queries, keys, values = graph.nodes("Split", qkv, sizes, outputs=3, axis=1)
-        queries = turn(block.head_norms[0].add_heads(graph, queries, widths[0]), block.heads)
-        keys = turn(block.head_norms[1].add_heads(graph, keys, widths[1]), block.kv_heads)
+        queries = rotate(block.head_norms[0].add_heads(graph, queries, widths[0]), block.heads)
+        keys = rotate(block.head_norms[1].add_heads(graph, keys, widths[1]), block.kv_heads)
     else:
         sizes = graph.integers(sum(widths), widths[1])
         both, values = graph.nodes("Split", qkv, sizes, outputs=2, axis=1)
-        both = turn(both, block.heads + block.kv_heads)
+        both = rotate(both, block.heads + block.kv_heads)
         queries, keys = graph.nodes("Split", both, graph.integers(*widths), outputs=2, axis=1)
     queries = graph.node("Mul", queries, graph.number(block.scale))
     graph.output(x, ROWS, "hidden")
@@ -126,7 +126,7 @@ def rotation(graph: Graph, dim: int, rotary: Rotary) -> Callable[[str, int], str
     cosines, sines = (graph.input(name, ROWS, half) for name in ("cosines", "sines"))
     first = graph.integers(0)  # row i of the tables is that of token i
 
-    def turn(x: str, heads: int) -> str:
+    def rotate(x: str, heads: int) -> str:
         together = graph.node("Reshape", x, graph.integers(1, -1, heads * dim))
         turned = graph.node(
             "RotaryEmbedding",
@@ -141,4 +141,4 @@ def rotation(graph: Graph, dim: int, rotary: Rotary) -> Callable[[str, int], str
         )
         return graph.node("Reshape", turned, graph.integers(-1, heads * dim))
 
-    return turn
+    return rotate

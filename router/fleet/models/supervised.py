@@ -66,7 +66,7 @@ class Supervised:
 
     def __init__(self, channel: SupervisorChannel | None) -> None:
         self._channel = channel
-        self.told = asyncio.Event()
+        self.models_received = asyncio.Event()
         """Set once the supervisor has sent the models."""
         self.models: dict[str, ConfiguredModel] = {}
         """By their own names, in the order of the configuration."""
@@ -88,7 +88,7 @@ class Supervised:
         self.restarting = bool(message.get("restarting"))
         now = time.monotonic()
         self._used_at = {name: self._used_at.get(name, now) for name in self.models}
-        self.told.set()
+        self.models_received.set()
 
     @property
     def engines(self) -> set[str]:
@@ -116,11 +116,11 @@ class Supervised:
         """Unload ``model`` after ``keep_s`` without a request; infinity: never, None: as
         configured."""
         name = model.names[0]
-        told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
+        sent_s = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
         if keep_s != 0:
             self._used_at[name] = time.monotonic()
         if self._channel is not None and (keep_s is not None or model.kept_s is not None):
-            self._channel.tell(do="keep", target=name, keep_s=told)
+            self._channel.tell(do="keep", target=name, keep_s=sent_s)
 
     def idle_s(self, model: ConfiguredModel) -> float:
         """Return the seconds since the last request that used ``model``."""

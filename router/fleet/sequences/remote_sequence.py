@@ -95,11 +95,11 @@ class RemoteSequence(RemoteRequest):
 
     def take_progress(self, live: LiveRequest) -> None:
         """Apply a heartbeat's data on the prompt, unless tokens have arrived since."""
-        told, length = live.computed_prompt_tokens, len(self.submit.token_ids)
-        if told is not None and live.generated >= len(self.output_token_ids):
+        computed, length = live.computed_prompt_tokens, len(self.submit.token_ids)
+        if computed is not None and live.generated >= len(self.output_token_ids):
             # The last token of a prompt is computed with the first output.
             most = length if self.computed_prompt_tokens == length else length - 1
-            self.computed_prompt_tokens = max(0, min(told, most))
+            self.computed_prompt_tokens = max(0, min(computed, most))
 
     def apply(self, delta: Delta, now: float) -> None:
         """Add a delta. Raises `MissingTokensError` if it does not continue the last one.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from router.tokens.parsing.json_reader import JsonReader, mended
+from router.tokens.parsing.json_reader import JsonReader, repaired
 
 MAX_CALL_CHARS = 1_000_000
 MAX_PARSE_WORK = 5_000_000
@@ -95,14 +95,14 @@ def parse_work(text: str, syntax_name: str) -> int:
 
 
 def parse_calls(
-    text: str, syntax: ToolSyntax, tools: ToolSchemas, *, mend: bool = True
+    text: str, syntax: ToolSyntax, tools: ToolSchemas, *, repair: bool = True
 ) -> list[ParsedCall]:
     """Return the calls of ``tools`` in ``text``, or none if a part of it is not a valid call. With
-    ``mend``, common errors in JSON are repaired (`JsonReader`)."""
+    ``repair``, common errors in JSON are repaired (`JsonReader`)."""
     if len(text) > MAX_CALL_CHARS or parse_work(text, syntax.name) > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
-    own = partial(_parse_json, mend=mend)
+    own = partial(_parse_json, repair=repair)
     for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (own, text)):
         try:
             calls = [_call(each, names) for each in _listed(parse(given, tools))]
@@ -187,7 +187,7 @@ def _parse_json(text: str, tools: Any, *, mend: bool = False) -> list[Any]:
         # Stripped here, not in the expression: whitespace next to a lazy match takes quadratic
         # time.
         text = text[fence.end() :].removesuffix("```").strip()
-    return [each for value, _ in _json_values(text, mend=mend) for each in _listed(value)]
+    return [each for value, _ in _json_values(text, repair=repair) for each in _listed(value)]
 
 
 def _without_tags(text: str) -> str:
@@ -205,7 +205,7 @@ def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
         try:
             value, position = decoder.raw_decode(text, position)
         except ValueError:
-            if not mend:
+            if not repair:
                 raise
             value, position = _mended_value(text, position)
         space = _BETWEEN.match(text, position)
@@ -236,7 +236,9 @@ def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
         raise ValueError(f"no tool {name!r}")
     arguments = inner.get("arguments", inner.get("parameters"))
     if isinstance(arguments, str):
-        arguments = json.loads(mended(arguments.strip()) or arguments) if arguments.strip() else {}
+        arguments = (
+            json.loads(repaired(arguments.strip()) or arguments) if arguments.strip() else {}
+        )
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

@@ -151,7 +151,7 @@ class JsonReader:
         self._expected, self._may_close = "comma", True
 
 
-def mended(text: str) -> str | None:
+def repaired(text: str) -> str | None:
     """Return ``text``, an object or array, as valid JSON; None if it cannot be repaired."""
     reader = JsonReader()
     passed, rest = reader.feed(text)

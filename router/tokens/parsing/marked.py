@@ -159,7 +159,7 @@ class MarkedReplyParser:
             out.text.append(self._text.feed(self._header))
         if self._maybe_json:
             text, self._maybe_json = "".join(self._maybe_json), None
-            if not self._take_calls(text, out, mend=not cut):
+            if not self._take_calls(text, out, repair=not cut):
                 if cut:
                     calls, text = parse_complete_json_calls(text, self._tools)
                     self._emit_calls(calls, out)
@@ -316,10 +316,10 @@ class MarkedReplyParser:
             elif arguments:
                 out.calls.append(CallDelta(len(self._ids) - 1, arguments))
 
-    def _take_calls(self, text: str, out: _DeltaBuilder, *, mend: bool = True) -> bool:
+    def _take_calls(self, text: str, out: _DeltaBuilder, *, repair: bool = True) -> bool:
         """Add the calls that ``text`` consists of. Return False if it is something else."""
         assert self._format.tools is not None
-        calls = parse_calls(text, self._format.tools, self._tools, mend=mend)
+        calls = parse_calls(text, self._format.tools, self._tools, repair=repair)
         self._emit_calls(calls, out)
         return bool(calls)
 

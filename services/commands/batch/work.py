@@ -18,7 +18,7 @@ from services.commands.event_stream import StreamRefused
 
 _POLL_S = 0.5
 _LONGEST_POLL_S = 5.0
-_PATIENCE_S = 120.0
+_AWAY_TIMEOUT_S = 120.0
 """Max time to wait for a server that restarts."""
 
 
@@ -100,7 +100,7 @@ class Work:
                 away_since = None
             except NoServer:
                 away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > _PATIENCE_S:
+                if time.monotonic() - away_since > _AWAY_TIMEOUT_S:
                     raise
             except StreamRefused as error:
                 if error.status == 404:

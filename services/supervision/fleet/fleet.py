@@ -14,7 +14,7 @@ from services.supervision.fleet.memory import budgets, entry_bytes, placed_bytes
 from services.supervision.fleet.model import FleetModel
 from services.supervision.fleet.model_jobs import Kind, ModelJobs
 from services.supervision.fleet.pulled import delete_refusal, pull_refusal, pulled_entry
-from services.supervision.fleet.rolling import RollingRestart
+from services.supervision.fleet.rolling_restart import RollingRestart
 from services.supervision.launcher import LaunchedProcess
 from services.supervision.managed_child import ManagedChild
 from shared.exits import EXIT_CONFIG
@@ -23,7 +23,7 @@ from shared.settings import ModelEntry, Settings, model_changes
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
-PATIENCE_S = 10.0
+TAKEOVER_AFTER_S = 10.0
 """After this wait, a model may take memory from a model that has requests."""
 SHORTEST_STAY_S = 10.0
 """Min time that a model with requests keeps its memory."""
@@ -48,14 +48,14 @@ class EngineFleet:
         self._settings = settings
         self._device_bytes: int | None = None
         self._pool = EnginePool(supervisor, make_spec)
-        self._rolling = RollingRestart(self._pool)
+        self._restart = RollingRestart(self._pool)
         self._models = [FleetModel(entry, entry_bytes(entry)) for entry in entries]
         self._router: LaunchedProcess | None = None
         self._told: dict[str, Any] | None = None
         self._size_budgets()
         self._load_what_fits()
 
-    def turn(self) -> None:
+    def update(self) -> None:
         now = time.monotonic()
         self._listen(now)
         self._learn_device()
@@ -64,7 +64,7 @@ class EngineFleet:
                 logger.info(line)
         self._finish_jobs()
         self._pool.forget_ended()
-        self._rolling.turn()
+        self._restart.update()
         self._unload_idle()
         self._scale(now)
         for model in sorted(self._models, key=lambda model: model.waiting_since or now):
@@ -106,14 +106,14 @@ class EngineFleet:
             elif changes := model_changes(model.entry, entry):
                 logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
                 model.entry = entry
-                model.mend()
+                model.retry()
                 model.weights_bytes = entry_bytes(entry)
-                self._rolling.add(model)
+                self._restart.add(model)
             model.entry = entry
             self._models.append(model)
         for model in known.values():
             logger.info("model %s was removed", model.id)
-            self._rolling.forget(model)
+            self._restart.forget(model)
             self._pool.retire(model, model.engines)
         self._size_budgets()
         self._load_what_fits()
@@ -170,7 +170,7 @@ class EngineFleet:
         if self._router is None or self._router.state.last_beat_at is None:
             return
         models = {model.id: model.describe() for model in self._models}
-        message = {"models": models, "restarting": not self._rolling.is_idle}
+        message = {"models": models, "restarting": not self._restart.is_idle}
         if self._jobs is not None:
             message["jobs"] = self._jobs.describe()
         if message != self._told and self._router.tell(message):
@@ -180,15 +180,15 @@ class EngineFleet:
         """Restart the engines that ``target`` names: an engine, a model, or None for all."""
         for model in self._models:
             if target is None or target in model.entry.names:
-                model.mend()
+                model.retry()
                 if model.engines:
-                    self._rolling.add(model)
+                    self._restart.add(model)
                 elif target is not None:
                     model.waiting_since = model.waiting_since or time.monotonic()
                     self._load(model, time.monotonic(), asked=True)
             for child in model.engines:
                 if target in (child.name, child.joins_as):
-                    self._rolling.add_engine(model, child)
+                    self._restart.add_engine(model, child)
 
     # -- models that come and go -----------------------------------------------
 
@@ -211,10 +211,10 @@ class EngineFleet:
 
     def _finish_jobs(self) -> None:
         """Serve pulled models, and stop serving deleted ones."""
-        for job in () if self._jobs is None else self._jobs.turn():
+        for job in () if self._jobs is None else self._jobs.poll():
             found = [model for model in self._models if job.name in model.entry.names]
             for model in found:
-                model.mend()
+                model.retry()
             if job.kind == "pull" and not found:
                 self._pulled.append(pulled_entry(self._settings, job.name))
                 self._serve(self._configured)
@@ -260,7 +260,7 @@ class EngineFleet:
         return (
             model.trouble is None
             and len(model.engines) + model.given_up < model.scaling.wanted
-            and not self._rolling.concerns(model)
+            and not self._restart.concerns(model)
             and not (self._jobs is not None and self._jobs.is_running(model.id, "delete"))
         )
 
@@ -283,7 +283,7 @@ class EngineFleet:
             ready = sum(child.is_ready for child in model.engines)
             if line := model.scaling.follow(model.entry.settings, ready, now):
                 logger.info("model %s: %s", model.id, line)
-            if len(model.engines) > model.scaling.wanted and not self._rolling.concerns(model):
+            if len(model.engines) > model.scaling.wanted and not self._restart.concerns(model):
                 self._pool.retire(model, model.engines[model.scaling.wanted :])
 
     def _measure(self, model: FleetModel) -> None:
@@ -320,18 +320,18 @@ class EngineFleet:
         Return whether that is in progress."""
         excess = self._pool.excess_bytes
         large = [model for model in self._models if excess(model) and not model.given_up]
-        if any(map(self._rolling.concerns, large)):
+        if any(map(self._restart.concerns, large)):
             return True
         if sum(map(excess, large)) < lacking_bytes:
             return False
         for model in large:
             logger.info("restarting model %s with less memory, to make room for others", model.id)
-            self._rolling.add(model)
+            self._restart.add(model)
         return True
 
     def _unload_idle(self) -> None:
         for model in self._models:
-            in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
+            in_use = model.entry.pinned or model.state != "ready" or self._restart.concerns(model)
             if model.is_due and not in_use:
                 logger.info("unloading model %s: idle for %.0f s", model.id, model.idle_s)
                 model.kept_s = None
@@ -344,4 +344,4 @@ def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
     if model.idle_s > 0:
         return True
     stay_s = 0.0 if model.ready_since is None else now - model.ready_since
-    return waited_s > PATIENCE_S and stay_s > SHORTEST_STAY_S
+    return waited_s > TAKEOVER_AFTER_S and stay_s > SHORTEST_STAY_S

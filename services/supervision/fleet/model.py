@@ -88,7 +88,7 @@ class FleetModel:
             "kept_s": self.kept_s,
         }
 
-    def mend(self) -> None:
+    def retry(self) -> None:
         """Try engines again that could not start."""
         self.trouble, self.given_up = None, 0
 

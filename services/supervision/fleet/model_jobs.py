@@ -89,7 +89,7 @@ class ModelJobs:
         job.process, job.state, job.ended_at = None, "cancelled", time.monotonic()
         logger.info("pull %s: cancelled", name)
 
-    def turn(self) -> list[ModelJob]:
+    def poll(self) -> list[ModelJob]:
         """Read the messages of the processes; return the jobs that have succeeded since the last
         call."""
         done: list[ModelJob] = []

@@ -115,10 +115,10 @@ class FleetRun:
         while before != self.log:
             before = list(self.log)
             for _ in range(3):
-                self.fleet.turn()
+                self.fleet.update()
             self.end_retired()
             self.make_ready()
-            self.fleet.turn()
+            self.fleet.update()
 
     @property
     def states(self) -> dict[str, str]:

@@ -47,10 +47,10 @@ def test_an_engine_counts_until_it_has_ended() -> None:
     run.settle()
     run.router.state.facts = {"models": {"a": (0, 1.0), "b": (1, 0.0)}}
     for _ in range(5):
-        run.fleet.turn()
+        run.fleet.update()
     assert run.engines == ["a-0"] and run.child("a-0").retired_until is not None
     run.end_retired()
-    run.fleet.turn()
+    run.fleet.update()
     assert run.engines == ["b-0"]
 
 
@@ -61,7 +61,7 @@ def test_a_model_with_requests_keeps_its_memory_unless_another_waits_for_long(
     run.settle()
     run.settle(a=(0, 0.0), b=(3, 0.0))
     assert run.states == {"a": "ready", "b": "unloaded"}
-    monkeypatch.setattr("services.supervision.fleet.fleet.PATIENCE_S", -1.0)
+    monkeypatch.setattr("services.supervision.fleet.fleet.TAKEOVER_AFTER_S", -1.0)
     monkeypatch.setattr("services.supervision.fleet.fleet.SHORTEST_STAY_S", -1.0)
     run.settle(a=(0, 0.0), b=(3, 0.0))
     assert run.states == {"a": "unloaded", "b": "ready"}
@@ -89,8 +89,8 @@ def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_tim
     run.settle()
     run.log.clear()
     run.router.messages.append({"do": "restart", "target": None})
-    run.fleet.turn()
-    run.fleet.turn()
+    run.fleet.update()
+    run.fleet.update()
     assert run.log == ["+a-2"], "the old engine stays until the new one is ready"
     run.settle()
     assert run.log == ["+a-2", "-a-0", ".a-0", "+a-0", "-a-1", ".a-1"]
@@ -101,9 +101,9 @@ def test_a_restart_asked_for_while_the_engine_before_still_ends_is_not_forgotten
     run = FleetRun(3 * GB, [entry("a")])
     run.settle()
     run.fleet.restart("a")
-    run.fleet.turn()
+    run.fleet.update()
     run.make_ready()
-    run.fleet.turn()
+    run.fleet.update()
     assert run.child("a-0").retired_until is not None
     run.log.clear()
     run.fleet.restart("a-1")
@@ -115,7 +115,7 @@ def test_settings_that_change_while_the_new_engine_starts_are_not_forgotten() ->
     run = FleetRun(3 * GB, [entry("a")])
     run.settle()
     run.fleet.restart("a")
-    run.fleet.turn()
+    run.fleet.update()
     run.log.clear()
     run.fleet.reconfigure(run.settings, [entry("a", temperature=0.5)])
     run.settle()
@@ -136,7 +136,7 @@ def test_a_restart_ends_where_the_new_engine_cannot_start() -> None:
     run.settle()
     run.fleet.restart("a")
     for _ in range(3):
-        run.fleet.turn()
+        run.fleet.update()
     run.child("a-2").gave_up = "no such model"
     run.settle()
     assert sorted(run.engines) == ["a-0", "a-1"]
@@ -149,9 +149,9 @@ def test_the_server_goes_on_without_an_engine_that_cannot_be_exchanged_or_starte
     assert [child.spec.essential for child in run.children[1:]] == [True, False]
     run.settle()
     run.fleet.restart("a-1")
-    run.fleet.turn()
+    run.fleet.update()
     run.end_retired()  # there is no memory for both
-    run.fleet.turn()
+    run.fleet.update()
     run.child("a-1").gave_up = "no such model"
     run.settle()
     assert run.engines == ["a-0"], "it is not started again and again"
@@ -164,7 +164,7 @@ def test_a_model_that_is_taken_out_during_its_restart_is_gone() -> None:
     run = FleetRun(2 * GB, [entry("a"), entry("b")])
     run.settle()
     run.fleet.restart("b")
-    run.fleet.turn()
+    run.fleet.update()
     run.fleet.reconfigure(run.settings, [entry("a")])
     run.settle()
     assert run.engines == ["a-0"]
@@ -197,7 +197,7 @@ def test_the_server_ends_if_no_model_can_be_loaded() -> None:
     run = FleetRun(2 * GB, [entry("a"), entry("b")])
     for child in run.children[1:]:
         child.gave_up = "no such model"
-    run.fleet.turn()
+    run.fleet.update()
     assert run.ended_with == EXIT_CONFIG
 
 

@@ -20,14 +20,14 @@ GB = 10**9
 
 def ask(run: FleetRun, do: str, target: str, **fields: Any) -> None:
     run.router.messages.append({"do": do, "target": target, **fields})
-    run.fleet.turn()
+    run.fleet.update()
 
 
 def finish(run: FleetRun, code: int, **message: Any) -> None:
     process = run.job_processes[-1]
     process.messages.append(message)
     process.state.exit_code = code
-    run.fleet.turn()
+    run.fleet.update()
 
 
 def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> None:
@@ -35,7 +35,7 @@ def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> Non
     run.settle()
     ask(run, "pull", "me/b")
     run.job_processes[0].messages.append({"completed": 5, "total": 10})
-    run.fleet.turn()
+    run.fleet.update()
     assert (run.jobs["me/b"]["completed"], run.jobs["me/b"]["total"]) == (5, 10)
     assert set(run.states) == {"a"}
     finish(run, 0)
@@ -193,7 +193,7 @@ def test_a_download_just_after_a_cancelled_one_is_a_new_one() -> None:
     assert (run.jobs["me/b"]["state"], run.jobs["me/b"]["number"]) == ("running", 2)
     assert len(run.job_processes) == 1, "the other still has files open"
     finish(run, -9)
-    run.fleet.turn()
+    run.fleet.update()
     assert len(run.job_processes) == 2
     finish(run, 0)
     assert run.jobs["me/b"]["state"] == "done"
@@ -285,7 +285,7 @@ def test_results_are_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     ask(run, "pull", "b")
     assert run.jobs
     monkeypatch.setattr(model_jobs, "KEPT_S", -1.0)
-    run.fleet.turn()
+    run.fleet.update()
     assert not run.jobs
 
 

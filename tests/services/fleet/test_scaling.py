@@ -70,11 +70,11 @@ def test_a_fleet_starts_and_ends_the_engines(monkeypatch: pytest.MonkeyPatch) ->
     run.settle()
     assert run.engines == ["a-0", "b-0"]
     run.router.state.facts = {"load": {"a": (1, 1.0)}}
-    run.fleet.turn()
+    run.fleet.update()
     assert run.log[-1] == "+a-1"
     run.make_ready()
     run.router.state.facts = {"load": {"a": (0, 0.0)}}
-    run.fleet.turn()
+    run.fleet.update()
     assert run.log[-1] == "-a-1"
 
 
@@ -84,5 +84,5 @@ def test_an_engine_that_is_lost_and_started_again_elsewhere_is_told_to_the_route
     (engine,) = (child for child in run.children if child.name == "a-0")
     assert isinstance(engine.process, PretendedProcess)
     engine.process.messages.append({"lost": True})
-    run.fleet.turn()
+    run.fleet.update()
     assert {"ended": "a-0", "planned": False} in run.router.told

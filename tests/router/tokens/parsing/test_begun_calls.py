@@ -7,7 +7,7 @@ import json
 import pytest
 
 from router.tokens.parsing.formats import ReplyState
-from router.tokens.parsing.json_reader import JsonReader, mended
+from router.tokens.parsing.json_reader import JsonReader, repaired
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
@@ -212,7 +212,7 @@ def test_a_call_of_the_models_own_accord_keeps_its_id() -> None:
     ],
 )
 def test_json_is_mended_where_it_can_mean_one_thing(text: str, expected: str | None) -> None:
-    assert mended(text) == expected
+    assert repaired(text) == expected
     for size in (1, 2, 3):
         reader = JsonReader()
         pieces = [reader.feed(text[at : at + size])[0] for at in range(0, len(text), size)]

@@ -49,7 +49,7 @@ class RollingRestart:
     def is_idle(self) -> bool:
         return self._model is None and not self._queue
 
-    def turn(self) -> None:
+    def update(self) -> None:
         """Proceed as far as possible without waiting."""
         if self._model is None:
             self._begin_next()

@@ -51,7 +51,7 @@ class RouterLinks:
         wanted = {each: watch.address for watch in self._watches for each in watch.found}
         new = [each for each in wanted if each not in self._links]
         for address in new:
-            logger.info("found a router at %s, address %s", address, wanted[address])
+            logger.info("found a router at %s for %s", address, wanted[address])
             link = RouterLink(self._context, address, self._keys[wanted[address]])
             self._links[address] = link
         old = [

@@ -113,4 +113,4 @@ def test_an_error_says_what_to_do(
 def test_an_agent_that_is_not_installed_is_named(url: str, tmp_path: Path) -> None:
     done = run(tmp_path, "codex", "--url", url)
     assert done.returncode == 2
-    assert "no command 'codex'" in done.stderr
+    assert "command 'codex' not found" in done.stderr

@@ -122,7 +122,7 @@ def run(talk: Dialogue) -> Callable[[str], str]:
 def test_questions_are_taken_back_with_their_answers(
     talk: Dialogue, run: Callable[[str], str]
 ) -> None:
-    assert run("/undo") == "taken back: q2"
+    assert run("/undo") == "removed: q2"
     assert [turn["content"] for turn in talk.messages()] == ["q1", "a1"]
     run("/clear")
     assert talk.messages() == []
@@ -180,6 +180,6 @@ def test_images_go_with_the_next_question_and_come_back_with_it(
     Commands(other, ChatClient("http://127.0.0.1:1", "", "KEY")).run(f"/load {tmp_path}/talk.json")
     assert other.turns == talk.turns
     assert talk.take_back() == "what is it?" and len(talk.images) == 1
-    assert run("/image") == "no images" and not talk.images
-    with pytest.raises(CommandError, match="cannot be read"):
+    assert run("/image") == "images removed" and not talk.images
+    with pytest.raises(CommandError, match="cannot read"):
         run(f"/image {tmp_path}/b.png")

@@ -141,7 +141,7 @@ class BrokenMachine:
             "corrupt config": ("model", "config.json is not valid JSON"),
             "cut file of weights": (
                 "model",
-                f"model.safetensors is cut off: {size // 2} of {size}",
+                f"model.safetensors is truncated: {size // 2} of {size}",
             ),
             "no such model": ("model", "folder gone/ does not exist"),
             "too little memory": ("model memory", "do not fit in 0.5 GB"),
@@ -206,7 +206,7 @@ def test_settings_that_make_no_sense_are_found_and_the_machine_is_looked_at(
     assert "BAD  settings      --config: unknown key 'max-batch-sise'" in report
     assert "did you mean max-batch-size?" in report
     assert "ok   run folder" in report
-    assert "\n1 to mend" in report
+    assert "\n1 to fix" in report
 
 
 def test_nothing_is_bad_where_nothing_is(

@@ -54,7 +54,7 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     file.write_text(f"fleet-memory-gb = 0.8\n{models}")
     flags = [f"--config={file}", f"--engine-socket={FIRST}", "--no-ssd"]
     assert cli.main(["engine", *flags]) == 78
-    line = "all models are loaded at once here, and need 0.90 GB of 0.80 GB"
+    line = "this command loads all models at once, and they need 0.90 GB of 0.80 GB"
     (printed,) = capsys.readouterr().err.splitlines()
     assert line in printed
     file.write_text(f"fleet-memory-gb = 0.9\n{models}")

@@ -213,7 +213,7 @@ def test_logs_are_those_of_the_manager(
     ("argv", "reason"),
     [
         (["install", "--port", "many"], "--port"),
-        (["install", "status"], "'status' does not run as a service"),
+        (["install", "status"], "'status' cannot run as a service"),
         (["install", "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["install", "--config", "none.toml"], "none.toml"),
         (["install", "--name", "../escaped", "--model", "demo"], "--name"),
@@ -240,4 +240,4 @@ def test_a_manager_that_fails_is_an_error_of_one_line(
     assert service.main(["install", *FLAGS], "linux") == 1
     assert "cannot run systemctl" in capsys.readouterr().err
     assert service.main(["install", *FLAGS], "win32") == 1
-    assert "no way to run services on win32" in capsys.readouterr().err
+    assert "services are not supported on win32" in capsys.readouterr().err

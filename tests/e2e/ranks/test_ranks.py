@@ -174,7 +174,7 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
             EXIT_USAGE,
         ),
         pytest.param(
-            "gemma3", RANKS[2:], "no way to do it for gemma3_text", EXIT_CONFIG, marks=at_length
+            "gemma3", RANKS[2:], "does not support it for gemma3_text", EXIT_CONFIG, marks=at_length
         ),
     ],
 )

@@ -205,7 +205,7 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
         assert len(ready(server)) == 3
         print(f"\nanother engine for a queue in {time.monotonic() - began:.1f} s")  # noqa: T201
         wait_ready(server, 2)
-        assert any("1 engines are enough" in line for line in server.log)
+        assert any("idle capacity: scaling from" in line for line in server.log)
         assert server.complete("a", model="scaled")["usage"]["completion_tokens"] == 16
 
 

@@ -240,4 +240,4 @@ def test_a_machine_that_cannot_be_reached_is_named(
     found: SimpleQueue[str] = SimpleQueue()
     rank = RemoteRank(1, read_hostfile(hostfile)[1], job(tiny_model("llama")))
     GroupWatch([rank], StepProgress(), lambda reason, code: found.put(reason)).start()
-    assert found.get(timeout=PATIENCE_S).startswith("rank 1 on mac2 cannot be started")
+    assert found.get(timeout=PATIENCE_S).startswith("rank 1 on mac2 could not be started")

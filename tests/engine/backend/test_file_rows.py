@@ -111,5 +111,5 @@ def test_a_file_that_is_written_to_is_not_read(size: int | None, tmp_path: Path)
     found = in_files(files, module)
     with files[1].open("r+b") as file:
         file.truncate(size) if size is not None else file.write(b"x")
-    with pytest.raises(FilesChanged, match=r"model-2\.safetensors was changed while"):
+    with pytest.raises(FilesChanged, match=r"model-2\.safetensors was modified while"):
         found.gather(CHOSEN)

@@ -200,5 +200,5 @@ def test_an_engine_ends_if_its_model_was_written_to(
     assert whole.ends["a"].finish == "length"
     (path / "model.safetensors").touch()
     whole.submit("b", prompts()[1], 4)
-    with pytest.raises(FilesChanged, match=r"model\.safetensors was changed while its model"):
+    with pytest.raises(FilesChanged, match=r"model\.safetensors was modified while its model"):
         whole.run()

@@ -155,7 +155,7 @@ def test_a_rank_that_missed_a_plan_does_not_go_on(
 def test_a_rank_that_never_came_takes_no_plan(
     address: str, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    with pytest.raises(RankFailed, match="rank 1 takes no plan"):
+    with pytest.raises(RankFailed, match="rank 1 accepts no plan"):
         PlanSender(context, address, size=2).send(b"plan")
 
 

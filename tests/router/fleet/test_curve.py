@@ -153,7 +153,7 @@ def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
     assert keys.main(["remove", "fickle", f"--curve-dir={curve.directory}"]) == 0
     eventually(lambda: "fickle.engine-0" not in curve.engines())
-    assert "fickle.engine-0 is lost: sent no beat" not in curve.server.log.read_text()
+    assert "fickle.engine-0 is lost: sent no heartbeat" not in curve.server.log.read_text()
     curve.allow(key, "--name=fickle")
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
 

@@ -92,7 +92,7 @@ def test_a_conversation_in_a_terminal(served: Server, tmp_path: Path) -> None:
         chat.send("/nonsense\r")
         chat.expect_exact("unknown command /nonsense")
         chat.send("/undo\r")
-        chat.expect_exact("taken back: And now?")
+        chat.expect_exact("removed: And now?")
         chat.send("/set temperature hot\r")
         chat.expect_exact('temperature "hot"')
         chat.send("What is wrong?\r")

@@ -143,7 +143,7 @@ def test_a_level_has_as_many_requests_as_flags_say() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--goodput", "ttfb:3"], "'ttfb' is none of ttft, tpot, e2el"),
+        (["--goodput", "ttfb:3"], "'ttfb' is not one of ttft, tpot, e2el"),
         (["--input-tokens", "9:3"], "'9:3' is not N or N:M"),
         (["--concurrency", "0"], "'0' is not greater than 0"),
         (["--request-rate", "1", "--concurrency", "2"], "not allowed with"),

@@ -102,7 +102,7 @@ class ApiKeys:
             self._warnings.warning("the API keys cannot be read again yet: %s", error)
             return False
         except KeyFileError as error:
-            logger.error("the API keys stay as they were: %s", error)
+            logger.error("cannot reload the API keys, they stay as they were: %s", error)
         return True
 
 

@@ -107,7 +107,7 @@ class SupervisorLink:
         connection.set_inheritable(False)
         return cls(connection, os.environ.get(RUN_DIR_VARIABLE))
 
-    def beat(self, phase: str, **facts: object) -> None:
+    def heartbeat(self, phase: str, **facts: object) -> None:
         """Tell the supervisor that this process is alive, and its ``phase``.
 
         Never blocks, and never raises if there is no reader. A heartbeat that does not fit is

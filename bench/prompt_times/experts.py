@@ -46,8 +46,8 @@ CONFIG: dict[str, Any] = {
     "quantization": {"group_size": GROUP, "bits": BITS},
 }
 PASSES = "prefill_passes_total"
-_BEATS_S = 1.5
-"""Counters come with beats: so long after a prompt they have all of it."""
+_HEARTBEATS_S = 1.5
+"""Counters come with heartbeats: so long after a prompt they have all of it."""
 
 
 def experts(options: Options) -> None:
@@ -95,7 +95,7 @@ def _first(run: int, port: int, tokens: int) -> float:
 
 
 def _counted(ports: Mapping[str, int]) -> dict[str, float]:
-    time.sleep(_BEATS_S)
+    time.sleep(_HEARTBEATS_S)
     return {name: counters_of(port, (PASSES,))[PASSES] for name, port in ports.items()}
 
 

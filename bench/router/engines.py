@@ -27,7 +27,7 @@ TEXT = (
 )
 MAX_SEQUENCES = 64
 CONTEXT = 1_000_000
-BEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 
 
 class FakeEngine:
@@ -43,10 +43,10 @@ class FakeEngine:
         self.socket.connect(address)
         self._running: dict[str, tuple[wire.Submit, int]] = {}
         """Each sequence, with the number of its tokens so far."""
-        self._beats = 0
+        self._heartbeats = 0
 
-    def beat(self) -> None:
-        self._beats += 1
+    def heartbeat(self) -> None:
+        self._heartbeats += 1
         live = [
             wire.LiveRequest(
                 request_id=request_id, attempt=submit.attempt, generated=count, accepted=True
@@ -54,15 +54,15 @@ class FakeEngine:
             for request_id, (submit, count) in self._running.items()
         ]
         self._send(
-            wire.Beat(
+            wire.Heartbeat(
                 engine=self.name,
                 incarnation=self.incarnation,
-                number=self._beats,
+                number=self._heartbeats,
                 phase="ready",
                 phase_s=1.0,
                 stalled_s=0.0,
                 live=live,
-                stats=_stats(self._beats, len(live)),
+                stats=_stats(self._heartbeats, len(live)),
             )
         )
 
@@ -118,24 +118,24 @@ class FakeEngine:
         )
 
 
-def _stats(beats: int, running: int) -> wire.EngineStats:
-    """Return figures that change with each beat, as those of a busy engine do."""
+def _stats(heartbeats: int, running: int) -> wire.EngineStats:
+    """Return figures that change with each heartbeat, as those of a busy engine do."""
     return wire.EngineStats(
         running=running,
-        steps_total=10 * beats,
-        step_seconds_total=0.04 * beats,
-        batch_rows_total=97 * beats,
-        generated_tokens_total=97 * beats,
-        prompt_tokens_total=1003 * beats,
-        cached_ram_tokens_total=500 * beats,
-        cached_ssd_tokens_total=101 * beats,
-        prefill_tokens_total=402 * beats,
+        steps_total=10 * heartbeats,
+        step_seconds_total=0.04 * heartbeats,
+        batch_rows_total=97 * heartbeats,
+        generated_tokens_total=97 * heartbeats,
+        prompt_tokens_total=1003 * heartbeats,
+        cached_ram_tokens_total=500 * heartbeats,
+        cached_ssd_tokens_total=101 * heartbeats,
+        prefill_tokens_total=402 * heartbeats,
         limit_bytes=10**10,
-        unevictable_bytes=10**6 * beats,
-        active_memory_bytes=10**9 + 10**3 * beats,
+        unevictable_bytes=10**6 * heartbeats,
+        active_memory_bytes=10**9 + 10**3 * heartbeats,
         total_blocks=10**6,
-        used_blocks=7 * beats,
-        free_blocks=10**6 - 7 * beats,
+        used_blocks=7 * heartbeats,
+        free_blocks=10**6 - 7 * heartbeats,
     )
 
 
@@ -169,15 +169,15 @@ def run(address: str, directory: Path, engines: int, models: int, rate: float) -
     for socket in by_socket:
         poller.register(socket, zmq.POLLIN)
     began = time.monotonic()
-    steps = beats = 0  # of all engines together
+    steps = heartbeats = 0  # of all engines together
     while True:
         elapsed_s = time.monotonic() - began
         while steps < elapsed_s * rate * engines:
             fleet[steps % engines].step(text)
             steps += 1
-        while beats < elapsed_s / BEAT_INTERVAL_S * engines:
-            fleet[beats % engines].beat()
-            beats += 1
+        while heartbeats < elapsed_s / HEARTBEAT_INTERVAL_S * engines:
+            fleet[heartbeats % engines].heartbeat()
+            heartbeats += 1
         wait_s = began + steps / (rate * engines) - time.monotonic()
         for socket, _ in poller.poll(max(0, round(1000 * wait_s))):
             by_socket[socket].receive(files, size)

@@ -1,7 +1,7 @@
 """Many engines behind several routers, on paper: what each part costs, and which is full first.
 
-The costs are measured: a router's CPU time for a token and for the beats of engines, and the time
-to choose an engine for a prompt. The rest is arithmetic.
+The costs are measured: a router's CPU time for a token and for the heartbeats of engines, and the
+time to choose an engine for a prompt. The rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Costs:
     """Seconds of one core of a router."""
 
     token_s: float
-    beats_s: float
-    """For a second of all engines' beats."""
+    heartbeats_s: float
+    """For a second of all engines' heartbeats."""
     choice_s: float
     """To choose among all engines, on the event loop."""
     hashes_s: float
@@ -58,7 +58,7 @@ def fleet(model: str, runs: int) -> None:
     ):
         before = cpu_s_of(pid)
         time.sleep(IDLE_S)
-        beats_s = (cpu_s_of(pid) - before) / IDLE_S
+        heartbeats_s = (cpu_s_of(pid) - before) / IDLE_S
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as private,
         running_router(Path(private), directory, busy) as (port, pid),
@@ -67,15 +67,17 @@ def fleet(model: str, runs: int) -> None:
     for each in tokens:
         print(each.line("router"))
     token_s = statistics.median(each.us_per_token for each in tokens) / 1e6
-    # The beats were there too.
+    # The heartbeats were there too.
     token_s -= (
-        beats_s
+        heartbeats_s
         * busy.engines
         / ENGINES
         / statistics.median(each.tokens / each.seconds for each in tokens)
     )
-    costs = Costs(token_s, beats_s, *placement())
-    print(f"a token {1e6 * costs.token_s:.1f} us, beats {costs.beats_s:.1%} of a core,", end=" ")
+    costs = Costs(token_s, heartbeats_s, *placement())
+    print(
+        f"a token {1e6 * costs.token_s:.1f} us, beats {costs.heartbeats_s:.1%} of a core,", end=" "
+    )
     print(f"a choice {1e6 * costs.choice_s:.0f} us, hashes {1e3 * costs.hashes_s:.2f} ms")
     for sequences, rate in BATCHES:
         print(table_row(costs, sequences, rate))
@@ -114,7 +116,7 @@ def table_row(costs: Costs, sequences: int, rate: float) -> str:
     """Say how much of a router's core engines take with so many sequences of this rate."""
     tokens = sequences * rate
     requests = tokens / ANSWER_TOKENS
-    by_engine = tokens * costs.token_s / ROUTERS + costs.beats_s / ENGINES
+    by_engine = tokens * costs.token_s / ROUTERS + costs.heartbeats_s / ENGINES
     # A choice looks at each engine, so that its cost grows with their number too.
     by_pair = requests / ROUTERS * costs.choice_s / ENGINES
     used = ENGINES * by_engine + ENGINES**2 * by_pair
@@ -122,7 +124,7 @@ def table_row(costs: Costs, sequences: int, rate: float) -> str:
     return (
         f"engines of {sequences} sequences at {rate:g} tokens/s: {ENGINES * tokens:,.0f} tokens/s,"
         f" {ENGINES * requests:,.0f} requests/s; each router uses {used:.0%} of a core, of which"
-        f" tokens {ENGINES * tokens * costs.token_s / ROUTERS:.0%}, beats {costs.beats_s:.0%},"
+        f" tokens {ENGINES * tokens * costs.token_s / ROUTERS:.0%}, beats {costs.heartbeats_s:.0%},"
         f" choices {ENGINES**2 * by_pair:.0%}; {ROUTERS} routers are full at {most:.0f} engines"
     )
 

@@ -10,7 +10,7 @@ from shared import wire
 
 Owner = TypeVar("Owner")
 
-_FORGOTTEN_AFTER_BEATS = 4
+_FORGOTTEN_AFTER_HEARTBEATS = 4
 
 
 class Ownership(Generic[Owner]):
@@ -22,12 +22,12 @@ class Ownership(Generic[Owner]):
 
     def __init__(self) -> None:
         self._owners: dict[RequestKey, Owner] = {}
-        self._beats_missed: dict[RequestKey, int] = {}
+        self._heartbeats_missed: dict[RequestKey, int] = {}
 
     def add(self, request: wire.Submit | wire.Encode, owner: Owner) -> None:
         key = (request.request_id, request.attempt)
         self._owners[key] = owner
-        self._beats_missed[key] = 0
+        self._heartbeats_missed[key] = 0
 
     def is_of(self, abort: wire.Abort, owner: Owner) -> bool:
         """Return whether ``owner`` may end the request. No other router knows an unowned one."""
@@ -63,14 +63,14 @@ class Ownership(Generic[Owner]):
         self._forget(keys)
         return keys
 
-    def on_beat(self, live: Iterable[wire.LiveRequest]) -> None:
+    def on_heartbeat(self, live: Iterable[wire.LiveRequest]) -> None:
         """Forget the requests that have not been live for a while."""
         alive = {(one.request_id, one.attempt) for one in live}
         for key in list(self._owners):
-            self._beats_missed[key] = 0 if key in alive else self._beats_missed[key] + 1
-            if self._beats_missed[key] > _FORGOTTEN_AFTER_BEATS:
+            self._heartbeats_missed[key] = 0 if key in alive else self._heartbeats_missed[key] + 1
+            if self._heartbeats_missed[key] > _FORGOTTEN_AFTER_HEARTBEATS:
                 self._forget([key])
 
     def _forget(self, keys: Collection[RequestKey]) -> None:
         for key in keys:
-            del self._owners[key], self._beats_missed[key]
+            del self._owners[key], self._heartbeats_missed[key]

@@ -35,7 +35,7 @@ from shared.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 ROUTER_GONE_S = 10.0
 """A router without a connection for this long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
@@ -88,8 +88,8 @@ class IOThread(threading.Thread):
         self._decisions = DecisionTable()
         self._stall = StallWatch()
         self._looked_at = time.monotonic()
-        self._beats = 0
-        self._next_beat = 0.0
+        self._heartbeats = 0
+        self._next_heartbeat = 0.0
         self._dropped = 0
         self._drop_log = RateLimitedLogger(logger, DROP_LOG_INTERVAL_S)
         self._drain_until: float | None = None
@@ -158,15 +158,15 @@ class IOThread(threading.Thread):
         try:
             while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
-                self._forgive(now - self._looked_at - BEAT_INTERVAL_S)
+                self._forgive(now - self._looked_at - HEARTBEAT_INTERVAL_S)
                 self._looked_at = now
-                if now >= self._next_beat:
-                    self._beat(now)
-                    self._next_beat = now + BEAT_INTERVAL_S
+                if now >= self._next_heartbeat:
+                    self._heartbeat(now)
+                    self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
                 self._check_deadlines(now)
                 self._check_links(now)
                 self._flush()
-                events = dict(self._poller.poll(max(1, int((self._next_beat - now) * 1000))))
+                events = dict(self._poller.poll(max(1, int((self._next_heartbeat - now) * 1000))))
                 self._handle_events(events)
         except BaseException:
             logger.exception("the IO thread failed")
@@ -188,7 +188,7 @@ class IOThread(threading.Thread):
         for link in self._links:
             if link.monitor in events:
                 link.on_event()
-                self._next_beat = 0.0  # it may just have connected
+                self._next_heartbeat = 0.0  # it may just have connected
             if link.socket in events:
                 self._receive(link)
         if self._store is not None:
@@ -299,20 +299,20 @@ class IOThread(threading.Thread):
                 link.gone_since = None
                 self._drop_requests(link)
 
-    # -- beats, stalls, signals ------------------------------------------------
+    # -- heartbeats, stalls, signals ------------------------------------------------
 
-    def _beat(self, now: float) -> None:
-        self._beats += 1
+    def _heartbeat(self, now: float) -> None:
+        self._heartbeats += 1
         status = self._status
         if self._supervisor is not None:
-            self._supervisor.beat(status.phase, device_bytes=status.device_bytes)
+            self._supervisor.heartbeat(status.phase, device_bytes=status.device_bytes)
         live = status.live
         if not len(self._inbox):  # what waits there is not live yet
-            self._requests.on_beat(live)
-        beat = wire.Beat(
+            self._requests.on_heartbeat(live)
+        heartbeat = wire.Heartbeat(
             engine=self._engine,
             incarnation=self._incarnation,
-            number=self._beats,
+            number=self._heartbeats,
             phase=status.phase,
             phase_s=now - status.phase_since,
             stalled_s=self._stall.stalled_s(status, len(self._inbox) > 0, now),
@@ -324,7 +324,7 @@ class IOThread(threading.Thread):
             # No outdated heartbeats are queued for a disconnected router.
             if link.is_connected and not link.is_backed_up:
                 own = self._requests.live_of(link, live)
-                link.post(msgspec.structs.replace(beat, live=own))
+                link.post(msgspec.structs.replace(heartbeat, live=own))
 
     def _with_store_stats(self, stats: wire.EngineStats) -> wire.EngineStats:
         stats = msgspec.structs.replace(stats, dropped_messages_total=self._dropped)

@@ -23,7 +23,7 @@ from shared.supervisor_link import LineReader, LineWriter, SupervisorLink
 
 logger = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_S = 5.0
 """Max silence of a rank that serves."""
 LOADING_SILENCE_S = 60.0
@@ -95,20 +95,20 @@ class GroupWatch(threading.Thread):
         with selectors.DefaultSelector() as selector:
             for each in self._ranks:
                 selector.register(each.process.link, selectors.EVENT_READ, each)
-            next_beat = looked_at = time.monotonic()
+            next_heartbeat = looked_at = time.monotonic()
             while not self._stopping:
-                for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
+                for key, _ in selector.select(max(0.0, next_heartbeat - time.monotonic())):
                     if not key.data.receive():
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
-                if (asleep_s := now - looked_at - BEAT_INTERVAL_S) > ASLEEP_S:
+                if (asleep_s := now - looked_at - HEARTBEAT_INTERVAL_S) > ASLEEP_S:
                     for each in self._ranks:
                         each.forgive(asleep_s)
                 looked_at = now
-                if now >= next_beat:
-                    next_beat = now + BEAT_INTERVAL_S
+                if now >= next_heartbeat:
+                    next_heartbeat = now + HEARTBEAT_INTERVAL_S
                     for each in self._ranks:
-                        each.beat()
+                        each.heartbeat()
                 for each in self._ranks:
                     if (found := each.failure(now)) is not None:
                         return found
@@ -150,7 +150,7 @@ class _WatchedRank:
             self._steps = Steps(*map(int, numbers))
         return not self._hung_up
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self._writer.write({"alive": True})
 
     def forgive(self, asleep_s: float) -> None:
@@ -199,10 +199,10 @@ class LeaderWatch(threading.Thread):
         self._link.watch(lambda: os._exit(EXIT_OK), self._on_message)
         while True:
             started = time.monotonic()
-            self.beat()
-            time.sleep(BEAT_INTERVAL_S)
+            self.heartbeat()
+            time.sleep(HEARTBEAT_INTERVAL_S)
             now = time.monotonic()
-            if (asleep_s := now - started - BEAT_INTERVAL_S) > ASLEEP_S:
+            if (asleep_s := now - started - HEARTBEAT_INTERVAL_S) > ASLEEP_S:
                 self._heard_at += asleep_s
             limit_s = SILENCE_S if self.phase == "ready" else LOADING_SILENCE_S
             if now - self._heard_at > limit_s:
@@ -214,8 +214,8 @@ class LeaderWatch(threading.Thread):
                     os.kill(self._leader, signal.SIGKILL)
                 os._exit(EXIT_STUCK)
 
-    def beat(self, **more: object) -> None:
-        self._link.beat(self.phase, **self._progress.steps._asdict(), **more)
+    def heartbeat(self, **more: object) -> None:
+        self._link.heartbeat(self.phase, **self._progress.steps._asdict(), **more)
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         self._heard_at = time.monotonic()

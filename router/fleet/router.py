@@ -38,11 +38,11 @@ from shared.wire import (
     Accepted,
     AdapterChecked,
     AdapterDecisions,
-    Beat,
     Bye,
     CacheEvents,
     Encoded,
     Files,
+    Heartbeat,
     Hello,
     Message,
     Refused,
@@ -322,10 +322,10 @@ class Router:
         match message:
             case Hello():
                 self.registry.on_hello(peer, message, key)
-            case Beat():
-                beating = self.registry.on_beat(peer, message)
-                if beating is not None:
-                    self.dispatcher.reconcile(beating, message.live)
+            case Heartbeat():
+                heartbeating = self.registry.on_heartbeat(peer, message)
+                if heartbeating is not None:
+                    self.dispatcher.reconcile(heartbeating, message.live)
             case Files():
                 self.registry.on_files(message, payload)
             case Bye():

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelUnavailable as error:
         logger.error("%s", error.with_flag())
         if supervisor is not None:
-            supervisor.beat("failed", reason=str(error))
+            supervisor.heartbeat("failed", reason=str(error))
         return EXIT_CONFIG
     except Exception as error:
         logger.error("cannot continue: %s", error, exc_info=not isinstance(error, RankFailed))
@@ -118,7 +118,7 @@ def _end_group(supervisor: SupervisorLink | None, reason: str, code: int) -> Non
     """End this rank after another rank has ended, on a thread that nothing blocks."""
     logger.error("%s: all ranks exit", reason)
     if supervisor is not None:
-        supervisor.beat("failed", reason=reason)
+        supervisor.heartbeat("failed", reason=reason)
     os._exit(code)
 
 

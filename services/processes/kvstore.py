@@ -26,7 +26,7 @@ from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 
 PROG = "services.processes.kvstore"
-BEAT_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 1.0
 FLUSH_S = 10.0
 """Max time to write the queued blocks at exit."""
 ORPHAN_FLUSH_S = 2.0
@@ -133,12 +133,12 @@ class _StopRequest:
 
 
 def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> None:
-    next_beat, stop.wake = 0.0, server.wake
+    next_heartbeat, stop.wake = 0.0, server.wake
     while not stop.is_requested:
-        if link and time.monotonic() >= next_beat:
-            link.beat("ready")
-            next_beat = time.monotonic() + BEAT_EVERY_S
-        server.serve(max(0.0, next_beat - time.monotonic()) if link else BEAT_EVERY_S)
+        if link and time.monotonic() >= next_heartbeat:
+            link.heartbeat("ready")
+            next_heartbeat = time.monotonic() + HEARTBEAT_EVERY_S
+        server.serve(max(0.0, next_heartbeat - time.monotonic()) if link else HEARTBEAT_EVERY_S)
 
 
 def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(options, sockets, rank, watch, progress)
     except ModelUnavailable as error:
-        watch.beat(reason=str(error))
+        watch.heartbeat(reason=str(error))
         return EXIT_CONFIG
     except RankFailed as error:
         logger.error("%s", error)

@@ -40,7 +40,7 @@ from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
-BEAT_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 0.5
 _DATE_EVERY_S = 1.0
 MODELS_TIMEOUT_S = 10.0
 FLUSH_S = 5
@@ -173,7 +173,7 @@ async def _serve(
             "every process on this machine can join --engine-socket as an engine and read "
             "prompts: use ipc://, or tcp:// with --curve-dir"
         )
-    background = [asyncio.create_task(_beat(router, link)), asyncio.create_task(keys.follow())]
+    background = [asyncio.create_task(_heartbeat(router, link)), asyncio.create_task(keys.follow())]
     await router.start()
     try:
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
@@ -223,14 +223,14 @@ def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], 
     loop.call_soon_threadsafe(stop_now)
 
 
-async def _beat(router: Router, link: SupervisorLink | None) -> None:
+async def _heartbeat(router: Router, link: SupervisorLink | None) -> None:
     """Tell the supervisor that the event loop runs; "ready" once requests are served."""
     was_ready = False
     while link is not None:
         was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
-        link.beat(phase, models=demand(router), load=load(router))
-        await asyncio.sleep(BEAT_EVERY_S)
+        link.heartbeat(phase, models=demand(router), load=load(router))
+        await asyncio.sleep(HEARTBEAT_EVERY_S)
 
 
 if __name__ == "__main__":

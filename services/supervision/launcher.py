@@ -35,7 +35,7 @@ class ChildSpec:
     stop_signal: int = signal.SIGTERM  # asks it to finish its work and end
     stop_stage: int = 0  # children of a lower stage end before those of the next are told to
     announces_ready: bool = False  # the server is ready when all of these children are
-    takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a beat
+    takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a heartbeat
     essential: bool = True  # the server ends if this child cannot start
     work: str = ""  # children with the same one take over from each other
     place: MachineNeeds | None = None  # None: this machine
@@ -50,9 +50,9 @@ class ProcessState:
     """What is known of a process. Times are of ``time.monotonic``, of the supervisor."""
 
     started_at: float
-    last_beat_at: float | None = None
-    phase: str = ""  # of the last beat
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the last beat
+    last_heartbeat_at: float | None = None
+    phase: str = ""  # of the last heartbeat
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the last heartbeat
     reason: str = ""  # why it ends, if it has said so
     exit_code: int | None = None  # None: it runs; negative: the signal that ended it
 
@@ -71,7 +71,7 @@ class LaunchedProcess(Protocol):
         """Bring ``state`` up to date, without waiting. Return False once nothing more can come."""
 
     def take_messages(self) -> list[Mapping[str, Any]]:
-        """Return, once, the messages that came beside the beats."""
+        """Return, once, the messages that came beside the heartbeats."""
 
     def tell(self, message: Mapping[str, Any]) -> bool:
         """Send ``message`` to the process, without waiting; return whether it was sent."""

@@ -119,7 +119,7 @@ class LocalProcess:
                 self._end_group()
         try:
             while data := self._link.recv(self._reader.MAX_LINE_BYTES):
-                self.state.last_beat_at = now  # any message proves that the child is alive
+                self.state.last_heartbeat_at = now  # any message proves that the child is alive
                 for line in self._reader.lines(data):
                     self._on_line(line)
         except BlockingIOError:

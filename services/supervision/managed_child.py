@@ -13,7 +13,7 @@ from shared.exits import EXIT_STUCK
 class Limits:
     """The supervisor's time limits."""
 
-    first_beat_s: float = 60.0  # max silence after the start
+    first_heartbeat_s: float = 60.0  # max silence after the start
     loading_s: float = 30.0  # max silence after the first heartbeat, until the child is ready
     silence_s: float = 10.0  # max silence of a ready child
     backoff_s: float = 0.1  # pause before a restart, doubled with each consecutive failure
@@ -78,10 +78,10 @@ class ManagedChild:
         """Return the allowed silence if the process has been silent for longer."""
         assert self.process is not None
         state = self.process.state
-        if state.last_beat_at is None:
-            since, limit_s = state.started_at, limits.first_beat_s
+        if state.last_heartbeat_at is None:
+            since, limit_s = state.started_at, limits.first_heartbeat_s
         else:
-            since = state.last_beat_at
+            since = state.last_heartbeat_at
             limit_s = limits.silence_s if state.phase == "ready" else limits.loading_s
         return limit_s if now - max(since, self.excused_at) > limit_s else None
 

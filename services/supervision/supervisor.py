@@ -143,7 +143,7 @@ class Supervisor:
         self._hang_up = False
         self._on_hang_up()
         for child, process in self._running():
-            if child.spec.takes_hang_up and process.state.last_beat_at is not None:
+            if child.spec.takes_hang_up and process.state.last_heartbeat_at is not None:
                 process.hang_up()
 
     def _is_ready(self) -> bool:

@@ -163,7 +163,7 @@ class Hello(Message, frozen=True, tag="hello"):
     max_adapters: int = 0  # how many it keeps in memory at once; 0: it accepts none
 
 
-class Beat(Message, frozen=True, tag="beat"):
+class Heartbeat(Message, frozen=True, tag="beat"):
     """Sent by the engine's IO thread, even while the main thread computes."""
 
     engine: str
@@ -248,7 +248,7 @@ ToEngine = (
 )
 ToRouter = (
     Hello
-    | Beat
+    | Heartbeat
     | Accepted
     | Refused
     | Tokens

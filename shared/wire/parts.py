@@ -174,7 +174,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that an engine holds, as listed in a `Beat`."""
+    """A sequence that an engine holds, as listed in a `Heartbeat`."""
 
     request_id: str
     attempt: int

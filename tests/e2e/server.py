@@ -96,7 +96,7 @@ class Server:
         return sum(map(float, values))
 
     def wait_metric(self, name: str) -> None:
-        """Wait until a metric is over 0. Those of engines and the kvstore come with their beats."""
+        """Wait until a metric is over 0. Engines and the kvstore send theirs in heartbeats."""
         self.wait_until(lambda: self.metric(name) > 0, 60, name)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:

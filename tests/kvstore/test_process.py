@@ -144,7 +144,7 @@ def test_bytes_that_are_not_zeromq_do_no_harm(kvstore: Process, context: Context
     assert Engine(context, kvstore.endpoint).put(1).stored
 
 
-def test_the_kvstore_beats_and_ends_with_its_supervisor(kvstore: Process) -> None:
+def test_the_kvstore_heartbeats_and_ends_with_its_supervisor(kvstore: Process) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -154,8 +154,8 @@ def test_the_kvstore_beats_and_ends_with_its_supervisor(kvstore: Process) -> Non
             )
         ours.settimeout(60)
         with ours.makefile() as lines:
-            beats = [json.loads(lines.readline()) for _ in range(4)]
-        assert all(beat["phase"] == "ready" for beat in beats)
+            heartbeats = [json.loads(lines.readline()) for _ in range(4)]
+        assert all(heartbeat["phase"] == "ready" for heartbeat in heartbeats)
     assert kvstore.wait() == 0
     assert not kvstore.socket_path.exists()
 

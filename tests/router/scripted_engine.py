@@ -25,13 +25,13 @@ from shared.wire import (
     Accepted,
     AdapterChecked,
     AdapterRef,
-    Beat,
     Bye,
     CheckAdapter,
     Delta,
     EngineStats,
     Files,
     FilesWanted,
+    Heartbeat,
     Hello,
     LiveRequest,
     Message,
@@ -119,7 +119,7 @@ class Behaviour:
     accept: bool = True
     refuse: Callable[[Submit], Refused | None] = lambda submit: None
     check: Callable[[CheckAdapter], AdapterChecked | None] = lambda asked: None
-    beats: bool = True
+    heartbeats: bool = True
     phase: str = "ready"
     stalled_s: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)
@@ -127,9 +127,9 @@ class Behaviour:
     answer_aborts: bool = True
     cached_tokens: int = 0
     computed_prompt_tokens: int | None = None
-    """What beats say of every request."""
+    """What heartbeats say of every request."""
     forget: bool = False
-    """Forget every request: generate nothing, and do not mention it in beats."""
+    """Forget every request: generate nothing, and do not mention it in heartbeats."""
     omit_logprobs: bool = False
     """Report no log-probabilities, as an engine of another release might."""
     skip_token: bool = False
@@ -217,7 +217,7 @@ class ScriptedEngine:
         return [running.sent for running in list(self._running.values())]
 
     def run_unasked(self, request_id: str, submit: Submit, script: list[int]) -> None:
-        """Mention a request in beats that the router did not send."""
+        """Mention a request in heartbeats that the router did not send."""
         self._running[request_id] = Running(submit, script)
 
     # -- the engine ------------------------------------------------------------
@@ -230,14 +230,14 @@ class ScriptedEngine:
         if self._keys is not None:
             self._keys.protect(socket)
         socket.connect(self.address)
-        beat_at, number = 0.0, 0
+        heartbeat_at, number = 0.0, 0
         try:
             while not self._stop.is_set():
                 now = time.monotonic()
-                if self.behaviour.beats and now >= beat_at:
+                if self.behaviour.heartbeats and now >= heartbeat_at:
                     number += 1
-                    socket.send_multipart(encode(self._beat(number)))
-                    beat_at = now + 0.1
+                    socket.send_multipart(encode(self._heartbeat(number)))
+                    heartbeat_at = now + 0.1
                 if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
                     message, payload = decode(socket.recv_multipart(), ToEngine)
                     if isinstance(message, Submit):
@@ -260,7 +260,7 @@ class ScriptedEngine:
             socket.close()
             context.term()
 
-    def _beat(self, number: int) -> Beat:
+    def _heartbeat(self, number: int) -> Heartbeat:
         live = [
             LiveRequest(
                 request_id=running.submit.request_id,
@@ -270,7 +270,7 @@ class ScriptedEngine:
             )
             for running in self._running.values()
         ]
-        return Beat(
+        return Heartbeat(
             engine=self.name,
             incarnation=self.incarnation,
             number=number,

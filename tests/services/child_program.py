@@ -48,7 +48,7 @@ def main(folder: str, name: str, behaviour: str) -> int:
     if behaviour == "mute":
         time.sleep(600)
     while not stopping:
-        link.beat("ready")
+        link.heartbeat("ready")
         time.sleep(0.05)
         if behaviour in ("ready-then-crash", "refuse-later"):
             return 3

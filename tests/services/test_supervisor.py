@@ -180,8 +180,8 @@ def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     assert not is_running(first.pid)
 
 
-def test_a_child_that_never_beats_is_killed_after_a_longer_time(start: Start) -> None:
-    server = start("a:mute:0", silence_s=0.5, loading_s=0.5, first_beat_s=3)
+def test_a_child_that_never_heartbeats_is_killed_after_a_longer_time(start: Start) -> None:
+    server = start("a:mute:0", silence_s=0.5, loading_s=0.5, first_heartbeat_s=3)
     first, second = server.wait_for_starts(2)[:2]
     assert second.at - first.at > 2
 

@@ -33,22 +33,22 @@ def test_the_descriptor_of_the_environment_is_taken_once(monkeypatch: pytest.Mon
         link = SupervisorLink.from_environment()
         assert link is not None
         assert SupervisorLink.from_environment() is None
-        link.beat("ready", blocks=3)
+        link.heartbeat("ready", blocks=3)
         assert json.loads(theirs.recv(1000)) == {"phase": "ready", "blocks": 3}
 
 
-def test_beats_never_block_and_lines_never_mix(
+def test_heartbeats_never_block_and_lines_never_mix(
     pair: tuple[SupervisorLink, socket.socket],
 ) -> None:
     link, supervisor = pair
     padding = "x" * 5000
 
-    def beat(phase: str) -> None:
+    def heartbeat(phase: str) -> None:
         for number in range(200):
-            link.beat(phase, number=number, padding=padding)
+            link.heartbeat(phase, number=number, padding=padding)
 
     began = time.monotonic()
-    threads = [threading.Thread(target=beat, args=(phase,)) for phase in ("a", "b")]
+    threads = [threading.Thread(target=heartbeat, args=(phase,)) for phase in ("a", "b")]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -62,7 +62,7 @@ def test_beats_never_block_and_lines_never_mix(
             while data := supervisor.recv(1 << 20):
                 received += data
         except BlockingIOError:
-            link.beat("last")
+            link.heartbeat("last")
     lines = received.splitlines()
     assert len(lines) > 3
     assert all(json.loads(line)["padding"] == padding for line in lines[:-2])
@@ -83,10 +83,10 @@ def test_the_end_of_the_supervisor_is_noticed_and_its_directory_removed(tmp_path
     assert not run_dir.exists()
 
 
-def test_a_beat_after_the_end_of_the_supervisor_does_nothing(
+def test_a_heartbeat_after_the_end_of_the_supervisor_does_nothing(
     pair: tuple[SupervisorLink, socket.socket],
 ) -> None:
     link, supervisor = pair
     supervisor.close()
     for _ in range(3):
-        link.beat("ready")
+        link.heartbeat("ready")

@@ -12,7 +12,15 @@ from router.images.preparing import ImageProcessor
 from router.tokens.rendering import Renderer
 from shared.adapter_names import MAX_NAMED_ADAPTERS, DecisionTable, is_adapter_name
 from shared.settings import Settings
-from shared.wire import AdapterDecision, AdapterRef, Beat, EngineStats, Hello, Phase, StoreStats
+from shared.wire import (
+    AdapterDecision,
+    AdapterRef,
+    EngineStats,
+    Heartbeat,
+    Hello,
+    Phase,
+    StoreStats,
+)
 
 
 class Engine:
@@ -31,7 +39,7 @@ class Engine:
         self.stalled_s = 0.0
         self.stats = EngineStats()
         self.store: StoreStats | None = None
-        self.last_beat = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         self.lost_reason: str | None = None
         """The reason why the engine is gone; None while it is connected."""
         self.drained = False
@@ -47,7 +55,7 @@ class Engine:
     @property
     def silence_s(self) -> float:
         """The time since the last heartbeat."""
-        return time.monotonic() - self.last_beat
+        return time.monotonic() - self.last_heartbeat
 
     @property
     def trouble(self) -> str | None:
@@ -88,10 +96,14 @@ class Engine:
         limit = self.stats.limit_bytes
         return self.stats.unevictable_bytes / limit if limit > 0 else 0.0
 
-    def on_beat(self, beat: Beat) -> None:
-        self.phase, self.phase_s, self.stalled_s = beat.phase, beat.phase_s, beat.stalled_s
-        self.stats, self.store = beat.stats, beat.store
-        self.last_beat = time.monotonic()
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self.phase, self.phase_s, self.stalled_s = (
+            heartbeat.phase,
+            heartbeat.phase_s,
+            heartbeat.stalled_s,
+        )
+        self.stats, self.store = heartbeat.stats, heartbeat.store
+        self.last_heartbeat = time.monotonic()
         self.lost_reason = None
 
 

@@ -15,11 +15,11 @@ from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.flags import FlagError
 from shared.network.allow_list import AllowedKey
 from shared.settings import Settings, overlay
-from shared.wire import SUPPORTED_VERSIONS, Beat, Files, FilesWanted, Hello, Message, Ping
+from shared.wire import SUPPORTED_VERSIONS, Files, FilesWanted, Heartbeat, Hello, Message, Ping
 
 logger = logging.getLogger(__name__)
 
-BEAT_TIMEOUT_S = 5.0
+HEARTBEAT_TIMEOUT_S = 5.0
 REMOVE_AFTER_S = 600.0
 _REPLACED_AFTER_S = 1.5
 _MAX_UNREGISTERED = 1000
@@ -70,7 +70,7 @@ class Registry:
         self._engines: dict[bytes, Engine] = {}
         self._model_of: dict[Engine, ModelReplicas] = {}
         self._pinged_at: dict[bytes, float] = {}
-        self._unregistered: dict[bytes, tuple[float, Beat]] = {}
+        self._unregistered: dict[bytes, tuple[float, Heartbeat]] = {}
         self._rejected: set[str] = set()
         self._drained: set[str] = set()
         self._files_asked_at: dict[str, float] = {}
@@ -105,14 +105,14 @@ class Registry:
         """Engines, in words, that send heartbeats but have not introduced themselves, because they
         are loading."""
         return [
-            f"engine {beat.engine}: {beat.phase} for {beat.phase_s:.0f} s"
-            for _, beat in self._unregistered.values()
+            f"engine {heartbeat.engine}: {heartbeat.phase} for {heartbeat.phase_s:.0f} s"
+            for _, heartbeat in self._unregistered.values()
         ]
 
     def hears(self, engine: Engine) -> bool:
         """Return whether ``engine`` sends heartbeats, or another process with its name."""
         name = engine.hello.engine
-        return any(beat.engine == name for _, beat in self._unregistered.values()) or any(
+        return any(heartbeat.engine == name for _, heartbeat in self._unregistered.values()) or any(
             each.hello.engine == name and each.lost_reason is None for each in self.engines
         )
 
@@ -203,24 +203,24 @@ class Registry:
         self.ping(peer)
         self._ensure_renderer(peer, model)
 
-    def on_beat(self, peer: bytes, beat: Beat) -> Engine | None:
+    def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat) -> Engine | None:
         """Return the engine that sent the heartbeat; None if it must introduce itself first."""
         engine = self._engines.get(peer)
-        if engine is None or engine.hello.incarnation != beat.incarnation:
+        if engine is None or engine.hello.incarnation != heartbeat.incarnation:
             if engine is not None:
                 self._remove(engine, "restarted")
-            self._retire_predecessors(beat.engine, beat.incarnation, drop=False)
+            self._retire_predecessors(heartbeat.engine, heartbeat.incarnation, drop=False)
             if len(self._unregistered) < _MAX_UNREGISTERED or peer in self._unregistered:
-                self._unregistered[peer] = (time.monotonic(), beat)
+                self._unregistered[peer] = (time.monotonic(), heartbeat)
             self.ping(peer)
             return None
-        changed = engine.lost_reason is not None or engine.phase != beat.phase
-        engine.on_beat(beat)
+        changed = engine.lost_reason is not None or engine.phase != heartbeat.phase
+        engine.on_heartbeat(heartbeat)
         model = self._model_of[engine]
         if model.renderer is None:
             self._ensure_renderer(peer, model)
         if changed:
-            logger.info("engine %s is %s", engine.name, beat.phase)
+            logger.info("engine %s is %s", engine.name, heartbeat.phase)
         self._update_readiness(model)
         return engine
 
@@ -262,22 +262,22 @@ class Registry:
     def forgive(self, asleep_s: float) -> None:
         """Exclude a time in which no engine could be heard from its silence."""
         for engine in self._engines.values():
-            engine.last_beat += asleep_s
+            engine.last_heartbeat += asleep_s
         for model in self.versions:
             model.forgive(asleep_s)
 
     def tick(self) -> None:
         now = time.monotonic()
         for engine in list(self._engines.values()):
-            if engine.lost_reason is None and engine.silence_s > BEAT_TIMEOUT_S:
-                self._mark_lost(engine, f"sent no heartbeat for {BEAT_TIMEOUT_S:.0f} s")
+            if engine.lost_reason is None and engine.silence_s > HEARTBEAT_TIMEOUT_S:
+                self._mark_lost(engine, f"sent no heartbeat for {HEARTBEAT_TIMEOUT_S:.0f} s")
             elif engine.lost_reason is not None and engine.silence_s > REMOVE_AFTER_S:
                 self._remove(engine, "forgotten")
         for engine in list(self._engines.values()):
             if engine.lost_reason is None and engine.silence_s < _REPLACED_AFTER_S:
                 self._retire_predecessors(engine.hello.engine, engine.hello.incarnation, drop=True)
         for peer, (heard, _) in list(self._unregistered.items()):
-            if now - heard > BEAT_TIMEOUT_S:
+            if now - heard > HEARTBEAT_TIMEOUT_S:
                 del self._unregistered[peer]
         for model in self.versions:
             if self._is_gone(model, now):

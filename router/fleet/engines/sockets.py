@@ -12,7 +12,7 @@ from router.fleet.engines.socket import EngineSocket, EngineSocketError
 from shared.network.allow_list import AllowedKey
 from shared.network.curve import CurveError, Gatekeeper
 from shared.network.named_address import is_named
-from shared.wire import Beat, Hello, Message, ToRouter
+from shared.wire import Heartbeat, Hello, Message, ToRouter
 
 
 class EngineSockets:
@@ -90,7 +90,7 @@ class EngineSockets:
         def on_message(
             peer: bytes, message: ToRouter, payload: list[bytes], key: AllowedKey | None
         ) -> None:
-            if key is not None and isinstance(message, Hello | Beat):
+            if key is not None and isinstance(message, Hello | Heartbeat):
                 name = f"{key.name}.{message.engine}"
                 message = msgspec.structs.replace(message, engine=name)
             self._on_message(bytes([number]) + peer, message, payload, key)

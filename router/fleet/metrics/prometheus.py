@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: the router's own, and those of engines from their beats."""
+"""The metrics for Prometheus: the router's own, and those of engines from their heartbeats."""
 
 from __future__ import annotations
 

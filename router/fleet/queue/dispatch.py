@@ -35,7 +35,7 @@ FORGIVEN_AFTER_TOKENS = 256
 """A sequence that generates this many tokens after a loss was not its cause. A harmful sequence can
 thus end at most one engine per this many of its tokens."""
 
-_MISSED_BEATS = 2
+_MISSED_HEARTBEATS = 2
 _SETTLE_S = 2.0
 _BUSY_S = 1.0
 _STOP_WAIT_S = 1.0
@@ -206,14 +206,14 @@ class Dispatcher:
             sequence = entry.sequence
             found = mentioned.get((sequence.request_id, sequence.attempt))
             if found is not None:
-                sequence.missed_beats = 0
+                sequence.missed_heartbeats = 0
                 sequence.take_progress(found)
                 if found.accepted:
                     sequence.accept()
             # An engine's main thread does not see new messages while it computes.
             elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
-                sequence.missed_beats += 1
-                if sequence.missed_beats >= _MISSED_BEATS:
+                sequence.missed_heartbeats += 1
+                if sequence.missed_heartbeats >= _MISSED_HEARTBEATS:
                     self._retry_or_fail(entry, f"engine {engine.name} does not know it")
         for request_id, attempt in mentioned:
             if self._find(engine, request_id, attempt) is None:

@@ -52,7 +52,7 @@ class RemoteRequest(ABC):
         self.tokens_at_loss = 0
         """Number of its tokens at the last loss."""
         self.error: ApiError | None = None
-        self.missed_beats = 0
+        self.missed_heartbeats = 0
         self.arrived_at = self.queued_at = time.monotonic()
         self.placed_at = self.stopping_at = 0.0
 
@@ -93,7 +93,7 @@ class RemoteRequest(ABC):
     def place(self) -> None:
         self.state = RemoteRequestState.PLACED
         self.placed_at = time.monotonic()
-        self.missed_beats = 0
+        self.missed_heartbeats = 0
         self.computed_prompt_tokens = None
 
     def requeue(self) -> None:

@@ -44,16 +44,16 @@ _STALE_S = 3.0
 
 
 @dataclass
-class _Beats:
+class _Heartbeats:
     """The figures of one engine at the times of its heartbeats: one per sample, for the last
     minute."""
 
     sampled: deque[tuple[float, EngineStats]] = field(default_factory=deque)
 
     def add(self, engine: Engine) -> None:
-        if not self.sampled or self.sampled[-1][0] < engine.last_beat:
-            self.sampled.append((engine.last_beat, engine.stats))
-        while self.sampled[0][0] < engine.last_beat - _SHARES_S:
+        if not self.sampled or self.sampled[-1][0] < engine.last_heartbeat:
+            self.sampled.append((engine.last_heartbeat, engine.stats))
+        while self.sampled[0][0] < engine.last_heartbeat - _SHARES_S:
             self.sampled.popleft()
 
     def rates(self) -> Rates | None:
@@ -86,7 +86,7 @@ class StatusSampler:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._beats: dict[Engine, _Beats] = {}
+        self._heartbeats: dict[Engine, _Heartbeats] = {}
         self._computing: dict[Engine, PromptProgress] = {}
         self._figures: dict[Engine, EngineFigures] = {}
         """Engines by their last update, oldest first."""
@@ -103,11 +103,13 @@ class StatusSampler:
         """Return the state, with the figures of `ENGINES_AT_ONCE` engines, and of new ones."""
         router = self._router
         engines = router.registry.engines
-        self._beats = {engine: self._beats.get(engine, _Beats()) for engine in engines}
-        for engine, beats in self._beats.items():
-            beats.add(engine)
+        self._heartbeats = {
+            engine: self._heartbeats.get(engine, _Heartbeats()) for engine in engines
+        }
+        for engine, heartbeats in self._heartbeats.items():
+            heartbeats.add(engine)
         self._computing = _long_prompts(router.dispatcher.in_flight)
-        rates = {engine: beats.rates() for engine, beats in self._beats.items()}
+        rates = {engine: heartbeats.rates() for engine, heartbeats in self._heartbeats.items()}
         some = self._some_figures(rates)
         state, reasons = server_state(router)
         first_token, of_models = router.metrics.recent.first_tokens()
@@ -126,7 +128,9 @@ class StatusSampler:
                 queued=sum(model.queued for model in models),
                 batch=_mean_batch(known),
                 first_token=None if first_token is None else first_token.p50,
-                hit_rate=_hit_rate(beats.prompts() for beats in self._beats.values()),
+                hit_rate=_hit_rate(
+                    heartbeats.prompts() for heartbeats in self._heartbeats.values()
+                ),
                 memory_pressure=round(max((e.memory_pressure for e in engines), default=0.0), 4),
             ),
             first_token=first_token,
@@ -194,7 +198,7 @@ class StatusSampler:
         return round((total_s - total_before_s) / (count - count_before), 5)
 
     def _engine(self, engine: Engine, rates: Rates | None) -> EngineFigures:
-        stats, beats = engine.stats, self._beats[engine]
+        stats, heartbeats = engine.stats, self._heartbeats[engine]
         return EngineFigures(
             name=engine.name,
             phase=engine.phase,
@@ -211,7 +215,7 @@ class StatusSampler:
             memory_limit_bytes=stats.limit_bytes,
             active_memory_bytes=stats.active_memory_bytes,
             blocks=BlockCounts.of(stats),
-            recent_prompts=beats.prompts(),
+            recent_prompts=heartbeats.prompts(),
             prompts=_prompts(stats, EngineStats()),
             ssd=engine.store,
             drafts=None if stats.drafts is None else _drafts(stats.drafts),

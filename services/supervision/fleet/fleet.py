@@ -167,7 +167,7 @@ class EngineFleet:
                     self._size_budgets()
 
     def _tell_router(self) -> None:
-        if self._router is None or self._router.state.last_beat_at is None:
+        if self._router is None or self._router.state.last_heartbeat_at is None:
             return
         models = {model.id: model.describe() for model in self._models}
         message = {"models": models, "restarting": not self._restart.is_idle}

@@ -87,7 +87,7 @@ class RayProcess:
     def refresh(self, now: float) -> bool:
         with suppress(BlockingIOError):
             while data := self._said.recv(self._reader.MAX_LINE_BYTES):
-                self.state.last_beat_at = now
+                self.state.last_heartbeat_at = now
                 for line in self._reader.lines(data):
                     self._on_line(line)
             self.state.exit_code = self._exit_code

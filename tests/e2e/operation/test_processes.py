@@ -30,7 +30,7 @@ class FakeRouter:
 
     def __init__(self, endpoint: str) -> None:
         self.peer = Peer(endpoint, bind=True)
-        self.peer.receive(wire.Beat, wire.ToRouter)
+        self.peer.receive(wire.Heartbeat, wire.ToRouter)
         self._number = 0
 
     def greet(self) -> wire.Hello:
@@ -90,7 +90,7 @@ def test_an_engine_counts_and_drops_malformed_messages(
     for frames in sent:
         router.peer.send_raw(frames)
     while True:
-        stats = router.peer.receive(wire.Beat, wire.ToRouter).stats
+        stats = router.peer.receive(wire.Heartbeat, wire.ToRouter).stats
         if stats.dropped_messages_total >= len(sent):
             break
     assert stats.dropped_messages_total == len(sent)

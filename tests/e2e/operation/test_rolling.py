@@ -111,7 +111,7 @@ def ready_engines(server: Server) -> set[str]:
 def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
     tiny_model: Callable[..., Path],
 ) -> None:
-    """The supervisor tells the router at once; it does not wait for missing beats."""
+    """The supervisor tells the router at once; it does not wait for missing heartbeats."""
     with serving(tiny_model("llama"), "--engines", "2") as server, ThreadPoolExecutor(6) as pool:
         server.wait_until(lambda: len(ready_engines(server)) == 2, PATIENCE_S, "both are ready")
         # Sampled: a greedy text of a random model may end in tokens that have no text.

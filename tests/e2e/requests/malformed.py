@@ -42,7 +42,7 @@ def hello(**fields: Any) -> wire.Hello:
     return wire.Hello(**plain | fields)
 
 
-def beat(**fields: Any) -> wire.Beat:
+def heartbeat(**fields: Any) -> wire.Heartbeat:
     plain: dict[str, Any] = {
         "engine": "fake",
         "incarnation": "i",
@@ -53,7 +53,7 @@ def beat(**fields: Any) -> wire.Beat:
         "live": [],
         "stats": wire.EngineStats(),
     }
-    return wire.Beat(**plain | fields)
+    return wire.Heartbeat(**plain | fields)
 
 
 ADAPTER = wire.AdapterRef(name="\x00", path="/\x00", digest="no digest", rank=-1)
@@ -74,11 +74,11 @@ TO_ROUTER: list[wire.Message] = [
     hello(max_sequences=-1),
     hello(model=""),
     hello(adapters=[ADAPTER] * 2000, max_adapters=-1),
-    beat(),
-    beat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
-    beat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),
-    beat(live=[wire.LiveRequest(request_id="unknown", attempt=2**63, generated=-1)] * 1000),
-    beat(
+    heartbeat(),
+    heartbeat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
+    heartbeat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),
+    heartbeat(live=[wire.LiveRequest(request_id="unknown", attempt=2**63, generated=-1)] * 1000),
+    heartbeat(
         live=[
             wire.LiveRequest(
                 request_id="unknown", attempt=0, generated=0, computed_prompt_tokens=-(2**63)

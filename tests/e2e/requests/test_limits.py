@@ -70,7 +70,7 @@ def test_a_request_larger_than_memory_is_a_400(small_server: Server) -> None:
 
 def test_memory_pressure_is_a_503(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "llama")
-    long_enough = 100_000  # for some beats to report its memory, on any machine
+    long_enough = 100_000  # for some heartbeats to report its memory, on any machine
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = 2 * long_enough
     (model / "config.json").write_text(json.dumps(config))

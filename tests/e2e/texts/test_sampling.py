@@ -219,13 +219,13 @@ def test_choices_share_the_prefill_of_their_prompt(running: Running) -> None:
     expected = server.metric(generated) + 4 * 4
     answer = server.complete(prompt, 4, n=4, temperature=1, seed=3, **ENDLESS)
     assert len({choice["text"] for choice in answer["choices"]}) == 4
-    # A beat that reports these tokens also reports the whole prefill before them.
+    # A heartbeat that reports these tokens also reports the whole prefill before them.
     server.wait_until(lambda: server.metric(generated) >= expected, 30, "the beat after the answer")
     assert 160 <= server.metric(prefilled) - before <= 160 + 3 * 16
 
 
 def settled(server: Server, name: str) -> float:
-    """Return a metric of the engine, once the beats report nothing new."""
+    """Return a metric of the engine, once the heartbeats report nothing new."""
     seen = -1.0
     while seen != (seen := server.metric(name)):
         time.sleep(2.5)

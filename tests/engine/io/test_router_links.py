@@ -45,7 +45,7 @@ class SomeRouter:
 
     def greet(self) -> None:
         """Be joined by the engine."""
-        self.hear(wire.Beat)
+        self.hear(wire.Heartbeat)
         self.send(wire.Ping(router_id=self.address))
         assert self.hear(wire.Hello) == HELLO
 

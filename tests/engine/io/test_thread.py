@@ -48,7 +48,7 @@ class Engine:
         )
         assert self._line() == "started"
         self.peer = b""
-        self.hear(wire.Beat)
+        self.hear(wire.Heartbeat)
 
     def bind(self, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -61,7 +61,7 @@ class Engine:
         """Be the engine's other router, which comes and goes."""
         mine, self._socket = (self._socket, self.peer), self.bind("others")
         try:
-            self.hear(wire.Beat)
+            self.hear(wire.Heartbeat)
             yield
         finally:
             self._socket.close()
@@ -98,13 +98,13 @@ class Engine:
                 return message, payload
         raise AssertionError(f"no {kind.__name__}: {self.log}")
 
-    def hears_no(self, kind: type[wire.Message], beats: int = 2) -> bool:
-        """Return whether no message of ``kind`` arrives within so many beats."""
-        while beats:
+    def hears_no(self, kind: type[wire.Message], heartbeats: int = 2) -> bool:
+        """Return whether no message of ``kind`` arrives within so many heartbeats."""
+        while heartbeats:
             message = self.hear(wire.Message)
             if isinstance(message, kind):
                 return False
-            beats -= isinstance(message, wire.Beat)
+            heartbeats -= isinstance(message, wire.Heartbeat)
         return True
 
     def signal(self) -> None:
@@ -161,16 +161,16 @@ def test_an_engine_ends_itself_if_its_main_thread_takes_no_messages(engine: Engi
     assert "requests wait, but nothing was computed" in engine.log
 
 
-def test_beats_report_the_seconds_without_progress(engine: Engine) -> None:
+def test_heartbeats_report_the_seconds_without_progress(engine: Engine) -> None:
     engine.serve()
     engine.send(submit())
     assert engine.tell("take") == "Submit:r"
     engine.tell("live")
-    while (beat := engine.hear(wire.Beat)).stalled_s < STALL_S / 4:
+    while (heartbeat := engine.hear(wire.Heartbeat)).stalled_s < STALL_S / 4:
         pass
-    assert beat.stalled_s <= STALL_S
-    assert beat.phase == "ready"
-    assert beat.live[0].request_id == "r"
+    assert heartbeat.stalled_s <= STALL_S
+    assert heartbeat.phase == "ready"
+    assert heartbeat.live[0].request_id == "r"
 
 
 @pytest.mark.parametrize("phase", ["loading", "warming"])
@@ -178,7 +178,7 @@ def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
     engine.tell(f"phase {phase}")
     engine.tell("live")
     assert engine.lives_for(2 * STALL_S)
-    assert engine.hear(wire.Beat).phase == phase
+    assert engine.hear(wire.Heartbeat).phase == phase
 
 
 def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> None:
@@ -244,9 +244,9 @@ def test_two_routers_have_their_own_requests_and_one_that_restarts_loses_only_it
             told += engine.tell("take") + " "
         assert "Abort" not in told
         engine.tell("live a b")
-        while not (beat := engine.hear(wire.Beat)).live:
+        while not (heartbeat := engine.hear(wire.Heartbeat)).live:
             pass
-        assert [one.request_id for one in beat.live] == ["b"]
+        assert [one.request_id for one in heartbeat.live] == ["b"]
         engine.tell("tokens a b")
         assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["b"]
         engine.tell("progress")
@@ -312,7 +312,7 @@ def test_rubbish_is_counted_and_dropped(engine: Engine) -> None:
     rubbish = [b"", b"\xc1", b"\x00" * 100, os.urandom(1000), b"\x91" * 100_000]
     for frame in rubbish:
         engine.send_raw(frame)
-    while engine.hear(wire.Beat).stats.dropped_messages_total < len(rubbish):
+    while engine.hear(wire.Heartbeat).stats.dropped_messages_total < len(rubbish):
         pass
     engine.send(wire.Ping(router_id="one"))
     assert engine.hear(wire.Hello) == HELLO

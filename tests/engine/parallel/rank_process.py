@@ -1,6 +1,6 @@
-"""A rank that beats as one that serves, with the plans and tokens on its command line.
+"""A rank that heartbeats as one that serves, with the plans and tokens on its command line.
 
-If the word after them is ``stop``, it stops after its first beat."""
+If the word after them is ``stop``, it stops after its first heartbeat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
             progress.finish(tokens)
     watch = LeaderWatch(link, os.getppid(), progress)
     watch.phase = "ready"
-    watch.beat()
+    watch.heartbeat()
     if "stop" in sys.argv[2:]:
         os.kill(os.getpid(), signal.SIGSTOP)
     watch.start()

@@ -12,7 +12,7 @@ from router.fleet import administration
 from router.fleet.engines.sockets import EngineSockets
 from router.fleet.router import Router
 from shared.settings import Settings
-from shared.wire import Beat, EngineStats
+from shared.wire import EngineStats, Heartbeat
 from tests.router.scripted_engine import make_hello
 
 ABSENT_S = 0.3
@@ -52,10 +52,10 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def beat(router: Router, phase: str) -> None:
-    router.registry.on_beat(
+def heartbeat(router: Router, phase: str) -> None:
+    router.registry.on_heartbeat(
         peer("again"),
-        Beat(
+        Heartbeat(
             engine="one",
             incarnation="1",
             number=1,
@@ -80,11 +80,11 @@ def test_a_restart_is_given_up_with_a_line_if_an_engine_does_not_come_back(
 
 def test_a_restart_waits_for_an_engine_that_loads(roll: Callable[[Act], None]) -> None:
     async def come_back(router: Router) -> None:
-        beat(router, "loading")
+        heartbeat(router, "loading")
         await asyncio.sleep(3 * ABSENT_S)
         assert router.administration.restarting == ["one", "two"]
         router.registry.on_hello(peer("again"), make_hello("one", incarnation="1"))
-        beat(router, "ready")
+        heartbeat(router, "ready")
         await until(lambda: router.administration.restarting == ["two"])
 
     roll(come_back)

@@ -115,7 +115,7 @@ class Fleet:
         if self.sequences:
             self.dispatcher.release(self.random.choice(self.sequences))
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         engine = self.random.choice(self.model.engines)
         live = [
             LiveRequest(request_id=one, attempt=self.random.randrange(2), generated=0)

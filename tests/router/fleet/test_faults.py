@@ -244,15 +244,15 @@ def test_without_a_restart_the_answer_is_a_503(
     assert int(answer.headers["retry-after"]) > 0
 
 
-def test_missing_beats_make_the_server_unready(
+def test_missing_heartbeats_make_the_server_unready(
     server: Server, start_engine: Start, says: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"))
     server.wait_ready()
-    engine.behaviour.beats = False
+    engine.behaviour.heartbeats = False
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     assert "no heartbeat" in server.client.get("/readyz").text
-    engine.behaviour.beats = True
+    engine.behaviour.heartbeats = True
     server.wait_ready()
     assert text_of(server.chat("x")) == "hi"
 
@@ -284,7 +284,7 @@ def test_two_engines_share_the_work_and_one_may_leave(
     assert [text_of(answer.result(60)) for answer in answers] == ["hi"] * 4
 
 
-def test_a_restart_is_noticed_before_the_beats_are_missed(
+def test_a_restart_is_noticed_before_the_heartbeats_are_missed(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     first = start_engine(server, name="again", script=says("hi"), hold_tokens_after=0)
@@ -311,7 +311,7 @@ def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start,
 # -- wrong messages ------------------------------------------------------------
 
 
-def test_a_sequence_that_beats_do_not_mention_is_resubmitted(
+def test_a_sequence_that_heartbeats_do_not_mention_is_resubmitted(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"), forget=True)

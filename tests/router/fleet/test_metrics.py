@@ -13,7 +13,7 @@ from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 
-def test_figures_of_beats_are_exported(
+def test_figures_of_heartbeats_are_exported(
     start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine], says: Any
 ) -> None:
     server = start_server()

@@ -1,4 +1,4 @@
-"""Figures of drafts, as `/v1/spec_decode/metrics` and Prometheus show those of beats."""
+"""Figures of drafts, as `/v1/spec_decode/metrics` and Prometheus show those of heartbeats."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.structured import StructuredOutputFields, choice_grammar, json_schema_grammar
-from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Beat, LiveRequest, Refused, Submit, encode
+from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Heartbeat, LiveRequest, Refused, Submit, encode
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -186,7 +186,7 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
     """Beats mention its request for longer than the router waits for an unknown one."""
     engine.behaviour.accept = False
     engine.behaviour.hold_tokens_after = 0
-    engine.behaviour.beats = False
+    engine.behaviour.heartbeats = False
 
     def compiling() -> None:
         (submit,) = engine.got(Submit)
@@ -194,7 +194,7 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
             request_id=submit.request_id, attempt=submit.attempt, generated=0, accepted=False
         )
         for number in range(40):
-            beat = Beat(
+            heartbeat = Heartbeat(
                 engine=engine.name,
                 incarnation=engine.incarnation,
                 number=1000 + number,
@@ -204,7 +204,7 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
                 live=[live],
                 stats=engine.behaviour.stats,
             )
-            engine.say(*encode(beat))
+            engine.say(*encode(heartbeat))
             time.sleep(0.08)
 
     statuses: list[int] = []
@@ -221,7 +221,7 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
     assert not statuses
     assert len(engine.got(Submit)) == 1
     (submit,) = engine.got(Submit)
-    engine.behaviour.beats = True
+    engine.behaviour.heartbeats = True
     engine.behaviour.hold_tokens_after = None
     engine.say(*encode(Accepted(request_id=submit.request_id, attempt=submit.attempt)))
     client.join(60)

@@ -17,7 +17,7 @@ class PretendedProcess:
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
-        self.state = ProcessState(started_at=0.0, last_beat_at=0.0, phase="loading")
+        self.state = ProcessState(started_at=0.0, last_heartbeat_at=0.0, phase="loading")
         self.told: list[Mapping[str, Any]] = []
         self.messages: list[Mapping[str, Any]] = []
 

@@ -19,7 +19,7 @@ from tests.e2e.server import is_running
 
 CHILD = (
     "import json, os, sys, time; from shared.supervisor_link import SupervisorLink;"
-    "SupervisorLink.from_environment().beat('ready', pid=os.getpid(), words=sys.argv[1:],"
+    "SupervisorLink.from_environment().heartbeat('ready', pid=os.getpid(), words=sys.argv[1:],"
     " name=os.environ['NAME']); time.sleep(600)"
 )
 SPARE = (

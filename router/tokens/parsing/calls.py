@@ -179,7 +179,7 @@ def may_become_json_calls(start: str) -> bool:
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 
-def _parse_json(text: str, tools: Any, *, mend: bool = False) -> list[Any]:
+def _parse_json(text: str, tools: Any, *, repair: bool = False) -> list[Any]:
     """Return the items of consecutive JSON values, which may stand in a code fence."""
     text = _without_tags(text).rstrip().removesuffix(_PYTHON_END).rstrip()
     fence = _FENCE.match(text)
@@ -197,7 +197,7 @@ def _without_tags(text: str) -> str:
     return text.lstrip()
 
 
-def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
+def _json_values(text: str, *, repair: bool = False) -> Iterator[tuple[Any, int]]:
     """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` for
     text that is not JSON."""
     decoder, position = json.JSONDecoder(), 0
@@ -207,13 +207,13 @@ def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
         except ValueError:
             if not repair:
                 raise
-            value, position = _mended_value(text, position)
+            value, position = _repaired_value(text, position)
         space = _BETWEEN.match(text, position)
         position = space.end() if space else position
         yield value, position
 
 
-def _mended_value(text: str, position: int) -> tuple[Any, int]:
+def _repaired_value(text: str, position: int) -> tuple[Any, int]:
     reader = JsonReader()
     passed, rest = reader.feed(text[position:])
     return json.loads(passed + reader.finish()), len(text) - len(rest)

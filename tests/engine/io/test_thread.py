@@ -272,7 +272,7 @@ def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engin
     while "Abort" not in told:
         told += engine.tell("take") + " "
     assert told.split() == ["NewRouter:", "NewRouter:", "Abort"]
-    assert "another router" in engine.log
+    assert "new router" in engine.log
 
 
 def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engine: Engine) -> None:

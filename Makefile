@@ -89,7 +89,7 @@ $(READY): pyproject.toml $(LOCK) requirements/vision.txt
 serve: $(SERVES)
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
-# Workers take files in their order, by which those with a few long tests (tests/e2e) come first.
+# Workers take files in their order: tests/conftest.py puts those with long tests first.
 BY_FILE = --dist loadfile --no-loadscope-reorder
 
 # Many tests wait for processes more than they compute, so there are more workers than cores.

@@ -19,6 +19,15 @@ load_fast_blas()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+WAITING = tuple(f"tests/{name}/" for name in ("agents", "clients", "e2e", "services", "router"))
+"""Whose tests start processes, and wait for them more than they compute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put these first: a worker that waited last would leave the others without work."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of garbage collections: engines collect whenever they start."""
     gc.collect()

@@ -119,7 +119,9 @@ class _TextArgs:
     def from_dict(self, config: dict[str, Any]) -> Any:
         given = config["text_config"]
         # Newer configurations have all of rotations in one place.
-        text = {**self._defaults, **(given.get("rope_parameters") or {}), **given}
+        rope = given.get("rope_parameters") or {}
+        moved = {name: value for name, value in rope.items() if given.get(name) is None}
+        text = {**self._defaults, **given, **moved}
         if heads := text.get("num_attention_heads"):
             text.setdefault("num_key_value_heads", heads)
             text.setdefault("head_dim", text.get("hidden_size", 0) // heads)

@@ -31,6 +31,10 @@ PIXELS = 2
 pixels in fp32 are about as large as what is made of them."""
 
 
+MOST_CHARACTERS = 300
+"""Of a reason: some name every weight of a checkpoint."""
+
+
 class VisionUnusable(Exception):
     """Pictures are not served. Its text says why, in one line."""
 
@@ -96,7 +100,8 @@ def _opened(
 
         model = load_model(loaded.path, lazy=True)
     except LOAD_ERRORS as error:
-        raise VisionUnusable(" ".join(f"{type(error).__name__}: {error}".split())) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise VisionUnusable(why[:MOST_CHARACTERS]) from error
     vision = _vision(model, loaded, family)
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
     merge = 0

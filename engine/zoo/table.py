@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
+from engine.model.multimodal import FAMILIES
 from engine.zoo.common import WINDOW
 from engine.zoo.examine import TOLERANCE, ArchitectureReport
 from engine.zoo.farm import Way
@@ -39,6 +40,10 @@ not right, or how the model is batched; Metal itself computes with other kernels
 The column "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two processes
 compute each of them on the CPU, through the same stages, and are compared with the whole model.
 
+Checkpoints of these model types take images, through mlx-vlm ([how](design/images.md)): {pictures}.
+Each is compared with mlx-vlm's logits (`tests/engine/replica/test_pictures.py`). The language model
+is batched and cached like its row here. Of any other model with a part for images, text is served.
+
 * On a CPU: {summary}.
 * As on a GPU: {summary_gpu}.
 * On 2 ranks: {divided} can be divided, {divided_right} right.
@@ -65,6 +70,7 @@ def page(by_way: Mapping[Way, Reports]) -> str:
         mlx=version("mlx"),
         window=WINDOW,
         tolerance=TOLERANCE,
+        pictures=", ".join(f"`{name}`" for name in FAMILIES),
         worst=max((report.difference for report in right), default=0.0),
         worst_int8=max((report.int8_difference for report in right), default=0.0),
         summary=summary(reports),

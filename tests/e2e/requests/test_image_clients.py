@@ -1,4 +1,6 @@
-"""Pictures through a whole server, with the clients of OpenAI and Anthropic: all APIs, streamed."""
+"""Pictures through a whole server, with the clients of OpenAI and Anthropic: all APIs, streamed.
+
+The model was trained to name colours, so that answers show whether the picture arrived."""
 
 from __future__ import annotations
 
@@ -6,37 +8,43 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from tests.e2e.requests.naming_model import COLOURS, QUESTION, coloured, make_naming_model
 from tests.e2e.server import Server, serving
-from tests.vision_models import make_vision_model, needs_mlx_vlm, picture
+from tests.vision_models import needs_mlx_vlm
 
 needs_mlx_vlm()
 
 
-def in_base64(seed: int) -> str:
+def in_base64(colour: str, seed: int = 1_000_000) -> str:
+    """Return a picture that the model was not trained with."""
     data = io.BytesIO()
-    picture(seed).save(data, "PNG")
+    coloured(colour, seed).save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()
 
 
-PICTURE = in_base64(1)
-URL = f"data:image/png;base64,{PICTURE}"
-IMAGE_URL: Any = {"type": "image_url", "image_url": {"url": URL}}
-BLOCK: Any = {
-    "type": "image",
-    "source": {"type": "base64", "media_type": "image/png", "data": PICTURE},
-}
+def image_url(data: str) -> Any:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def image_block(data: str) -> Any:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+ASKED: Any = {"type": "text", "text": QUESTION}
+GREEDY: Any = {"temperature": 0}
 TOOL: Any = {"name": "look", "input_schema": {"type": "object"}}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = make_vision_model("idefics3", tmp_path_factory.mktemp("models") / "idefics3")
+    model = make_naming_model(tmp_path_factory.mktemp("models") / "naming")
     with serving(model, "--no-ssd", "--served-model-name", "tiny") as running:
         yield running
 
@@ -51,42 +59,37 @@ def anthropic(server: Server) -> Anthropic:
     return Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
 
 
-def test_the_clients_see_the_same_answer_in_each_api(
-    server: Server, openai: OpenAI, anthropic: Anthropic
+@pytest.mark.parametrize("colour", COLOURS)
+def test_a_colour_is_named_in_each_api(
+    server: Server, openai: OpenAI, anthropic: Anthropic, colour: str
 ) -> None:
-    greedy: Any = {"temperature": 0}
-    question = {"type": "text", "text": "What is it?"}
-    chat: Any = [{"role": "user", "content": [IMAGE_URL, question]}]
-    whole = openai.chat.completions.create(model="tiny", messages=chat, max_tokens=8, **greedy)
-    text = whole.choices[0].message.content
+    data = in_base64(colour)
+    chat: Any = [{"role": "user", "content": [image_url(data), ASKED]}]
+    whole = openai.chat.completions.create(model="tiny", messages=chat, max_tokens=8, **GREEDY)
+    assert whole.choices[0].message.content == colour
     chunks = openai.chat.completions.create(
-        model="tiny", messages=chat, max_tokens=8, stream=True, **greedy
+        model="tiny", messages=chat, max_tokens=8, stream=True, **GREEDY
     )
-    assert text == "".join(each.choices[0].delta.content or "" for each in chunks)
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) == colour
 
-    given: Any = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_image", "image_url": URL, "detail": "auto"},
-                {"type": "input_text", "text": "What is it?"},
-            ],
-        }
-    ]
+    shown = {"type": "input_image", "image_url": image_url(data)["image_url"]["url"]}
+    given: Any = [{"role": "user", "content": [shown, {"type": "input_text", "text": QUESTION}]}]
     events: Any = list(
         openai.responses.create(
-            model="tiny", input=given, max_output_tokens=8, stream=True, **greedy
+            model="tiny", input=given, max_output_tokens=8, stream=True, **GREEDY
         )
     )
     written = [each.delta for each in events if each.type == "response.output_text.delta"]
-    assert "".join(written) == text
+    assert "".join(written) == colour
     assert whole.usage is not None
     assert events[-1].response.usage.input_tokens == whole.usage.prompt_tokens
 
-    blocks: Any = [{"role": "user", "content": [BLOCK, question]}]
-    with anthropic.messages.stream(model="tiny", messages=blocks, max_tokens=8) as stream:
+    blocks: Any = [{"role": "user", "content": [image_block(data), ASKED]}]
+    with anthropic.messages.stream(
+        model="tiny", messages=blocks, max_tokens=8, extra_body=GREEDY
+    ) as stream:
         message = stream.get_final_message()
-    assert "".join(each.text for each in message.content if each.type == "text") == text
+    assert "".join(each.text for each in message.content if each.type == "text") == colour
     counted = anthropic.messages.count_tokens(model="tiny", messages=blocks)
     assert counted.input_tokens == whole.usage.prompt_tokens
 
@@ -94,16 +97,31 @@ def test_the_clients_see_the_same_answer_in_each_api(
         "/api/chat",
         json={
             "model": "tiny",
-            "messages": [{"role": "user", "content": "What is it?", "images": [PICTURE]}],
+            "messages": [{"role": "user", "content": QUESTION, "images": [data]}],
             "options": {"num_predict": 8, "temperature": 0},
         },
     )
     lines = [json.loads(line) for line in ollama.text.splitlines()]
-    assert "".join(line["message"]["content"] for line in lines) == text
+    assert "".join(line["message"]["content"] for line in lines) == colour
+
+
+def test_pictures_that_are_asked_about_at_once_keep_their_colours(server: Server) -> None:
+    asked = [(colour, in_base64(colour, 2_000_000 + n)) for n in range(3) for colour in COLOURS]
+
+    def named(data: str) -> str:
+        messages = [{"role": "user", "content": [image_url(data), ASKED]}]
+        body = {"messages": messages, "max_tokens": 8, **GREEDY}
+        found = server.post("/v1/chat/completions", **body)
+        return str(found.json()["choices"][0]["message"]["content"])
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(named, [data for _, data in asked]))
+    assert answers == [colour for colour, _ in asked]
 
 
 def test_a_second_turn_finds_the_picture(openai: OpenAI) -> None:
-    turns: Any = [{"role": "user", "content": [IMAGE_URL, {"type": "text", "text": "a" * 40}]}]
+    text = {"type": "text", "text": "a" * 40}
+    turns: Any = [{"role": "user", "content": [image_url(in_base64("red")), text]}]
     first = openai.chat.completions.create(model="tiny", messages=turns, max_tokens=4)
     reply = first.choices[0].message.content or ""
     turns += [{"role": "assistant", "content": reply}, {"role": "user", "content": "and now?"}]
@@ -115,6 +133,7 @@ def test_a_second_turn_finds_the_picture(openai: OpenAI) -> None:
 
 
 def test_results_of_tools_may_be_pictures(anthropic: Anthropic) -> None:
+    shown = image_block(in_base64("red"))
     turns: Any = [
         {"role": "user", "content": "Look."},
         {
@@ -123,7 +142,7 @@ def test_results_of_tools_may_be_pictures(anthropic: Anthropic) -> None:
         },
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [BLOCK]}],
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [shown]}],
         },
     ]
     bare = anthropic.messages.count_tokens(model="tiny", messages=turns[:2] + turns[:1])

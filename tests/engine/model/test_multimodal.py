@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from engine.model.multimodal import FAMILIES, _text_name, deep_layers, takes_pictures
+import pytest
+
+from engine.model.multimodal import (
+    FAMILIES,
+    _text_name,
+    deep_layers,
+    serves_pictures,
+    takes_pictures,
+    text_classes,
+)
 from tests.vision_models import FAMILIES as TRIED
 
 
@@ -29,5 +38,40 @@ def test_what_a_config_says_of_pictures() -> None:
     assert not takes_pictures({"model_type": "llama"})
     assert not takes_pictures({"vision_config": None})
     assert takes_pictures({"vision_config": {"depth": 2}})
+    assert not serves_pictures({"model_type": "gemma3n", "vision_config": {"depth": 2}})
+    assert not serves_pictures({"model_type": "gemma3"})
+    assert serves_pictures({"model_type": "gemma3", "vision_config": {"depth": 2}})
     assert deep_layers({"vision_config": {"deepstack_visual_indexes": [1, 2]}}) == 2
     assert deep_layers({"vision_config": "odd"}) == deep_layers({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "module"),
+    [
+        ("internvl", "qwen2", "qwen2"),
+        ("internvl", "unheard_of", "qwen3"),
+        ("idefics3", "mistral", "llama"),
+        ("glm4v_moe", "glm4v_moe_text", "glm4_moe"),
+        ("kimi_vl", "deepseek_v3", "deepseek_v3"),
+    ],
+)
+def test_the_language_model_is_what_the_config_says(family: str, named: str, module: str) -> None:
+    classes = text_classes({"model_type": family, "text_config": {"model_type": named}})
+    assert classes is not None
+    _, args = classes({"model_type": family, "text_config": {"model_type": named}})
+    assert args._args_class.__module__ == f"mlx_lm.models.{module}"
+
+
+def test_rotations_are_read_where_newer_configs_have_them() -> None:
+    rope = {"rope_theta": 123.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+    text = {
+        "model_type": "glm4v_text", "hidden_size": 64, "num_hidden_layers": 2,
+        "intermediate_size": 96, "num_attention_heads": 4, "attention_bias": True,
+        "rms_norm_eps": 1e-5, "vocab_size": 32, "rope_theta": None, "rope_parameters": rope,
+    }  # fmt: skip
+    config = {"model_type": "glm4v", "text_config": text}
+    classes = text_classes(config)
+    assert classes is not None
+    args = classes(config)[1].from_dict(config)
+    assert (args.rope_theta, args.partial_rotary_factor) == (123.0, 0.25)
+    assert (args.head_dim, args.num_key_value_heads) == (16, 4)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from PIL import Image
 
 from router.images.processor import ImageUnusable, ProcessorUnusable, load_processor
+from router.schemas.conversation import ChatMessage, ContentPart
+from router.schemas.images import ImageContent, ModelImage
+from router.tokens.rendering import Renderer
 from shared.wire import Vision
 from tests.tiny_models import VOCAB_SIZE
-from tests.vision_models import make_vision_model, needs_mlx_vlm
+from tests.vision_models import make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
 
@@ -83,3 +89,44 @@ def test_a_model_without_a_processor_is_refused(folder: Path, changes: dict[str,
 def test_files_that_are_no_processor_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProcessorUnusable):
         load_processor(tmp_path, VISION)
+
+
+def test_what_a_processor_puts_around_a_picture_is_left_to_the_prompt(tmp_path: Path) -> None:
+    folder = make_vision_model("gemma3", tmp_path / "gemma3")
+    vision = Vision(
+        model_type="gemma3",
+        placeholder="<start_of_image>",
+        placeholder_id=VOCAB_SIZE,
+        image_token_id=VOCAB_SIZE + 1,
+        before="\n\n",
+        after="\n\n",
+    )
+    prepared = load_processor(folder, vision).prepare(plain(32, 16))
+    assert prepared.expansion == [VOCAB_SIZE, *[VOCAB_SIZE + 1] * 16, VOCAB_SIZE + 2]
+
+    options: dict[str, Any] = {"tokenizer_options": {}, "template_args": {}}
+    renderer = asyncio.run(Renderer.load(folder, chat_template=None, vision=vision, **options))
+    shown = ImageContent(type="image", image=ModelImage(bytes(32), prepared.expansion, (), ()))
+    content = [ContentPart("text", "See\n"), shown, ContentPart("text", "here <start_of_image>")]
+    rendered = renderer.render_chat([ChatMessage(role="user", content=content)], [], {})
+    before, _, after = renderer.decode(rendered.token_ids).partition("<start_of_image>")
+    assert before.endswith("See\n\n\n")
+    assert after.startswith("<image_soft_token>" * 16 + "<end_of_image>\n\nhere <")
+    (placed,) = rendered.images
+    assert rendered.token_ids[placed.start :][: placed.length] == prepared.expansion
+    assert rendered.token_ids.count(VOCAB_SIZE) == 1  # that of the text is none
+
+
+def test_kimi_vls_pictures_are_those_of_mlx_vlms_processor(tmp_path: Path) -> None:
+    folder = make_vision_model("kimi_vl", tmp_path / "kimi_vl")
+    vision = msgspec.structs.replace(VISION, model_type="kimi_vl", placeholder="<|media_pad|>")
+    processor = load_processor(folder, vision)
+    shown = picture(1, 100, 70)
+    prepared = processor.prepare(shown)
+    theirs = processor._call._call(text=["<|media_pad|>"], images=[shown])
+    for name in ("pixel_values", "image_grid_hws"):
+        assert np.array_equal(prepared.arrays[name], np.array(theirs[name]))
+    expected = np.array(theirs["input_ids"])[0].tolist()
+    assert prepared.expansion == [token for token in expected if token == VOCAB_SIZE]
+    with pytest.raises(ImageUnusable, match="smaller"):
+        processor.prepare(picture(1, 20, 20))

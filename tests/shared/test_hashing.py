@@ -1,10 +1,20 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
-from shared.hashing import block_hash, block_hashes, salted_root, state_namespace
+from shared.hashing import (
+    block_hash,
+    block_hashes,
+    model_of,
+    namespace_root,
+    rank_namespace,
+    salted_root,
+    split_namespace,
+    state_namespace,
+)
 
 ROOT = bytes(range(16))
 
@@ -25,3 +35,33 @@ def test_roots_are_of_their_salts_alone() -> None:
     roots += [salted_root(root, "a") for root in roots]
     roots += [state_namespace(ROOT, layout) for layout in ([], ["a"], ["a", "b"], ["ab"])]
     assert len(set(roots)) == len(roots) - 1  # without a salt the root is the same
+
+
+def test_a_root_is_of_all_that_keys_and_values_depend_on() -> None:
+    """The digest is that of earlier releases: their blocks on disk are found."""
+    plain: dict[str, Any] = {
+        "fingerprint": "f",
+        "adapter": "a",
+        "kv_bits": 8,
+        "kv_group_size": 64,
+        "block_size": 16,
+        "head": "h",
+        "tensor_parallel": 2,
+        "products": ["p"],
+    }
+    assert namespace_root(**plain).hex() == "cc92c2086df13f31c2d39f14c8cb370e"
+    exact = plain | {"kv_bits": 16}
+    assert namespace_root(**exact) == namespace_root(**exact | {"kv_group_size": 32})
+    others = {name: value * 2 for name, value in plain.items()} | {"kv_bits": 4}
+    roots = [namespace_root(**plain | {name: value}) for name, value in others.items()]
+    roots += [namespace_root(**plain), namespace_root(**plain | {"head": ""})]
+    assert len(set(roots)) == len(plain) + 2
+
+
+def test_a_rank_has_a_namespace_beside_that_of_its_model() -> None:
+    digits = ROOT.hex()
+    assert rank_namespace(digits, 0) == digits
+    for rank in (0, 1, 12):
+        assert split_namespace(rank_namespace(digits, rank)) == (digits, rank)
+    states = state_namespace(ROOT, ["a"]).hex()
+    assert model_of(states) == model_of(digits) == digits[:16]

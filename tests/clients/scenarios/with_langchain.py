@@ -12,13 +12,13 @@ if find_spec("langchain_openai"):
     from openai import NotFoundError
 
     FIELDS = {"base_url": h.URL + "/v1", "temperature": 0}
-    CHOICE, STREAM = "any", {"stream_usage": True}
+    CHOICE, STREAM, ERROR = "any", {"stream_usage": True}, '"model_not_found"'
 else:
     from anthropic import NotFoundError  # type: ignore[assignment]
     from langchain_anthropic import ChatAnthropic as Chat
 
     FIELDS = {"base_url": h.URL}
-    CHOICE, STREAM = "City", {}
+    CHOICE, STREAM, ERROR = "City", {}, '"not_found_error"'
 
 
 def model(**fields: Any) -> Any:
@@ -56,7 +56,7 @@ def errors() -> None:
         model(model="nobody").invoke(h.QUESTION)
         h.check(False, "no error")
     except NotFoundError as error:
-        h.check("nobody" in str(error) and '"model_not_found"' in error.response.text, error)
+        h.check("nobody" in str(error) and ERROR in error.response.text, error)
 
 
 def cancel() -> None:

@@ -22,53 +22,64 @@ CONTEXT_TOKENS, STEPS = 200, 12
 WIDE: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 6,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
     "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 49152,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-"""The layers of Llama 3.2 1B, some of them, with random weights."""
+"""Four layers of TinyLlama 1.1B, with random weights and the demo's vocabulary."""
 _TARGETS = {"attention": ("q_proj", "v_proj"), "all layers": ("",)}
 """The layers that the adapters are of: those of mlx-lm's and PEFT's first examples, and all."""
 
 
 def adapters(model: str, runs: int) -> None:
     """Print a step of 8 rows without adapters, with one for all, and with 8, in turn; and a step of
-    an engine that takes no adapters."""
-    _steps(model, runs)
+    an engine that takes no adapters. With ``--model wide`` a random model with wide layers."""
+    if model != "wide":
+        _steps(model, runs, model)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         _write_wide(Path(scratch))
-        _steps(scratch, runs, "a random model with layers of Llama 3.2 1B")
+        _steps(scratch, runs, "four layers of TinyLlama's size")
 
 
-def _steps(model: str, runs: int, name: str = "") -> None:
+def _steps(model: str, runs: int, name: str) -> None:
     prompts = [noise(seed, CONTEXT_TOKENS) for seed in range(ROWS)]
     plain = InProcessEngine(model)
     engine = InProcessEngine(model, max_adapters=ROWS, max_adapter_rank=RANK)
     assert engine.replica.adapters is not None
-    ways = {"none": [0] * ROWS, "one": [1] * ROWS, "eight": list(range(1, ROWS + 1))}
+    ways = {
+        "no --adapter": (plain, [0] * ROWS),
+        "none": (engine, [0] * ROWS),
+        "one": (engine, [1] * ROWS),
+        "eight": (engine, list(range(1, ROWS + 1))),
+    }
     for targets, ends in _TARGETS.items():
         _fill(engine.replica.adapters.places, ends)
-        times: dict[str, list[float]] = {"no --adapter": [], **{way: [] for way in ways}}
-        for _ in range(runs + 1):
-            times["no --adapter"].append(plain.step_s(prompts, STEPS, WARM_UP_STEPS))
-            for way, places in ways.items():
-                times[way].append(engine.step_s(prompts, STEPS, WARM_UP_STEPS, places))
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for run in range(runs + 1):
+            for way in list(ways)[:: 1 if run % 2 else -1]:
+                one, places = ways[way]
+                times[way].append(one.step_s(prompts, STEPS, WARM_UP_STEPS, places))
         shown = {way: each[1:] for way, each in times.items()}  # the first run computes prompts
         figures = ", ".join(f"{way} {1e3 * min(each):.1f}" for way, each in shown.items())
-        pairs = zip(shown["eight"], shown["none"], strict=True)
-        ratio = statistics.median(with_them / without for with_them, without in pairs)
         print(
-            f"{name or model}, rank {RANK}, {targets}: {figures} ms; eight adapters take "
-            f"{ratio:.2f} times none",
+            f"{name}, rank {RANK}, {targets}: {figures} ms; with eight "
+            f"{_ratio(shown, 'none'):.2f} times none, {_ratio(shown, 'no --adapter'):.2f} times a "
+            "step of an engine without --adapter",
             flush=True,
         )
+
+
+def _ratio(times: dict[str, list[float]], way: str) -> float:
+    pairs = zip(times["eight"], times[way], strict=True)
+    return statistics.median(with_them / without for with_them, without in pairs)
 
 
 def _fill(places: AdapterPlaces, ends: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ zeros. A pass without adapters is computed as before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,8 @@ from mlx import nn
 
 from engine.adapters.checkpoint import LowRank, Shape
 
+_OF_EXPERTS = re.compile(r"\bexperts\b")
+"""In names of layers, where each expert has its own (DBRX)."""
 _rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
 """The place of each row of the pass that is being computed. A pass that is divided has a stack of
 its own (`engine.batch.layered`), and with it a context of its own."""
@@ -88,11 +91,16 @@ class GraphStore:
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers of ``model`` to which adapters can be added, by name: all that are linear,
-    but for the last one, which may be the embedding. Experts are not among them."""
+    but for the last one, which may be the embedding. Experts are not among them: their rows are
+    some of the tokens of a pass, in another order. Nor are a model's own kinds, which may return
+    something else (AFM 7)."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and not name.endswith("lm_head")
+        if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        and not name.endswith("lm_head")
+        and not _OF_EXPERTS.search(name)
+        and not type(module).__module__.startswith("mlx_lm.")
     }
 
 

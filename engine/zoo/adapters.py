@@ -34,7 +34,7 @@ from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.configs import config
 from engine.zoo.examine import LENGTHS, LONGEST_PASS, STEPS, TOLERANCE
 
-COUNT, RANK, SCALE = 2, 4, 2.0
+COUNT, RANK, SCALE = 2, 4, 0.5
 IMPORT_ENDS_PROCESS = ("olmo",)
 """Architectures whose modules end the process where a package is missing."""
 _PART = re.compile(r"(<!-- adapters of architectures -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -66,7 +66,10 @@ def examine(name: str) -> AdapterReport | None:
     if model is None:
         return None
     layers = linear_layers(model)
-    experts = any("Switch" in type(module).__name__ for _, module in model.named_modules())
+    experts = any(
+        "Switch" in type(module).__name__ or path.endswith("experts")
+        for path, module in model.named_modules()
+    )
     if not layers:
         return AdapterReport(name=name, experts=experts, error="it has no linear layers")
     try:
@@ -141,19 +144,33 @@ def table(reports: Sequence[AdapterReport]) -> str:
     return "\n".join(lines)
 
 
+def _kept(path: Path | None) -> list[AdapterReport]:
+    if path is None or not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=AdapterReport) for line in lines]
+
+
 def main() -> int:
     """Return 0 if all architectures that have linear layers are right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m engine.zoo.adapters", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--gpu-path", action="store_true", help="compute as on a GPU")
     parser.add_argument("--write", type=Path, help="put the lists into this file")
+    parser.add_argument(
+        "--results", type=Path, help="keep reports in this file; go on with those that it lacks"
+    )
     options = parser.parse_args()
-    reports = []
+    reports = _kept(options.results)
+    known = {report.name for report in reports}
     with forced_gpu_path() if options.gpu_path else nullcontext():
         for name in options.names or architectures():
-            if name in IMPORT_ENDS_PROCESS or (report := examine(name)) is None:
+            if name in known or name in IMPORT_ENDS_PROCESS or (report := examine(name)) is None:
                 continue
             reports.append(report)
+            if options.results:
+                with options.results.open("ab") as file:
+                    file.write(msgspec.json.encode(report) + b"\n")
             print(  # noqa: T201
                 f"{name:22} {'right' if report.right else 'WRONG':6} {report.layers:4} layers "
                 f"{report.batching:12} {report.difference:8.1e} {report.error}",

@@ -67,7 +67,7 @@ def examine(name: str) -> AdapterReport | None:
         return None
     layers = linear_layers(model)
     experts = any(
-        "Switch" in type(module).__name__ or path.endswith("experts")
+        "Switch" in type(module).__name__ or ".experts." in path
         for path, module in model.named_modules()
     )
     if not layers:

@@ -1,0 +1,28 @@
+"""Architectures with adapters: a sample of what `python -m engine.zoo.adapters` tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.zoo.adapters import AdapterReport, examine, table
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("afm7", False), ("dbrx", True), ("deepseek_v3", True), ("falcon_h1", False)],
+)
+def test_rows_with_different_adapters_are_right(name: str, experts: bool) -> None:
+    """A model's own kind of linear layer, experts of which each has layers, latents, and state."""
+    report = examine(name)
+    assert report is not None and report.right, report
+    assert report.layers and report.experts == experts
+
+
+def test_what_is_wrong_is_listed_by_name() -> None:
+    reports = [
+        AdapterReport(name="plain", layers=1),
+        AdapterReport(name="mixed", layers=1, experts=True),
+        AdapterReport(name="broken", layers=1, error="moving: logits differ"),
+    ]
+    found = table(reports)
+    assert "plain" in found and "mixed" in found and "* broken: moving: logits differ" in found

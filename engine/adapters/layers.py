@@ -21,6 +21,8 @@ from engine.adapters.checkpoint import LowRank, Shape
 
 _OF_EXPERTS = re.compile(r"\bexperts\b")
 """In names of layers, where each expert has its own (DBRX)."""
+_READ = ("prediction_coefs", "correction_coefs", "_res_proj")
+"""Names of layers whose products are the model's own code (Gemma 3n, Kimi K3). mlx-lm adapts none."""
 _rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
 """The place of each row of the pass that is being computed. A pass that is divided has a stack of
 its own (`engine.batch.layered`), and with it a context of its own."""
@@ -93,12 +95,12 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers of ``model`` to which adapters can be added, by name: all that are linear,
     but for the last one, which may be the embedding. Experts are not among them: their rows are
     some of the tokens of a pass, in another order. Nor are a model's own kinds, which may return
-    something else (AFM 7)."""
+    something else (AFM 7), and layers whose weights its code reads."""
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.QuantizedLinear)
-        and not name.endswith("lm_head")
+        and not name.endswith(("lm_head", *_READ))
         and not _OF_EXPERTS.search(name)
         and not type(module).__module__.startswith("mlx_lm.")
     }

@@ -22,7 +22,7 @@ from engine.adapters.checkpoint import LowRank, Shape
 _OF_EXPERTS = re.compile(r"\bexperts\b")
 """In names of layers, where each expert has its own (DBRX)."""
 _READ = ("prediction_coefs", "correction_coefs", "_res_proj")
-"""Names of layers whose products are the model's own code (Gemma 3n, Kimi K3). mlx-lm adapts none."""
+"""Names of layers that a model multiplies by itself (Gemma 3n, Kimi K3)."""
 _rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
 """The place of each row of the pass that is being computed. A pass that is divided has a stack of
 its own (`engine.batch.layered`), and with it a context of its own."""

@@ -39,8 +39,8 @@ def download(model: str, report: Report) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelUnavailable(
-            f"model {model} was found neither here nor on the Hugging Face hub (private models "
-            "require HF_TOKEN)"
+            f"there is no model {model}, neither here nor on the Hugging Face hub (a private one "
+            "requires HF_TOKEN)"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelUnavailable(

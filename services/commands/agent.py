@@ -182,7 +182,7 @@ def _target(url: str, name: str | None, key: str) -> Target:
     except urllib.error.HTTPError as error:
         hint = ""
         if error.code == 401:
-            hint = ": the API key is not valid" if key else "; give --api-key"
+            hint = ": the API key is not valid" if key else "; set --api-key"
         raise LookupError(f"{url} responds with {error.code} {error.reason}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LookupError(f"no mlx-lm-server responds at {url}: {error}") from None

@@ -97,8 +97,8 @@ def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> N
         (["claude", "--url", "URL", "--api-key=x"], 1, "the API key is not valid"),
         (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "its models are a, b"),
         (["claude", "--url", "URL", "--api-key=starting"], 1, "no ready model"),
-        (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server"),
-        (["claude", "--url", "nonsense"], 1, "no mlx-lm-server"),
+        (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server responds"),
+        (["claude", "--url", "nonsense"], 1, "is not a server URL"),
         (["vim"], 2, "invalid choice"),
     ],
 )

@@ -67,7 +67,7 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("flags", "code", "line"),
     [
-        ([], 2, "--engine-socket: the address of the router to join"),
+        ([], 2, "--engine-socket is required: the address of the router to join"),
         (
             ["--engine-socket=tcp://10.0.0.9:5"],
             2,

@@ -99,7 +99,9 @@ class ApiKeys:
         try:
             await self.reload()
         except KeyFileUnreadable as error:
-            self._warnings.warning("the API keys cannot be read again yet: %s", error)
+            self._warnings.warning(
+                "cannot reload the API keys yet, they stay as they were: %s", error
+            )
             return False
         except KeyFileError as error:
             logger.error("cannot reload the API keys, they stay as they were: %s", error)

@@ -188,4 +188,7 @@ def test_names_are_listed_and_wrong_ones_refused(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as ended:
             cli.main(argv)
         assert ended.value.code == code
-    assert "kv     a prefix that is computed, in RAM, or on SSD" in capsys.readouterr().out
+    assert (
+        "kv     time to first token with a prefix computed, in RAM, or on SSD"
+        in capsys.readouterr().out
+    )

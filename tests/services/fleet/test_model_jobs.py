@@ -95,7 +95,7 @@ def test_only_what_was_pulled_is_deleted() -> None:
     run = FleetRun(3 * GB, [entry("a")])
     run.settle()
     ask(run, "delete", "a")
-    assert "configuration" in run.jobs["a"]["reason"] and not run.job_processes
+    assert "configured model" in run.jobs["a"]["reason"] and not run.job_processes
     assert run.states == {"a": "ready"}
 
 

@@ -35,6 +35,7 @@ COMPARISONS = {
     "restart": "serving.restart",
     "prompts": "prompt_times.parts",
     "llama-cpp": "peers.llama_cpp",
+    "images": "peers.images",
     "ranks": "ranks",
     "ranks-restart": "ranks",
 }

@@ -20,6 +20,8 @@ from engine.scheduler.sequences.thinking import ThinkingProgress
 from engine.scheduler.timing.chunks import MIN_TOKENS
 from shared import wire
 from shared.hashing import block_hashes, salted_root
+from tests.engine import marked_pictures
+from tests.engine.marked_pictures import marked_chunk, marked_prompt, tokens_of
 from tests.packed_logprobs import packed
 
 VOCABULARY = 24
@@ -40,7 +42,7 @@ def sample(tokens: Sequence[int], seed: int, index: int, forbidden: Sequence[int
 
 def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]:
     """Return all outputs of ``request``, computed directly, and the reason why it ends."""
-    tokens = list(request.token_ids)
+    tokens = marked_prompt(request)
     limit = min(request.max_tokens, context_length - len(tokens))
     outputs: list[int] = []
     thinking = ThinkingProgress(request.thinking) if request.thinking else None
@@ -119,6 +121,12 @@ class FakeExecutor:
         self.fail_next_step = False
         """Let the next plan raise when it is half done."""
         self._failed: dict[Slot, str] = {}
+        self.encoded: dict[bytes, tuple[int, int]] = {}
+        """Of pictures: the layers that are computed, and the embeddings."""
+        self.lost_pictures: set[bytes] = set()
+        """Those that could not be encoded. The next plan may not know it, and go on with them."""
+        self.fail_next_picture = False
+        self._failed_pictures: list[tuple[bytes, str]] = []
         self.passes: dict[int, FakePass] = {}
         self.broken: set[int] = set()  # passes of which every chunk raised
         self.steps = 0
@@ -144,6 +152,7 @@ class FakeExecutor:
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
+        self._encode(plan)
         self._begin_pass(plan)
         open_chunks = [chunk for one in self.passes.values() for chunk in one.chunks]
         used = [decode.slot for decode in plan.decodes] + [chunk.slot for chunk in open_chunks]
@@ -169,6 +178,7 @@ class FakeExecutor:
             prompt_logprobs=prompt_logprobs,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
+            failed_pictures=tuple(self._failed_pictures),
             elapsed_s=decode_s if is_apart else decode_s + chunks_s,
             chunks_apart=is_apart,
             chunk_times=((plan.step, chunks_s),) if is_apart else (),
@@ -179,6 +189,11 @@ class FakeExecutor:
         ended."""
         if plan.chunks:
             self.passes[plan.step] = FakePass(plan.chunks)
+        for chunk in plan.chunks:
+            missing = {shown.digest for shown in chunk.pictures} - self._ready_pictures
+            if missing:
+                assert missing <= self.lost_pictures, "a chunk begins once its pictures are there"
+                self._fail_open_chunk(plan.step, chunk)
         self._prefilled: float = 0.0
         self._completed: list[Chunk] = []
         ends = {stretch.number: stretch.end for stretch in plan.stretches}
@@ -193,15 +208,40 @@ class FakeExecutor:
             self._prefilled += tokens * (end - one.layers) / self.config.layers
             one.layers = end
             if self.fail_next_chunk and end < self.config.layers:
-                self._fail_open_chunk(number)
+                self.fail_next_chunk = False
+                self._fail_open_chunk(number, one.chunks[0])
             elif end == self.config.layers:
                 self._completed += self.passes.pop(number).chunks
 
-    def _fail_open_chunk(self, number: int) -> None:
-        """Let the first chunk of an open pass raise. The others go on."""
-        self.fail_next_chunk = False
+    def _encode(self, plan: Plan) -> None:
+        self._failed_pictures = []
+        for digest in plan.dropped_pictures:
+            self.encoded.pop(digest, None)
+            self.lost_pictures.discard(digest)
+        whole = self.config.picture_layers
+        for op in plan.encodes:
+            layers, size = self.encoded.get(op.digest, (0, len(op.token_ids)))
+            done = whole if op.is_last else layers + op.layers
+            assert op.digest in self.lost_pictures or done == layers + op.layers <= whole
+            assert op.is_last or done < whole
+            self.encoded[op.digest] = done, size
+            if self.fail_next_picture:
+                self.fail_next_picture = False
+                del self.encoded[op.digest]
+                self.lost_pictures.add(op.digest)
+                self._failed_pictures.append((op.digest, "it cannot be encoded"))
+        used = sum(size for _, size in self.encoded.values()) * self.config.picture_token_bytes
+        assert used <= self.config.picture_bytes, "within the room for pictures"
+
+    @property
+    def _ready_pictures(self) -> set[bytes]:
+        layers = self.config.picture_layers
+        return {digest for digest, (done, _) in self.encoded.items() if done == layers}
+
+    def _fail_open_chunk(self, number: int, failed: Chunk) -> None:
+        """Let a chunk of an open pass raise. The others go on."""
         one = self.passes[number]
-        failed, *others = one.chunks
+        others = [chunk for chunk in one.chunks if chunk is not failed]
         self._failed[failed.slot] = "the chunk raised"
         self._write(failed.slot, failed.start, [HOLE] * len(failed.token_ids))
         one.chunks = tuple(others)
@@ -211,6 +251,7 @@ class FakeExecutor:
 
     def reset(self) -> None:
         self.passes.clear()
+        self.encoded.clear()
         self.slabs.clear()
         self.rows.clear()
         self.states.clear()
@@ -390,7 +431,7 @@ class FakeExecutor:
         row = self.rows[slot]
         if decode.sampling.needs_history:
             self.history[slot].append(token)
-            assert HOLE in row or self.history[slot] == row, "what penalties look at"
+            assert HOLE in row or self.history[slot] == tokens_of(row), "what penalties look at"
         chosen = sample(row, decode.sampling.seed, index, decode.forbidden)
         return chosen if decode.forced is None else decode.forced
 
@@ -405,10 +446,10 @@ class FakeExecutor:
                 self._failed[chunk.slot] = "the chunk raised"
                 self._write(chunk.slot, chunk.start, [HOLE] * len(chunk.token_ids))
                 continue
-            self._write(chunk.slot, chunk.start, chunk.token_ids)
+            self._write(chunk.slot, chunk.start, marked_chunk(chunk))
             assert len(chunk.target_ids) <= len(chunk.token_ids)
             if chunk.target_ids:
-                row = [abs(token) for token in self.rows[chunk.slot][: chunk.start]]
+                row = [abs(t) for t in tokens_of(self.rows[chunk.slot][: chunk.start])]
                 known = [*row, *chunk.token_ids]
                 found = (
                     logprobs_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
@@ -456,7 +497,8 @@ class FakeExecutor:
     def check_content(self, block_hash: bytes, content: Sequence[int]) -> None:
         roots = [salted_root(self.config.namespace, salt) for salt in SALTS]
         size = self.config.block_size
-        assert block_hash in {block_hashes(root, content, size)[-1] for root in roots}
+        tokens, pictures = tokens_of(content), marked_pictures.pictures_in(content)
+        assert block_hash in {block_hashes(root, tokens, size, pictures)[-1] for root in roots}
 
     def _new_block(self, block: int, content: tuple[int, ...]) -> None:
         assert block not in self.seen_blocks, "ids are never used twice"

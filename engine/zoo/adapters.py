@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -134,14 +135,30 @@ def _with_lora(model: Any, adapter: Mapping[str, LowRank]) -> Any:
 
 def table(reports: Sequence[AdapterReport]) -> str:
     """Return the lists of the page, in Markdown."""
+    reports = sorted(reports, key=lambda report: report.name.lower())
     right = [each for each in reports if each.right]
-    plain = ", ".join(each.name for each in right if not each.experts)
-    experts = ", ".join(each.name for each in right if each.experts)
-    lines = [f"All linear layers but the last one ({len(right)} architectures right in all):", ""]
-    lines += [plain, "", "The same, but for experts:", "", experts]
+    lines = [
+        f"{len(right)} architectures are right. Those whose linear layers, but for the last one, "
+        "take adapters:",
+        "",
+        *_wrapped([each.name for each in right if not each.experts]),
+        "",
+        "The same, except experts:",
+        "",
+        *_wrapped([each.name for each in right if each.experts]),
+    ]
     if wrong := [each for each in reports if not each.right]:
-        lines += ["", "Not:", "", *(f"* {each.name}: {each.error}" for each in wrong)]
+        lines += [
+            "",
+            "None, or not tried:",
+            "",
+            *(f"* {each.name}: {each.error}" for each in wrong),
+        ]
     return "\n".join(lines)
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return textwrap.wrap(", ".join(names), 120, break_on_hyphens=False)
 
 
 def _kept(path: Path | None) -> list[AdapterReport]:

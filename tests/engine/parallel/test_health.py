@@ -55,7 +55,7 @@ class WatchedGroup:
 def test_a_killed_rank_ends_the_group() -> None:
     group = WatchedGroup([], [])
     os.kill(group.rank.pid, signal.SIGKILL)
-    assert group.failure() == ("rank 1 has ended (SIGKILL)", EXIT_FAILED)
+    assert group.failure() == ("rank 1 has exited (SIGKILL)", EXIT_FAILED)
 
 
 def test_a_stopped_rank_ends_the_group() -> None:

@@ -120,7 +120,7 @@ def test_what_is_said_of_the_limits_is_true(shared: bool, request: pytest.Fixtur
         await limits.admit_prompt(tenant, 500, headers)
         assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(499, abs=3)
         limits.on_generated(tenant, 2000)  # what runs goes on, and is counted
-        with pytest.raises(TooManyRequests, match="has 0 of its 10000 tokens"):
+        with pytest.raises(TooManyRequests, match="has 0 of 10000 tokens"):
             await limits.admit_prompt(tenant, 1, headers)
         with pytest.raises(InvalidRequest, match="is limited to 10000 tokens per minute"):
             await limits.admit_prompt(tenant, 10_001, headers)

@@ -28,7 +28,6 @@ COMPARISONS = {
     "fleet": "router.fleet",
     "page": "router.page",
     "agents": "serving.agents",
-    "batches": "serving.batches",
     "growth": "serving.growth",
     "localai": "serving.localai",
     "profile": "serving.host_time",

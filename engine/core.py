@@ -36,7 +36,7 @@ from shared import wire
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
-IDLE_WAIT_S = 0.5
+IDLE_WAIT_S = 1.0
 """Max sleep without work. An arriving message ends it."""
 FLUSH_S = 5.0
 """Max time that a shutdown waits for blocks on their way to the kvstore."""

@@ -24,6 +24,9 @@ class Ownership(Generic[Owner]):
         self._owners: dict[RequestKey, Owner] = {}
         self._heartbeats_missed: dict[RequestKey, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._owners)
+
     def add(self, request: wire.Submit | wire.Encode, owner: Owner) -> None:
         key = (request.request_id, request.attempt)
         self._owners[key] = owner

@@ -35,12 +35,14 @@ from shared.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S, IDLE_HEARTBEAT_INTERVAL_S = 0.5, 1.0
+"""While there are requests, and while there are none."""
 ROUTER_GONE_S = 10.0
 """A router without a connection for this long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
 ASLEEP_S = 2.0
-"""The thread wakes up twice per second. If it is later than this, the process was suspended."""
+"""The thread wakes up at least once per second. If it is later than this, the process was
+suspended."""
 
 
 class IOThread(threading.Thread):
@@ -162,7 +164,7 @@ class IOThread(threading.Thread):
                 self._looked_at = now
                 if now >= self._next_heartbeat:
                     self._heartbeat(now)
-                    self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
+                    self._next_heartbeat = now + self._heartbeat_interval_s
                 self._check_deadlines(now)
                 self._check_links(now)
                 self._flush()
@@ -221,6 +223,8 @@ class IOThread(threading.Thread):
         elif not isinstance(message, wire.Abort) or self._requests.is_of(message, link):
             if isinstance(message, wire.Submit | wire.Encode):
                 self._requests.add(message, link)
+                due = time.monotonic() + HEARTBEAT_INTERVAL_S
+                self._next_heartbeat = min(self._next_heartbeat, due)
             if self._traces is not None:
                 self._traces.on_received(message)
             if isinstance(message, wire.Submit) and message.images:
@@ -300,6 +304,13 @@ class IOThread(threading.Thread):
                 self._drop_requests(link)
 
     # -- heartbeats, stalls, signals ------------------------------------------------
+
+    @property
+    def _heartbeat_interval_s(self) -> float:
+        status = self._status
+        has_work = len(self._requests) or status.live or len(self._inbox) or status.phase != "ready"
+        is_storing = self._store is not None and self._store.num_stores_under_way
+        return HEARTBEAT_INTERVAL_S if has_work or is_storing else IDLE_HEARTBEAT_INTERVAL_S
 
     def _heartbeat(self, now: float) -> None:
         self._heartbeats += 1

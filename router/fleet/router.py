@@ -52,7 +52,8 @@ from shared.wire import (
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.5
+_TICK_S, _IDLE_TICK_S = 0.5, 1.0
+"""While there are requests, and while there are none."""
 _LOOK_AGAIN_S = 0.05
 _ASLEEP_S = 2.0
 
@@ -366,9 +367,10 @@ class Router:
     async def _tick(self) -> None:
         while True:
             before = time.monotonic()
-            await asyncio.sleep(_TICK_S)
+            tick_s = _TICK_S if self.dispatcher.num_in_flight else _IDLE_TICK_S
+            await asyncio.sleep(tick_s)
             try:
-                stood_still_s = time.monotonic() - before - _TICK_S
+                stood_still_s = time.monotonic() - before - tick_s
                 if stood_still_s > _ASLEEP_S:
                     self._forgive(stood_still_s)
                 # First: heartbeats may wait in the socket after the loop was blocked.

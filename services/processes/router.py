@@ -40,7 +40,8 @@ from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
-HEARTBEAT_EVERY_S = 0.5
+HEARTBEAT_EVERY_S, IDLE_HEARTBEAT_EVERY_S = 0.5, 1.0
+"""While there are requests, and while there are none."""
 _DATE_EVERY_S = 1.0
 MODELS_TIMEOUT_S = 10.0
 FLUSH_S = 5
@@ -230,7 +231,11 @@ async def _heartbeat(router: Router, link: SupervisorLink | None) -> None:
         was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
         link.heartbeat(phase, models=demand(router), load=load(router))
-        await asyncio.sleep(HEARTBEAT_EVERY_S)
+        is_idle = phase == "ready" and not router.dispatcher.num_in_flight
+        every_s = IDLE_HEARTBEAT_EVERY_S if is_idle else HEARTBEAT_EVERY_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(router.supervised.wanted.wait(), every_s)
+        router.supervised.wanted.clear()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from shared.network.curve import EngineKeys
 
 logger = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 1.0
+PROBE_INTERVAL_S, IDLE_PROBE_INTERVAL_S = 1.0, 3.0  # the second while nothing is asked of it
 
 
 class StoreClient:
@@ -44,7 +44,7 @@ class StoreClient:
 
     ``on_fetched(ticket, payloads, state)`` is called on the IO thread once per `fetch`, and
     ``on_stores_answered`` when there is room for more, with everything passed to `store` that was
-    not stored. ``wake`` makes the IO thread call `tick` soon, which it does at least twice per
+    not stored. ``wake`` makes the IO thread call `tick` soon, which it does at least once per
     second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent."""
 
     def __init__(
@@ -229,7 +229,7 @@ class StoreClient:
             logger.info("lost the kvstore; its blocks are misses until it is back")
         self._session = "away"
         self._unresponsive = False
-        self._probed_at = None
+        self._probed_at, self._next_probe_at = None, 0.0
         self._counters.set_store(None)
         for fetch in [*self._waiting, *self._requested.values()]:
             self._give_up(fetch)
@@ -257,12 +257,12 @@ class StoreClient:
     def _probe(self, now: float) -> None:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
             if not self._unresponsive:
-                self._warnings.warning(
-                    "the kvstore does not respond; its blocks are misses until it does"
-                )
+                why = "the kvstore does not respond; its blocks are misses until it does"
+                self._warnings.warning(why)
             self._unresponsive = True
         if self._session != "away" and self._probed_at is None and now >= self._next_probe_at:
-            self._next_probe_at = now + PROBE_INTERVAL_S
+            asks = self._requested or self._waiting or self._reading or self._puts.num_under_way
+            self._next_probe_at = now + (PROBE_INTERVAL_S if asks else IDLE_PROBE_INTERVAL_S)
             if self._send(wire.StoreStatsWanted()):
                 self._probed_at = now
 

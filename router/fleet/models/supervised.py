@@ -75,6 +75,8 @@ class Supervised:
         self._followers: Counter[str] = Counter()
         self.restarting = False
         """Whether engines are being restarted."""
+        self.wanted = asyncio.Event()
+        """Set when the first request begins to wait for a model: the supervisor is told at once."""
         self._waiting: dict[str, int] = {}
         self._used_at: dict[str, float] = {}
 
@@ -177,6 +179,8 @@ class Supervised:
     def waiting_for(self, model: ConfiguredModel) -> Iterator[None]:
         """Count a request that waits for ``model`` to load."""
         name = model.names[0]
+        if not self._waiting.get(name):
+            self.wanted.set()
         self._waiting[name] = self._waiting.get(name, 0) + 1
         try:
             yield

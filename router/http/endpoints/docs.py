@@ -1,4 +1,8 @@
-"""`/openapi.json`, and `/docs`: a page that shows it and sends requests, loading nothing else."""
+"""`/openapi.json`, and `/docs`: a page that shows it and sends requests, loading nothing else.
+
+The page is our own: 10 kB under the strict policy below. Swagger UI (swagger-ui-dist 5.35) would
+add 1.9 MB of script and styles to the wheel and to each container.
+"""
 
 from __future__ import annotations
 

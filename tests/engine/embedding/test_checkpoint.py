@@ -60,7 +60,7 @@ def test_the_limit_of_sentence_transformers_holds(tmp_path: Path) -> None:
     ("file", "content", "reason"),
     [
         ("modules.json", "{}", "is not a list of modules"),
-        ("modules.json", "[", "cannot be read"),
+        ("modules.json", "[", "cannot read"),
         ("modules.json", [{"type": "x.CNN", "path": ""}], "a module CNN"),
         ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "pools by"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": False},
@@ -82,7 +82,7 @@ def test_what_is_not_supported_is_said(
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     path = make_text_model("bert", tmp_path / "model", num_hidden_layers=4)
-    with pytest.raises(ModelUnavailable, match=r"no layers\.3"):
+    with pytest.raises(ModelUnavailable, match=r"layers\.3.* is missing"):
         load_text_model(path, "embed", cpu_precision="auto", memory_bytes=1 << 33)
 
 

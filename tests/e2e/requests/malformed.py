@@ -73,7 +73,6 @@ TO_ROUTER: list[wire.Message] = [
     hello(vocab_size=0),
     hello(max_sequences=-1),
     hello(model=""),
-    hello(adapters=[ADAPTER] * 2000, max_adapters=-1),
     heartbeat(),
     heartbeat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
     heartbeat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),

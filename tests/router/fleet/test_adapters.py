@@ -173,7 +173,8 @@ def test_a_router_takes_over_what_engines_have_kept(
 ) -> None:
     """As after a restart of the router, or beside another one."""
     server = start_server("--admin-key=boss")
-    engine = start_engine(server, script=says("hi"), adapters=[ref("old")], max_adapters=2)
+    adapters = [ref("old"), ref("no name")]
+    engine = start_engine(server, script=says("hi"), adapters=adapters, max_adapters=2)
     server.wait_ready()
     decisions = [
         AdapterDecision(name="old", version=7),

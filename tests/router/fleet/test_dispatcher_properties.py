@@ -50,8 +50,8 @@ class Fleet:
         """The tokens that each had when it was stopped."""
 
     def act(self) -> None:
-        actions = "submit submit submit accept refuse tokens tokens tokens stop release beat lose"
-        actions += " silence tick"
+        actions = "submit submit submit accept refuse tokens tokens tokens stop release heartbeat"
+        actions += " lose silence tick"
         getattr(self, f"_{self.random.choice(actions.split())}")()
         self.check()
 

@@ -10,6 +10,7 @@ from tests.e2e.server import RANKS_VARIABLE
 
 NOT_ON_RANKS = {
     "test_adapter.py": "adapters cannot be divided",
+    "test_adapters.py": "adapters cannot be divided",
     "test_ray.py": "it has a test with ranks",
     "[drafting]": "ranks take no draft model",
     "[guessing]": "ranks have no head for later tokens",

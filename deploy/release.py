@@ -29,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
+READY = ":{port}  (model demo, "
+"""What the server prints when it is ready, in part."""
 READY_S = 300.0
 PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 QUESTION = {
@@ -170,15 +172,18 @@ def check_installed(sdist: Path, wheel: Path, version: str) -> None:
 
 
 def guide_commands(wheel: Path) -> Iterator[tuple[str, str]]:
-    """Yield each row of docs/deploy/install.md that installs a wheel: its name, its command."""
+    """Yield each row of docs/deploy/install.md that installs ``wheel``: its name, its command."""
     page = (ROOT / "docs" / "deploy" / "install.md").read_text(encoding="utf-8")
-    for name, command in re.findall(r"^\| \[?(\w+).*? \| `(.*WHEEL.*)` \|$", page, re.MULTILINE):
-        yield name, command.replace("WHEEL", str(wheel))
+    for name, command in re.findall(r"^\| \[?(\w+).*? \| `(.*SOURCE.*)` \|$", page, re.MULTILINE):
+        yield name, command.replace("SOURCE", str(wheel))
 
 
 def check_guide(wheel: Path, version: str) -> None:
     """Install with each command of the guide whose program is here, with versions as they are."""
-    for name, command in guide_commands(wheel):
+    commands = list(guide_commands(wheel))
+    if not commands:
+        raise ReleaseError("docs/deploy/install.md has no command that installs SOURCE")
+    for name, command in commands:
         if name != "pip" and shutil.which(name) is None:
             sys.stdout.write(f"not tried, as {name} is not here: {command}\n")
             continue
@@ -210,7 +215,7 @@ def serving(programs: Path, directory: Path) -> Iterator[str]:
         )
     try:
         deadline = time.monotonic() + READY_S
-        while f":{port}  (model demo)" not in log.read_text():
+        while READY.format(port=port) not in log.read_text():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ReleaseError(f"the server does not start:\n{log.read_text()}")
             time.sleep(0.2)

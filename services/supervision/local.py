@@ -238,7 +238,7 @@ def _supervise(
         services,
         launcher,
         limits=Limits(drain_timeout_s=options.pre_stop_delay_s + options.drain_timeout_s + GRACE_S),
-        on_ready=_make_announcement(options, models, http),
+        on_ready=announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,
         on_tick=tick,
@@ -257,9 +257,10 @@ def _supervise(
     return code
 
 
-def _make_announcement(
+def announcement(
     options: Settings, models: Sequence[ModelEntry], http: socket.socket
 ) -> Callable[[], None]:
+    """Return a function that prints, once the server is ready, where it is."""
     names = ", ".join(name for entry in models for name in entry.names)
     noun = "model" if len(models) == 1 else "models"
     address = url(options, http)

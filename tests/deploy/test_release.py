@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from services.processes.listener import listen
+from services.supervision import local
+from shared.settings import parse_models
+
 ROOT = Path(__file__).parents[2]
 CHART = Path("deploy/helm/mlx-lm-server/Chart.yaml")
 FILES = (Path("pyproject.toml"), Path("CHANGELOG.md"), CHART)
@@ -65,6 +69,27 @@ def test_every_way_of_the_guide_to_install_a_wheel_is_tried(release: dict[str, A
     found = dict(release["guide_commands"](Path("/dist/a.whl")))
     assert found["uv"] == 'uv tool install "/dist/a.whl[cpu]"'
     assert list(found) == ["uv", "pipx", "pip"]
+
+
+def test_a_guide_without_commands_is_refused(
+    release: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs/deploy").mkdir(parents=True)
+    (tmp_path / "docs/deploy/install.md").write_text("| pip | `pip install WHEEL` |\n")
+    check_guide = release["check_guide"]
+    monkeypatch.setitem(check_guide.__globals__, "ROOT", tmp_path)
+    with pytest.raises(release["ReleaseError"], match="no command that installs SOURCE"):
+        check_guide(tmp_path / "a.whl", "1.2.3")
+
+
+def test_a_release_waits_for_what_a_server_announces(
+    release: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, models = parse_models(["--model=demo", "--host=127.0.0.1"], {}, "mlx-lm-server")
+    with listen("127.0.0.1", 0) as http:
+        local.announcement(options, models, http)()
+        port = http.getsockname()[1]
+    assert release["READY"].format(port=port) in capsys.readouterr().out
 
 
 def test_the_chart_has_the_version_of_the_package(release: dict[str, Any]) -> None:

@@ -19,6 +19,9 @@ places."""
 ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools in the format of templates and mlx-lm's parsers."""
 
+_MAX_REPAIRS = 100
+"""Max number of JSON values of one text that are repaired: the text after each is copied."""
+
 _CALL_STARTS = {
     "pythonic": re.compile(r"\[[\w.]+\("),
     "gemma4": re.compile("call:"),
@@ -201,12 +204,14 @@ def _json_values(text: str, *, repair: bool = False) -> Iterator[tuple[Any, int]
     """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` for
     text that is not JSON."""
     decoder, position = json.JSONDecoder(), 0
+    repairs = _MAX_REPAIRS if repair else 0
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
         except ValueError:
-            if not repair:
+            if not repairs:
                 raise
+            repairs -= 1
             value, position = _repaired_value(text, position)
         space = _BETWEEN.match(text, position)
         position = space.end() if space else position

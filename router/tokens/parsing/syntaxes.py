@@ -1,4 +1,4 @@
-"""Ways of writing calls that mlx-lm has no parser for, and how to tell them by a tokenizer.
+"""Ways of writing calls that mlx-lm has no parser for, or a slow one, and how a tokenizer tells.
 
 Formats: the chat templates of the models, and https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers
 """
@@ -9,12 +9,17 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Container
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from router.tokens.parsing.calls import JSON, ToolSyntax
 
-_CALL_ID = re.compile(r"\s*\[CALL_ID\][\s\w-]{0,64}(?=\[ARGS\])")
+_HEADER = re.compile(
+    r"(?<![\w-])(?P<name>[\w-]{1,256}+)\s{0,64}+"
+    r"(?:\[CALL_ID\]\s{0,64}+(?P<id>[\w-]{0,64}+)\s{0,64}+)?\[ARGS\]\s*+"
+)
+"""Before the arguments of a call of Mistral's. Bounded: mlx-lm's takes quadratic time."""
 _FENCE = re.compile(r"```(?:json)?")
 
 
@@ -50,12 +55,23 @@ def template_source(tokenizer: Any) -> str:
 def _mlx_lm_syntax(name: str) -> ToolSyntax:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     parse: Callable[[str, Any], Any] = module.parse_tool_call
+    return ToolSyntax(name, module.tool_call_start, module.tool_call_end, parse)
 
-    def without_ids(text: str, tools: Any) -> Any:
-        return parse(_CALL_ID.sub("", text), tools)
 
-    own = without_ids if name == "mistral" else parse
-    return ToolSyntax(name, module.tool_call_start, module.tool_call_end, own)
+# -- Mistral ---------------------------------------------------------------------
+
+
+def _mistral_calls(text: str, tools: Any) -> list[dict[str, Any]]:
+    """Read a JSON list of calls, or calls that each are a name, an id or none, and arguments."""
+    if text.lstrip().startswith("["):
+        with suppress(ValueError):
+            return list(JSON.parse(text, tools))
+    calls: list[dict[str, Any]] = []
+    decoder, position = json.JSONDecoder(), 0
+    while (header := _HEADER.search(text, position)) is not None:
+        arguments, position = decoder.raw_decode(text, header.end())
+        calls.append({"name": header["name"], "arguments": arguments, "id": header["id"]})
+    return calls
 
 
 # -- DeepSeek --------------------------------------------------------------------
@@ -186,6 +202,7 @@ OWN_SYNTAXES = {
             "deepseek_v32", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _dsml_calls
         ),
         ToolSyntax("deepseek_v4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _dsml_calls),
+        ToolSyntax("mistral", "[TOOL_CALLS]", "", _mistral_calls),
         _listed("granite", "<|tool_call|>", ""),
         ToolSyntax(
             "minimax_m3", f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>", _minimax_calls

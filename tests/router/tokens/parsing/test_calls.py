@@ -5,6 +5,7 @@ import time
 import pytest
 
 from router.tokens.parsing.calls import JSON, parse_calls
+from router.tokens.parsing.syntaxes import syntax_named
 from tests.router.tokens.parsing.replies import TOOLS
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
@@ -35,3 +36,17 @@ def test_whitespace_in_a_fence_takes_linear_time(end: str) -> None:
     started = time.monotonic()
     parse_calls("```" + " \n" * 200_000 + end, JSON, TOOLS)
     assert time.monotonic() - started < 10
+
+
+def test_only_so_many_values_are_repaired() -> None:
+    """The text after each is copied."""
+    wrong = CALL.replace('"}', '",}')
+    assert len(parse_calls(wrong * 100, JSON, TOOLS)) == 100
+    assert parse_calls(wrong * 101, JSON, TOOLS) == []
+
+
+def test_a_call_of_mistrals_keeps_its_id() -> None:
+    syntax = syntax_named("mistral")
+    for between, id in (("", None), (" [CALL_ID]a1b2 ", "a1b2"), ("[CALL_ID]", None)):
+        (call,) = parse_calls(f'get_weather{between}[ARGS] {{"city": "x"}}', syntax, TOOLS)
+        assert call == ("get_weather", '{"city": "x"}', id)

@@ -35,7 +35,8 @@ def _older_names(config: dict[str, Any]) -> dict[str, Any]:
         given = given[_GLOBAL]
     found["rope_theta"] = given.get("rope_theta")
     if given.get("rope_type", "default") not in _PLAIN:
-        found["rope_scaling"] = given
+        # Several classes of mlx-lm read the older "type" only.
+        found["rope_scaling"] = {"type": given["rope_type"], **given}
     found |= {name: given.get(name) for name in _ALSO_TAKEN}
     return {name: value for name, value in found.items() if value and not config.get(name)}
 

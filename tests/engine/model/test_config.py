@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import phi3
 
 from engine.model.context import DEFAULT_CONTEXT_LENGTH, context_length, vocabulary_size
 from engine.model.load import load
@@ -109,7 +110,12 @@ def test_a_config_of_newer_transformers_rotates_as_it_says(
             {
                 "rope_local_base_freq": 1e4,
                 "rope_theta": 1e6,
-                "rope_scaling": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                "rope_scaling": {
+                    "type": "linear",
+                    "rope_theta": 1e6,
+                    "rope_type": "linear",
+                    "factor": 8.0,
+                },
             },
         ),
         ({"rope_parameters": "odd"}, {}),
@@ -119,3 +125,14 @@ def test_names_are_added_only_where_they_are_missing(
     config: dict[str, Any], added: dict[str, Any]
 ) -> None:
     assert older_names(config) == added
+
+
+def test_a_class_that_reads_only_the_type_of_a_rotation_finds_it() -> None:
+    """As that of Phi 3, which fails without."""
+    rotation = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1], "short_factor": [1]}
+    added = older_names({"rope_parameters": rotation})
+    assert added["rope_scaling"]["type"] == "longrope"
+    sizes = dict.fromkeys(
+        ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"), 8
+    )
+    phi3.ModelArgs("phi3", **sizes, rms_norm_eps=1e-5, vocab_size=8, **added)

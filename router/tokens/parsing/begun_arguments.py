@@ -173,6 +173,7 @@ class ArgumentParser:
         self._names = names
         self._outside = ""  # text outside a value
         self._given_up = False  # no further call begins in the section
+        self._rest: list[str] = []  # the text that follows
         self._head = ""  # the start of the call, up to the first argument
         self._opening: re.Match[str] | None = None  # of the open argument
         self._value = self._form.value()
@@ -193,11 +194,16 @@ class ArgumentParser:
     @property
     def other_text(self) -> str:
         """The text after the last call, which belongs to no call."""
-        return self._outside.strip().removeprefix(self._form.around[1]).strip()
+        text = "".join([self._outside, *self._rest])
+        return text.strip().removeprefix(self._form.around[1]).strip()
 
     def feed(self, text: str) -> list[CallFragment]:
         """Return the parts of calls in ``text``."""
         fragments: list[CallFragment] = []
+        if self._given_up:
+            if self.started:
+                self._rest.append(text)
+            return fragments
         while True:
             if self._opening is not None:
                 ended = self._value.feed(text)
@@ -206,6 +212,8 @@ class ArgumentParser:
                 value, text = ended
                 self._add(value, fragments)
             self._outside += text
+            if self.in_call:  # a long run would be copied for each token
+                self._outside = self._outside.lstrip()
             while self._end_call(fragments) or self._begin_call(fragments):
                 pass
             if self._opening is None:

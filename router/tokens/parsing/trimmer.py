@@ -10,7 +10,7 @@ class WhitespaceTrimmer:
     def __init__(self, *, at_marker: bool = False) -> None:
         self._at_marker = at_marker
         self._shown = False
-        self._space = ""
+        self._space: list[str] = []  # held back: whitespace at the end of the text
 
     @property
     def blank(self) -> bool:
@@ -19,11 +19,12 @@ class WhitespaceTrimmer:
 
     def feed(self, text: str) -> str:
         """Return the text that is final now."""
-        text = self._space + text
-        visible = text.rstrip()
-        self._space = text[len(visible) :]
-        if not visible:
+        if not text or text.isspace():
+            self._space.append(text)
             return ""
+        text = "".join([*self._space, text])
+        visible = text.rstrip()
+        self._space = [text[len(visible) :]]
         if self._at_marker and not self._shown:
             visible = visible.lstrip()
         self._at_marker, self._shown = False, True
@@ -35,5 +36,5 @@ class WhitespaceTrimmer:
 
     def finish(self) -> str:
         """Return the rest of the text, at the end of the answer."""
-        rest, self._space = self._space, ""
+        rest, self._space = "".join(self._space), []
         return "" if self._at_marker else rest

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
+from router.tokens.parsing.begun_arguments import ArgumentParser
 from router.tokens.parsing.formats import ReplyState
 from router.tokens.parsing.json_reader import JsonReader, repaired
 from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.parsing.syntaxes import syntax_named
 from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
 from tests.router.tokens.parsing.test_marked import BEGUN, TAGGED, format_of, named, read
@@ -41,6 +44,18 @@ def test_a_call_is_shown_when_its_arguments_begin(reply: Reply) -> None:
 def tagged_call_of(*arguments: str, end: str = "</function>\n</tool_call>") -> str:
     written = "".join(f"<parameter={each}\n</parameter>\n" for each in arguments)
     return "<tool_call>\n<function=get_weather>\n" + written + end
+
+
+def test_whitespace_between_arguments_takes_linear_time() -> None:
+    syntax = syntax_named("qwen3_coder")
+    parser = ArgumentParser.of(syntax.name, syntax.parse, TOOLS, ["get_weather"])
+    assert parser is not None
+    call = "<function=get_weather><parameter=city>x</parameter>"
+    started = time.process_time()
+    for piece in [call, *[" "] * 200_000, "</function>"]:
+        parser.feed(piece)
+    assert not parser.in_call
+    assert time.process_time() - started < 5
 
 
 def test_arguments_between_tags_are_shown_one_by_one() -> None:

@@ -26,6 +26,7 @@ from router.tokens.parsing.formats import (
 )
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import OWN_SYNTAXES, syntax_named
+from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
@@ -335,12 +336,21 @@ def test_mlx_lms_own_response_formats_are_followed() -> None:
         ("kimi_k3", "<|open|>tools<|sep|>" + "<|open|>call" * 5000 + "<|close|>tools<|sep|>"),
         ("json_tools", '<tool_call>{"a": "' + "</tool_call>" * 5000),
         ("json_tools", "<tool_call>" + '{"a":' * 200_000),
+        ("mistral", "[TOOL_CALLS]" + " " * 100_000 + "x"),
+        ("mistral", "[TOOL_CALLS]" + "a" * 100_000 + "![ARGS]{"),
     ],
 )
 def test_text_that_mlx_lms_parsers_are_slow_with_is_not_a_call(parser: str, written: str) -> None:
     started = time.process_time()
     assert read(written, format_of(parser), size=1000).text == written
     assert time.process_time() - started < 10  # mlx-lm's parsers take minutes
+
+
+def test_a_run_of_whitespace_takes_linear_time() -> None:
+    trimmer, started = WhitespaceTrimmer(), time.process_time()
+    shown = [trimmer.feed(piece) for piece in ["a", *[" "] * 400_000, "b"]]
+    assert "".join(shown) == "a" + " " * 400_000 + "b"
+    assert time.process_time() - started < 5
 
 
 # -- in whole answers --------------------------------------------------------------

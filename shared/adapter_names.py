@@ -7,6 +7,7 @@ decision holds, so decisions may be merged in any order and more than once.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 
 from shared.wire import AdapterDecision, AdapterRef
@@ -16,7 +17,9 @@ MAX_NAMED_ADAPTERS = 1000
 MAX_DECISIONS = 2 * MAX_NAMED_ADAPTERS
 """Beyond it the oldest removals are forgotten."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MAX_VERSION = 1 << 53
+_MAX_PATH, _MAX_DIGEST = 4096, 64
+_AHEAD_US = 24 * 3600 * 1_000_000
+"""How far the clock of a peer may be ahead of ours."""
 
 
 def is_adapter_name(name: str) -> bool:
@@ -40,15 +43,16 @@ class DecisionTable:
 
     def next(self, name: str, adapter: AdapterRef | None) -> AdapterDecision:
         """Return the decision that ``name`` stands for ``adapter``, or for none, from now on."""
-        version = 1 + max((each.version for each in self._by_name.values()), default=0)
+        known = max((each.version for each in self._by_name.values()), default=0)
+        version = max(1 + known, _now_us())
         return AdapterDecision(name=name, adapter=adapter, version=version)
 
     def merge(self, decisions: Iterable[AdapterDecision]) -> bool:
         """Take in what a peer has, but for what no peer of ours sends. Return whether anything is
         new."""
-        before = dict(self._by_name)
+        before, latest = dict(self._by_name), _now_us() + _AHEAD_US
         for each in decisions:
-            if not (is_adapter_name(each.name) and 0 < each.version < _MAX_VERSION):
+            if not (is_sound(each) and 0 < each.version <= latest):
                 continue
             own = self._by_name.get(each.name)
             if own is None or _order(each) > _order(own):
@@ -63,6 +67,20 @@ class DecisionTable:
             oldest = sorted(self.all, key=lambda one: (one.adapter is not None, _order(one)))
             for each in oldest[:extra]:
                 del self._by_name[each.name]
+
+
+def is_sound(decision: AdapterDecision) -> bool:
+    """Return whether an engine that does what it should may have sent ``decision``."""
+    name, adapter = decision.name, decision.adapter
+    if adapter is None:
+        return is_adapter_name(name)
+    bounded = len(adapter.path) <= _MAX_PATH and len(adapter.digest) <= _MAX_DIGEST
+    return is_adapter_name(name) and adapter.name == name and bounded
+
+
+def _now_us() -> int:
+    """Return the time in microseconds. Versions are times, so that none can use them up."""
+    return time.time_ns() // 1000
 
 
 def _order(decision: AdapterDecision) -> tuple[int, str]:

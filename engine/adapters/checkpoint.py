@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ columns its sums would depend on what else is computed."""
 DIGEST_BYTES = 16
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 _PREFIXES = ("base_model.model.", "base_model.", "")
+_OTHER_KINDS = (
+    *("use_dora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"),
+    *("alora_invocation_tokens", "layer_replication", "use_qalora"),
+)
+"""Options of PEFT with which an adapter is more than the sum of two products."""
+_CHANGE_THE_MODEL = ("pissa", "olora", "corda")
+"""Ways of PEFT to begin training that change the weights of the model too."""
 _NAMED = 3
 """Names that an error lists."""
 
@@ -87,7 +95,7 @@ def read(path: Path, shapes: Mapping[str, Shape], max_rank: int) -> AdapterWeigh
         pairs = _pairs(opened.header, opened.layout, shapes, max_rank)
         scale = _scales(opened.config, opened.layout)
         layers = {
-            name: _factors(opened, pair, scale(name, pair.rank))
+            name: _factors(opened, pair, scale(pair.written, pair.rank))
             for name, pair in sorted(pairs.items())
         }
     return AdapterWeights(layers=layers, digest=_digest(layers))
@@ -118,7 +126,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except _Unfit as error:
         raise AdapterError(f"the adapter in {path} cannot be used: {error}") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise AdapterError(f"the adapter in {path} cannot be used: {reason}") from error
 
@@ -175,13 +183,20 @@ def _refuse_kind(config: Mapping[str, Any], layout: _Layout) -> None:
         raise _Unfit(f"its peft_type is {config['peft_type']!r}; only 'LORA' is known here")
     if config.get("bias", "none") != "none":
         raise _Unfit(f"it changes biases (bias is {config['bias']!r}), which are not read")
-    for name in ("use_dora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"):
+    for name in _OTHER_KINDS:
         if config.get(name):
             raise _Unfit(f"it sets {name}, which is not known here")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_THE_MODEL):
+        raise _Unfit(
+            f"its init_lora_weights is {start!r}: it may need other weights of the model; convert "
+            "it to a plain LoRA adapter"
+        )
 
 
 def _scales(config: Mapping[str, Any], layout: _Layout) -> Any:
-    """Return a function of a layer's name and rank: what its product is multiplied by."""
+    """Return a function of a layer's name in the file and its rank: what its product is multiplied
+    by."""
     if layout is _OF_MLX_LM:
         scale = _number(config["lora_parameters"]["scale"], "lora_parameters.scale")
         return lambda name, rank: scale
@@ -189,9 +204,14 @@ def _scales(config: Mapping[str, Any], layout: _Layout) -> Any:
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise _Unfit("its alpha_pattern is not an object")
+    try:  # PEFT's rule
+        known = [(re.compile(rf"(.*\.)?({key})$"), value) for key, value in patterns.items()]
+    except re.error as error:
+        raise _Unfit(f"its alpha_pattern has no regular expression: {error}") from None
 
-    def of(name: str, rank: int) -> float:
-        own = next((v for key, v in patterns.items() if f".{name}".endswith(f".{key}")), alpha)
+    def of(written: str, rank: int) -> float:
+        name = next(written.removeprefix(p) for p in _PREFIXES if written.startswith(p))
+        own = next((value for pattern, value in known if pattern.match(name)), alpha)
         root = math.sqrt(rank) if config.get("use_rslora") else rank
         return _number(own, "alpha_pattern") / root
 

@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
-from engine.adapters.checkpoint import AdapterWeights, LowRank, Shape
+from engine.adapters.checkpoint import AdapterError, AdapterWeights, LowRank, Shape
+
+COLUMNS = 16
+"""On a CPU, columns of a first product that are computed together. MLAS divides no fewer between
+threads, and sums in other pieces where there are more."""
+MAX_AHEAD = 2
+"""Adapters that are read, or wait in memory for a place."""
+
+
+def columns_of(rank: int) -> int:
+    """Return the columns that an adapter of ``rank`` takes on a CPU: whole groups, and at least
+    two, since one column takes another way, like one row."""
+    width = max(2, min(rank, COLUMNS))
+    return -(-rank // width) * width
 
 
 class AdapterStore(Protocol):
@@ -35,9 +48,10 @@ class AdapterPlaces:
 
     @property
     def reserved_bytes(self) -> int:
-        """The most that all places take, in fp32, with that of none."""
-        per_rank = sum(shape.inputs + shape.outputs for shape in self.shapes.values())
-        return 4 * (self.count + 1) * self.max_rank * per_rank
+        """The most that all places take, in fp32, with that of none, and adapters on their way to
+        one."""
+        per_column = sum(shape.inputs + shape.outputs for shape in self.shapes.values())
+        return 4 * (self.count + 1 + MAX_AHEAD) * columns_of(self.max_rank) * per_column
 
     def find(self, digest: str) -> int | None:
         """Return the place of an adapter, which counts as used now; None if it has none."""
@@ -48,7 +62,7 @@ class AdapterPlaces:
 
     def put(self, weights: AdapterWeights, used: Collection[int]) -> int | None:
         """Give an adapter a place that is free, or that of the one used least recently. None if
-        all are ``used``."""
+        all are ``used``. Raises: `AdapterError` if there is no memory; the place is free then."""
         place = next(self._free(), None)
         if place is None:
             victim = self.victim(used)
@@ -57,7 +71,10 @@ class AdapterPlaces:
             place = self._places.pop(victim)
             self.swaps += 1
         assert self.store is not None
-        self.store.put(place, weights.layers)
+        try:
+            self.store.put(place, weights.layers)
+        except Exception as error:  # of MLX, most likely because it finds no memory
+            raise AdapterError(f"an adapter finds no memory: {error!r}") from error
         self._places[weights.digest] = place
         return place
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.adapters.checkpoint import AdapterError, AdapterWeights, Shape, read
-from engine.adapters.places import AdapterPlaces
+from engine.adapters.places import MAX_AHEAD, AdapterPlaces
 from shared import wire
 
-MAX_AHEAD = 2
-"""Adapters that are read, or wait in memory for a place."""
 MAX_CHECKS = 16
 
 
@@ -114,7 +112,11 @@ class AdapterQueue:
         self._closing = None
         taken, left = {*used}, []
         for request, grammar in self._waiting:
-            place = self._place_for(request.adapter_digest, taken)
+            try:
+                place = self._place_for(request.adapter_digest, taken)
+            except AdapterError as error:
+                yield _refused(request, "full", str(error))
+                continue
             if place is None:
                 left.append((request, grammar))
             else:

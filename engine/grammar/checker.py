@@ -2,7 +2,7 @@
 
 Compiling a grammar of a hundred bytes can take minutes and gigabytes, and one with deep references
 can crash the process. That must not happen to the engine. `python -m engine.grammar.checker` reads
-from standard input and replies on standard output. A frame is a length (4 bytes) and msgpack. The
+from standard input and replies on standard output. A frame is a length (8 bytes) and msgpack. The
 process exits at the end of its input.
 """
 

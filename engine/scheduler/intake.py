@@ -105,6 +105,10 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
         if 0 < config.whole_picture_tokens < places[-1] + 1 - places[0]:
             message = f"picture {number} has more embeddings than are computed at once"
             raise Refusal("too_large", message, "images")
+        if config.whole_picture_tokens and request.prompt_logprobs is not None:
+            # A chunk with a whole picture would have the logits of all its positions.
+            message = "this model gives no log-probabilities of prompts with pictures"
+            raise Refusal("unsupported", message, "prompt_logprobs")
         if image.arrays:
             sizes[image.digest] = sum(spec.nbytes for spec in image.arrays)
         size, grid = sizes[image.digest], image.grid

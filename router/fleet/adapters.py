@@ -112,6 +112,14 @@ class Adapters:
                 return model
         return None
 
+    def names_for(self, model: ConfiguredModel, name: str | None) -> list[str]:
+        """Return what a key may be allowed to use by which it may have ``model`` loaded, if a
+        request calls it, or one of its adapters, ``name``."""
+        own = (name or "").rpartition(SEPARATOR)[2]
+        if name in model.names or own not in model.adapters:
+            return model.names
+        return [*model.names, own, f"{model.names[0]}{SEPARATOR}{own}"]
+
     async def load(self, name: str, path: str, base: str | None) -> ServedAdapter:
         """Let requests name the adapter in ``path``, a directory where the engines are, in place of
         any that has the name now.
@@ -169,8 +177,14 @@ class Adapters:
     # -- inside ----------------------------------------------------------------
 
     def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
-        model.apply([model.decisions.next(name, adapter)])
-        self._tell(model.engines, model)
+        """Decide for ``model``, and for its versions with the same weights, of which one may be
+        about to take its place."""
+        decision = model.decisions.next(name, adapter)
+        for version in self._registry.versions:
+            same = version.hello.fingerprint == model.hello.fingerprint
+            if version is model or (version.id == model.id and same):
+                version.apply([decision])
+                self._tell(version.engines, version)
 
     def _tell(self, engines: list[Engine], model: ModelReplicas) -> None:
         for engine in engines:

@@ -214,23 +214,27 @@ class Router:
     def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
         """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
         configured = self.adapters.find_configured(name)
-        if configured is None or self.draining or not tenant.may_use(configured.names):
+        if configured is None or self.draining:
+            return None
+        if not tenant.may_use(self.adapters.names_for(configured, name)):
             return None
         model = self.registry.models.get(configured.names[0])
         # If it has engines, even lost ones, its queue accepts requests.
         is_known = model is not None and model.model is not None and bool(model.engines)
         return None if is_known else configured
 
-    async def wait_until_loaded(self, configured: ConfiguredModel, tenant: Tenant) -> None:
-        """Wait until the supervisor has loaded a model. Raises `Unavailable` if that fails or times
-        out, and `TooManyRequests`."""
+    async def wait_until_loaded(
+        self, configured: ConfiguredModel, name: str | None, tenant: Tenant
+    ) -> None:
+        """Wait until the supervisor has loaded a model, which a request calls ``name``. Raises
+        `Unavailable` if that fails or times out, and `TooManyRequests`."""
         model_id, limit_s = configured.names[0], self.settings.first_token_timeout_s
         deadline, limit = time.monotonic() + limit_s, self.settings.max_concurrent_requests
         with (
             self.admission.limit_concurrency(tenant, model_id, limit),
             self.supervised.waiting_for(configured),
         ):
-            while (unloaded := self.unloaded_model(model_id, tenant)) is not None:
+            while (unloaded := self.unloaded_model(name, tenant)) is not None:
                 if unloaded.state == "broken":
                     raise Unavailable(
                         f"The model {model_id} cannot be loaded: {unloaded.reason}.",
@@ -244,7 +248,7 @@ class Router:
     async def loaded_model(self, name: str | None, tenant: Tenant) -> Model:
         """Like `model_for`, after waiting until the model is loaded."""
         if (unloaded := self.unloaded_model(name, tenant)) is not None:
-            await self.wait_until_loaded(unloaded, tenant)
+            await self.wait_until_loaded(unloaded, name, tenant)
         return self.model_for(name, tenant)
 
     def model_for(self, name: str | None, tenant: Tenant) -> Model:

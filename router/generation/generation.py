@@ -67,9 +67,8 @@ class Generation:
         self._tenant = tenant
         self._traceparent = traceparent
         self.model = model
-        self.cache_scope = f"{tenant.name}/{request.cache_salt or ''}"
-        if model.adapter is not None:  # its replies are in no other's prefixes
-            self.cache_scope += f"/{model.adapter_digest}"
+        # An adapter's replies are in no other's prefixes. The salt comes last: it may be anything.
+        self.cache_scope = f"{tenant.name}/{model.adapter_digest}/{request.cache_salt or ''}"
         """Conversations of one scope may continue each other's tokens
         (`router.tokens.tokenization_cache`)."""
         self.has_cache_salt = bool(request.cache_salt)

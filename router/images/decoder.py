@@ -36,7 +36,7 @@ limit; there the bounds on pixels hold alone."""
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     """An image to prepare, followed by a frame with its content."""
 
-    folder: str  # in the model's processor
+    folder: str  # of the model's processor
     vision: Vision
     max_pixels: int
     is_base64: bool

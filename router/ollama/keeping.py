@@ -47,9 +47,9 @@ def _unload(router: Router, name: str, http: Request) -> None:
             "A 'keep_alive' of 0 unloads a model only with --ollama-manage.",
             param="keep_alive",
         )
-    if router.adapters.find(name) is not None:
-        raise InvalidRequest(f"{name} is an adapter: unload its model.", param="model")
     model = router.supervised.find(name)
+    if model is None and router.adapters.find(name) is not None:
+        raise InvalidRequest(f"{name} is an adapter: unload its model.", param="model")
     if model is None:
         router.model_for(name, http.state.tenant)  # raises if there is no such model
         raise EndpointNotSupported(

@@ -196,7 +196,7 @@ def test_a_vanished_directory_is_one_log_line_and_is_created_again(
         wait_until(lambda: outcomes.get(1) == "")
         assert [record.message.split(":")[0] for record in caplog.records] == [
             f"the directory is gone ([Errno {errno.ENOENT}] {directory.root})",
-            "the disk works again",
+            "the disk works again, blocks are stored",
         ]
 
 

@@ -37,6 +37,21 @@ def test_the_last_decision_holds_and_an_older_one_changes_nothing() -> None:
     assert [each.adapter for each in table.all] == [None]
 
 
+def test_a_decision_that_no_peer_can_have_made_is_left_out_and_stops_no_later_one() -> None:
+    table = DecisionTable()
+    long = AdapterRef(name="b", path="/" * 5000, digest="1")
+    wrong = [
+        AdapterDecision(name="a", adapter=ref("a", "1"), version=2**53 - 1),
+        AdapterDecision(name="b", adapter=long, version=1),
+        AdapterDecision(name="c", adapter=ref("d", "1"), version=1),
+    ]
+    assert not table.merge(wrong)
+    soon = table.next("a", None).version + 3600 * 1_000_000  # a peer's clock is ahead
+    assert table.merge([AdapterDecision(name="a", adapter=ref("a", "1"), version=soon)])
+    assert table.merge([table.next("a", None)])
+    assert [each.adapter for each in table.all] == [None]
+
+
 def test_removals_beyond_the_most_are_forgotten_first() -> None:
     table = DecisionTable()
     table.merge([AdapterDecision(name="kept", adapter=ref("kept", "1"), version=1)])

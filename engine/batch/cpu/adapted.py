@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.adapters.checkpoint import LowRank, Shape
+from engine.adapters.places import COLUMNS, columns_of
 from engine.backend.graphs import Graph, Session
 from engine.backend.threads import num_threads
 from engine.cache.rounding import Array
 
-COLUMNS = 16
-"""Columns of the first product that are computed together: MLAS divides no fewer between threads,
-and sums in other pieces where there are more."""
 SPARSE = 2
 """Factors of the groups are copied side by side where others between them are more than this many
 times as many."""
@@ -78,8 +76,8 @@ class AdaptedLinear:
     def __init__(self, graph: Graph, layers: Sequence[Layer]) -> None:
         self.rank = rank = layers[0].rank
         self._layers, self._places = layers, layers[0].places + 1
-        self._width = max(2, min(rank, COLUMNS))  # one column takes another way, like one row
-        self._parts = -(-rank // self._width)  # of one layer's inner columns
+        self._width = min(columns_of(rank), COLUMNS)
+        self._parts = columns_of(rank) // self._width  # of one layer's inner columns
         self._inputs = layers[0].shape.inputs
         self._has = [False] * self._places
         prefix = f"adapter_{layers[0].name}"

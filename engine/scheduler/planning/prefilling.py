@@ -154,7 +154,8 @@ class Prefilling:
         *,
         streaming: bool,
     ) -> OpenPass:
-        """Begin a pass with a chunk of ``first``, and of others that are about as short."""
+        """Begin a pass with a chunk of ``first``, which has to compute it, and of others that are
+        about as short."""
         budget = self._chunk_policy.budget(streaming=streaming)
         size = self._config.block_size
         chunks: list[PlannedChunk] = []
@@ -167,7 +168,8 @@ class Prefilling:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
                 continue
-            if not self._has_to_compute(seq, claimed, builder):
+            # Known of the first one: asked again it might copy the rest, and leave no chunk.
+            if seq is not first and not self._has_to_compute(seq, claimed, builder):
                 continue
             start = seq.num_computed_tokens
             remaining = limits[seq] - start
@@ -184,6 +186,7 @@ class Prefilling:
             chunks.append(PlannedChunk(seq, start, start + tokens))
             builder.chunks.append(_chunk(seq, start + tokens))
             claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
+        assert chunks, "a pass has a chunk"
         begun = OpenPass(builder.step.number, chunks, reserved)
         self.passes.begin(begun)
         return begun

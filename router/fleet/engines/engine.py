@@ -10,7 +10,7 @@ from router.fleet.engines.prefix_index import PrefixIndex
 from router.fleet.models.tokenizer_files import acceptable_files
 from router.images.preparing import ImageProcessor
 from router.tokens.rendering import Renderer
-from shared.adapter_names import MAX_NAMED_ADAPTERS, DecisionTable, is_adapter_name
+from shared.adapter_names import MAX_NAMED_ADAPTERS, DecisionTable, is_sound
 from shared.settings import Settings
 from shared.wire import (
     AdapterDecision,
@@ -136,7 +136,8 @@ class ModelReplicas:
         """Take in the adapters of an engine's settings, but for names that an administrator has
         decided on."""
         for adapter in hello.adapters[:MAX_NAMED_ADAPTERS]:
-            if is_adapter_name(adapter.name) and adapter.name not in self.decisions:
+            sound = is_sound(AdapterDecision(name=adapter.name, adapter=adapter, version=1))
+            if sound and adapter.name not in self.decisions:
                 self.adapters[adapter.name] = adapter
 
     def apply(self, decisions: Iterable[AdapterDecision]) -> bool:

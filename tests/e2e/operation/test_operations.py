@@ -78,15 +78,15 @@ def test_a_server_goes_on_after_the_signal_until_load_balancers_have_gone_elsewh
 
 
 RECIPES = {
-    "add, take out or change a model": test_models.test_the_file_is_read_again_on_sighup,
-    "get new weights under one name": test_models.test_new_weights_come_under_one_name_and_go_back,
+    "add, remove or change a model": test_models.test_the_file_is_read_again_on_sighup,
+    "replace weights under one name": test_models.test_new_weights_come_under_one_name_and_go_back,
     "restart all engines without cutting a request": (
         test_administration.test_a_restart_breaks_no_stream
     ),
-    "go back, if the new version is bad": (
+    "roll back a bad version": (
         test_models.test_new_weights_come_under_one_name_and_go_back
     ),
-    "bring back a broken model": test_models.test_a_broken_model_is_mended,
+    "recover a broken model": test_models.test_a_broken_model_is_mended,
     "keep one model always loaded": (
         test_models.test_models_are_loaded_at_the_start_or_on_demand_and_the_oldest_makes_room
     ),

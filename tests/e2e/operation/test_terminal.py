@@ -41,7 +41,7 @@ def test_a_start_says_what_it_does_and_ends_with_a_curl_that_works(
     try:
         server.expect_exact("in a browser")
         text = server.before.replace("\r\n", "\n")
-        for done in ("imports", "weights and tokenizer", "the proof", "layout and checks"):
+        for done in ("imports", "weights and tokenizer", "the check", "layout and checks"):
             assert re.search(rf"info engine-0: {done} took \d+\.\d s\n", text), text
         assert re.search(r"mlx-lm-server ready: http\S+  \(model \S+, after \d+\.\d s\)\n", text)
         curl = text[text.index("  curl ") :].partition("\n\n")[0]

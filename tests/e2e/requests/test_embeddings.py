@@ -171,11 +171,11 @@ def test_a_model_for_something_else_is_refused_with_the_name_of_one_that_fits(
 ) -> None:
     answer = server.post("/v1/embeddings", model="chat", input="a").json()["error"]
     assert answer["code"] == "wrong_task"
-    assert "Here bert and qwen can." in answer["message"]
+    assert "Use bert or qwen instead." in answer["message"]
     asked = {"model": "bert", "messages": [{"role": "user", "content": "a"}]}
     answer = server.post("/v1/chat/completions", **asked).json()["error"]
     assert answer["code"] == "wrong_task"
-    assert "Here chat can." in answer["message"]
+    assert "Use chat instead." in answer["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

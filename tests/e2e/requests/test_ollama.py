@@ -132,7 +132,7 @@ def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path
     assert names() == {"own:latest", f"{MODEL}:latest"}
     assert list(home.rglob("model.safetensors"))
     refused = server.client.request("DELETE", "/api/delete", json={"model": "own"})
-    assert refused.status_code == 400 and "configuration" in refused.json()["error"]
+    assert refused.status_code == 400 and "is a configured model" in refused.json()["error"]
     done = server.client.request("DELETE", "/api/delete", json={"model": MODEL})
     assert done.status_code == 200, done.text
     assert not list(home.rglob("model.safetensors"))

@@ -38,8 +38,11 @@ def test_the_scale_of_peft_is_alpha_by_rank_or_by_its_root(tmp_path: Path) -> No
     assert np.allclose(read(path, SHAPES, 16).layers[name].up, 2 * plain)
     change(path, use_rslora=True)
     assert np.allclose(read(path, SHAPES, 16).layers[name].up, 4 * plain)
-    change(path, alpha_pattern={"self_attn.q_proj": 8})
-    assert np.allclose(read(path, SHAPES, 16).layers[name].up, 2 * plain)
+    for key in ("self_attn.q_proj", "q_proj", "^" + name, r"layers\.\d+\..*q_proj", ".*q_proj"):
+        change(path, alpha_pattern={"k_proj": 99, key: 8})
+        assert np.allclose(read(path, SHAPES, 16).layers[name].up, 2 * plain), key
+    change(path, alpha_pattern={"proj": 8, "q_pro": 8})
+    assert np.allclose(read(path, SHAPES, 16).layers[name].up, 4 * plain)
 
 
 def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
@@ -130,6 +133,15 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: change(path, peft_type="IA3"), "peft_type is 'IA3'"),
     (lambda path: change(path, peft_type="LORA", use_dora=True), "it sets use_dora"),
     (lambda path: change(path, peft_type="LORA", bias="all"), "it changes biases"),
+    (
+        lambda path: change(path, peft_type="LORA", init_lora_weights="pissa_niter_16"),
+        "init_lora_weights is 'pissa_niter_16'",
+    ),
+    (
+        lambda path: change(path, peft_type="LORA", alora_invocation_tokens=[1]),
+        "it sets alora_invocation_tokens",
+    ),
+    (lambda path: change(path, lora_parameters={"scale": 10**400}), "OverflowError"),
 ]
 
 

@@ -179,7 +179,7 @@ class FakeExecutor:
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
             failed_pictures=tuple(self._failed_pictures),
-            elapsed_s=decode_s if is_apart else decode_s + chunks_s,
+            elapsed_s=1e-6 + (decode_s if is_apart else decode_s + chunks_s),
             chunks_apart=is_apart,
             chunk_times=((plan.step, chunks_s),) if is_apart else (),
         )

@@ -110,6 +110,24 @@ def test_a_whole_block_takes_the_place_of_a_part_that_was_copied() -> None:
     assert [cached(other)[0] for other in others] == [40, 90, 90]
 
 
+def test_a_block_that_was_evicted_is_copied_with_what_follows_it() -> None:
+    """From the slot, in two parts: with nothing left to compute no pass begins."""
+    engine = Engine(config(blocks=600, block_size=8, prefill_chunk_tokens=64))
+    first = engine.submit(request("first", SHARED[:30], max_tokens=90))
+    for _ in range(12):
+        engine.turn()
+    memory = engine.scheduler.memory
+    for block_hash in engine.scheduler.sequences.live["first"].block_hashes[2:]:
+        block = memory.blocks.get(block_hash)
+        assert block is not None and memory.withdraw(block)
+        memory.settle(block, exists=True)
+    second = engine.submit(request("second", SHARED[:30]))
+    engine.run()
+    for client in (first, second):
+        engine.assert_right(client)
+    assert computed(engine) == 29 + 5
+
+
 def test_with_log_probabilities_or_another_salt_no_positions_are_copied() -> None:
     engine = Engine(config(blocks=600, block_size=16))
     first = engine.submit(request("first", SHARED[:60], max_tokens=90))

@@ -174,7 +174,8 @@ def test_blocks_become_the_messages_of_a_conversation(
     answer = ask(server, messages, system=system, cache_control={"type": "ephemeral"})
     assert answer.status_code == 200, answer.text
     assert last_prompt(engine, tokenizer) == (
-        "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two\n"
+        "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two"
+        '{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n'
         "<|tool|>three\n<|tool|>Error: four\n<|user|>five\n\nsix\n<|assistant|>"
     )
 

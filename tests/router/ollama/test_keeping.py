@@ -8,6 +8,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from router.fleet.adapters import Adapters
+from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
@@ -30,7 +32,10 @@ def made(channel: Channel, *, manage: bool = True, **model: Any) -> Router:
     described = {"names": ["a"], "state": "ready", **model}
     supervised.on_models({"models": {"a": described}})
     settings = Settings(ollama_manage=manage)
-    return cast(Router, SimpleNamespace(supervised=supervised, settings=settings))
+    registry = cast(Registry, SimpleNamespace(models={}, find_model=lambda _: None))
+    adapters = Adapters(registry, supervised, lambda *_: False)
+    router = SimpleNamespace(supervised=supervised, settings=settings, adapters=adapters)
+    return cast(Router, router)
 
 
 def asking(keep_alive: Any) -> OllamaChatRequest:

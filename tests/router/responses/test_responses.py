@@ -140,7 +140,8 @@ def test_items_become_the_messages_of_a_conversation(
     answer = ask(server, items, instructions="be kind")
     assert answer.status_code == 200, answer.text
     assert last_prompt(engine, tokenizer) == (
-        "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two\n"
+        "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two"
+        '{"name": "f", "arguments": {"a": 1}}\n'
         "<|tool|>three\n<|system|>four\n<|user|>five\n<|assistant|>"
     )
 

@@ -83,9 +83,7 @@ RECIPES = {
     "restart all engines without cutting a request": (
         test_administration.test_a_restart_breaks_no_stream
     ),
-    "roll back a bad version": (
-        test_models.test_new_weights_come_under_one_name_and_go_back
-    ),
+    "roll back a bad version": (test_models.test_new_weights_come_under_one_name_and_go_back),
     "recover a broken model": test_models.test_a_broken_model_is_mended,
     "keep one model always loaded": (
         test_models.test_models_are_loaded_at_the_start_or_on_demand_and_the_oldest_makes_room

@@ -1,4 +1,4 @@
-"""Ways of writing calls that mlx-lm has no parser for, or a slow one, and how a tokenizer tells.
+"""Ways of writing calls that mlx-lm has no parser for, or a slow one, and their detection.
 
 Formats: the chat templates of the models, and https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Container
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from router.schemas.value_schema import ValueSchema
 from router.tokens.parsing.calls import JSON, ToolSyntax
 
 _HEADER = re.compile(
@@ -116,9 +118,16 @@ def _dsml_calls(text: str, tools: Any) -> Any:
 
 def _decoded(value: str) -> Any:
     try:
-        return json.loads(value)
+        return json.loads(value, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return value
+
+
+def _finite(text: str) -> float:
+    """Return a number. Raises `ValueError` for one that JSON cannot write."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError("not finite")
+    return number
 
 
 # -- MiniMax M3 ------------------------------------------------------------------
@@ -154,33 +163,35 @@ def _minimax_calls(text: str, tools: Any) -> Any:
         if element.tag != tag["tag"]:
             raise ValueError("a tag that was not opened")
         if not opened:
-            arguments = _members(element, schemas.get(element.name))
+            arguments = _members(element, ValueSchema(schemas.get(element.name)))
             calls.append({"name": element.name, "arguments": arguments})
     if opened:
         raise ValueError("a tag that does not end")
     return calls[0] if len(calls) == 1 else calls
 
 
-def _members(element: _Element, schema: Any) -> dict[str, Any]:
-    known = schema if isinstance(schema, dict) else {}
-    properties = known.get("properties") or {}
+def _members(element: _Element, schema: ValueSchema) -> dict[str, Any]:
     members: dict[str, list[Any]] = {}
     for child in element.children:
-        value = _element_value(child, properties.get(child.tag, known.get("additionalProperties")))
+        value = _element_value(child, schema.member(child.tag))
         members.setdefault(child.tag, []).append(value)
     return {tag: values[0] if len(values) == 1 else values for tag, values in members.items()}
 
 
-def _element_value(element: _Element, schema: Any) -> Any:
-    known = schema if isinstance(schema, dict) else {}
-    kind = known.get("type")
+def _element_value(element: _Element, schema: ValueSchema) -> Any:
+    types = schema.types
     if element.children:
-        if kind != "object" and all(child.tag == "item" for child in element.children):
-            return [_element_value(child, known.get("items")) for child in element.children]
-        return _members(element, known)
-    if kind in ("array", "object") and not element.text.strip():
-        return [] if kind == "array" else {}
-    return element.text if kind == "string" else _decoded(element.text)
+        may_be_list = "array" in types or "object" not in types
+        if may_be_list and all(child.tag == "item" for child in element.children):
+            return [_element_value(child, schema.items) for child in element.children]
+        return _members(element, schema)
+    if "string" not in types and not element.text.strip():
+        if "array" in types:
+            return []
+        if "object" in types:
+            return {}
+    value = _decoded(element.text)
+    return value if "string" not in types or schema.names_type_of(value) else element.text
 
 
 def _seed_oss_call(text: str, tools: Any) -> Any:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import time
+from typing import Any
 
 import pytest
 
@@ -50,3 +52,41 @@ def test_a_call_of_mistrals_keeps_its_id() -> None:
     for between, id in (("", None), (" [CALL_ID]a1b2 ", "a1b2"), ("[CALL_ID]", None)):
         (call,) = parse_calls(f'get_weather{between}[ARGS] {{"city": "x"}}', syntax, TOOLS)
         assert call == ("get_weather", '{"city": "x"}', id)
+
+
+STRING = {"type": "string"}
+OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}
+POINTS = {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "string"}}}}
+TAG = "]<]minimax[>["
+"""Before each tag of MiniMax M3."""
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "read"),
+    [
+        (OPTIONAL, "10", "10"),
+        (OPTIONAL, "null", None),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "integer"]}, "10", 10),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "number"]}, "10", 10),
+        ({"enum": ["true", "false"]}, "true", "true"),
+        ({"const": "1"}, "1", "1"),
+        ({"allOf": [{"oneOf": [STRING]}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, " ", []),
+        ({"type": ["object", "null"]}, "", {}),
+        ({"anyOf": [{"type": "null"}, POINTS]}, "<item><x>1</x></item>", [{"x": "1"}]),
+        ({"type": "object", "additionalProperties": STRING}, "<item>1</item>", {"item": "1"}),
+        ({}, "10", 10),
+        (True, "NaN", "NaN"),
+        ({"type": "number"}, "-1e999", "-1e999"),
+    ],
+)
+def test_arguments_of_minimax_have_the_types_of_the_schema(
+    schema: Any, written: str, read: object
+) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    text = f'<invoke name="f"><a>{written}</a></invoke>'.replace("<", TAG + "<")
+    syntax = syntax_named("minimax_m3")
+    (call,) = parse_calls(text, syntax, [{"type": "function", "function": tool}])
+    assert json.loads(call.arguments) == {"a": read}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Container
 from typing import NamedTuple
 
+from router.tokens.detokenizer import partial_match_length
 from router.tokens.parsing.json_reader import JsonReader
 from router.tokens.parsing.streaming_calls import CallFragment
 
@@ -19,10 +20,13 @@ class _Form(NamedTuple):
 
     begin: re.Pattern[str]
     between: re.Pattern[str]
+    end: str
+    """What ends a call even if its arguments lack a bracket; empty: nothing does."""
 
 
-def _form(begin: str, between: str) -> _Form:
-    return _Form(re.compile(begin.replace("NAME", _NAME) + r"\s*+(?=\{)"), re.compile(between))
+def _form(begin: str, between: str, end: str = "") -> _Form:
+    begin = begin.replace("NAME", _NAME) + r"\s*+(?=\{)"
+    return _Form(re.compile(begin), re.compile(between), end)
 
 
 _OBJECTS = _form(
@@ -45,10 +49,12 @@ _FORMS = {
     "deepseek_v3": _form(
         r"\s*+(?:<｜tool▁call▁begin｜>)?\s*+function<｜tool▁sep｜>NAME\s*+```(?:json)?",
         r"\s*+(?:```)?\s*+(?:<｜tool▁call▁end｜>)?\s*+",
+        end="```",
     ),
     "deepseek_v31": _form(
         r"\s*+(?:<｜tool▁call▁begin｜>)?\s*+NAME\s*+<｜tool▁sep｜>",
         r"\s*+(?:<｜tool▁call▁end｜>)?\s*+",
+        end="<｜tool▁call▁end｜>",
     ),
     "harmony": _form(
         r"(?s:.{0,200}?)(?:\A|\s)to=(?:functions\.)?NAME(?=[\s<])(?s:.{0,200}?)<\|message\|>",
@@ -62,6 +68,7 @@ _FORMS = {
         r"\s*+(?:<\|tool_call_begin\|>)?\s*+(?P<id>(?:functions\.)?NAME:\d+)\s*+"
         r"<\|tool_call_argument_begin\|>",
         r"\s*+(?:<\|tool_call_end\|>)?\s*+",
+        end="<|tool_call_end|>",
     ),
     "kimi_k3": _form(
         r'\s*+<\|open\|>call tool="NAME" index="\d+"<\|sep\|>\s*+<\|open\|>json[^<]*<\|sep\|>',
@@ -87,6 +94,7 @@ class BegunCallParser:
         self._given_up = False  # no further call begins in the section
         self._rest: list[str] = []  # the text that follows
         self._reader = JsonReader()
+        self._held = ""  # the end of the arguments, where the end of the call may begin
         self.started = self.in_call = False
 
     @classmethod
@@ -112,9 +120,7 @@ class BegunCallParser:
         fragments: list[CallFragment] = []
         while text:
             if self.in_call:
-                arguments, text = self._reader.feed(text)
-                self._add(fragments, arguments)
-                self.in_call = not self._reader.complete
+                text = self._read(text, fragments)
                 continue
             if self._given_up:
                 if self.started:
@@ -134,9 +140,37 @@ class BegunCallParser:
         """End the section, and return the rest of the last call."""
         fragments: list[CallFragment] = []
         if self.in_call:
-            self._add(fragments, self._reader.finish())
-            self.in_call = False
+            self._end(fragments)
         return fragments
+
+    def _read(self, text: str, fragments: list[CallFragment]) -> str:
+        """Read arguments, and return the text after the call."""
+        end, rest = self._form.end, ""
+        if end:
+            text, found, rest = (self._held + text).partition(end)
+            rest = found + rest
+            certain = len(text) - (0 if found else partial_match_length(text, [end]))
+            text, self._held = text[:certain], text[certain:]
+        arguments, after = self._reader.feed(text)
+        self._add(fragments, arguments)
+        if self._reader.complete:
+            after += self._held + rest
+            self.in_call, self._held = False, ""
+            return after
+        if rest and self._reader.in_string:
+            self._add(fragments, self._reader.feed(end)[0])
+            return rest[len(end) :]
+        if rest:
+            self._end(fragments)
+        return rest
+
+    def _end(self, fragments: list[CallFragment]) -> None:
+        """End a call whose arguments are not complete."""
+        held, self._held = self._held, ""
+        if self._reader.in_string:
+            self._add(fragments, self._reader.feed(held)[0])
+        self._add(fragments, self._reader.finish())
+        self.in_call = False
 
     def _begun(self) -> re.Match[str] | None:
         """Return the start of the next call, once it is known to be one."""

@@ -296,4 +296,12 @@ def _pythonic(function: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    """Write ``value`` for Python. `repr` would escape unusual characters of strings."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        members = (f"{_literal(key)}: {_literal(each)}" for key, each in value.items())
+        return f"{{{', '.join(members)}}}"
+    return repr(value)

@@ -39,15 +39,19 @@ _START_MARKS = {
 """A character that occurs once at the start of each call."""
 _SHORTEST_START = 3
 """The length of the shortest start of a call."""
-_FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?")
+_FENCES = "```json", "```tool_call", "```tool_code", "```"
+_FENCE = re.compile(r"\A(?:" + "|".join(_FENCES) + ")")
 _BETWEEN = re.compile(r"[\s;,]*")
 _PYTHON_TAGS = "<|python_tag|>", "<|python_start|>"
 """Before calls of Llama 3 and of Llama 4."""
 _PYTHON_END = "<|python_end|>"
 _BEFORE_CALLS = (*_PYTHON_TAGS, _PYTHON_TAGS[1] + _PYTHON_END)
 _BEGINNINGS = tuple(
-    prefix + "{" + key
-    for prefix in ("", "[", "```json", "```json[", "```", "```[", *_BEFORE_CALLS)
+    before + after + bracket + "{" + key
+    for fence in ("", *_FENCES)
+    for tag in ("", *_BEFORE_CALLS)
+    for before, after in {(fence, tag), (tag, fence)}
+    for bracket in ("", "[")
     for key in ('"name":"', '"type":"function"', '"function":', '"parameters":', '"arguments":')
 )
 _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))

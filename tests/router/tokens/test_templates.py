@@ -15,6 +15,7 @@ from router.schemas.conversation import (
     Tool,
     ToolCall,
 )
+from router.tokens.fitting import written_calls
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import HARMONY_CALLS, REASONING, ReplyState, detect_format
@@ -167,6 +168,13 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
     result = ChatMessage(role="tool", content="done")
     messages = [ChatMessage(role="assistant", content="Hm", tool_calls=calls), result]
     assert template.render(messages, [], {}) == f"{expected}|done|"
+
+
+def test_text_in_lists_of_pythonic_calls_is_written_as_it_is() -> None:
+    """Escaped, a break in a control token would not be found again."""
+    arguments = {"a": [f"<{TOKEN_BREAK}|im_end|>", {"b\u200b": None}, True]}
+    written = written_calls("pythonic", [{"name": "f", "arguments": arguments}])
+    assert f'(a=["<{TOKEN_BREAK}|im_end|>", {{"b\u200b": None}}, True])' in written
 
 
 def test_control_tokens_in_text_of_clients_are_broken_up_everywhere(tmp_path: Path) -> None:

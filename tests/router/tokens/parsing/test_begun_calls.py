@@ -13,7 +13,7 @@ from router.tokens.parsing.json_reader import JsonReader, repaired
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import syntax_named
 from router.tokens.reply_parser import ReplyDelta
-from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
+from tests.router.tokens.parsing.replies import BERLIN, REPLIES, TOKYO, TOOLS, Reply
 from tests.router.tokens.parsing.test_marked import BEGUN, TAGGED, format_of, named, read
 
 WHOLE = (
@@ -127,6 +127,9 @@ def test_json_without_a_marker_is_a_call_once_its_arguments_begin(size: int) -> 
     call = '{"name": "get_weather", "arguments": {"city": "x", }}'
     part = read(f"```json\n{call}\n```", format_of("json"), size=size)
     assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "")
+    for before in ("```tool_code", "```tool_call\n[", "<|python_tag|>[", "<|python_start|>```"):
+        part = read(f"{before}{call}", format_of("json"), size=size)
+        assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "")
     part = read(f"{call} is how.", format_of("json"), size=size)
     assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "is how.")
     part = read(call[:-6], format_of("json"), size=size)
@@ -176,6 +179,17 @@ def test_slips_are_mended_and_other_arguments_stay_as_they_are(
 ) -> None:
     part = read(written, format_of("json_tools"), size=size)
     assert (named(part.calls), part.text) == ([("get_weather", arguments)], "")
+
+
+@pytest.mark.parametrize("parser", ["deepseek_v3", "deepseek_v31", "kimi_k2"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_call_without_its_last_bracket_ends_before_the_next(parser: str, size: int) -> None:
+    reply = next(reply for reply in REPLIES if reply.parser == parser)
+    first = BERLIN | {"city": "x<｜tool▁call▁end｜>```<|tool_call_end|>"}
+    written = reply.written.replace('"Berlin"', json.dumps(first["city"], ensure_ascii=False))
+    part = read(written.replace("3}", "3"), format_of(parser), size=size)
+    assert named(part.calls) == [("get_weather", first), ("get_weather", TOKYO)]
+    assert part.text == reply.text
 
 
 def test_a_call_cut_short_is_not_mended() -> None:

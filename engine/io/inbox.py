@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,15 @@ InboxMessage = (
     | StoresAnswered
     | GrammarCompiled
 )
+
+
+def with_frames(
+    message: Submit | Encode | Abort | Drain | ClearCache | CheckAdapter, frames: Sequence[bytes]
+) -> InboxMessage:
+    """Return ``message``; one with pictures with ``frames``, the bytes of their arrays."""
+    if isinstance(message, Submit) and message.images:
+        return PicturedSubmit(message, tuple(frames))
+    return message
 
 
 class Inbox:

@@ -45,8 +45,13 @@ class StallWatch:
         Work means messages ``waiting`` for the main thread, or accepted requests. Requests whose
         grammars are being compiled do not count, because compiling has its own time limit.
         """
+        self.look(status, waiting, now)
+        return now - self._since
+
+    def look(self, status: EngineStatus, waiting: bool, now: float) -> None:
+        """Notice progress, or that there is no work. The time before work arrives is counted,
+        unless this is called right before."""
         idle = not waiting and not any(request.accepted for request in status.live)
         if idle or status.phase in ("loading", "warming") or status.progress != self._progress:
             self._progress = status.progress
             self._since = now
-        return now - self._since

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
+from engine.io.inbox import Inbox, InboxMessage, NewRouter, with_frames
 from engine.io.ownership import Ownership
 from engine.io.router_link import HIGH_WATER_MARK, RouterLink
 from engine.io.router_links import RouterLinks
@@ -89,7 +89,8 @@ class IOThread(threading.Thread):
         self._tokenizer_files: dict[str, Path] = {}
         self._decisions = DecisionTable()
         self._stall = StallWatch()
-        self._looked_at = time.monotonic()
+        self._wakes_at = time.monotonic()
+        """When the thread goes on at the latest, if the process is not suspended."""
         self._heartbeats = 0
         self._next_heartbeat = 0.0
         self._dropped = 0
@@ -160,15 +161,15 @@ class IOThread(threading.Thread):
         try:
             while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
-                self._forgive(now - self._looked_at - HEARTBEAT_INTERVAL_S)
-                self._looked_at = now
+                self._forgive(now - self._wakes_at)
                 if now >= self._next_heartbeat:
                     self._heartbeat(now)
                     self._next_heartbeat = now + self._heartbeat_interval_s
                 self._check_deadlines(now)
                 self._check_links(now)
                 self._flush()
-                events = dict(self._poller.poll(max(1, int((self._next_heartbeat - now) * 1000))))
+                self._wakes_at = max(now, self._next_heartbeat)
+                events = dict(self._poller.poll(max(1, int((self._wakes_at - now) * 1000))))
                 self._handle_events(events)
         except BaseException:
             logger.exception("the IO thread failed")
@@ -227,10 +228,12 @@ class IOThread(threading.Thread):
                 self._next_heartbeat = min(self._next_heartbeat, due)
             if self._traces is not None:
                 self._traces.on_received(message)
-            if isinstance(message, wire.Submit) and message.images:
-                self._inbox.put(PicturedSubmit(message, tuple(payload)))
-            else:
-                self._inbox.put(message)
+            self._put(with_frames(message, payload))
+
+    def _put(self, item: InboxMessage) -> None:
+        """Give ``item`` to the main thread. If it was idle until now, that is no stall."""
+        self._stall.look(self._status, len(self._inbox) > 0, time.monotonic())
+        self._inbox.put(item)
 
     def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:
         if ping.protocol not in wire.SUPPORTED_VERSIONS:
@@ -261,7 +264,7 @@ class IOThread(threading.Thread):
         """Drop the requests of a router that does not read their tokens any more."""
         link.clear()
         requests = self._requests.take_all_of(link)
-        self._inbox.put(NewRouter(requests))
+        self._put(NewRouter(requests))
         if self._traces is not None:
             self._traces.on_dropped(requests)
 
@@ -379,7 +382,7 @@ class IOThread(threading.Thread):
         if self._drain_until is not None or self._hello is None or len(signals) > 1:
             os._exit(EXIT_OK)
         self._drain_until = time.monotonic() + self._drain_timeout_s
-        self._inbox.put(wire.Drain())
+        self._put(wire.Drain())
 
     def _count_dropped(self, error: wire.WireError) -> None:
         self._dropped += 1

@@ -173,6 +173,16 @@ def test_heartbeats_report_the_seconds_without_progress(engine: Engine) -> None:
     assert heartbeat.live[0].request_id == "r"
 
 
+def test_the_time_before_a_request_came_is_no_stall(engine: Engine) -> None:
+    engine.serve()
+    while engine.hear(wire.Heartbeat).phase != "ready":
+        pass
+    time.sleep(0.5)  # the thread sleeps between heartbeats
+    sent = time.monotonic()
+    engine.send(submit())
+    assert engine.hear(wire.Heartbeat).stalled_s <= time.monotonic() - sent
+
+
 @pytest.mark.parametrize("phase", ["loading", "warming"])
 def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
     engine.tell(f"phase {phase}")
@@ -184,6 +194,8 @@ def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
 def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> None:
     engine.serve()
     assert engine.lives_for(1.5 * STALL_S)
+    engine.send(submit())
+    assert engine.tell("take") == "Submit:r"
     engine.tell("live")
     for _ in range(10):
         engine.tell("progress")

@@ -9,11 +9,13 @@ decisions of administrators for a router that is started again, and for other ro
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from router.errors import InvalidRequest, ModelNotFound, Unavailable
-from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import ConfiguredModel, Supervised
 from shared.adapter_names import MAX_NAMED_ADAPTERS, is_adapter_name
@@ -131,10 +133,9 @@ class Adapters:
             engines = [each for each in model.engines if each.lost_reason is None]
             if not engines:
                 raise Unavailable(f"{model.id} has no engine now, which could read the adapter.")
-            if not any(engine.hello.max_adapters for engine in engines):
-                raise InvalidRequest(
-                    f"{model.id} takes no adapters: start it with --max-adapters.", param="model"
-                )
+            engines = [each for each in engines if each.takes_adapters]
+            if not engines:
+                raise _takes_none(model)
             found = await self._check(name, path, engines)
             self._decide(model, name, found)
             return ServedAdapter(model, found)
@@ -237,3 +238,18 @@ class Adapters:
         if found or adapter is None:
             raise InvalidRequest("Engines find different adapters there.", param="path")
         return adapter
+
+
+def with_adapter(model: Model, adapter: AdapterRef) -> Model:
+    """Return ``model`` with ``adapter``. Raises `InvalidRequest` if its engines take no adapters
+    any more, and none that does may be restarting."""
+    replicas = model.replicas
+    unready_s = replicas.unready_for_s(time.monotonic(), for_adapters=True)
+    if replicas.ready_engines and unready_s > replicas.settings.restart_wait_s:
+        raise _takes_none(replicas)
+    return replace(model, adapter=adapter)
+
+
+def _takes_none(model: ModelReplicas) -> InvalidRequest:
+    why = f"{model.id} takes no adapters: start it with --max-adapters."
+    return InvalidRequest(why, param="model")

@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
-from router.fleet.adapters import Adapters
+from router.fleet.adapters import Adapters, with_adapter
 from router.fleet.administration import Administration
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
@@ -278,7 +277,7 @@ class Router:
             raise not_ready("; ".join(replicas.troubles))
         if not tenant.background:
             self.admission.check_memory(replicas)
-        return replicas.model if adapter is None else replace(replicas.model, adapter=adapter)
+        return replicas.model if adapter is None else with_adapter(replicas.model, adapter)
 
     # -- the supervisor --------------------------------------------------------
 

@@ -71,6 +71,11 @@ class Engine:
         return None
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether requests may name adapters. An engine of an older release would ignore that."""
+        return self.hello.max_adapters > 0
+
+    @property
     def free_capacity(self) -> int:
         """The number of sequences that the engine can accept now."""
         if self.trouble is not None or time.monotonic() < self.backoff_until:
@@ -125,7 +130,7 @@ class ModelReplicas:
         """The reason why there is no renderer, in words."""
         self.model: Model | None = None
         """The data for requests; None until an engine has been ready."""
-        self._last_ready = time.monotonic()
+        self._last_ready = self._last_ready_for_adapters = time.monotonic()
         self.created = int(time.time())
         self.adapters: dict[str, AdapterRef] = {}
         """By the names that requests have for them."""
@@ -179,14 +184,18 @@ class ModelReplicas:
             return False
         self.model = self.model or Model(self, self.renderer)
         self._last_ready = time.monotonic()
+        if any(engine.takes_adapters for engine in self.ready_engines):
+            self._last_ready_for_adapters = self._last_ready
         return True
 
     def forgive(self, asleep_s: float) -> None:
         """Exclude a time during which readiness could not be observed."""
         self._last_ready += asleep_s
+        self._last_ready_for_adapters += asleep_s
 
-    def unready_for_s(self, now: float) -> float:
-        return now - self._last_ready
+    def unready_for_s(self, now: float, *, for_adapters: bool = False) -> float:
+        """Return how long no engine has been ready, or none that takes adapters."""
+        return now - (self._last_ready_for_adapters if for_adapters else self._last_ready)
 
     @property
     def troubles(self) -> list[str]:
@@ -211,13 +220,18 @@ class ModelReplicas:
         )
 
     def version_for(
-        self, *, has_output: bool, has_images: bool = False, prefer_successor: bool = False
+        self,
+        *,
+        has_output: bool,
+        has_images: bool = False,
+        names_adapter: bool = False,
+        prefer_successor: bool = False,
     ) -> ModelReplicas:
         """Return the version that a waiting sequence of this one goes on with: this one while it
         has a ready engine, unless the successor is preferred.
 
-        The tokens and the images of the prompt have to mean the same there, and output has to be of
-        the same weights.
+        The tokens and the images of the prompt have to mean the same there, output has to be of
+        the same weights, and an adapter needs an engine that takes adapters.
         """
         other = self.successor
         if other is None or (self.ready_engines and not prefer_successor):
@@ -225,6 +239,8 @@ class ModelReplicas:
         same_weights = other.hello.fingerprint == self.hello.fingerprint
         same_tokens = other.tokenizer_files == self.tokenizer_files
         same_tokens &= not has_images or other.hello.vision == self.hello.vision
+        if names_adapter and not any(engine.takes_adapters for engine in other.engines):
+            return self
         return other if same_tokens and (same_weights or not has_output) else self
 
 

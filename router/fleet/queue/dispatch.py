@@ -256,13 +256,13 @@ class Dispatcher:
         queue = self._queues.get(model)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
-            sequence = queue.pop(model) if open_engines else None
+            sequence = queue.pop(model, open_engines) if open_engines else None
             spare = [engine for engine in open_engines if engine.spare_rows]
             if sequence is None and spare:
-                sequence, open_engines = queue.pop_background(), spare
+                sequence, open_engines = queue.pop_background(spare), spare
             if sequence is None:
-                if not open_engines and queue.runs_background and queue.has_next(model):
-                    self._take_back(model)
+                if queue.runs_background:
+                    self._take_back(queue, model)
                 return
             entry = self._in_flight[sequence.request_id]
             engine = choose_engine(open_engines, sequence)
@@ -280,10 +280,11 @@ class Dispatcher:
                 waited_s = sequence.placed_at - sequence.queued_at
                 self._metrics.queue_time.labels(model.id).observe(waited_s)
 
-    def _take_back(self, model: ModelReplicas) -> None:
-        """Replace the newest line of a batch with a waiting sequence. The line is queued again with
-        its tokens; its prefix stays in the engine's cache."""
+    def _take_back(self, queue: ModelQueue, model: ModelReplicas) -> None:
+        """Replace the newest line of a batch with a waiting sequence, if there is one for its
+        engine. The line is queued again with its tokens; its prefix stays in the engine's cache."""
         full = [engine for engine in model.ready_engines if engine.is_full]
+        full = [engine for engine in full if queue.has_next(model, [engine])]
         ids = [request_id for engine in full for request_id in engine.request_ids]
         entries = [self._in_flight[request_id] for request_id in ids]
         taken = [one for one in entries if one.sequence.tenant.background]

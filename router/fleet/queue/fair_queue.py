@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 
@@ -27,7 +27,9 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, dict[str, _Lane]] = {}
+        self._lanes: dict[tuple[int, str, bool], _Lane] = {}
+        """By priority, key, and whether its sequences name adapters: not every engine takes those.
+        """
         self._waiting_by_key: dict[str, int] = {}
         """The number of queued sequences by key, in the order of the keys' departures by age."""
         self._pushed = 0
@@ -42,7 +44,8 @@ class FairQueue:
 
     def push(self, sequence: RemoteRequest) -> None:
         """Add a sequence, possibly one that was queued before: age counts from its arrival."""
-        lane = self._lanes.setdefault(sequence.priority, {}).setdefault(sequence.key, [])
+        kind = sequence.priority, sequence.key, sequence.names_adapter
+        lane = self._lanes.setdefault(kind, [])
         self._pushed += 1
         heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
         self._waiting.add(sequence)
@@ -62,16 +65,18 @@ class FairQueue:
 
         Departures by age are ignored; they only delay it.
         """
+        waiting: Counter[tuple[int, str]] = Counter()
+        for (step, other, _), lane in self._lanes.items():
+            waiting[step, other] += len(lane)
         own = running[key] + sum(
-            len(lanes.get(key, ())) for step, lanes in self._lanes.items() if step >= priority
+            count for (step, other), count in waiting.items() if step >= priority and other == key
         )
         ahead = 0
-        for step, lanes in self._lanes.items():
-            for other, lane in lanes.items():
-                if step > priority or (step == priority and other == key):
-                    ahead += len(lane)
-                elif step == priority:
-                    ahead += min(len(lane), max(0, own + 1 - running[other]))
+        for (step, other), count in waiting.items():
+            if step > priority or (step == priority and other == key):
+                ahead += count
+            elif step == priority:
+                ahead += min(count, max(0, own + 1 - running[other]))
         return ahead
 
     def pop(
@@ -81,14 +86,15 @@ class FairQueue:
     ) -> RemoteRequest | None:
         """Return the next sequence, if any; ``running`` counts the sequences in engines by key.
 
-        Keys whose next sequence ``is_held_back`` are skipped.
+        ``is_held_back`` depends on a sequence's key and on whether it names an adapter; those for
+        which it is true are skipped.
         """
-        held = self._held(is_held_back)
-        if held.issuperset(self._waiting_by_key):
+        free = self._free_lanes(is_held_back)
+        if not free:
             return None
         self._popped += 1
         turn_of_age = self._popped % AGE_TURN_EVERY == 0
-        lane = self._by_age(held) if turn_of_age else self._by_priority(running, held)
+        lane = self._by_age(free) if turn_of_age else _by_priority(free, running)
         sequence = heapq.heappop(lane)[2]
         self._waiting.discard(sequence)
         self._count_out(sequence.key)
@@ -96,27 +102,17 @@ class FairQueue:
 
     def has_next(self, is_held_back: Callable[[RemoteRequest], bool]) -> bool:
         """Return whether `pop` would return one."""
-        return not self._held(is_held_back).issuperset(self._waiting_by_key)
+        return bool(self._free_lanes(is_held_back))
 
-    def _held(self, is_held_back: Callable[[RemoteRequest], bool]) -> set[str]:
+    def _free_lanes(self, is_held_back: Callable[[RemoteRequest], bool]) -> list[_Lane]:
         self._drop_stale()
-        return {
-            key
-            for lanes in self._lanes.values()
-            for key, lane in lanes.items()
-            if is_held_back(lane[0][2])
-        }
+        return [lane for lane in self._lanes.values() if not is_held_back(lane[0][2])]
 
-    def _by_priority(self, running: Counter[str], held: set[str]) -> _Lane:
-        lanes = next(
-            lanes for _, lanes in sorted(self._lanes.items(), reverse=True) if lanes.keys() - held
-        )
-        return lanes[min(lanes.keys() - held, key=lambda key: (running[key], lanes[key][0][:2]))]
-
-    def _by_age(self, held: set[str]) -> _Lane:
-        key = next(key for key in self._waiting_by_key if key not in held)
+    def _by_age(self, free: list[_Lane]) -> _Lane:
+        keys = {lane[0][2].key for lane in free}
+        key = next(key for key in self._waiting_by_key if key in keys)
         self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # to the end of the order
-        return _oldest(lanes[key] for lanes in self._lanes.values() if key in lanes)
+        return min((lane for lane in free if lane[0][2].key == key), key=_age)
 
     def _count_out(self, key: str) -> None:
         self._waiting_by_key[key] -= 1
@@ -125,14 +121,11 @@ class FairQueue:
 
     def _drop_stale(self) -> None:
         """Remove entries that are no longer queued from the heads of lanes, and empty lanes."""
-        for priority, lanes in list(self._lanes.items()):
-            for key, lane in list(lanes.items()):
-                while lane and not self._is_waiting(lane[0][2]):
-                    heapq.heappop(lane)
-                if not lane:
-                    del lanes[key]
-            if not lanes:
-                del self._lanes[priority]
+        for kind, lane in list(self._lanes.items()):
+            while lane and not self._is_waiting(lane[0][2]):
+                heapq.heappop(lane)
+            if not lane:
+                del self._lanes[kind]
 
     def _is_waiting(self, sequence: RemoteRequest) -> bool:
         if sequence in self._waiting and sequence.state is not RemoteRequestState.WAITING:
@@ -140,5 +133,13 @@ class FairQueue:
         return sequence in self._waiting
 
 
-def _oldest(lanes: Iterable[_Lane]) -> _Lane:
-    return min(lanes, key=lambda lane: lane[0][:2])
+def _by_priority(free: list[_Lane], running: Counter[str]) -> _Lane:
+    def rank(lane: _Lane) -> tuple[int, int, tuple[float, int]]:
+        first = lane[0][2]
+        return -first.priority, running[first.key], _age(lane)
+
+    return min(free, key=rank)
+
+
+def _age(lane: _Lane) -> tuple[float, int]:
+    return lane[0][:2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from router.fleet.engines.engine import ModelReplicas
+from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.queue.fair_queue import FairQueue
 from router.fleet.sequences.remote_request import RemoteRequest
 from router.fleet.tenants.tenant import Tenant
@@ -77,27 +77,33 @@ class ModelQueue:
     def discard(self, sequence: RemoteRequest) -> None:
         self._queue_of(sequence).discard(sequence)
 
-    def pop(self, model: ModelReplicas) -> RemoteRequest | None:
-        """Return the next sequence that may be placed on the engines of ``model``, if any.
+    def pop(self, model: ModelReplicas, engines: Sequence[Engine]) -> RemoteRequest | None:
+        """Return the next sequence that may be placed on one of ``engines``, of ``model``, if any.
+        One that names an adapter needs an engine that takes adapters; others go before it.
 
         With several tenants, none gets the last eighth of the decode rows. A new tenant then finds
         a free row, and does not wait for the end of another tenant's long answer.
         """
-        return self._waiting.pop(self._running, self._holds_back(model))
+        return self._waiting.pop(self._running, self._holds_back(model, engines))
 
-    def has_next(self, model: ModelReplicas) -> bool:
+    def has_next(self, model: ModelReplicas, engines: Sequence[Engine]) -> bool:
         """Return whether `pop` would return one."""
-        return self._waiting.has_next(self._holds_back(model))
+        return self._waiting.has_next(self._holds_back(model, engines))
 
-    def _holds_back(self, model: ModelReplicas) -> Callable[[RemoteRequest], bool]:
-        engines = model.ready_engines
-        rows = sum(min(each.hello.max_batch_size, each.hello.max_sequences) for each in engines)
+    def _holds_back(
+        self, model: ModelReplicas, engines: Sequence[Engine]
+    ) -> Callable[[RemoteRequest], bool]:
+        ready = model.ready_engines
+        rows = sum(min(each.hello.max_batch_size, each.hello.max_sequences) for each in ready)
         most = max(1, rows - max(1, rows // _ROWS_PER_RESERVED_ROW))
-        return lambda one: not one.tenant.alone and self._running[one.key] >= most
+        lacks_engine = _lacks_engine(engines)
+        return lambda one: (
+            lacks_engine(one) or (not one.tenant.alone and self._running[one.key] >= most)
+        )
 
-    def pop_background(self) -> RemoteRequest | None:
-        """Return the next line of a batch, if any."""
-        return self._background.pop(self._running_background)
+    def pop_background(self, engines: Sequence[Engine]) -> RemoteRequest | None:
+        """Return the next line of a batch that may be placed on one of ``engines``, if any."""
+        return self._background.pop(self._running_background, _lacks_engine(engines))
 
     @property
     def runs_background(self) -> bool:
@@ -146,3 +152,9 @@ class ModelQueue:
             return 0.0
         ahead = self._waiting.num_ahead(tenant.name, priority, self._running)
         return self._departures_while_waiting.estimate_s(ahead, _ENOUGH_DEPARTURES) or 0.0
+
+
+def _lacks_engine(engines: Sequence[Engine]) -> Callable[[RemoteRequest], bool]:
+    """Return whether a sequence can go to none of ``engines``."""
+    takes_adapters = any(engine.takes_adapters for engine in engines)
+    return lambda one: one.names_adapter and not takes_adapters

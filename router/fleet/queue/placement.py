@@ -34,8 +34,10 @@ def prompt_blocks(
 
 
 def choose_engine(engines: Sequence[Engine], sequence: RemoteRequest) -> Engine:
-    """Return the best of ``engines`` for ``sequence``. There must be at least one, each with
-    capacity."""
+    """Return the best of ``engines`` for ``sequence``. There must be at least one that takes it,
+    each with capacity."""
+    if sequence.names_adapter:
+        engines = [engine for engine in engines if engine.takes_adapters]
     if len(engines) == 1:
         return engines[0]
     least = min(len(engine.request_ids) for engine in engines)

@@ -31,6 +31,8 @@ class RemoteRequest(ABC):
 
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
     """The result of `router.fleet.queue.placement.prompt_blocks`."""
+    names_adapter = False
+    """Whether only engines that take adapters may have it."""
     payload: Sequence[bytes | memoryview] = ()
     """Raw frames sent with the message of each attempt."""
     computed_prompt_tokens: int | None = None
@@ -146,5 +148,6 @@ class InFlight:
         return self.model.version_for(
             has_output=self.sequence.has_output,
             has_images=bool(self.sequence.payload),
+            names_adapter=self.sequence.names_adapter,
             prefer_successor=prefer_successor,
         )

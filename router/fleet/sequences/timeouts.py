@@ -25,12 +25,14 @@ def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError 
         if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
             return GenerationTimeout(f"No further token was generated within {limit_s:g} s.")
     if is_waiting:
-        waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
+        for_adapters = sequence.names_adapter
+        unready_s = entry.model.unready_for_s(now, for_adapters=for_adapters)
+        waited_s = min(now - sequence.queued_at, unready_s)
         limit_s = settings.restart_wait_s
         if loaded_on_demand:
             limit_s = settings.first_token_timeout_s
         if waited_s > limit_s:
-            return engine_lost(limit_s) if sequence.losses else _no_engine(limit_s)
+            return engine_lost(limit_s) if sequence.losses else _no_engine(limit_s, for_adapters)
     return None
 
 
@@ -44,9 +46,10 @@ def not_ready(reason: str) -> Unavailable:
     )
 
 
-def _no_engine(waited_s: float) -> Unavailable:
+def _no_engine(waited_s: float, for_adapters: bool) -> Unavailable:
+    kind = "that takes adapters " if for_adapters else ""
     return Unavailable(
-        f"No engine of this model became ready within {waited_s:g} s.",
+        f"No engine of this model {kind}became ready within {waited_s:g} s.",
         code="no_engine_ready",
         retry_after_s=waited_s,
     )

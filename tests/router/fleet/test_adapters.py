@@ -189,13 +189,53 @@ def test_a_router_takes_over_what_engines_have_kept(
     assert other.got(AdapterDecisions)[-1].decisions == decisions[:2]
 
 
+def test_only_engines_that_take_adapters_get_requests_for_them(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    """An engine of an older release would ignore the adapter."""
+    server = start_server("--restart-wait-s=2", "--admin-key=boss")
+    plain = start_engine(server, name="plain", script=says("hi"))
+    adapted = start_engine(
+        server,
+        name="adapted",
+        script=says("hi"),
+        adapters=[ref("polite")],
+        max_adapters=1,
+        max_sequences=1,
+        check=finds,
+    )
+    eventually(lambda: names(server) == ["tiny", "tiny:polite"])
+    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    assert change(server, "load", name="new", path="/new").status_code == 200
+    adapted.behaviour.hold_tokens_after = 0
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(server.complete, model=name) for name in ("polite", "new")]
+        queued = 'queued_requests{model="tiny"} 1.0'
+        eventually(lambda: queued in server.client.get("/metrics").text)
+        assert server.complete(model="tiny").status_code == 200  # none waits behind those
+        adapted.behaviour.hold_tokens_after = None
+        assert [each.result().status_code for each in both] == [200, 200]
+    adapted.leave()
+    gone = assert_error(server.complete(model="polite"), 503)
+    assert "that takes adapters" in gone["message"]
+    assert "takes no adapters" in assert_error(server.complete(model="polite"), 400)["message"]
+    assert [each.adapter for each in plain.got(Submit)] == [None]
+
+
 def test_a_name_of_adapters_of_two_models_has_to_say_which(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server()
     for model in ("tiny", "other"):
         adapters = [ref("same")]
-        start_engine(server, name=model, model=model, script=says(model), adapters=adapters)
+        start_engine(
+            server,
+            name=model,
+            model=model,
+            script=says(model),
+            adapters=adapters,
+            max_adapters=1,
+        )
     server.wait_ready()
     eventually(lambda: len(names(server)) == 4)
     error = assert_error(server.complete(model="same"), 404)

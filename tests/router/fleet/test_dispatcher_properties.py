@@ -21,16 +21,28 @@ from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
-from shared.wire import Accepted, Delta, LiveRequest, Refused, SamplingParams, Submit, Usage, Vision
+from shared.wire import (
+    Accepted,
+    AdapterRef,
+    Delta,
+    LiveRequest,
+    Refused,
+    SamplingParams,
+    Submit,
+    Usage,
+    Vision,
+)
 from tests.router.scripted_engine import make_hello
 
 ROWS = 3
+ADAPTER = AdapterRef(name="a", path="/a", digest="d", rank=4)
 STATE = RemoteRequestState
 _USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 
 
 class Fleet:
-    """A dispatcher with two engines, and one whose stop string was found in some sequences."""
+    """A dispatcher with two engines, one of which takes adapters, and one whose stop string was
+    found in some sequences."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -41,6 +53,8 @@ class Fleet:
             engine = Engine(name.encode(), make_hello(name, max_sequences=ROWS), name, 5.0)
             engine.phase = "ready"
             self.model.engines.append(engine)
+        adapted = self.model.engines[0]
+        adapted.hello = msgspec.structs.replace(adapted.hello, max_adapters=1)
         self.takes = True
         self.dispatcher = Dispatcher(
             settings, lambda *_: self.takes, Metrics("test"), lambda tenant, count: None
@@ -67,6 +81,7 @@ class Fleet:
             max_tokens=8,
             stop_token_ids=[],
             priority=tenant.priority(0),
+            adapter=ADAPTER if self.random.random() < 0.3 else None,
         )
         self.sequences.append(RemoteSequence(submit, tenant, lambda: None))
         self.dispatcher.admit(self.model, self.sequences[-1:])
@@ -152,6 +167,7 @@ class Fleet:
         for one in entries:
             waits = one.sequence.state is STATE.WAITING
             assert waits == (one.engine is None), one.sequence.state
+            assert not one.sequence.names_adapter or one.engine in (None, self.model.engines[0])
         for engine in self.model.engines:
             own = {one.sequence.request_id for one in placed if one.engine is engine}
             assert own == set(engine.request_ids) and len(own) <= ROWS
@@ -196,6 +212,15 @@ def test_images_are_not_given_to_a_version_that_takes_others() -> None:
     with_images.successor = without
     assert with_images.version_for(has_output=False) is without
     assert with_images.version_for(has_output=False, has_images=True) is with_images
+
+
+def test_adapters_are_not_given_to_a_version_that_takes_none() -> None:
+    before, after = version(), version()
+    before.successor = after
+    assert before.version_for(has_output=False) is after
+    assert before.version_for(has_output=False, names_adapter=True) is before
+    after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
+    assert before.version_for(has_output=False, names_adapter=True) is after
 
 
 def test_all_texts_of_a_request_are_of_the_same_weights() -> None:

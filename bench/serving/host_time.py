@@ -77,7 +77,7 @@ def _print(program: str, port: int, pid: int, folder: Path) -> None:
 
 def shares(stacks: Stacks) -> dict[str, Counter[str]]:
     """Return the samples of each innermost function of this repository, such as
-    ``router/tokens/text.py: add``, by the line that ran, there or elsewhere."""
+    ``router/tokens/detokenizer.py: feed``, by the line that ran, there or elsewhere."""
     found: dict[str, Counter[str]] = {}
     for stack, count in stacks.items():
         own = next(filter(None, map(_own, reversed(stack))), "elsewhere")

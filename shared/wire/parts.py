@@ -277,7 +277,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     limit_bytes: int = 0
     indexing: bool = False  # the index is being rebuilt
-    state: StoreState = "ok"  # False: nothing is written until the disk works again
+    state: StoreState = "ok"  # otherwise nothing is written until the disk works again
     disk_errors_total: int = 0
     reads_total: int = 0
     writes_total: int = 0

@@ -11,8 +11,8 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class ArchivedTurn(NamedTuple):
 
 class ResponseArchive:
     """The turns of a `ResponseStore`, by number. Changes are queued for a thread. If the disk falls
-    too far behind, they are dropped and logged."""
+    too far behind, new turns are dropped and logged; removals never are."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""
@@ -67,7 +67,7 @@ class ResponseArchive:
             self._database.execute(_TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ArchiveError(f"{directory} cannot be used: {error}") from None
-        self._changes: queue.Queue[_Change | None] = queue.Queue(_MAX_QUEUED)
+        self._changes: queue.Queue[_Change | None] = queue.Queue()
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
 
     def load(self) -> Iterator[ArchivedTurn]:
@@ -77,47 +77,56 @@ class ResponseArchive:
         self._thread.start()
 
     def add(self, turn: ArchivedTurn) -> None:
-        self._change("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn)
+        if self._changes.qsize() >= _MAX_QUEUED:
+            logger.error("stored response not written: the disk is too slow")
+            return
+        self._changes.put(("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn))
 
     def forget_id(self, number: int) -> None:
         """Keep a turn only for later turns that build on it."""
-        self._change("UPDATE turns SET response_id = NULL WHERE number = ?", (number,))
+        self._changes.put(("UPDATE turns SET response_id = NULL WHERE number = ?", (number,)))
 
     def remove(self, number: int) -> None:
-        self._change("DELETE FROM turns WHERE number = ?", (number,))
+        self._changes.put(("DELETE FROM turns WHERE number = ?", (number,)))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, as far as possible within ``timeout_s``."""
-        with suppress(queue.Full):  # the disk hangs
-            self._changes.put(None, timeout=timeout_s)
+        self._changes.put(None)
         self._thread.join(timeout_s)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _change(self, statement: str, values: tuple[object, ...]) -> None:
-        try:
-            self._changes.put_nowait((statement, values))
-        except queue.Full:
-            logger.error("stored response not written: the disk is too slow")
-
     def _write_all(self) -> None:
         failed: dict[object, _Change] = {}
         """Removals by number. What a client has deleted must not be back after a restart."""
+        again_at = 0.0
         while True:
+            if failed and time.monotonic() >= again_at:
+                self._write_again(failed)
+                again_at = time.monotonic() + _AGAIN_S
             try:
-                change = self._changes.get(timeout=_AGAIN_S if failed else None)
+                wait_s = max(0.0, again_at - time.monotonic()) if failed else None
+                change = self._changes.get(timeout=wait_s)
             except queue.Empty:
-                change = next(iter(failed.values()))
+                continue
             if change is None:
                 break
             number = change[1][0]
             failed.pop(number, None)  # one that is written again is no longer to be removed
             if not self._write(change) and not change[0].startswith("INSERT"):
+                if not failed:
+                    again_at = time.monotonic() + _AGAIN_S
                 failed[number] = change
-        for change in failed.values():
-            self._write(change)
+        self._write_again(failed)
         self._database.close()
+
+    def _write_again(self, failed: dict[object, _Change]) -> None:
+        """Write changes until one fails again. Those that are written leave ``failed``."""
+        for number, change in list(failed.items()):
+            if not self._write(change):
+                return
+            del failed[number]
 
     def _write(self, change: _Change) -> bool:
         try:

@@ -14,9 +14,9 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import h11
@@ -77,6 +77,8 @@ class ImageFetcher:
         self._places = Places(MAX_AT_ONCE)
         # A name whose servers do not answer keeps its thread: not one that others need.
         self._resolvers = ThreadPoolExecutor(MAX_AT_ONCE, "resolve")
+        self._lookups: dict[asyncio.Task[object] | None, Future[Any]] = {}
+        """The last lookup of a name, by the task that fetches."""
 
     async def fetch(self, url: str, max_bytes: int, key: str = "") -> bytes:
         """Return what is at ``url``, of at most ``max_bytes``, for a request of ``key``. Raises
@@ -98,7 +100,21 @@ class ImageFetcher:
         except (OSError, h11.RemoteProtocolError, EOFError):
             raise NotFetched("could not be fetched from its host.") from None
         finally:
+            self._give_back(key)
+
+    def _give_back(self, key: str) -> None:
+        """Give the place back, once no thread looks up a name for it any more."""
+        lookup = self._lookups.pop(asyncio.current_task(), None)
+        if lookup is None or lookup.done():
             self._places.give_back(key)
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._places.give_back, key)
+
+        lookup.add_done_callback(ended)
 
     async def _follow(self, url: str, max_bytes: int) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -137,7 +153,9 @@ class ImageFetcher:
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._resolvers, ask)
+        lookup = self._resolvers.submit(ask)
+        self._lookups[asyncio.current_task()] = lookup
+        found = await asyncio.wrap_future(lookup)
         return [str(address[0]) for *_, address in found]
 
     async def _get(self, target: _Target, max_bytes: int) -> bytes | str:

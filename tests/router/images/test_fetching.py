@@ -245,3 +245,24 @@ def test_names_that_nobody_resolves_hold_up_images_alone(monkeypatch: pytest.Mon
         hangs.set()
 
     asyncio.run(run())
+
+
+def test_a_lookup_that_hangs_keeps_the_place_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another key waits for a place then, within its own limit, and not for a thread within that of
+    its host."""
+    hangs = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hangs.wait(10) and [])
+
+    async def run() -> None:
+        fetcher = ImageFetcher([HOST], timeout_s=0.2)
+        url = f"https://{HOST}/a"
+        many = (fetcher.fetch(url, MOST, "many") for _ in range(MAX_AT_ONCE))
+        for late in await asyncio.gather(*many, return_exceptions=True):
+            assert "did not arrive" in str(late)
+        other = asyncio.ensure_future(fetcher.fetch(url, MOST, "other"))
+        await asyncio.sleep(0.4)
+        hangs.set()
+        with pytest.raises(NotFetched, match="not public"):
+            await other
+
+    asyncio.run(run())

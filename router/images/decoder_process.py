@@ -64,8 +64,8 @@ class DecoderProcess:
         started."""
         if job.folder not in self._folders and len(self._folders) >= MAX_PROCESSORS:
             self._end()
-        limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
         process = self._running()
+        limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
         deadline = time.monotonic() + limit_s
         try:
             for frame in (msgspec.msgpack.encode(job), content):

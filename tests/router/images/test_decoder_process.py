@@ -15,6 +15,7 @@ import pytest
 
 from router.images.decoder import DecodeJob
 from router.images.decoder_process import DecoderLost, DecoderProcess
+from tests.router.conftest import eventually
 from tests.router.images.pictures import VISION, encoded, picture, png_header
 from tests.vision_models import needs_mlx_vlm
 
@@ -50,6 +51,17 @@ def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: De
     with pytest.raises(DecoderLost) as lost:
         process.prepare(job, encoded(picture()))
     assert not lost.value.is_late
+    assert process.prepare(job, encoded(picture())).answer.reason is None
+
+
+def test_a_process_that_died_has_the_time_of_a_start_again(
+    process: DecoderProcess, job: DecodeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.prepare(job, encoded(picture()))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: process.pid is None)
+    monkeypatch.setattr(process, "_time_limit_s", 0)
     assert process.prepare(job, encoded(picture())).answer.reason is None
 
 

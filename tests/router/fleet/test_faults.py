@@ -198,8 +198,9 @@ def test_a_stream_that_waits_to_resume_times_out(
 
 
 def test_a_request_that_lost_two_engines_is_not_given_to_a_third(
-    server: Server, start_engine: Start, background: Any
+    start_server: Callable[..., Server], start_engine: Start, background: Any
 ) -> None:
+    server = start_server("--first-token-timeout-s=40")  # each loss is noticed after seconds
     answer: Any = None
     for _ in range(2):
         engine = start_engine(server, hold_tokens_after=0, script=lambda submit: [5])

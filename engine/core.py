@@ -126,14 +126,7 @@ class EngineCore:
                     self._refused.append(taken)
             elif isinstance(item, wire.Encode):
                 why = "this model generates text; it does not embed or rank"
-                self._refused.append(
-                    wire.Refused(
-                        request_id=item.request_id,
-                        attempt=item.attempt,
-                        reason="unsupported",
-                        message=why,
-                    )
-                )
+                self._refused.append(wire.Refused.of(item, "unsupported", why))
             elif isinstance(item, GrammarCompiled):
                 for answer in self._grammar_queue.on_compiled(item.grammar, item.outcome):
                     self._submit(answer)

@@ -170,13 +170,7 @@ class AdapterQueue:
         return [_refused(one, "draining", "the engine is draining") for one, _ in waiting]
 
     def live(self) -> Iterator[wire.LiveRequest]:
-        for request, _ in self._waiting:
-            yield wire.LiveRequest(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                generated=len(request.generated),
-                accepted=False,
-            )
+        return (request.waiting for request, _ in self._waiting)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -231,10 +225,4 @@ def _checked(
 
 
 def _refused(request: wire.Submit, reason: wire.RefusalReason, message: str) -> wire.Refused:
-    return wire.Refused(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        reason=reason,
-        message=message,
-        param="model",
-    )
+    return wire.Refused.of(request, reason, message, "model")

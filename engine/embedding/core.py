@@ -123,7 +123,7 @@ class EmbeddingCore:
         elif isinstance(item, wire.Submit | PicturedSubmit):
             submit = item.request if isinstance(item, PicturedSubmit) else item
             why = "this model embeds or ranks texts; it does not generate text"
-            self._io_thread.send([_refused(submit, "unsupported", why)])
+            self._io_thread.send([wire.Refused.of(submit, "unsupported", why)])
         elif isinstance(item, wire.Abort):
             for key in self._queue.find(item.request_id, item.attempt):
                 self._queue.drop(key)
@@ -136,23 +136,23 @@ class EmbeddingCore:
 
     def _refusal(self, job: wire.Encode) -> wire.Refused | None:
         if self._draining:
-            return _refused(job, "draining", "the engine is shutting down")
+            return wire.Refused.of(job, "draining", "the engine is shutting down")
         if len(self._queue) >= self._max_jobs:
-            return _refused(job, "full", f"it has {self._max_jobs} jobs")
+            return wire.Refused.of(job, "full", f"it has {self._max_jobs} jobs")
         if (job.request_id, job.attempt) in self._queue.find(job.request_id, job.attempt):
-            return _refused(job, "invalid", "the request is already here")
+            return wire.Refused.of(job, "invalid", "the request is already here")
         if job.second_starts and len(job.second_starts) != len(job.token_ids):
-            return _refused(job, "invalid", "second_starts and token_ids do not match")
+            return wire.Refused.of(job, "invalid", "second_starts and token_ids do not match")
         if not job.token_ids:
-            return _refused(job, "invalid", "there are no texts")
+            return wire.Refused.of(job, "invalid", "there are no texts")
         starts = job.second_starts or [0] * len(job.token_ids)
         for ids, start in zip(job.token_ids, starts, strict=True):
             if not ids or not 0 <= start <= len(ids):
-                return _refused(
+                return wire.Refused.of(
                     job, "invalid", "a text has no tokens, or its second part begins outside it"
                 )
             if (why := self._model.check(Text(tuple(ids), start))) is not None:
-                return _refused(job, "invalid", why)
+                return wire.Refused.of(job, "invalid", why)
         return None
 
     # -- passes ----------------------------------------------------------------
@@ -265,14 +265,6 @@ class EmbeddingCore:
             shared_texts_total=queue.num_shared,
             active_memory_bytes=self._active_memory_bytes(),
         )
-
-
-def _refused(
-    message: wire.Encode | wire.Submit, reason: wire.RefusalReason, why: str
-) -> wire.Refused:
-    return wire.Refused(
-        request_id=message.request_id, attempt=message.attempt, reason=reason, message=why
-    )
 
 
 def _encoded(job: Job, error: str | None = None) -> wire.Encoded:

@@ -93,16 +93,7 @@ class GrammarQueue:
         return [_refused(request, "draining", "the engine is draining") for request in waiting]
 
     def live(self) -> Iterable[wire.LiveRequest]:
-        return (
-            wire.LiveRequest(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                generated=len(request.generated),
-                accepted=False,
-            )
-            for requests in self._waiting.values()
-            for request in requests
-        )
+        return (request.waiting for requests in self._waiting.values() for request in requests)
 
     def close(self) -> None:
         if self._compiler is not None:
@@ -141,10 +132,5 @@ def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrR
 def _refused(
     request: wire.Submit, reason: wire.RefusalReason, message: str, param: str | None = None
 ) -> wire.Refused:
-    return wire.Refused(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        reason=reason,
-        message=message,
-        param=param or (request.grammar.param if request.grammar else None),
-    )
+    param = param or (request.grammar.param if request.grammar else None)
+    return wire.Refused.of(request, reason, message, param)

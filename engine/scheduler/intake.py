@@ -21,13 +21,7 @@ class Refusal(Exception):
         self.param = param
 
     def answer(self, request: wire.Submit) -> wire.Refused:
-        return wire.Refused(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            reason=self.reason,
-            message=str(self),
-            param=self.param,
-        )
+        return wire.Refused.of(request, self.reason, str(self), self.param)
 
 
 def make_sequence(

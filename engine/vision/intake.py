@@ -15,13 +15,7 @@ def take_pictures(
     them, or why it is refused."""
 
     def refused(reason: wire.RefusalReason, message: str) -> wire.Refused:
-        return wire.Refused(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            reason=reason,
-            message=message,
-            param="images",
-        )
+        return wire.Refused.of(request, reason, message, "images")
 
     if pixels is None:
         return refused("unsupported", "this model takes no pictures here")

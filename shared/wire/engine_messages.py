@@ -89,6 +89,16 @@ class Submit(Message, frozen=True, tag="submit"):
         """The digest of the adapter's content; empty without an adapter."""
         return "" if self.adapter is None else self.adapter.digest
 
+    @property
+    def waiting(self) -> LiveRequest:
+        """The request as heartbeats list it until the scheduler has accepted it."""
+        return LiveRequest(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            generated=len(self.generated),
+            accepted=False,
+        )
+
 
 class Encode(Message, frozen=True, tag="encode"):
     """Texts to embed, or pairs to score. Each is one row of `Encoded`."""
@@ -194,6 +204,23 @@ class Refused(Message, frozen=True, tag="refused"):
     reason: RefusalReason
     message: str
     param: str | None = None  # the invalid field
+
+    @classmethod
+    def of(
+        cls,
+        request: Submit | Encode,
+        reason: RefusalReason,
+        message: str,
+        param: str | None = None,
+    ) -> Refused:
+        """Return the refusal of ``request``."""
+        return cls(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=reason,
+            message=message,
+            param=param,
+        )
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

@@ -1,1 +1,2 @@
-"""LoRA adapters that requests name: read, kept in places, and added to rows of a batch."""
+"""LoRA adapters named by requests: they are read, placed in memory, and applied to rows of a
+batch."""

@@ -1,8 +1,7 @@
-"""Files of LoRA adapters, as mlx-lm and PEFT write them: read, and checked against a model.
+"""Reads LoRA adapter files in the formats of mlx-lm and PEFT, and checks them against a model.
 
-Nothing of a file is used before its header fits the model, so its size is bounded by the rank and
-by the model's layers. For threads beside the main one: nothing here uses MLX.
-"""
+No tensor is read before the header is found to fit the model, so memory use is bounded by the
+rank and the model's layers. Runs on threads other than the main one; nothing here uses MLX."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ MLX_LM, PEFT = "adapters.safetensors", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_RANK = 128
-"""One adapter's part of a product is one block of MLAS, the library of ONNX Runtime: with more
-columns its sums would depend on what else is computed."""
+"""One adapter's share of a product must fit into one block of MLAS, ONNX Runtime's matmul
+library. With more columns, its sums would depend on the rest of the batch."""
 DIGEST_BYTES = 16
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 _PREFIXES = ("base_model.model.", "base_model.", "")
@@ -37,15 +36,16 @@ _OTHER_KINDS = (
     *("use_dora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"),
     *("alora_invocation_tokens", "layer_replication", "use_qalora"),
 )
-"""Options of PEFT with which an adapter is more than the sum of two products."""
+"""Options of PEFT that make an adapter more than a sum of two products."""
 _CHANGE_THE_MODEL = ("pissa", "olora", "corda")
-"""Ways of PEFT to begin training that change the weights of the model too."""
+"""PEFT initializations that also change the weights of the base model."""
 _NAMED = 3
-"""Names that an error lists."""
+"""Max number of names listed in an error."""
 
 
 class AdapterError(Exception):
-    """An adapter cannot be used. The message is one line, and begins with its directory."""
+    """An adapter cannot be used. The message is one line and starts with the adapter's
+    directory."""
 
 
 class Shape(NamedTuple):
@@ -56,18 +56,18 @@ class Shape(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What is added to the product with a weight: x @ down @ up."""
+    """A low-rank update of a weight: ``x @ down @ up`` is added to the product."""
 
     down: Array  # (in, rank)
-    up: Array  # (rank, out), multiplied by the adapter's scale
+    up: Array  # (rank, out), includes the adapter's scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterWeights:
     """An adapter in memory."""
 
-    layers: Mapping[str, LowRank]  # by the name of the model's linear layer
-    digest: str  # names the content, whatever the format and the machine
+    layers: Mapping[str, LowRank]  # keyed by the name of the model's linear layer
+    digest: str  # of the content, independent of format and machine
 
     @property
     def rank(self) -> int:
@@ -75,7 +75,7 @@ class AdapterWeights:
 
 
 class _Layout(NamedTuple):
-    """How a format names and lays out the two factors of a layer."""
+    """Names and layout of a layer's two factors in one format."""
 
     file: str
     down: str
@@ -88,8 +88,8 @@ _OF_PEFT = _Layout(PEFT, ".lora_A.weight", ".lora_B.weight", True)
 
 
 def read(path: Path, shapes: Mapping[str, Shape], max_rank: int) -> AdapterWeights:
-    """Return the adapter in the directory ``path``, of a model whose linear layers have
-    ``shapes``. Raises: `AdapterError`."""
+    """Return the adapter in directory ``path`` for a model whose linear layers have ``shapes``.
+    Raises: `AdapterError`."""
     with _explained(path):
         opened = _open(path)
         pairs = _pairs(opened.header, opened.layout, shapes, max_rank)
@@ -102,26 +102,25 @@ def read(path: Path, shapes: Mapping[str, Shape], max_rank: int) -> AdapterWeigh
 
 
 def check(path: Path) -> None:
-    """Look at the files of the adapter in the directory ``path``, without its model. Raises:
-    `AdapterError`."""
+    """Check the adapter files in directory ``path`` without the model. Raises: `AdapterError`."""
     with _explained(path):
         opened = _open(path)
         _scales(opened.config, opened.layout)
 
 
 class _Opened(NamedTuple):
-    """What is known of an adapter before its weights are read."""
+    """The metadata of an adapter, before its weights are read."""
 
     config: dict[str, Any]
     layout: _Layout
     file: Path
-    start: int  # of the weights in the file, in bytes
+    start: int  # offset of the weights in the file, in bytes
     header: dict[str, Any]
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise `AdapterError` for whatever is wrong with the files of an adapter."""
+    """Turn any failure to read an adapter's files into an `AdapterError`."""
     try:
         yield
     except _Unfit as error:
@@ -143,7 +142,7 @@ def _open(path: Path) -> _Opened:
 
 
 class _Unfit(Exception):
-    """Why an adapter cannot be used."""
+    """The reason why an adapter cannot be used."""
 
 
 class _Pair(NamedTuple):
@@ -173,7 +172,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _refuse_kind(config: Mapping[str, Any], layout: _Layout) -> None:
-    """Raise `_Unfit` for what is not LoRA, or more than it."""
+    """Raise `_Unfit` if the adapter is not plain LoRA."""
     if layout is _OF_MLX_LM:
         kind = config.get("fine_tune_type", "lora")
         if kind != "lora":
@@ -195,8 +194,7 @@ def _refuse_kind(config: Mapping[str, Any], layout: _Layout) -> None:
 
 
 def _scales(config: Mapping[str, Any], layout: _Layout) -> Any:
-    """Return a function of a layer's name in the file and its rank: what its product is multiplied
-    by."""
+    """Return a function that gives a layer's scale from its name in the file and its rank."""
     if layout is _OF_MLX_LM:
         scale = _number(config["lora_parameters"]["scale"], "lora_parameters.scale")
         return lambda name, rank: scale
@@ -204,7 +202,7 @@ def _scales(config: Mapping[str, Any], layout: _Layout) -> Any:
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise _Unfit("its alpha_pattern is not an object")
-    try:  # PEFT's rule
+    try:  # as in PEFT
         known = [(re.compile(rf"(.*\.)?({key})$"), value) for key, value in patterns.items()]
     except re.error as error:
         raise _Unfit(f"its alpha_pattern has no regular expression: {error}") from None
@@ -227,8 +225,8 @@ def _number(value: object, name: str) -> float:
 def _pairs(
     header: Mapping[str, Any], layout: _Layout, shapes: Mapping[str, Shape], max_rank: int
 ) -> dict[str, _Pair]:
-    """Return the factors of each layer of the model that ``header`` has. Raises `_Unfit` where it
-    has something else, or factors of another size."""
+    """Return the factors of each model layer in ``header``. Raises `_Unfit` if there are unknown
+    tensors, or factors of the wrong size."""
     found: dict[str, dict[str, Any]] = {}
     strange = []
     for name, entry in header.items():
@@ -259,8 +257,8 @@ def _pairs(
 
 
 def _layer_of(written: str, shapes: Mapping[str, Shape]) -> str | None:
-    """Return the model's name of the layer that a file calls ``written``: the same, that of PEFT's
-    wrapper, or one inside of a model for texts and images."""
+    """Return the model's name for the layer that a file calls ``written``. The file may use the
+    same name, the name in PEFT's wrapper, or the name inside a multimodal model."""
     for prefix in _PREFIXES:
         name = written.removeprefix(prefix)
         for each in (name, f"language_model.{name}"):
@@ -300,7 +298,7 @@ def _factors(opened: _Opened, pair: _Pair, scale: float) -> LowRank:
 
 
 def _tensor(file: Path, start: int, entry: Any) -> Array:
-    """Return a tensor of a safetensors file in fp32."""
+    """Return a tensor from a safetensors file in fp32."""
     kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
     if kind not in _SIZES:
         raise _Unfit(f"its weights are in {kind!s:.20}; only {', '.join(_SIZES)} are read")

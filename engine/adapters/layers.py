@@ -1,9 +1,8 @@
-"""Linear layers of mlx-lm's models that add the adapters of a pass to its rows.
+"""Linear layers of mlx-lm models that apply a pass's adapters to its rows.
 
-A layer takes three operations more, whatever the number of adapters: each row is multiplied by the
-factors of its own, which are read where they lie, and the result is added. Rows without one read
-zeros. A pass without adapters is computed as before.
-"""
+A layer needs three more operations, whatever the number of adapters: each row is multiplied by
+the factors of its own adapter, which are read in place, and the result is added. Rows without an
+adapter read zeros. A pass without adapters is computed as before."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from mlx import nn
 from engine.adapters.checkpoint import LowRank, Shape
 
 _OF_EXPERTS = re.compile(r"\bexperts\b")
-"""In names of layers, where each expert has its own (DBRX)."""
+"""Part of the names of layers that exist once per expert (DBRX)."""
 _READ = ("prediction_coefs", "correction_coefs", "_res_proj")
-"""Names of layers that a model multiplies by itself (Gemma 3n, Kimi K3)."""
+"""Layers whose weights are read directly by the model's code (Gemma 3n, Kimi K3)."""
 _rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
-"""The place of each row of the pass that is being computed. A pass that is divided has a stack of
-its own (`engine.batch.layered`), and with it a context of its own."""
+"""The place of each row in the current pass. A divided pass has its own stack
+(`engine.batch.layered`), and therefore its own context."""
 
 
 @contextmanager
 def applied(places: Sequence[int]) -> Iterator[None]:
-    """Add the adapters in ``places`` to the rows of what is computed meanwhile, one each."""
+    """Apply the adapters in ``places``, one per row, to everything computed in this context."""
     if not any(places):
         yield
         return
@@ -42,7 +41,7 @@ def applied(places: Sequence[int]) -> Iterator[None]:
 
 
 class Factors:
-    """The factors of one layer, of all places. None until an adapter has some for it."""
+    """The factors of one layer for all places. None until some adapter has factors for it."""
 
     def __init__(self, shape: Shape, count: int, rank: int) -> None:
         self.shape, self.count, self.rank = shape, count, rank
@@ -59,13 +58,13 @@ class Factors:
         if factors is not None:
             rank = factors.down.shape[1]
             down[:, :rank], up[:rank] = factors.down, factors.up
-        # New arrays: passes that are under way go on with those that they have.
+        # New arrays: passes in progress keep the ones they started with.
         self.down[place], self.up[place] = mx.array(down), mx.array(up)
         mx.eval(self.down, self.up)
 
 
 class _Adapted:
-    """A linear layer with adapters."""
+    """A linear layer that applies adapters."""
 
     factors: Factors
 
@@ -92,10 +91,12 @@ class GraphStore:
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers of ``model`` to which adapters can be added, by name: all that are linear,
-    but for the last one, which may be the embedding. Experts are not among them: their rows are
-    some of the tokens of a pass, in another order. Nor are a model's own kinds, which may return
-    something else (AFM 7), and layers whose weights its code reads."""
+    """Return the layers of ``model`` that support adapters, by name: all linear layers except
+    the last one, which may be the embedding.
+
+    Experts are excluded: their rows are a subset of the pass's tokens, in another order. So are
+    a model's own layer classes, which may return something else (AFM 7), and layers whose
+    weights its code reads directly."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -115,7 +116,8 @@ def shape_of(module: Any) -> Shape:
 
 
 def adapt(layers: Mapping[str, Any], count: int, rank: int) -> GraphStore:
-    """Let ``layers`` add adapters of ``count`` places, up to a ``rank``. Return what keeps them."""
+    """Enable adapters in ``layers``, with ``count`` places of at most ``rank``. Return their
+    storage."""
     kinds: dict[type, type] = {}
     found = {}
     for name, module in layers.items():

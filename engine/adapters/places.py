@@ -1,7 +1,6 @@
-"""Places for adapters on the device, and which adapters have them.
+"""Places for adapters on the device.
 
-Places are numbered from 1. Place 0 stands for none: what is added there is zero.
-"""
+Places are numbered from 1. Place 0 means no adapter: its factors are zero."""
 
 from __future__ import annotations
 
@@ -11,36 +10,36 @@ from typing import Protocol
 from engine.adapters.checkpoint import AdapterError, AdapterWeights, LowRank, Shape
 
 COLUMNS = 16
-"""On a CPU, columns of a first product that are computed together. MLAS divides no fewer between
-threads, and sums in other pieces where there are more."""
+"""On a CPU, columns of a first product that are computed together. MLAS splits no fewer columns
+between threads, and sums more columns in different pieces."""
 MAX_AHEAD = 2
-"""Adapters that are read, or wait in memory for a place."""
+"""Max number of adapters that are being read or wait in memory for a place."""
 
 
 def columns_of(rank: int) -> int:
-    """Return the columns that an adapter of ``rank`` takes on a CPU: whole groups, and at least
-    two, since one column takes another way, like one row."""
+    """Return the number of columns for an adapter of ``rank`` on a CPU: whole groups, and at
+    least two, because MLAS computes a single column differently, as it does a single row."""
     width = max(2, min(rank, COLUMNS))
     return -(-rank // width) * width
 
 
 class AdapterStore(Protocol):
-    """What keeps the factors of the adapters in places, as passes read them."""
+    """Stores the factors of adapters by place, where passes read them."""
 
     def put(self, place: int, layers: Mapping[str, LowRank]) -> None:
-        """Give ``place`` the factors of an adapter, by layer, in place of those before."""
+        """Replace the factors in ``place`` with ``layers``, which are keyed by layer name."""
 
 
 class AdapterPlaces:
-    """The adapters in places, by their digests. Only the main thread calls this."""
+    """The adapters in places, by digest. Only the main thread uses this."""
 
     def __init__(self, shapes: Mapping[str, Shape], count: int, max_rank: int) -> None:
         self.shapes, self.count, self.max_rank = shapes, count, max_rank
         self.store: AdapterStore | None = None
-        """Set once it is known how the model is computed."""
-        self._places: dict[str, int] = {}  # by digest, the one used least recently first
+        """Set once the way in which the model is computed is known."""
+        self._places: dict[str, int] = {}  # by digest, least recently used first
         self.swaps = 0
-        """How often an adapter has taken the place of another."""
+        """Number of times an adapter has replaced another one."""
 
     @property
     def digests(self) -> list[str]:
@@ -48,21 +47,22 @@ class AdapterPlaces:
 
     @property
     def reserved_bytes(self) -> int:
-        """The most that all places take, in fp32, with that of none, and adapters on their way to
-        one."""
+        """Max size of all places in fp32, including place 0, and of adapters waiting for a
+        place."""
         per_column = sum(shape.inputs + shape.outputs for shape in self.shapes.values())
         return 4 * (self.count + 1 + MAX_AHEAD) * columns_of(self.max_rank) * per_column
 
     def find(self, digest: str) -> int | None:
-        """Return the place of an adapter, which counts as used now; None if it has none."""
+        """Return the place of an adapter and mark it as used now; None if it has no place."""
         place = self._places.pop(digest, None)
         if place is not None:
             self._places[digest] = place
         return place
 
     def put(self, weights: AdapterWeights, used: Collection[int]) -> int | None:
-        """Give an adapter a place that is free, or that of the one used least recently. None if
-        all are ``used``. Raises: `AdapterError` if there is no memory; the place is free then."""
+        """Assign an adapter a free place, or the least recently used one. Return None if all
+        places are in ``used``. Raises: `AdapterError` if memory runs out; the place is then
+        free."""
         place = next(self._free(), None)
         if place is None:
             victim = self.victim(used)
@@ -73,13 +73,14 @@ class AdapterPlaces:
         assert self.store is not None
         try:
             self.store.put(place, weights.layers)
-        except Exception as error:  # of MLX, most likely because it finds no memory
+        except Exception as error:  # from MLX, most likely out of memory
             raise AdapterError(f"an adapter finds no memory: {error!r}") from error
         self._places[weights.digest] = place
         return place
 
     def victim(self, used: Collection[int]) -> str | None:
-        """Return the adapter, used least recently, whose place is not ``used``, if any."""
+        """Return the least recently used adapter whose place is not in ``used``, None if there
+        is none."""
         return next((d for d, place in self._places.items() if place not in used), None)
 
     def _free(self) -> Iterator[int]:

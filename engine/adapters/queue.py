@@ -1,4 +1,4 @@
-"""The queue of requests whose adapters are not in memory."""
+"""The queue of requests whose adapters are not loaded yet."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_CHECKS = 16
 
 
 class AdapterRead(NamedTuple):
-    """What has come of reading a directory."""
+    """The outcome of reading a directory."""
 
     path: str
     outcome: AdapterWeights | AdapterError
-    check: wire.CheckAdapter | None = None  # why it was read, if not for a request
+    check: wire.CheckAdapter | None = None  # from a router, None for a request
 
 
 class AdapterReader:
-    """Reads adapters on a thread of its own, one at a time."""
+    """Reads adapters on its own thread, one at a time."""
 
     def __init__(
         self, shapes: Mapping[str, Shape], max_rank: int, done: Callable[[AdapterRead], None]
@@ -42,7 +42,7 @@ class AdapterReader:
             outcome = read(Path(path), self._shapes, self._max_rank)
         except AdapterError as error:
             outcome = error
-        except Exception as error:  # such as too little memory: this adapter's alone
+        except Exception as error:  # such as too little memory: only this adapter fails
             outcome = AdapterError(f"the adapter in {path} cannot be read: {error!r}")
         self._done(AdapterRead(path, outcome, check))
 
@@ -52,7 +52,7 @@ class AdapterReader:
 
 @dataclass(frozen=True)
 class PlacedRequest:
-    """A request whose adapter is in ``place``, as long as it lives."""
+    """A request whose adapter stays in ``place`` until the request ends."""
 
     request: wire.Submit
     grammar: object
@@ -63,20 +63,20 @@ PlacedOrRefused = PlacedRequest | wire.Refused
 
 
 class AdapterQueue:
-    """Passes requests at once that name no adapter, or one that has a place. The others wait.
+    """Holds requests until their adapters have a place.
 
-    An adapter that finds no place gets that of the one used least recently, as soon as no request
-    uses it. New requests for that one wait behind. Only the main thread calls this.
-    """
+    Requests without an adapter, or with a loaded one, pass at once. If no place is free, an
+    adapter replaces the least recently used one as soon as no request uses it; new requests for
+    the replaced adapter wait behind. Only the main thread uses this."""
 
     def __init__(self, places: AdapterPlaces | None, reader: AdapterReader | None) -> None:
-        """Without them every request for an adapter is refused."""
+        """If ``places`` or ``reader`` is None, every request for an adapter is refused."""
         self._places, self._reader = places, reader
         self._waiting: list[tuple[wire.Submit, object]] = []
-        self._reading: dict[str, str] = {}  # by path, the digest that is wanted
-        self._ready: dict[str, AdapterWeights] = {}  # by digest, those that wait for a place
+        self._reading: dict[str, str] = {}  # the expected digest, by path
+        self._ready: dict[str, AdapterWeights] = {}  # adapters waiting for a place, by digest
         self._closing: str | None = None
-        """The adapter that gives up its place next."""
+        """The adapter that will lose its place next."""
         self._checks = 0
 
     @property
@@ -92,7 +92,7 @@ class AdapterQueue:
         return 0 if self._places is None else self._places.swaps
 
     def add(self, request: wire.Submit, grammar: object) -> PlacedOrRefused | None:
-        """Return the request, or its refusal; None if it waits for `take`."""
+        """Return the request or its refusal; None if it has to wait, and `take` will return it."""
         self._drop(request.request_id, None)
         if request.adapter is None:
             return PlacedRequest(request, grammar, 0)
@@ -107,8 +107,8 @@ class AdapterQueue:
         return None
 
     def take(self, used: Collection[int]) -> Iterator[PlacedOrRefused]:
-        """Yield the requests that need not wait any more. ``used`` are the places of those that
-        run."""
+        """Yield the requests that no longer have to wait. ``used`` are the places of running
+        requests."""
         self._closing = None
         taken, left = {*used}, []
         for request, grammar in self._waiting:
@@ -128,8 +128,8 @@ class AdapterQueue:
         self._read_ahead()
 
     def on_read(self, done: AdapterRead) -> list[wire.Refused | wire.AdapterChecked]:
-        """Take in an adapter that was read. Return the answer to whoever asked for it, or the
-        refusals of the requests that waited, if it cannot be used."""
+        """Accept an adapter that was read. Return the answer to the router's question, or, if
+        the adapter is unusable, the refusals of the requests that waited for it."""
         outcome = done.outcome
         if done.check is not None:
             self._checks -= 1
@@ -148,7 +148,8 @@ class AdapterQueue:
         return [_refused(request, "invalid", why) for request in refused]
 
     def check(self, asked: wire.CheckAdapter) -> wire.AdapterChecked | None:
-        """Read an adapter for a router; the answer comes from `on_read`, unless it is known."""
+        """Check an adapter for a router. Returns the answer if it is known; otherwise `on_read`
+        does."""
         error = None
         if self._reader is None:
             error = "this engine was started without --adapter and --max-adapters"
@@ -193,7 +194,7 @@ class AdapterQueue:
         return place
 
     def _read_ahead(self) -> None:
-        """Read the adapters of the first requests that wait."""
+        """Read the adapters of the first waiting requests."""
         assert self._reader is not None
         for request, _ in self._waiting:
             if len(self._reading) + len(self._ready) >= MAX_AHEAD:

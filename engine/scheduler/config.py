@@ -12,7 +12,8 @@ from engine.scheduler.timing.time_share import DEFAULT_STREAMS_SHARE
 StorePolicy = Literal["evict_only", "write_through"]
 
 ROOMY_TOKENS = 2048
-"""Smallest capacity with shared slabs, if this much for every sequence is little."""
+"""Smallest capacity with shared slabs, if memory has room for that many tokens per sequence many
+times over."""
 
 
 class Ring(NamedTuple):
@@ -65,8 +66,8 @@ class SchedulerConfig:
     picture_bytes: int = 0  # all cached embeddings, in addition to `limit_bytes`
     picture_layers: int = 1  # parts of an encoding that may be computed in different plans
     whole_picture_tokens: int = 0
-    """The most tokens of a chunk, where all embeddings of a picture have to be in one chunk, since
-    they attend to each other; 0 where they need not."""
+    """Max tokens of a chunk, for models in which a picture's embeddings attend to each other and
+    must be in one chunk; 0 for other models."""
 
     def __post_init__(self) -> None:
         if not self.slot_block_bytes:
@@ -118,8 +119,8 @@ class SchedulerConfig:
 
     @property
     def copies_positions(self) -> bool:
-        """Whether positions are copied from slot to slot. In a ring they may be gone, and with
-        look-ahead another sequence's positions may still turn out to be wrong."""
+        """Whether positions are copied from slot to slot. A ring may no longer have them, and
+        with look-ahead the positions of another sequence may still turn out to be wrong."""
         return self.reuses_kv and not (self.state_bytes or self.rings or self.look_ahead)
 
     @property

@@ -1,4 +1,4 @@
-"""The consequences of a chunk or a picture that failed."""
+"""Handles chunks and pictures that failed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.scheduler.sequences.sequence_table import SequenceTable
 def without_pictures(
     result: StepResult, sequences: SequenceTable, prefilling: Prefilling
 ) -> dict[Sequence, str]:
-    """Drop the pictures that could not be encoded. Return the sequences that need one next or
-    later, and why they fail. A pass of theirs is dropped: no chunk in it has raised."""
+    """Drop the pictures that could not be encoded. Return the sequences that still need one of
+    them, and why they fail. Their passes are dropped: no chunk in them has raised."""
     found: dict[Sequence, str] = {}
     for digest, reason in result.failed_pictures:
         prefilling.pictures.drop(digest)

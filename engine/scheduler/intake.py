@@ -34,12 +34,9 @@ def make_sequence(
     grammar: object = None,
     adapter: int = 0,
 ) -> Sequence:
-    """Return the sequence for ``request``, its ``max_tokens`` cut to what the context leaves.
-
-    ``largest_capacity`` is the number of tokens of a slot that is alone in memory, and
-    ``adapter`` the place of the request's adapter.
-    Raises: `Refusal`.
-    """
+    """Return the sequence for ``request``. Its ``max_tokens`` is limited by the context.
+    ``largest_capacity`` is the capacity in tokens of a slot that has all memory to itself, and
+    ``adapter`` the place of the request's adapter. Raises: `Refusal`."""
     _check_tokens(request, config.vocab_size)
     if request.max_tokens < 1:
         raise Refusal("invalid", f"max_tokens is {request.max_tokens}", "max_tokens")
@@ -80,7 +77,7 @@ def make_sequence(
 
 
 def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePicture, ...]:
-    """Return the pictures of ``request``, whose places in the prompt were checked. Raises:
+    """Return the pictures of ``request`` after checking their positions in the prompt. Raises:
     `Refusal`."""
     if request.images and config.image_token_id is None:
         raise Refusal("unsupported", "this model takes no pictures here", "images")
@@ -100,7 +97,7 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
             message = f"picture {number} has more embeddings than are computed at once"
             raise Refusal("too_large", message, "images")
         if config.whole_picture_tokens and request.prompt_logprobs is not None:
-            # A chunk with a whole picture would have the logits of all its positions.
+            # A chunk with a whole picture would compute the logits of all its positions.
             message = "this model gives no log-probabilities of prompts with pictures"
             raise Refusal("unsupported", message, "prompt_logprobs")
         if image.arrays:

@@ -1,4 +1,4 @@
-"""Invariants that hold between any two calls. Checking them walks over everything."""
+"""Invariants that hold between any two calls. Checking them visits every structure."""
 
 from __future__ import annotations
 

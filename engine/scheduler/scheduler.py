@@ -28,16 +28,16 @@ from engine.speculation.speculator import Speculator
 from shared import wire
 
 OOM_LIMIT_SHARE = 0.9
-"""Part of the memory used when the device ran out of it that may be used from then on."""
+"""When the device runs out of memory, the new limit as a fraction of the memory then in use."""
 
 
 class Scheduler:
     """Decides what the engine does next, and never touches the device.
 
     The caller runs each plan and passes its result to `apply`, in order. With ``look_ahead`` it
-    may ask for one more plan before that. Nothing here blocks, and no message makes anything
-    raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools.
-    """
+    may request one more plan before that. Nothing here blocks, and no message raises an
+    exception. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and
+    tools."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class Scheduler:
         self._steps = 0
         self._draining = False
         self.progress = 0
-        """Tokens computed so far. It stands still only while nothing is computed."""
+        """Number of tokens computed so far. It does not change only if nothing is computed."""
 
     # -- messages ------------------------------------------------------------------
 
     def submit(self, message: wire.Submit, grammar: object = None, adapter: int = 0) -> None:
-        """Accept or refuse a request: `take_outputs` returns `Accepted` and deltas from then on,
-        or `Refused`. ``grammar`` is its compiled grammar, kept as long as the request, and
-        ``adapter`` the place of its adapter, which must stay there as long."""
+        """Accept or refuse a request. `take_outputs` then returns `Accepted` and deltas, or
+        `Refused`. ``grammar`` is its compiled grammar, kept until the request ends. ``adapter``
+        is the place of its adapter, which must stay there until then."""
         try:
             self._end_older_attempt(message)
             seq = make_sequence(
@@ -116,18 +116,18 @@ class Scheduler:
         self.sequences.live[message.request_id] = seq
         self.sequences.enqueue(seq)
         if message.generated:
-            # An earlier attempt may have reached the end without its last delta being received.
+            # An earlier attempt may have reached the end, but its last delta was lost.
             self._send(seq, [], [], seq.finish_reason(self.config.eos_token_ids))
 
     def abort(self, request_id: str, attempt: int | None = None) -> None:
-        """End a request without a delta; its slot is free in the next plan."""
+        """End a request without a delta. Its slot is free in the next plan."""
         seq = self.sequences.live.get(request_id)
         if seq is not None and attempt in (None, seq.request.attempt):
             self._counters.aborts += 1
             self._end(seq)
 
     def drop(self, requests: Collection[tuple[str, int]]) -> None:
-        """Forget ``requests``, each an id and an attempt: their router is gone."""
+        """Forget ``requests``, a set of (id, attempt), because their router is gone."""
         for request_id, attempt in requests:
             seq = self.sequences.live.get(request_id)
             if seq is not None and seq.request.attempt == attempt:
@@ -137,7 +137,7 @@ class Scheduler:
         deltas[:] = [one for one in deltas if (one.request_id, one.attempt) not in requests]
 
     def clear_cache(self) -> None:
-        """Drop the blocks and snapshots that nothing uses. Memory is freed with the next step."""
+        """Drop unused blocks and snapshots. Memory is freed by the next step."""
         self.memory.evict_all()
 
     def drain(self) -> None:
@@ -147,8 +147,8 @@ class Scheduler:
     def on_fetched(
         self, ticket: int, payloads: SequenceOf[Payload], state: FoundState | None = None
     ) -> None:
-        """Take in the kvstore's answer to a fetch: its blocks from the first one on, or none, and
-        the state that was found."""
+        """Accept the kvstore's answer to a fetch: its blocks from the first one on, or none, and
+        the state."""
         seq = self.sequences.loading.pop(ticket, None)
         if seq is not None:
             state_blocks = self.config.state_blocks if state else 0
@@ -161,7 +161,7 @@ class Scheduler:
             self.sequences.enqueue(seq)
 
     def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
-        """Note that a block or a snapshot of `Outputs.stores` did not get to the kvstore."""
+        """Record that a block or a snapshot of `Outputs.stores` did not reach the kvstore."""
         self.memory.on_not_stored(block_hash, is_snapshot=is_snapshot)
 
     # -- steps ---------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Scheduler:
     def schedule(self, store_room: StoreRoom | None = None) -> Plan | None:
         """Return the next plan, None if there is nothing to do before a message or a result.
 
-        What goes to the kvstore is kept within ``store_room``, and the rest comes later."""
+        Data for the kvstore is limited to ``store_room``; the rest is sent later."""
         self.memory.backlog.room = store_room
         if len(self._in_flight) > self.config.look_ahead:
             return None
@@ -185,10 +185,9 @@ class Scheduler:
                 return None
 
     def apply(self, result: StepResult) -> None:
-        """Take in the result of the oldest plan in flight.
+        """Process the result of the oldest plan in flight.
 
-        Raises: ValueError if the result belongs to another step, which is a bug of the caller.
-        """
+        Raises: ValueError if the result belongs to another step, which is a bug of the caller."""
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"step {result.step} is not the oldest one in flight")
         self._in_flight[0].check(result)
@@ -212,12 +211,12 @@ class Scheduler:
             start += length
 
     def recover(self, reason: str, *, out_of_memory: bool) -> bool:
-        """Take back all plans in flight, one of which raised; the executor has been reset.
+        """Undo all plans in flight after one of them raised and the executor was reset.
 
-        Sequences that held a slot wait to begin again, fewer of them at once, and within less
-        memory if the step was ``out_of_memory``. A sequence that was alone twice ends with
-        ``reason`` as its error. Returns False if none held a slot: the step would raise again.
-        """
+        Sequences with a slot wait to start again, fewer of them at once, and with a lower memory
+        limit if the step was ``out_of_memory``. A sequence that was running alone both times
+        ends with ``reason`` as its error. Returns False if no sequence had a slot: the step
+        would raise again."""
         running = self.sequences.ordered(*HOLDING_SLOT)
         ledger = self.memory.ledger
         if out_of_memory:
@@ -248,27 +247,28 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request, and nothing in flight of an earlier one."""
+        """Whether there is no request, and nothing of an earlier one is in flight."""
         sequences = self.sequences
         unsent = sequences.leaving or sequences.vacated or self.memory.backlog.has_next
         return not (sequences.live or self._in_flight or unsent)
 
     @property
     def num_unstored(self) -> int:
-        """How many blocks and snapshots wait for room on their way to the kvstore."""
+        """Number of blocks and snapshots waiting to be sent to the kvstore."""
         return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
-        """Return every request, and how far it is."""
+        """Return every request with its progress."""
         return report.live_requests(self.sequences, self.planner.prefilling.passes, self.config)
 
     @property
     def adapters(self) -> set[int]:
-        """The places of the adapters of all requests."""
+        """The adapter places of all requests."""
         return {seq.adapter for seq in self.sequences.live.values()}
 
     def cached_hashes(self) -> list[bytes]:
-        """Return every hash that sequences may start from. `Outputs` has the changes of it."""
+        """Return every hash that sequences may start from. `Outputs` has the changes to this
+        set."""
         return self.memory.findable_hashes()
 
     def stats(self) -> wire.EngineStats:
@@ -289,7 +289,7 @@ class Scheduler:
     # -- inside --------------------------------------------------------------------
 
     def _end_older_attempt(self, message: wire.Submit) -> None:
-        """End an older attempt of the request. Raises: `Refusal` if there is no place."""
+        """End an older attempt of the request. Raises: `Refusal` if there are too many requests."""
         if self._draining:
             raise Refusal("draining", "the engine is draining")
         live = self.sequences.live
@@ -304,7 +304,7 @@ class Scheduler:
     def _append_run(
         self, seq: Sequence, run: SequenceOf[int], logprobs: SequenceOf[wire.TokenLogprobs | None]
     ) -> None:
-        """Add the tokens of a decode and send them."""
+        """Append the tokens of a decode and send them."""
         if seq.first_token_s is None:
             seq.first_token_s = self._clock()
             self._counters.image_hits += max(0, len(seq.pictures) - seq.num_encoded)
@@ -329,7 +329,7 @@ class Scheduler:
         logprobs: list[wire.TokenLogprobs],
         finish: wire.FinishReason | None,
     ) -> None:
-        """Send ``token_ids``, the last ones of ``seq``, and end ``seq`` if it finishes."""
+        """Send ``token_ids``, the last tokens of ``seq``, and end ``seq`` if it is finished."""
         if token_ids or finish:
             self._outputs.add_delta(
                 seq, token_ids, self._clock(), logprobs=logprobs or None, finish=finish
@@ -338,23 +338,23 @@ class Scheduler:
             self._end(seq)
 
     def _count_failure(self, seq: Sequence, reason: str) -> None:
-        """Count a step that raised while ``seq`` was alone, and end ``seq`` the second time: then
-        the cause is ``seq``. Before the first time the cache took memory too."""
+        """Count a step that raised while ``seq`` ran alone. End ``seq`` the second time, because
+        ``seq`` must be the cause. The first time, the cache may have used the missing memory."""
         seq.failures += 1
         if seq.failures > 1:
             self._outputs.add_delta(seq, [], self._clock(), finish="error", error=reason)
             self.sequences.finish(seq)
 
     def _end(self, seq: Sequence) -> None:
-        """End ``seq``; what it computed stays cached."""
+        """End ``seq``. Its computed blocks stay cached."""
         self._prefix_cache.touch_computed(seq)
         self._prefix_cache.snapshot_policy.publish_trailing(seq)
         self.memory.release_fetch(seq)
         self.sequences.finish(seq)
 
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
-        """End the sequences whose part of the step raised, and restart those that restored blocks
-        of theirs."""
+        """End the sequences whose part of the step raised, and restart those that restored their
+        blocks."""
         reasons = without_pictures(result, self.sequences, self.planner.prefilling)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for seq, block in step.invalid_blocks:
@@ -379,7 +379,7 @@ class Scheduler:
                 self.sequences.enqueue(seq, Status.PREEMPTED)
 
     def _release_saved_blocks(self, step: InFlightStep, result: StepResult) -> None:
-        """Unpin the blocks that were saved, and send those whose bytes came back to the kvstore."""
+        """Unpin the saved blocks, and send those whose bytes were exported to the kvstore."""
         missing = {block.id for _, block in step.invalid_blocks}
         failed = {step.by_slot[slot] for slot, _ in result.failed}
         for seq, blocks in reversed(step.saved.items()):

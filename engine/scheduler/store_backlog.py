@@ -11,17 +11,17 @@ from engine.scheduler.pools.block_pool import Block
 
 
 class StoreBacklog:
-    """Blocks and snapshots to send to the kvstore, first come first served.
+    """Blocks and snapshots to send to the kvstore, in order.
 
-    They take no additional memory: they are in the pools, and are removed from here when evicted.
-    ``room`` limits what may be in flight, None without a limit. What is not stored is added again.
-    """
+    They take no additional memory: they are in the pools, and are removed from here when
+    evicted. ``room`` limits the number in flight, None means no limit. A block that was not
+    stored is added again."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_bytes, self._state_bytes = config.block_bytes, config.state_bytes
         self.room: StoreRoom | None = None
         self._waiting: dict[int, Block] = {}  # by id
-        self._exported: dict[int, Block] = {}  # those whose bytes are to come back, by id
+        self._exported: dict[int, Block] = {}  # blocks whose bytes are being exported, by id
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -31,7 +31,7 @@ class StoreBacklog:
 
     @property
     def num_exported(self) -> int:
-        """Number of those taken out whose bytes have not come back yet."""
+        """Number of blocks taken whose bytes have not been returned yet."""
         return len(self._exported)
 
     @property
@@ -66,7 +66,7 @@ class StoreBacklog:
         self._exported.pop(block_id, None)
 
     def came_back(self, block_id: int, payload: Payload) -> Store | None:
-        """Return what to send to the kvstore, None for a block that was never saved."""
+        """Return the message for the kvstore, None for a block that was never saved."""
         block = self._exported.pop(block_id, None)
         return None if block is None else Store(block.hash, payload, block.is_snapshot)
 
@@ -75,7 +75,7 @@ class StoreBacklog:
         self._exported.clear()
 
     def _fitting(self) -> Iterator[Block]:
-        """Yield the first ones that there is room for."""
+        """Yield the first blocks that there is room for."""
         files = len(self._exported)
         size_bytes = sum(map(self._bytes_of, self._exported.values()))
         for block in self._waiting.values():

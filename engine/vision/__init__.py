@@ -1,1 +1,1 @@
-"""Pictures: the vision encoder of a model, and the embeddings that it makes."""
+"""Pictures: a model's vision encoder, and the embeddings it computes."""

@@ -1,9 +1,8 @@
-"""Passes of a vision encoder that are computed a few layers at a time.
+"""Passes of a vision encoder, computed a few layers at a time.
 
-mlx-vlm's code computes a picture's embeddings in one call. As in `engine.batch.layered` that call
-has a stack of its own, which is left where the next layer of the tower would begin, and entered
-again later, so that running streams go on meanwhile.
-"""
+mlx-vlm computes a picture's embeddings in one call. As in `engine.batch.layered`, that call runs
+on its own stack. It is suspended before the next layer of the tower and resumed later, so
+running streams continue in between."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ Arrays = dict[str, mx.array]
 
 
 class VisionEncoder:
-    """The parts of a multimodal model that make embeddings of pictures."""
+    """The parts of a multimodal model that compute embeddings of pictures."""
 
     def __init__(self, model: Any, image_token_id: int, hidden: int, dtype: mx.Dtype) -> None:
-        """``model`` is mlx-vlm's, with its weights. Its language model is taken out of it:
-        embeddings have ``hidden`` elements of ``dtype``, which are the language model's."""
+        """``model`` is mlx-vlm's model with its weights. Its language model is removed.
+        Embeddings have ``hidden`` elements of ``dtype``, as in the language model."""
         model.language_model = _NoLanguageModel(hidden, dtype)
         self.model = model
         self.image_token_id = image_token_id
@@ -30,15 +29,16 @@ class VisionEncoder:
         self.axes_of_pairs: Sequence[int] = ()
         """As in `engine.batch.axes.Axes`; empty if positions have one axis."""
         self.deep_layers = 0
-        """Layers of the language model to whose outputs features are added. They follow the
+        """Layers of the language model whose outputs get features added. The features follow the
         embeddings, side by side."""
         self.attends_both_ways = False
-        """Whether the tokens of a picture attend to each other, and not only to those before."""
+        """Whether the tokens of a picture attend to each other in both directions."""
         self.unscaled = 1.0
-        """Embeddings are divided by what only mlx-lm's language model multiplies them by."""
+        """Embeddings are divided by the factor that only mlx-lm's language model multiplies them
+        by."""
         self._gate = _Gate()
         self.layers = _divide(model, self._gate)
-        """Parts of a pass that may be computed one by one."""
+        """Number of parts of a pass that can be computed separately."""
 
     def begin(self, token_ids: Sequence[int], arrays: Arrays) -> EncoderPass:
         """Return the pass for a picture with ``token_ids`` in a prompt, and these ``arrays``."""
@@ -61,19 +61,19 @@ class VisionEncoder:
 
 
 class EncoderPass:
-    """One call of an encoder. It begins with the first `advance`."""
+    """One call of an encoder. It starts with the first `advance`."""
 
     def __init__(self, gate: _Gate, compute: Callable[[], mx.array]) -> None:
         self._gate, self._call = gate, greenlet(compute)
         self._entered = self._end = 0
         self._inputs: list[mx.array] = []
         self.embeddings: mx.array | None = None
-        """(embeddings, hidden and features), once all is computed."""
+        """(embeddings, hidden and features), once the pass is complete."""
 
     def advance(self, layers: int | None) -> list[mx.array]:
-        """Compute so many more layers, all that are left for None. Return what to evaluate."""
+        """Compute this many more layers; None: all that are left. Return the arrays to evaluate."""
         self._end = self._end + layers if layers is not None else 1 << 30
-        if self.embeddings is not None:  # it had fewer layers than was thought
+        if self.embeddings is not None:  # the pass had fewer layers than expected
             return [self.embeddings]
         self._gate.current = self
         try:
@@ -86,7 +86,8 @@ class EncoderPass:
         return self._inputs
 
     def enter_layer(self, inputs: Sequence[Any]) -> None:
-        """Leave the call if no more layers are wanted now. The next one has these ``inputs``."""
+        """Suspend the call before a layer with these ``inputs`` if no more layers are wanted
+        now."""
         if self._entered >= self._end:
             self._inputs = [x for x in inputs if isinstance(x, mx.array)]
             assert self._call.parent is not None
@@ -95,19 +96,19 @@ class EncoderPass:
         self._entered += 1
 
     def close(self) -> None:
-        """Give up the call, if it is not complete."""
+        """End the call if it is not complete."""
         if self._call and not self._call.dead:
             self._call.throw()
 
 
 class _Gate:
-    """Knows the pass that is computed now."""
+    """Holds the pass that is being computed."""
 
     current: EncoderPass | None = None
 
 
 class _TowerLayer(nn.Module):  # type: ignore[misc]
-    """A layer of a tower, which tells when it is called."""
+    """A tower layer that reports each call to the gate."""
 
     def __init__(self, layer: Any, gate: _Gate) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class _TowerLayer(nn.Module):  # type: ignore[misc]
 
 
 class _NoLanguageModel:
-    """Stands for the language model where embeddings of pictures are put between those of text."""
+    """Replaces the language model where mlx-vlm merges embeddings of pictures and text."""
 
     embed_scale = 1.0
     hidden_size_per_layer_input = 0
@@ -137,7 +138,7 @@ class _NoLanguageModel:
         self.model = self
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
-        """Leave positions to the scheduler, which knows all of the prompt."""
+        """Skip positions: the scheduler computes them, from the whole prompt."""
         return None, None
 
     def embed_tokens(self, tokens: mx.array) -> mx.array:
@@ -145,7 +146,7 @@ class _NoLanguageModel:
 
 
 def _divide(model: nn.Module, gate: _Gate) -> int:
-    """Have the layers of all towers in ``model`` tell when they are called. Return their number."""
+    """Make the layers of all towers in ``model`` report their calls. Return their number."""
     count = 0
     for _, module in model.named_modules():
         for layers in module.values():
@@ -156,7 +157,8 @@ def _divide(model: nn.Module, gate: _Gate) -> int:
 
 
 def _are_layers(found: list[Any]) -> bool:
-    """Return whether ``found`` are the layers of a tower: alike, and with parts of their own."""
+    """Return whether ``found`` are the layers of a tower: of one class, with their own
+    parameters."""
     first = type(found[0])
     return (
         issubclass(first, nn.Module)

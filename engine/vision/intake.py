@@ -1,4 +1,4 @@
-"""Requests with pictures, as they arrive."""
+"""Incoming requests with pictures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared import wire
 def take_pictures(
     request: wire.Submit, frames: Sequence[bytes], pixels: PixelStore | None
 ) -> wire.Submit | wire.Refused:
-    """Keep the ``frames`` of ``request`` in ``pixels``. Return the request with what was found in
-    them, or why it is refused."""
+    """Store the ``frames`` of ``request`` in ``pixels``. Return the request with what its arrays
+    say, or why it is refused."""
 
     def refused(reason: wire.RefusalReason, message: str) -> wire.Refused:
         return wire.Refused.of(request, reason, message, "images")

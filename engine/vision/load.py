@@ -1,4 +1,4 @@
-"""Loads the parts of a checkpoint that encode pictures, through mlx-vlm."""
+"""Loads the picture encoder of a checkpoint, through mlx-vlm."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ logger = logging.getLogger(__name__)
 
 
 PIXELS = 2
-"""The arrays of pictures of all requests may take so many times the room of embeddings: patches of
-pixels in fp32 are about as large as what is made of them."""
+"""Max memory for the picture arrays of all requests, as a multiple of the room for embeddings:
+patches of pixels in fp32 are about as large as their embeddings."""
 
 
 MOST_CHARACTERS = 300
-"""Of a reason: some name every weight of a checkpoint."""
+"""Max length of a reason: some list every weight of a checkpoint."""
 
 
 class VisionUnusable(Exception):
-    """Pictures are not served. Its text says why, in one line."""
+    """Pictures cannot be served. The text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class ServedVision:
-    """What encodes pictures for a model, and what routers are told of it."""
+    """A model's picture encoder, and its description for routers."""
 
     encoder: VisionEncoder
     vision: Vision
     weight_bytes: int
-    room_bytes: int  # for embeddings that are kept
-    pixels: PixelStore  # where pictures are that came with requests
+    room_bytes: int  # for cached embeddings
+    pixels: PixelStore  # arrays of pictures, received with requests
 
     @property
     def bytes(self) -> int:
-        """What pictures take beside keys and values."""
+        """Memory for pictures, in addition to keys and values."""
         return self.weight_bytes + (1 + PIXELS) * self.room_bytes
 
     @property
@@ -66,12 +66,10 @@ class ServedVision:
 def open_vision(
     loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
 ) -> ServedVision | None:
-    """Return what encodes pictures for ``loaded``, of one of the `FAMILIES`; None for a model that
-    takes none. Log what hinders it otherwise.
-
-    ``embedded`` are embeddings of tokens in the language model, ``room_bytes`` as in
-    `ServedVision`. With ``widen`` weights are in
-    fp32, as on a CPU, where 16 bits are slow."""
+    """Return the picture encoder for ``loaded``, if it belongs to one of the `FAMILIES`. None if
+    the model takes no pictures; a failure is logged. ``embedded``: embeddings of tokens in the
+    language model. ``room_bytes``: see `ServedVision`. With ``widen`` weights are in fp32, for
+    CPUs, on which 16 bits are slow."""
     if not takes_pictures(loaded.config):
         return None
     try:
@@ -92,7 +90,7 @@ def _opened(
 ) -> ServedVision:
     model_type = str(loaded.config.get("model_type"))
     family = FAMILIES[model_type]
-    # Its own code imports all that generates and converts.
+    # Its package would import everything for generation and conversion.
     if not leave_out_code_of("mlx_vlm"):
         raise VisionUnusable("mlx-vlm is missing: pip install 'mlx-lm-server[vision]'")
     try:
@@ -114,7 +112,7 @@ def _opened(
     if family.unscaled:
         language = getattr(loaded.model, "language_model", loaded.model)
         encoder.unscaled = float(language.model.embed_scale)
-    for name in ("audio_tower", "embed_audio"):  # which nothing here uses
+    for name in ("audio_tower", "embed_audio"):  # not used here
         setattr(model, name, None)
     if widen:
         model.set_dtype(mx.float32)
@@ -124,7 +122,7 @@ def _opened(
 
 
 def _sections(config: dict[str, Any]) -> list[int]:
-    """Return how many pairs of a head turn by each axis."""
+    """Return the number of rotated pairs of a head for each axis."""
     text = config.get("text_config") or {}
     for part in (text, config):
         for name in ("rope_scaling", "rope_parameters"):
@@ -136,7 +134,7 @@ def _sections(config: dict[str, Any]) -> list[int]:
 
 def _vision(model: Any, loaded: LoadedModel, family: Family) -> Vision:
     names = ("image_token_index", "image_token_id")
-    # mlx-vlm's configurations have both, and the one that the checkpoint lacks is a default.
+    # mlx-vlm's configurations have both fields. The one missing in the checkpoint is a default.
     found = [loaded.config.get(name) for name in names]
     found += [getattr(model.config, name, None) for name in names]
     image_token_id = next((token for token in found if isinstance(token, int)), None)

@@ -1,4 +1,4 @@
-"""The arrays of pictures that came with requests, as long as these live."""
+"""The arrays of pictures, received with requests and kept until they end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from msgspec import structs
 from shared.wire import ArraySpec, Submit
 
 RequestKey = tuple[str, int]
-"""The id and the attempt of a request."""
+"""The id and attempt of a request."""
 Pixels = tuple[tuple[ArraySpec, bytes], ...]
 """The arrays of one picture."""
 
 
 class TooLarge(Exception):
-    """One request has more than all may have. Its text says so."""
+    """One request exceeds the limit for all requests. The text says so."""
 
 
 class PixelStore:
-    """Arrays by digest. A request that begins again needs them again, so they stay with it."""
+    """Arrays by digest. They stay until their request ends, because a restarted request needs
+    them again."""
 
     def __init__(self, most_bytes: int, merge: int = 0) -> None:
-        """``most_bytes`` are those of all requests together, in the host's memory. ``merge``:
-        patches of a side that one embedding stands for, where positions have axes; otherwise 0."""
+        """``most_bytes`` limits the arrays of all requests together, in host memory. ``merge``:
+        side length, in patches, of the square behind one embedding, if positions have axes;
+        otherwise 0."""
         self._merge = merge
         self._most_bytes = most_bytes
         self._by_digest: dict[bytes, Pixels] = {}
@@ -32,9 +34,8 @@ class PixelStore:
         self.nbytes = 0
 
     def hold(self, request: Submit, frames: Sequence[bytes]) -> bool:
-        """Keep the arrays of ``request``. Return False if there is no room for them now.
-
-        Raises: TooLarge if there never is."""
+        """Store the arrays of ``request``. Return False if there is no room for them now.
+        Raises: TooLarge if there never will be."""
         rest = iter(frames)
         own = {
             image.digest: tuple((spec, next(rest)) for spec in image.arrays)
@@ -53,10 +54,9 @@ class PixelStore:
         return True
 
     def with_grids(self, request: Submit) -> Submit:
-        """Return ``request`` with the grid of each picture if positions have axes, and without any
-        otherwise, whatever it says: blocks of equal names have equal positions.
-
-        Raises: ValueError if there is none in the arrays."""
+        """Return ``request`` with the grid of each picture if positions have axes, and with none
+        otherwise, regardless of the request: blocks with equal names must have equal positions.
+        Raises: ValueError if the arrays have no grid."""
         pixels, merge = self._by_digest, self._merge
         images = tuple(
             structs.replace(one, grid=_grid(pixels[one.digest], merge) if merge else None)
@@ -65,7 +65,7 @@ class PixelStore:
         return structs.replace(request, images=images)
 
     def keep_only(self, live: Collection[RequestKey]) -> None:
-        """Forget the arrays that no request of ``live`` has."""
+        """Forget the arrays of all requests not in ``live``."""
         gone = self._holders.keys() - live
         if not gone:
             return

@@ -6,8 +6,8 @@ from engine.scheduler.sequences.sequence import Sequence
 
 
 def position_shift(seq: Sequence, end: int) -> int:
-    """Return what is added to positions of text after all pictures that end before ``end``: a
-    picture takes as many positions as its longest side has embeddings."""
+    """Return the shift of text positions after all pictures that end before ``end``. A picture
+    takes as many positions as its longest side has embeddings."""
     return sum(
         max(one.grid) - len(one.places)
         for one in seq.pictures
@@ -16,8 +16,8 @@ def position_shift(seq: Sequence, end: int) -> int:
 
 
 def axes_of(seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
-    """Return the positions from ``start`` to ``end`` (exclusive) in each axis; empty if there is no
-    part of a picture between them, or none has axes."""
+    """Return the positions from ``start`` to ``end`` (exclusive) in each axis; empty if no
+    picture is there, or its model uses no axes."""
     found: list[list[int]] = [[], [], []]
     at = start
     for one in seq.pictures:

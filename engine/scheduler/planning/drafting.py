@@ -19,14 +19,14 @@ class Drafting:
         self._config = config
         self._speculator = speculator
         self._waiting: list[SequenceDrafts] = []
-        """Of sequences that are left out of the next plan."""
+        """Sequences that are left out of the next plan."""
 
     def begin(self, request: wire.Submit, grammar: object) -> SequenceDrafts | None:
         return None if self._speculator is None else self._speculator.begin(request, grammar)
 
     def waits(self, seq: Sequence, num_rows: int) -> bool:
-        """Return whether ``seq`` is left out of this plan, because its drafts are in flight, or its
-        next token, after which drafts are likely."""
+        """Return whether ``seq`` is left out of this plan, because its drafts are in flight, or
+        because its next token, after which drafts are likely, is."""
         if self._speculator is None or not seq.num_inflight or seq.drafts is None:
             return False
         waits = bool(seq.num_inflight_drafts or seq.awaits_guesses)
@@ -39,7 +39,8 @@ class Drafting:
         return waits
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
-        """Return the drafts of those of ``rows``, all that decode in this plan, that get any."""
+        """Return drafts for those of ``rows`` that get any. ``rows`` are all sequences that
+        decode in this plan."""
         if self._speculator is None:
             return {}
         if rows:
@@ -57,8 +58,8 @@ class Drafting:
         return {seq: proposal for seq, proposal in cut.items() if proposal.tokens}
 
     def guesses_after(self, seq: Sequence, num_drafts: int, num_rows: int) -> int:
-        """Return how many tokens the executor should guess after the next decode of ``seq``, one
-        of ``num_rows`` in the plan, which has so many drafts."""
+        """Return how many tokens the executor should guess after the next decode of ``seq``.
+        ``num_rows`` rows decode in the plan, and this decode has ``num_drafts`` drafts."""
         if self._speculator is None or seq.drafts is None:
             return 0
         end = seq.num_computed_tokens + 1 + num_drafts  # if all drafts are accepted
@@ -93,7 +94,7 @@ class Drafting:
         return None if self._speculator is None else self._speculator.stats()
 
     def _limit(self, seq: Sequence) -> int:
-        """Return how many drafts the next decode of ``seq`` may have."""
+        """Return the max number of drafts for the next decode of ``seq``."""
         config, request, position = self._config, seq.request, seq.num_computed_tokens
         index = position + 1 - seq.num_prompt_tokens
         limits = [min(seq.capacity, seq.max_positions) - position - 1]
@@ -101,14 +102,14 @@ class Drafting:
         if index < request.min_tokens:  # ``forbidden`` applies after every draft
             limits.append(request.min_tokens - 1 - index)
         if config.reuses_states:
-            # A snapshot is taken of the state at the end of each block, by a decode without drafts.
+            # The state at the end of each block needs a snapshot, taken by a decode without drafts.
             limits.append(
                 position // config.block_size * config.block_size + config.block_size - 2 - position
             )
         return min(limits)
 
     def _cut(self, seq: Sequence, proposal: Proposal) -> Proposal:
-        """Return ``proposal`` up to a token that ends ``seq``, and to the first that is forced."""
+        """Cut ``proposal`` at a token that ends ``seq``, and before the first forced token."""
         ends = {*seq.request.stop_token_ids}
         if seq.request.grammar is not None:
             ends.update(self._config.eos_token_ids)

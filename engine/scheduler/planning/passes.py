@@ -1,4 +1,4 @@
-"""Passes of chunks that are computed in several plans."""
+"""Passes of chunks that are computed over several plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OpenPass:
     `Sequence.num_computed_tokens` does not change."""
 
     def __init__(self, number: int, chunks: list[PlannedChunk], reserved_tokens: int) -> None:
-        self.number = number  # of the plan that began it
+        self.number = number  # of the plan that started it
         self.chunks = chunks
         self.reserved_tokens = reserved_tokens  # whose activations are in the ledger
         self.layers_done = 0  # once every plan made so far has run
@@ -65,19 +65,20 @@ class OpenPasses:
         for chunk in one.chunks:
             self._by_sequence[chunk.seq] = one
             chunk.seq.pass_end = chunk.end
-            # Also if it is never completed: its first layers have lost what a ring had before.
+            # Even if it is never completed: its first layers have overwritten older ring positions.
             chunk.seq.last_pass_start = chunk.start
 
     def drop(self, seq: Sequence) -> None:
-        """Abandon the pass of ``seq``, if there is one. The other sequences in it start theirs
-        again."""
+        """Abandon the pass of ``seq``, if there is one. The other sequences in it restart
+        theirs."""
         if (one := self.of(seq)) is not None:
             self.forget(one)
             self.dropped.append(one.number)
 
     def leave(self, seq: Sequence, number: int | None) -> None:
-        """Take ``seq``, whose chunk raised in pass ``number``, out of it. The executor goes on with
-        the rest. A pass that was begun since is dropped: there the executor has the chunk."""
+        """Remove ``seq``, whose chunk raised in pass ``number``. The executor continues the rest
+        of that pass. A pass started since then is dropped, because the executor still has the
+        chunk in it."""
         if (one := self.of(seq)) is None:
             return
         if one.number != number:
@@ -99,13 +100,13 @@ class OpenPasses:
         return taken
 
     def clear(self) -> None:
-        """Forget everything, because the executor has lost it too."""
+        """Forget all passes, because the executor has lost them too."""
         for one in list(self._passes.values()):
             self.forget(one)
         self.dropped.clear()
 
     def forget(self, one: OpenPass) -> None:
-        """Forget ``one``: nothing is left of it, or nothing more is computed."""
+        """Forget ``one``, which is complete or abandoned."""
         del self._passes[one.number]
         for chunk in one.chunks:
             self._release(chunk.seq)

@@ -1,8 +1,7 @@
-"""Pictures of prompts: whose embeddings there are, which are computed next, and what is dropped.
+"""Pictures in prompts: which are encoded, which are encoded next, and which are dropped.
 
-Embeddings have a part of the ledger for themselves, so that nothing else waits for their room. The
-plan that begins a chunk with a picture is the last that needs its embeddings.
-"""
+Embeddings have their own part of the ledger, so that nothing else waits for their memory. The
+plan that starts a chunk with a picture is the last one that needs its embeddings."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 
 LARGEST_SHARE = 1 / 4
-"""The part of the room that the embeddings of one picture may take: a block of a prompt may have
-the end of one and the beginning of another."""
+"""Max fraction of the memory for the embeddings of one picture: a block of a prompt may contain
+the end of one picture and the beginning of another."""
 
 
 class Missing(NamedTuple):
-    """A picture whose embeddings are to be computed, or None, and how far chunks may go until
+    """The next picture to encode, or None, and the position up to which chunks may go until
     then."""
 
     picture: SequencePicture | None
@@ -42,7 +41,7 @@ class PictureTable:
         self._config = config
         self._entries: OrderedDict[bytes, _KeptPicture] = OrderedDict()
         self._seconds_per_byte = 0.0
-        """Of arrays that are encoded; 0: not known yet."""
+        """Encoding time per byte of the arrays; 0 until measured."""
         self.dropped: list[bytes] = []
         self.used_bytes = 0
 
@@ -51,13 +50,14 @@ class PictureTable:
         return entry is not None and entry.layers_done >= self._config.picture_layers
 
     def missing(self, seq: Sequence, limit: int) -> Missing:
-        """Return what ``seq`` needs next of its pictures before ``limit``.
+        """Return the picture that ``seq`` needs next before ``limit``.
 
-        Those of a whole chunk are encoded before it, as far as they fit, so that it is not cut."""
+        All pictures of a chunk that fit into memory are encoded first, so that the chunk is not
+        cut."""
         size, start = self._config.block_size, seq.num_computed_tokens
         window = min(limit, start + self._config.max_chunk_tokens)
         ahead = [one for one in seq.pictures if start < one.end and one.start < limit]
-        needed = [one for one in ahead if one.start < start + size]  # by the next block
+        needed = [one for one in ahead if one.start < start + size]  # for the next block
         for number, one in enumerate(ahead):
             if self.is_ready(one.digest):
                 self._entries.move_to_end(one.digest)
@@ -72,8 +72,8 @@ class PictureTable:
         return Missing(None, limit)
 
     def begin(self, picture: SequencePicture, kept: Collection[bytes]) -> bool:
-        """Make room for the embeddings of ``picture``, unless it has been begun. Return whether it
-        was not. What is ``kept``, or being computed, stays."""
+        """Make room for the embeddings of ``picture``, unless that was done before. Return
+        whether it was done now. Pictures in ``kept`` or being encoded stay."""
         if picture.digest in self._entries:
             return False
         size_bytes = self._size_bytes(picture)
@@ -87,11 +87,12 @@ class PictureTable:
         return True
 
     def layer_s(self, picture: SequencePicture) -> float:
-        """Return the seconds that a layer of ``picture`` takes; 0 if that is not known."""
+        """Return the predicted time of one layer of ``picture`` in seconds; 0 if unknown."""
         return self._seconds_per_byte * picture.size_bytes / self._config.picture_layers
 
     def encode(self, picture: SequencePicture, layers: int) -> EncodePicture:
-        """Return the operation that computes up to ``layers`` more, and note that it is planned."""
+        """Return the operation that computes up to ``layers`` more layers, and record it as
+        planned."""
         entry = self._entries[picture.digest]
         layers = min(layers, self._config.picture_layers - entry.layers_done)
         entry.layers_done += layers
@@ -99,7 +100,7 @@ class PictureTable:
         return EncodePicture(picture.digest, picture.token_ids, layers, is_last)
 
     def observe(self, size_bytes: float, elapsed_s: float) -> None:
-        """Learn from the time of a part of an encoding that was so large."""
+        """Learn from the time of a part of an encoding."""
         seen = elapsed_s / size_bytes
         known = self._seconds_per_byte
         self._seconds_per_byte = seen if not known else known + 0.3 * (seen - known)
@@ -111,8 +112,8 @@ class PictureTable:
             self.dropped.append(digest)
 
     def drop_abandoned(self, prefilling: Iterable[Sequence]) -> None:
-        """Drop what was begun and none of ``prefilling`` needs any more: nothing else makes room
-        of it. A sequence that lost its slot begins it again."""
+        """Drop encodings in progress that none of ``prefilling`` needs any more, because nothing
+        else frees their memory. A sequence that lost its slot encodes its pictures again."""
         begun = {digest for digest in self._entries if not self.is_ready(digest)}
         if begun:
             begun -= {one.digest for seq in prefilling for one in seq.pictures_ahead}
@@ -124,13 +125,13 @@ class PictureTable:
         return taken
 
     def clear(self) -> None:
-        """Forget everything: the executor has lost it too."""
+        """Forget all pictures, because the executor has lost them too."""
         self._entries.clear()
         self.dropped.clear()
         self.used_bytes = 0
 
     def _has_room(self, picture: SequencePicture, kept: Collection[bytes]) -> bool:
-        """Return whether there is room beside all that is ``kept``, or being computed."""
+        """Return whether there is room besides pictures in ``kept`` and those being encoded."""
         held = sum(
             entry.size_bytes
             for digest, entry in self._entries.items()
@@ -143,23 +144,25 @@ class PictureTable:
 
 
 class WholePictures:
-    """Where chunks and prefixes may end, so that no picture is divided."""
+    """Limits chunks and prefixes so that no picture is divided."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._size = config.block_size
         self._most_tokens = config.whole_picture_tokens
 
     def restorable_blocks(self, seq: Sequence, blocks: int) -> int:
-        """Return how many of the first ``blocks`` of ``seq`` may be restored: the rest of a picture
-        cannot be computed without its beginning."""
+        """Return how many of the first ``blocks`` blocks of ``seq`` may be restored. A picture
+        cannot be continued without its beginning."""
         while self._most_tokens and (cut := _cut_by(seq, blocks * self._size)) is not None:
             blocks = cut.first // self._size
         return blocks
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where the next chunk of ``seq``, which would end at ``end``, ends: after the
-        picture that is there, or before it if the chunk would be too long then. That may be within
-        a block: with many pictures none may end where another does not begin."""
+        """Return the end of the next chunk of ``seq``, which would be ``end`` without pictures.
+
+        A chunk that would cut a picture ends after it, or before it if the chunk would be too
+        long. The end may lie within a block: with many pictures, each may begin where the
+        previous one ends."""
         if not self._most_tokens or (cut := _cut_by(seq, end)) is None:
             return end
         start = seq.num_computed_tokens
@@ -169,12 +172,12 @@ class WholePictures:
 
 
 def _cut_by(seq: Sequence, position: int) -> SequencePicture | None:
-    """Return the picture of ``seq`` that has embeddings before ``position`` and from there on."""
+    """Return the picture of ``seq`` with embeddings both before and after ``position``."""
     return next((one for one in seq.pictures if one.first < position < one.last), None)
 
 
 def shown_parts(seq: Sequence, start: int, end: int) -> tuple[ShownPart, ...]:
-    """Return the embeddings of positions ``start`` to ``end`` (exclusive) of ``seq``."""
+    """Return the embeddings used by positions ``start`` to ``end`` (exclusive) of ``seq``."""
     found = []
     for one in seq.pictures:
         first, last = bisect_left(one.places, start), bisect_left(one.places, end)

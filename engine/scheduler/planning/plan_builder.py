@@ -20,16 +20,16 @@ _OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
 class PlannedStretch(NamedTuple):
     """A part of a pass."""
 
-    sizes: list[tuple[int, int]]  # start and tokens of each chunk of the pass
-    share: float  # of its layers
-    scored: bool  # whether log-probabilities of a prompt are computed, which takes longer
-    owing_s: float | None  # predicted while streams wait; None: none do
+    sizes: list[tuple[int, int]]  # (start, tokens) of each chunk of the pass
+    share: float  # fraction of its layers
+    scored: bool  # whether prompt log-probabilities are computed, which takes longer
+    owing_s: float | None  # predicted seconds while streams wait; None if none do
 
 
 class PlannedEncoding(NamedTuple):
     """A part of the encoding of a picture."""
 
-    size_bytes: float  # of what is encoded, times the part of the layers
+    size_bytes: float  # of the encoded arrays, times the fraction of layers
     is_last: bool
     owing_s: float | None  # as in `PlannedStretch`
 
@@ -40,9 +40,9 @@ class InFlightStep:
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
-    drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
+    drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # sequences that have drafts
     stretch: PlannedStretch | None = None
-    pass_number: int | None = None  # of the pass that the stretch is of
+    pass_number: int | None = None  # of the stretch's pass
     encoding: PlannedEncoding | None = None
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
@@ -113,14 +113,14 @@ class PlanBuilder:
             self.step.restored.setdefault(seq, []).extend(blocks)
 
     def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
-        """Copy ``snapshot``, pinned for this, into the slot's state."""
+        """Copy ``snapshot``, pinned for this, into the slot's recurrent state."""
         slot = seq.held_slot
         self.state_restores.append(plan.RestoreState(slot, position, snapshot.id))
         self.step.restored.setdefault(seq, []).append(snapshot)
         self.step.by_slot[slot] = seq
 
     def decode(self, seq: Sequence, decode: plan.Decode, proposal: Proposal | None) -> None:
-        """Decode a token of ``seq``; the drafts of ``decode`` are those of ``proposal``."""
+        """Decode a token of ``seq``, with the drafts of ``proposal``."""
         self.decodes.append(decode)
         self.step.decodes.append(seq)
         if proposal is not None:
@@ -128,8 +128,8 @@ class PlanBuilder:
         self.step.by_slot[decode.slot] = seq
 
     def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
-        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or an
-        earlier one. ``owing_s`` as in `PlannedStretch`."""
+        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or
+        an earlier one. ``owing_s``: see `PlannedStretch`."""
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
@@ -143,7 +143,7 @@ class PlanBuilder:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether something of a prompt is computed."""
+        """Whether any part of a prompt is computed."""
         return self.step.stretch is not None or self.step.encoding is not None
 
     def encode(self, op: plan.EncodePicture, encoding: PlannedEncoding) -> None:
@@ -163,19 +163,19 @@ class PlanBuilder:
         self.names.extend(block.name for block in blocks)
 
     def insert(self, block: Block, payload: plan.Payload) -> None:
-        """Create ``block``, a block or a snapshot, from bytes."""
+        """Create ``block``, a block or a snapshot, from its bytes."""
         self.inserts.append(plan.Insert(block.id, payload, block.is_snapshot))
         self.names.append(block.name)
 
     def save_state(self, seq: Sequence, snapshot: Block) -> None:
-        """Copy the slot's state into ``snapshot``."""
+        """Copy the slot's recurrent state into ``snapshot``."""
         state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
         self.state_saves.append(state_save)
         self.step.saved.setdefault(seq, []).append(snapshot)
         self.step.by_slot[seq.held_slot] = seq
 
     def build(self, memory: Memory) -> tuple[plan.Plan, InFlightStep] | None:
-        """Return the plan, with the operations of ``memory`` for it, and its record; None if the
+        """Return the plan, including the operations of ``memory``, and its record; None if the
         plan is empty. Blocks pinned for restoring are unpinned, because plans run in order."""
         for blocks in reversed(self.step.restored.values()):
             for block in reversed(blocks):

@@ -1,4 +1,4 @@
-"""The decisions of one step, in their order."""
+"""The decisions of one step, in order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Clock = Callable[[], float]
 
 
 class Planner:
-    """Fills plan builders. Its decisions take effect at once in the sequence table and in memory,
-    so that these show the state after every plan made so far."""
+    """Fills plan builders. Its decisions take effect immediately in the sequence table and in
+    memory, which therefore show the state after every plan made so far."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Planner:
         self._clock = clock
         self._next_ticket = 0
         self._let_pass = False
-        """Whether prompts had the turn in the last plan, and left it to a first token."""
+        """Whether prompts were due in the last plan, but waited for a sequence's first token."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
 
     def fill(self, builder: PlanBuilder) -> None:
-        """Decide one step. Whatever it needs of the device goes into ``builder``."""
+        """Decide one step, and add its operations to ``builder``."""
         self.prefilling.passes.drop_abandoned()
         self.prefilling.pictures.drop_abandoned(self._sequences.ordered(Status.PREFILLING))
         self._free_slots(builder)
@@ -73,12 +73,12 @@ class Planner:
         builder.export(self._memory.backlog.take())
 
     def _free_slots(self, builder: PlanBuilder) -> None:
-        """Free the slots that no plan from here on uses. Finished sequences with blocks to save
-        keep theirs for this one."""
+        """Free the slots that no later plan uses. Finished sequences with unsaved blocks keep
+        theirs for this plan."""
         remaining = []
         for seq in self._sequences.leaving:
             if self.prefilling.passes.of(seq) is not None:
-                remaining.append(seq)  # others in the pass go on
+                remaining.append(seq)  # the other sequences in the pass continue
                 continue
             unsaved = seq.num_saved_blocks < seq.num_savable_blocks and self._config.reuses_kv
             if unsaved or self._snapshot_policy.is_worth_saving(seq):
@@ -94,11 +94,11 @@ class Planner:
         self._sequences.forgettable.clear()
 
     def _grow(self, builder: PlanBuilder) -> bool:
-        """Move rows that are full to larger slots. Return False if one found no room: until it
-        gets some, no sequence may join and nothing is cached."""
+        """Move full rows to larger slots. Return False if one found no room. Until there is
+        room, no sequence joins and nothing is cached."""
         has_room = True
         for seq in self._sequences.ordered(Status.DECODING):
-            # A Move would lose the token that only the device knows: wait for it.
+            # A Move would lose the token that only the device has: wait for it.
             is_full = seq.num_computed_tokens >= seq.capacity
             if not is_full or seq.num_inflight or seq.status is not Status.DECODING:
                 continue
@@ -125,7 +125,7 @@ class Planner:
         return has_room
 
     def preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Take its slot from ``seq``, after this plan has saved what it computed."""
+        """Take the slot of ``seq`` away after this plan has saved what it computed."""
         self.prefilling.passes.drop(seq)
         self._sequences.preempt(seq)
         self._prefix_cache.touch_computed(seq)
@@ -134,7 +134,7 @@ class Planner:
         self._counters.preemptions += 1
 
     def _wanted_tokens(self, seq: Sequence) -> int:
-        """Return the tokens of ``seq`` and some more, so that it need not move soon."""
+        """Return the length of ``seq`` plus a margin, so that it does not have to move soon."""
         return min(seq.max_positions, len(seq.token_ids) + self._memory.smallest_capacity // 4)
 
     # -- joining -------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Planner:
                 if self._request_fetch(seq, end, reusable):
                     builder.changed = True
                     continue
-                # They are needed now: something else should be evicted to make room.
+                # They are needed now: evict something else to make room.
                 self._snapshot_policy.touch_prefix(seq, end)
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
@@ -175,8 +175,8 @@ class Planner:
             self._memory.release_fetch(seq)
 
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Preempt a sequence of the background, if there is one, for ``seq``, which waits for a
-        slot. Its blocks stay in the cache, and the slot is free in the next plan."""
+        """Preempt a background sequence, if there is one, for ``seq``, which waits for a slot.
+        Its blocks stay cached, and its slot is free in the next plan."""
         if seq.is_background or builder.preempted:
             return
         running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
@@ -185,8 +185,8 @@ class Planner:
             builder.changed = True
 
     def _request_fetch(self, seq: Sequence, cached: int, reusable: int) -> bool:
-        """Move ``seq`` from the head of the queue to those that wait for the kvstore, if that may
-        have blocks or states which memory lacks. Return whether it did."""
+        """Move ``seq`` from the head of the queue to the sequences waiting for the kvstore, if
+        that may have blocks or states that are not in memory. Return whether it was moved."""
         if not self._config.uses_store or seq.fetch.requested:
             return False
         usable = self._snapshot_policy.restorable_end(seq, 0, cached)
@@ -211,8 +211,8 @@ class Planner:
         return True
 
     def _rematch(self, builder: PlanBuilder) -> None:
-        """Restore blocks that a prefilling sequence needs next and others have cached since, and
-        what a sequence has beyond them that may end with the next token."""
+        """Restore blocks that other sequences have cached since, if a prefilling sequence needs
+        them next, and copy the rest of a prefix from a running sequence."""
         is_one_ready = self._sequences.count(Status.READY) > 0
         for seq in self._sequences.ordered(Status.PREFILLING):
             if self.prefilling.passes.of(seq) is not None:
@@ -229,12 +229,12 @@ class Planner:
     def _compute(self, builder: PlanBuilder) -> None:
         """Plan decodes, a stretch of a prompt, or both.
 
-        With look-ahead tokens do not wait for the prompts in their plan. Otherwise they would, so
-        a plan has either."""
+        With look-ahead, tokens do not wait for the prompts in their plan. Without it they would,
+        so a plan has one or the other."""
         table, streams = self._sequences, (Status.READY, Status.DECODING)
         has_prompts, has_streams = table.has_foreground(Status.PREFILLING), table.count(*streams)
         if has_prompts and has_streams and not table.has_foreground(*streams):
-            # Streams of the background leave all of the time to a prompt that somebody waits for.
+            # Background streams leave all the time to a prompt that a client is waiting for.
             self._time_share.clear()
             self.prefilling.plan(builder, streaming=False)
             if not builder.has_prompts:
@@ -258,16 +258,19 @@ class Planner:
             self._decode(builder)
 
     def _lets_first_token_pass(self) -> bool:
-        """Return whether prompts leave their turn to a sequence whose own prompt is computed, and
-        which gets a decode row now. They do not twice in a row, or such sequences, most of which
-        may come from the cache, would keep them waiting for ever."""
+        """Return whether prompts wait for a sequence whose prompt is complete, and which gets a
+        decode row now.
+
+        They do not wait twice in a row. Otherwise a series of such sequences, most of them
+        served from the cache, could starve them."""
         has_row = self._sequences.count(Status.DECODING) < self._config.max_batch_size
         ready = has_row and self._sequences.count(Status.READY) > 0
         self._let_pass = ready and not self._let_pass
         return self._let_pass
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """Plan a decode for every sequence that has a row, after new ones took the free rows."""
+        """Plan a decode for every sequence that has a row, after new sequences took the free
+        rows."""
         ready = self._sequences.ordered(Status.READY)
         self._take_rows_back(ready)
         for seq in ready:
@@ -295,8 +298,8 @@ class Planner:
                 self._sequences.set_status(seq, Status.ENDING)
 
     def _take_rows_back(self, ready: list[Sequence]) -> None:
-        """Take as many rows from sequences of the background as others of ``ready`` need. They keep
-        their slots, and go on when rows are free again."""
+        """Take as many rows from background sequences as others of ``ready`` need. They keep
+        their slots, and continue once rows are free."""
         missing = sum(not seq.is_background for seq in ready)
         missing -= self._config.max_batch_size - self._sequences.count(Status.DECODING)
         if missing <= 0:
@@ -329,11 +332,11 @@ class Planner:
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:
-        """Return the tokens that must not be output number ``index``."""
+        """Return the tokens that output number ``index`` must not be."""
         early = index < request.min_tokens
         tokens = set(request.stop_token_ids) if early else set()
         if request.grammar is not None:
-            # These end the output even if no stop was asked for, so they are a last resort.
+            # The last resort: these end the output even if the request set no stop token.
             ends = self._config.eos_token_ids
             tokens.update(ends if early else set(ends) - set(request.stop_token_ids))
         return tuple(sorted(tokens))
@@ -349,7 +352,8 @@ class Planner:
     # -- leaving -------------------------------------------------------------------
 
     def _save_computed(self, builder: PlanBuilder) -> None:
-        """Save what this plan computes. It comes last: this plan must not restore from it."""
+        """Save what this plan computes. This comes last, because the plan must not restore from
+        it."""
         for seq, _, _ in builder.step.completed:
             if seq.status is not Status.FINISHED:
                 self._prefix_cache.save_full_blocks(seq, builder)
@@ -359,7 +363,7 @@ class Planner:
             self._snapshot_policy.after_decode(seq, builder)
 
     def _release_leaving(self, builder: PlanBuilder) -> None:
-        """Save what finished and preempted sequences computed, and take their slots."""
+        """Save what finished and preempted sequences computed, and free their slots."""
         passes = self.prefilling.passes
         staying = [seq for seq in self._sequences.leaving if passes.of(seq) is not None]
         leaving = [seq for seq in self._sequences.leaving if passes.of(seq) is None]

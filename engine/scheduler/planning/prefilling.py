@@ -1,4 +1,5 @@
-"""Which prompts are computed in a plan: passes of chunks, a stretch of layers at a time."""
+"""Decides which prompts are computed in a plan: passes of chunks, one stretch of layers at a
+time."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from engine.scheduler.timing.chunks import MIN_TOKENS, ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
 
 LOGPROBS_CHUNK_TOKENS = 64
-"""The longest chunk with log-probabilities: they need the logits of every position."""
+"""Max chunk with log-probabilities, which need the logits of every position."""
 MUCH_SHORTER = 4
-"""A prompt overtakes one that has this many times as many tokens left."""
+"""A prompt overtakes one with this many times as many tokens left."""
 MIN_SHARED = 16
-"""Prompts with fewer tokens left count as having so many, where chunks share a pass."""
+"""Prompts with fewer tokens left count as this long if chunks share a pass."""
 MOST_LEAD_S = 0.5
-"""How much more time than the overtaken those get that overtake. After it both take turns."""
+"""Max extra time of overtaking prompts over the overtaken one. Beyond it they alternate."""
 
 
 class Prefilling:
-    """Plans the passes of prompts. At most one stretch of one pass is in a plan.
+    """Plans the passes of prompts. A plan contains at most one stretch of one pass.
 
-    The oldest prompt comes first, so that streams start one after the other. One that is much
-    shorter overtakes it, between two layers of its pass."""
+    The oldest prompt comes first, so that streams start one after the other. A much shorter
+    prompt overtakes it between two layers of its pass."""
 
     def __init__(
         self,
@@ -52,18 +53,18 @@ class Prefilling:
         self.pictures = PictureTable(config)
         self._whole_pictures = WholePictures(config)
         self._lead_s = 0.0
-        """Time of those that overtook, less the time of the overtaken since."""
+        """Time given to overtaking prompts, minus the time given since to the overtaken one."""
         self._layer_s = 0.0
-        """Predicted for a layer of the last stretch."""
+        """Predicted time of one layer of the last stretch."""
         self._stretch_s = 0.0
 
     @property
     def has_turn(self) -> bool:
-        """Whether it is the turn of prompts, while streams run too."""
+        """Whether prompts are due, although streams run too."""
         return self._time_share.is_turn_of_prompts(self._layer_s)
 
     def clear(self) -> None:
-        """Forget what was begun: the executor has lost it."""
+        """Forget passes and pictures, because the executor has lost them."""
         self.passes.clear()
         self.pictures.clear()
 
@@ -82,7 +83,7 @@ class Prefilling:
                     self._encode(picture, seq, builder, streaming=streaming)
                     self._count_lead(is_first=seq is candidates[0])
                     return
-                if limits[seq] > seq.num_computed_tokens:  # else it waits for room for a picture
+                if limits[seq] > seq.num_computed_tokens:  # else it waits for memory for a picture
                     one = self._begin(
                         seq, candidates, limits, claimed, builder, streaming=streaming
                     )
@@ -93,8 +94,8 @@ class Prefilling:
             candidates.remove(seq)
 
     def _first(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        """Return which of ``candidates``, which are in order, is next: the first one, or one that
-        is much shorter and has no lower priority."""
+        """Return the next of ``candidates``, which are in order: the first one, or a much
+        shorter one whose priority is not lower."""
         first = candidates[0]
         if self._lead_s >= MOST_LEAD_S:
             return first
@@ -106,15 +107,16 @@ class Prefilling:
         return chosen
 
     def _count_lead(self, *, is_first: bool) -> None:
-        """Account for the stretch that was just planned. ``is_first``: some of it is of the first
-        in order."""
+        """Account for the stretch that was just planned. ``is_first``: it includes the oldest
+        prompt."""
         if is_first:
             self._lead_s = max(0.0, self._lead_s - self._stretch_s)
         else:
             self._lead_s += self._stretch_s
 
     def _claimed(self) -> set[bytes]:
-        """Return the hashes of the blocks that open passes compute. They can be restored then."""
+        """Return the hashes of the blocks that open passes compute. They can be restored
+        afterwards."""
         if self._config.reuses_states:
             return set()
         size = self._config.block_size
@@ -126,15 +128,15 @@ class Prefilling:
         }
 
     def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
-        """Return whether another sequence computes the next block of ``seq``. One that needs
-        log-probabilities of its prompt has to compute the block itself."""
+        """Return whether another sequence computes the next block of ``seq``. A sequence that
+        needs its prompt's log-probabilities has to compute the block itself."""
         number = seq.num_computed_tokens // self._config.block_size
         is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
         return is_claimed and not seq.needs_prompt_logprobs
 
     def _has_to_compute(self, seq: Sequence, claimed: set[bytes], builder: PlanBuilder) -> bool:
-        """Return whether ``seq`` has to compute what it needs next: nobody else is computing it,
-        nor has a running sequence all that is left."""
+        """Return whether ``seq`` has to compute its next tokens: no other sequence is computing
+        them, and no running sequence has the rest of its prompt."""
         if self._is_claimed(seq, claimed):
             return False
         self._prefix_cache.copy_running(seq, builder, Status.READY, Status.DECODING)
@@ -154,8 +156,8 @@ class Prefilling:
         *,
         streaming: bool,
     ) -> OpenPass:
-        """Begin a pass with a chunk of ``first``, which has to compute it, and of others that are
-        about as short."""
+        """Start a pass with a chunk of ``first``, which has to compute it, and chunks of other
+        prompts that are about as short."""
         budget = self._chunk_policy.budget(streaming=streaming)
         size = self._config.block_size
         chunks: list[PlannedChunk] = []
@@ -168,7 +170,8 @@ class Prefilling:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
                 continue
-            # Known of the first one: asked again it might copy the rest, and leave no chunk.
+            # Already known for the first one. Checking it again might copy the rest, and leave no
+            # chunk.
             if seq is not first and not self._has_to_compute(seq, claimed, builder):
                 continue
             start = seq.num_computed_tokens
@@ -202,8 +205,8 @@ class Prefilling:
         return self._config.batches_chunks and not scored and not is_longer
 
     def _within_memory(self, tokens: int) -> tuple[int, int]:
-        """Return as many of ``tokens`` as there is memory for, and how many of them the ledger has
-        reserved memory for. The activations of a few are a part of what is left free for steps."""
+        """Return how many of ``tokens`` fit into memory, and for how many of them the ledger has
+        reserved memory. A few tokens use part of the memory that is kept free for steps."""
         size = self._config.block_size
         while tokens > MIN_TOKENS and not self._memory.reserve_pass(tokens - MIN_TOKENS):
             tokens = max(MIN_TOKENS, tokens // 2) // size * size or min(tokens, size)
@@ -212,10 +215,10 @@ class Prefilling:
         return tokens, max(0, tokens - MIN_TOKENS)
 
     def _with_whole_pictures(self, seq: Sequence, tokens: int, reserved: int) -> tuple[int, int]:
-        """Return the length of the next chunk of ``seq``, ``tokens`` or so many that no picture is
-        divided that must not be, and for how many of them memory is reserved.
+        """Return the length of the next chunk of ``seq``, adjusted so that no picture is divided
+        if it must not be, and for how many tokens memory is reserved.
 
-        Such a picture is computed at once, even where there is no room for more tokens."""
+        Such a picture is computed at once, even if there is no room for more tokens."""
         start = seq.num_computed_tokens
         whole = self._whole_pictures.chunk_end(seq, start + tokens) - start
         more = whole - tokens
@@ -226,7 +229,7 @@ class Prefilling:
     # -- going on ------------------------------------------------------------------
 
     def _advance(self, one: OpenPass, builder: PlanBuilder, *, streaming: bool) -> None:
-        """Plan the next layers of ``one``, and what follows if they are the last."""
+        """Plan the next layers of ``one``, and the operations that follow the last layer."""
         layers = self._config.layers
         self._layer_s = self._chunk_policy.predict_layer_s(one.sizes)
         seconds = self._seconds_now(streaming=streaming)
@@ -239,7 +242,7 @@ class Prefilling:
             self._complete(one)
 
     def _seconds_now(self, *, streaming: bool) -> float:
-        """Return how long what is planned now may take without a break."""
+        """Return how many seconds this plan may compute without a break."""
         seconds = self._chunk_policy.unit_s(streaming=streaming)
         if not streaming:
             return seconds

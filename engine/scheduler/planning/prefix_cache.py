@@ -39,7 +39,7 @@ class PrefixCache:
         self._whole_pictures = WholePictures(config)
 
     def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Copy the cached blocks that follow what ``seq`` has into its slot, if there are any. If
+        """Copy cached blocks into the slot of ``seq``, starting where its computed part ends. If
         the model has recurrent state, they end at the last snapshot among them."""
         size = self._config.block_size
         first = seq.num_computed_tokens // size
@@ -54,7 +54,7 @@ class PrefixCache:
         builder.keep_pinned(seq, blocks[end - first :])
         if end == first:
             return
-        seq.num_computed_tokens = first * size  # of a part of a block, the block itself is better
+        seq.num_computed_tokens = first * size  # a whole block is better than a copied part
         new = {insert.block_id for insert in builder.inserts[known:]}
         inserted = sum(block.id in new for block in blocks[: end - first])
         if end == fetched_end and not self._config.keeps_kv:
@@ -75,9 +75,10 @@ class PrefixCache:
         seq.num_saved_blocks = end
 
     def copy_running(self, seq: Sequence, builder: PlanBuilder, *statuses: Status) -> None:
-        """Copy the positions after the last block of ``seq`` from a sequence that has the same
-        tokens there, if there is one with one of ``statuses``: its prompt must be computed.
-        Sequences that begin with the same new prefix then compute only what they do not share."""
+        """Copy the positions after the last block of ``seq`` from a sequence with the same
+        tokens there and one of ``statuses``, if there is one: its prompt must be computed.
+        Sequences that start with the same new prefix then compute only the tokens they do not
+        share."""
         start = seq.num_computed_tokens
         number, rest = divmod(start, self._config.block_size)
         if not self._config.copies_positions or rest or not number:
@@ -99,15 +100,15 @@ class PrefixCache:
             seq.advance(end)
 
     def touch_computed(self, seq: Sequence) -> None:
-        """Mark the cached blocks of the computed part of ``seq`` as used last, its head last of
-        all."""
+        """Mark the cached blocks of the computed part of ``seq`` as recently used, its head last
+        of all."""
         if self._config.prefix_cache:
             seq.update_block_hashes()
         seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
 
     def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Save the full blocks of ``seq`` that are missing from the pool, as far as there is room,
-        and as far as its slot still has them: layers with a window keep only the window."""
+        """Save the full blocks of ``seq`` that are missing from the pool, as far as there is
+        room and its slot still has them: layers with a window keep only the window."""
         if not self._config.prefix_cache:
             return
         seq.update_block_hashes()
@@ -139,8 +140,9 @@ class PrefixCache:
     def _insert_fetched_state(
         self, seq: Sequence, first: int, end: int, builder: PlanBuilder
     ) -> int:
-        """Insert the state that came from the kvstore for ``seq``, if it makes more blocks of use
-        than the snapshots in RAM. Return the number of blocks that it follows, 0 if not."""
+        """Insert the state that the kvstore returned for ``seq``, if it makes more blocks usable
+        than the snapshots in RAM. Return the number of blocks before it, 0 if it was not
+        inserted."""
         number, payload = seq.fetch.state_end, seq.fetch.state
         reach = self._count_available(seq, first, end)
         if payload is None or not first < number <= reach:
@@ -156,7 +158,7 @@ class PrefixCache:
         return number
 
     def _count_available(self, seq: Sequence, first: int, end: int) -> int:
-        """Return the block number up to which blocks, from ``first`` on and without a gap, are
+        """Return the block number up to which blocks, from ``first`` on without a gap, are
         cached or were fetched from the kvstore."""
         if not self._config.keeps_kv:
             return end
@@ -167,8 +169,8 @@ class PrefixCache:
         return end
 
     def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
-        """Return the blocks of ``seq`` from number ``first`` to ``end``, pinned, as far as there is
-        no gap. Blocks that came from the kvstore are inserted."""
+        """Return the blocks of ``seq`` from ``first`` to ``end``, pinned, up to the first gap.
+        Blocks that came from the kvstore are inserted."""
         blocks: list[Block] = []
         for number in range(first, end):
             block = self._memory.blocks.get(seq.block_hashes[number])

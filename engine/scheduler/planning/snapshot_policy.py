@@ -1,15 +1,17 @@
-"""Where snapshots of recurrent state are taken, so that prefixes can be reused.
+"""Decides where snapshots of recurrent state are taken, so that prefixes can be reused.
 
-Recurrent layers have one state of a sequence, and nothing for each token. So a prefix can be
-reused only up to a snapshot, which must be taken while the sequence is at that position. They
-are taken at block boundaries from which other sequences are likely to go on:
+Recurrent layers have one state per sequence, and nothing per token. A prefix can therefore be
+reused only up to a snapshot, which must be taken while the sequence is at that position.
+Snapshots are taken at block boundaries from which other sequences are likely to continue:
 
 * near the end of a prompt: for the same prompt again, or for the next turn of a conversation
-  whose template drops part of the answer;
+whose template drops part of the answer;
+
 * at the last boundary of an answer: for any other next turn;
-* where a prompt parts from one that was seen before, or from one that waits for it;
-* at some positions of long prompts, where a chunk ends anyway.
-"""
+
+* where a prompt diverges from an earlier one, or from one that waits for it;
+
+* at some positions of long prompts where a chunk ends anyway."""
 
 from __future__ import annotations
 
@@ -110,8 +112,8 @@ class SnapshotPolicy:
             self._memory.snapshots.touch([seq.snapshots.trailing.hash])
 
     def publish_trailing(self, seq: Sequence) -> None:
-        """Publish the trailing snapshot, once ``seq`` no longer decodes and its tokens
-        are known."""
+        """Publish the trailing snapshot, once ``seq`` no longer decodes and its tokens are
+        known."""
         pool, hashes = self._memory.snapshots, seq.block_hashes
         snapshot, seq.snapshots.trailing = seq.snapshots.trailing, None
         if snapshot is None or not pool.holds(snapshot):
@@ -135,15 +137,16 @@ class SnapshotPolicy:
             self._save(seq, builder)
 
     def restorable_end(self, seq: Sequence, first: int, end: int) -> int:
-        """Return the last block number, above ``first`` and up to ``end``, after which ``seq`` can
-        go on: with recurrent state one that a snapshot follows. ``first`` if there is none."""
+        """Return the last block number, above ``first`` and up to ``end``, from which ``seq``
+        can continue: with recurrent state, one that has a snapshot. ``first`` if there is none."""
         if not self._config.reuses_states:
             return end
         return self._memory.snapshots.longest_prefix(seq.block_hashes, first, end)
 
     def search(self, seq: Sequence, usable: int, cached: int, end: int) -> StateSearch | None:
-        """Return which state of ``seq`` to ask the kvstore for: one after more than ``usable``
-        blocks and at most ``end``, of which ``cached`` are there. None where none is needed."""
+        """Return the range of blocks whose state to fetch for ``seq`` from the kvstore: after
+        more than ``usable`` blocks and at most ``end``, of which ``cached`` are in RAM. None if
+        no state is needed."""
         if not self._config.reuses_states:
             return None
         hashes = seq.block_hashes[usable:end]
@@ -155,7 +158,7 @@ class SnapshotPolicy:
         return StateSearch(hashes, cached - usable, tuple(in_ram))
 
     def touch_prefix(self, seq: Sequence, end: int) -> None:
-        """Mark the snapshot as used with which ``seq`` will begin."""
+        """Mark the snapshot that ``seq`` will start from as used."""
         if self._config.reuses_states and (number := self.restorable_end(seq, 0, end)):
             self._memory.snapshots.touch([seq.block_hashes[number - 1]])
 
@@ -169,8 +172,8 @@ class SnapshotPolicy:
         builder.restore_state(seq, number * self._block_size, snapshot)
 
     def _positions_ahead(self, seq: Sequence) -> list[int]:
-        """Return the positions of upcoming snapshots that justify cutting a chunk. The one at the
-        end of its prompt justifies more, because the next turn is the most likely use."""
+        """Return the positions of upcoming snapshots that justify cutting a chunk. The one at
+        the end of its prompt justifies more, because the next turn is the most likely use."""
         *partings, end = seq.snapshots.prompt_positions
         newest = seq.snapshots.newest_position
         positions = [position for position in partings if position - newest >= WORTHWHILE_TOKENS]

@@ -16,11 +16,11 @@ class Block:
 
     id: int
     hash: bytes
-    pins: int = 1  # uses of it in flight
-    stored: bool = False  # the kvstore has it
-    last_used: int = 0  # time of its last use, by the clock of the pools
+    pins: int = 1  # operations in flight that use it
+    stored: bool = False  # whether the kvstore has it
+    last_used: int = 0  # time of its last use, by the pools' clock
     is_snapshot: bool = False
-    """It holds no KV, but the recurrent state at the end of the prefix with that hash."""
+    """It holds no KV, but the recurrent state at the end of the prefix with this hash."""
 
     @property
     def name(self) -> BlockName:

@@ -17,7 +17,7 @@ class _SlabRows:
 
 class SlotTable:
     """Slabs and their free rows. A slab is freed only by `pop_empty_slab` and resized only by
-    `resize`, so that a slab that empties and fills again costs nothing."""
+    `resize`, so emptying and refilling a slab costs nothing."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _SlabRows] = {}

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""A request on its way through the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared import wire
 from shared.hashing import Picture, block_hash, pictures_in
 
 ARRIVALS_PER_PRIORITY = 256
-"""How many later arrivals a step of priority puts a sequence ahead of."""
+"""Number of later arrivals that one step of priority overtakes."""
 MAX_PRIORITY = 16
-"""Priorities beyond, up or down, count as this."""
+"""Priorities are clamped to this range, up and down."""
 _BEHIND_ALL = 2**60
-"""Arrivals by which sequences of the background come after all others."""
+"""Added to the order of background sequences, so that they come after all others."""
 
 
 class Status(Enum):
@@ -29,12 +29,12 @@ class Status(Enum):
     PREFILLING = auto()
     """Holds a slot; its prompt is being computed."""
     READY = auto()
-    """Holds a slot; everything but its last token is computed; waits for a decode row."""
+    """Holds a slot; everything except its last token is computed; waits for a decode row."""
     DECODING = auto()
     ENDING = auto()
     """Its last decode is in flight."""
     PREEMPTED = auto()
-    """Gave up its slot to an older one; waits to be restored or recomputed."""
+    """Gave up its slot to an older sequence; waits to be restored or recomputed."""
     FINISHED = auto()
     """Has ended. Its slot, if any, is freed by the next plan."""
 
@@ -44,28 +44,28 @@ HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 
 @dataclass(slots=True)
 class SequenceFetch:
-    """The blocks of one sequence that the kvstore was asked for, and the state behind them."""
+    """The blocks of a sequence that the kvstore was asked for, and the state after them."""
 
     requested: bool = False
     first_block: int = 0  # number of the first block that was asked for
-    payloads: dict[int, Payload] = field(default_factory=dict)  # what came, by block number
+    payloads: dict[int, Payload] = field(default_factory=dict)  # blocks received, by block number
     first_state: int = 0  # number of the first block after which a state was searched
-    state_end: int = 0  # number of blocks that end with the state that came
+    state_end: int = 0  # number of blocks before the received state
     state: Payload | None = None
 
     def drop(self) -> None:
-        """Forget what came."""
+        """Discard what was received."""
         self.payloads.clear()
         self.state = None
 
 
 @dataclass(slots=True)
 class SequenceSnapshots:
-    """Where the recurrent state of one sequence is kept."""
+    """The snapshots of a sequence's recurrent state."""
 
-    newest_position: int = 0  # of its newest snapshot, or of the one that it began with
-    prompt_positions: tuple[int, ...] = ()  # where snapshots of its prompt are taken
-    trailing: Block | None = None  # the private one that follows it while it decodes
+    newest_position: int = 0  # hash of its newest snapshot, or of the one it started from
+    prompt_positions: tuple[int, ...] = ()  # positions of snapshots in its prompt
+    trailing: Block | None = None  # its private snapshot, replaced while it decodes
     trailing_position: int = 0
 
 
@@ -76,12 +76,12 @@ class SequencePicture:
     digest: bytes
     start: int
     end: int  # exclusive
-    places: tuple[int, ...]  # the positions that have embeddings
+    places: tuple[int, ...]  # positions that have embeddings
     token_ids: tuple[int, ...]
-    size_bytes: int  # of what the encoder takes
+    size_bytes: int  # of the encoder's input
     grid: tuple[int, int, int] | None = None
-    """How many embeddings there are in time, rows and columns, if positions have these axes. All of
-    the picture's positions are places then."""
+    """Number of embeddings in time, rows and columns, if positions have these axes. All
+    positions of the picture are then places."""
 
     @property
     def first(self) -> int:
@@ -90,7 +90,7 @@ class SequencePicture:
 
     @property
     def last(self) -> int:
-        """The end (exclusive) of the positions that have some."""
+        """The end (exclusive) of the positions that have embeddings."""
         return self.places[-1] + 1
 
 
@@ -100,37 +100,37 @@ class Sequence:
 
     request: wire.Submit
     arrival: int
-    parent_hash: bytes  # of the last of `block_hashes`, or the root
+    parent_hash: bytes  # the last hash in `block_hashes`, or the root
     block_size: int
-    token_ids: list[int]  # the prompt and every output that is known
+    token_ids: list[int]  # the prompt and all known outputs
     max_tokens: int
     submitted_s: float
-    adapter: int = 0  # the place of its adapter while it lives; 0: none
-    grammar: object = None  # only kept alive here, for the executor to find
-    thinking: ThinkingProgress | None = None  # None: it may reason as long as it wants
-    pictures: tuple[SequencePicture, ...] = ()  # in the order of the prompt
-    num_encoded: int = 0  # of these, those that were encoded for this sequence first
+    adapter: int = 0  # the place of its adapter until it ends; 0: none
+    grammar: object = None  # kept alive here for the executor
+    thinking: ThinkingProgress | None = None  # None: reasoning is unlimited
+    pictures: tuple[SequencePicture, ...] = ()  # in prompt order
+    num_encoded: int = 0  # pictures encoded first for this sequence
 
     status: Status = Status.WAITING
     slot: Slot | None = None
-    capacity: int = 0  # tokens of the slot
+    capacity: int = 0  # in tokens
     num_computed_tokens: int = 0
-    """Positions whose KV is in the slot once every plan made so far has run, without those of
-    drafts that are in flight. It may be ahead of ``token_ids`` by the one output that is."""
-    last_pass_start: int = 0  # the first position of the last pass or restore
-    pass_end: int = 0  # the end of its chunk in a pass that was begun; 0 if there is none
-    max_computed_tokens: int = 0  # the most that `num_computed_tokens` has been
+    """Number of positions whose KV is in the slot once every plan made so far has run, without
+    drafts in flight. It may exceed the length of ``token_ids`` by the one output in flight."""
+    last_pass_start: int = 0  # first position of the last pass or restore
+    pass_end: int = 0  # end of its chunk in an open pass; 0 if there is none
+    max_computed_tokens: int = 0  # the largest `num_computed_tokens` so far
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
-    num_inflight: int = 0  # decodes that are in flight
-    num_inflight_drafts: int = 0  # of these decodes; they count as computed once they are accepted
-    awaits_guesses: bool = False  # the executor guesses what follows a decode in flight
-    drafts: SequenceDrafts | None = None  # None: nothing is drafted
+    num_inflight: int = 0  # decodes in flight
+    num_inflight_drafts: int = 0  # drafts of these decodes, which count as computed once accepted
+    awaits_guesses: bool = False  # the executor guesses the tokens after a decode in flight
+    drafts: SequenceDrafts | None = None  # None: no drafts
     block_hashes: list[bytes] = field(default_factory=list)
-    num_saved_blocks: int = 0  # leading blocks that need no `Save` any more
+    num_saved_blocks: int = 0  # leading blocks that need no further `Save`
     num_prompt_logprobs: int = 0
-    """Tokens of the prompt whose log-probabilities have been sent; the first token has none."""
-    history_sent: bool = False  # the executor has the tokens that penalties and grammars need
-    stalled: bool = False  # it found no room to grow in the plan before
+    """Number of prompt tokens whose log-probabilities have been sent; the first token has none."""
+    history_sent: bool = False  # the executor has the tokens for penalties and grammars
+    stalled: bool = False  # it found no room to grow in the previous plan
     failures: int = 0  # steps that raised while it ran alone
     fetch: SequenceFetch = field(default_factory=SequenceFetch)
     snapshots: SequenceSnapshots = field(default_factory=SequenceSnapshots)
@@ -142,17 +142,17 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its unique sort key, smallest first: the arrival, where each step of priority counts as
-        `ARRIVALS_PER_PRIORITY` arrivals earlier. So for each step of priority at most that many
-        later arrivals overtake a sequence. Those of the background come last, whatever waits."""
+        """Its unique sort key, smallest first: the arrival number, reduced by
+        `ARRIVALS_PER_PRIORITY` for each step of priority. Each step thus overtakes a limited
+        number of earlier sequences. Background sequences come last."""
         priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
         place = self.arrival - ARRIVALS_PER_PRIORITY * priority
         return (place + _BEHIND_ALL if self.is_background else place, self.arrival)
 
     @property
     def is_background(self) -> bool:
-        """Whether it is of a batch: it gives its row, its slot and the time of its prompt to any
-        other that wants them."""
+        """Whether it belongs to a batch: it gives up its row, its slot and its prompt's time to
+        any other sequence that needs them."""
         return self.request.priority <= wire.BACKGROUND_PRIORITY
 
     @property
@@ -161,12 +161,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of outputs that are known, including those of earlier attempts."""
+        """Number of known outputs, including those of earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def max_positions(self) -> int:
-        """The most positions it may compute: its last output is never an input."""
+        """Max number of positions to compute: the last output is never an input."""
         return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
@@ -181,30 +181,31 @@ class Sequence:
 
     @property
     def num_restorable_tokens(self) -> int:
-        """The number of leading positions that may come from blocks instead of being computed."""
+        """Number of leading positions that may be restored from blocks instead of computed."""
         return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.token_ids) - 1
 
     @property
     def num_savable_blocks(self) -> int:
-        """The number of full blocks whose KV is in the slot and whose tokens are known."""
+        """Number of full blocks whose KV is in the slot and whose tokens are known."""
         return min(self.num_computed_tokens, len(self.token_ids)) // self.block_size
 
     @property
     def held_slot(self) -> Slot:
-        """The slot of a sequence that must have one. Raises: RuntimeError if it has none."""
+        """Its slot. Raises: RuntimeError if it has none."""
         if self.slot is None:
             raise RuntimeError(f"{self.request.request_id} holds no slot ({self.status.name})")
         return self.slot
 
     def follow_thinking(self) -> ThinkingProgress | None:
-        """Return its progress in reasoning after every output that is known, if that is limited."""
+        """Return its progress in reasoning after all known outputs, None if reasoning is
+        unlimited."""
         if self.thinking is not None:
             known = self.num_prompt_tokens + self.thinking.num_outputs
             self.thinking.follow(self.token_ids[known:])
         return self.thinking
 
     def begin(self, slot: Slot, capacity: int, now_s: float) -> None:
-        """Start, or start again, from nothing in ``slot``."""
+        """Start, or restart, in ``slot``, with nothing computed."""
         self.slot, self.capacity = slot, capacity
         self.num_computed_tokens = self.num_saved_blocks = self.snapshots.newest_position = 0
         self.last_pass_start = 0
@@ -214,7 +215,7 @@ class Sequence:
             self.admitted_s = now_s
 
     def advance(self, num_computed_tokens: int) -> None:
-        """Record that the plan in the making computes or restores up to this position."""
+        """Record that the plan being built computes or restores up to this position."""
         self.last_pass_start = self.num_computed_tokens
         self.num_computed_tokens = num_computed_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
@@ -222,17 +223,17 @@ class Sequence:
     def append(
         self, run: SequenceOf[int], eos_token_ids: SequenceOf[int]
     ) -> wire.FinishReason | None:
-        """Add the outputs of a decode: all but the last are drafts that were accepted. Return why
-        it ends with them, None if it does not."""
+        """Append the outputs of a decode, all accepted drafts except the last one. Return the
+        reason if ``seq`` ends with them, else None."""
         self.token_ids += run
-        # Otherwise it begins again. One that is ready had to give up its row.
+        # Otherwise it restarts. A READY sequence has lost its row.
         if self.status in (Status.READY, Status.DECODING, Status.ENDING):
             self.num_computed_tokens += len(run) - 1
             self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
         return self.finish_reason(eos_token_ids)
 
     def finish_reason(self, eos_token_ids: SequenceOf[int]) -> wire.FinishReason | None:
-        """Return why it ends with its last token, None if it does not."""
+        """Return the reason if it ends with its last token, else None."""
         request, last = self.request, self.token_ids[-1]
         may_stop = self.num_output_tokens > request.min_tokens
         at_end = request.grammar is not None and last in eos_token_ids
@@ -241,12 +242,12 @@ class Sequence:
         return "length" if self.num_output_tokens >= self.max_tokens else None
 
     def reset(self) -> None:
-        """Forget the slot and its KV. Everything that was sampled stays."""
+        """Forget the slot and its KV, but keep all sampled tokens."""
         self.slot, self.capacity, self.num_computed_tokens, self.num_saved_blocks = None, 0, 0, 0
         self.fetch, self.stalled = SequenceFetch(), False
 
     def update_block_hashes(self) -> None:
-        """Extend ``block_hashes`` to all full blocks of the known tokens."""
+        """Extend ``block_hashes`` to all full blocks of known tokens."""
         if (len(self.block_hashes) + 1) * self.block_size > len(self.token_ids):
             return
         pictures = self.shown
@@ -259,25 +260,24 @@ class Sequence:
 
     @property
     def shown(self) -> list[Picture]:
-        """Its pictures, as block hashes name them."""
+        """Its pictures in the form that block hashes use."""
         return [Picture(one.start, one.end - one.start, one.digest) for one in self.pictures]
 
     @property
     def has_pictures_ahead(self) -> bool:
-        """Whether it has still to compute a position of a picture."""
+        """Whether positions of a picture are still to be computed."""
         return bool(self.pictures) and self.pictures[-1].end > self.num_computed_tokens
 
     @property
     def pictures_ahead(self) -> list[SequencePicture]:
-        """The pictures of which it has still to compute a position."""
+        """The pictures with positions still to be computed."""
         return [one for one in self.pictures if one.end > self.num_computed_tokens]
 
     def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
-        """Count tokens that were restored from ``num_computed_tokens`` on.
+        """Count the tokens that were restored from ``num_computed_tokens`` on.
 
-        Only those of the prompt that this sequence never had before count. Returns the
-        numbers that were counted, of RAM and of SSD.
-        """
+        Only prompt tokens that this sequence never had before count. Returns the numbers
+        counted, from RAM and from SSD."""
         end = self.num_computed_tokens + ram_tokens + ssd_tokens
         known = max(self.num_computed_tokens, self.max_computed_tokens)
         fresh = max(0, min(end, self.num_prompt_tokens) - known)

@@ -1,4 +1,4 @@
-"""Sizes of prefill chunks and of their stretches, by predicted time and not by tokens."""
+"""Sizes prefill chunks and their stretches by predicted time, not by tokens."""
 
 from __future__ import annotations
 
@@ -6,45 +6,42 @@ import math
 from collections.abc import Sequence
 
 UNIT_PASSES = 2.0
-"""What is computed of a chunk without a break, one layer at least, takes about as long as so many
-decode steps: a newcomer waits for it."""
+"""Target time of a chunk's smallest part, at least one layer, in decode steps: a new sequence
+waits for it."""
 STREAMING_UNIT_PASSES = 1.0
 """The same while others wait for their next token."""
 EXPERTS_UNIT_S = 0.25
-"""The same for models with experts, while no stream runs. A chunk reads all experts of a layer, so
-long chunks read them less often."""
+"""The same for models with experts while no stream runs. A chunk reads all experts of a layer,
+so longer chunks read them less often."""
 LEAST_UNIT_S = 0.03
-"""The same where a decode step takes less: nobody notices such a wait."""
+"""Min of the same in seconds: nobody notices such a wait."""
 STREAMING_TARGET_S = 0.4
-"""Time that a chunk which cannot be divided may take while others wait for their next token."""
+"""Max time of an indivisible chunk while others wait for their next token."""
 ALONE_TARGET_S = 0.75
-"""The same when none waits."""
+"""The same when nobody waits."""
 _DECODE_MIN_GROWTH = 1.02
-"""Growth of the remembered shortest decode with each step, so that it is forgotten."""
+"""Growth of the remembered shortest decode per step, so that it is forgotten over time."""
 MAX_TOKENS = 1024
-"""The most tokens of a chunk on a CPU, where longer ones are not faster (`bench prompts`). A GPU
-computes longer ones as fast as it can; there the executor says how many
-(`engine.executor.base`)."""
+"""Max tokens of a chunk on a CPU, where longer ones are not faster (`bench prompts`). A GPU is
+faster with longer chunks; there the executor sets the limit (`engine.executor.base`)."""
 MIN_TOKENS = 64
 SHARED_TOKENS = 256
-"""The most tokens that prompts compute in one pass on a CPU. More cost as much together as one
-after the other, and one after the other the first one is done sooner."""
+"""Max total tokens of prompts in one pass on a CPU. A larger pass takes as long as one after the
+other, and one after the other the first prompt is done earlier."""
 GPU_SHARED_TOKENS = 2048
 """The same on a GPU, for which few tokens are little work."""
 
 
 class ChunkPolicy:
-    """Sizes chunks so that a layer of them, or all of one that cannot be divided, takes about its
-    target time.
+    """Sizes chunks so that one layer, or a whole indivisible chunk, takes about its target time.
 
     The chunks of a pass cost one pass over the weights, about the time of the shortest decode,
-    however few their tokens are. Each token then costs ``base`` seconds, for the matmuls, and
+    regardless of their tokens. Each token then costs ``base`` seconds for the matmuls, and
     ``slope`` more for each token before it, for the attention. This line is fitted to the
     measured times of steps: least squares over chunks, weighted by their tokens, with decay. It
-    begins with the values of a slow CPU. As long as all chunks were at about the same position,
-    the ratio of slope to base is assumed to be the initial one. All layers are taken to cost the
-    same.
-    """
+    starts with the values of a slow CPU. As long as all chunks were at about the same position,
+    the ratio of slope to base is assumed to be the initial one. All layers are assumed to cost
+    the same."""
 
     _DECAY = 0.9
     _INITIAL_SLOPE = 1 / 600
@@ -60,7 +57,7 @@ class ChunkPolicy:
         shared_tokens: int = SHARED_TOKENS,
         has_experts: bool = False,
     ) -> None:
-        """``layers`` of a pass may be computed apart."""
+        """``layers``: the number of parts of a pass that may be computed separately."""
         self._block_size = block_size
         self._fixed_tokens = fixed_tokens
         self._max_tokens = max_tokens
@@ -75,7 +72,7 @@ class ChunkPolicy:
         self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
 
     def budget(self, *, streaming: bool) -> ChunkBudget:
-        """Return what the chunks of a new pass may use together."""
+        """Return the budget shared by the chunks of a new pass."""
         if self._fixed_tokens is not None:
             return ChunkBudget(
                 self, float("inf"), self._fixed_tokens, self._block_size, self._fixed_tokens
@@ -96,23 +93,25 @@ class ChunkPolicy:
         return max(UNIT_PASSES * self.pass_s, self._alone_unit_s)
 
     def predict_s(self, start: int, tokens: int) -> float:
-        """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""
+        """Return the predicted seconds that ``tokens`` tokens from ``start`` add to a pass over
+        the weights."""
         return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
 
     def tokens_within(self, start: int, seconds: float) -> int:
-        """Return how many tokens from ``start`` on add about ``seconds``, of `predict_s`. It is
-        none if there is no time left."""
+        """Return how many tokens from ``start`` add about ``seconds``, by `predict_s`; 0 if no
+        time is left."""
         seconds = max(seconds, 0.0)
         first_s = self._base_s + self._slope_s * start
         return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * self._slope_s * seconds)))
 
     def predict_layer_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a layer of a pass with these ``chunks`` (start, tokens)."""
+        """Return the predicted seconds of one layer of a pass with these ``chunks`` (start,
+        tokens)."""
         whole_s = self.pass_s + sum(self.predict_s(start, tokens) for start, tokens in chunks)
         return whole_s / self.layers
 
     def observe_decodes(self, elapsed_s: float) -> None:
-        """Learn from a step of decodes alone."""
+        """Learn from a step with decodes only."""
         if elapsed_s > 0:
             self._decode_s += (0.2 if self._decode_s else 1.0) * (elapsed_s - self._decode_s)
             self.pass_s = min(elapsed_s, self.pass_s * _DECODE_MIN_GROWTH or elapsed_s)
@@ -126,7 +125,7 @@ class ChunkPolicy:
         beside_decodes: bool = False,
     ) -> None:
         """Learn from a step that computed a ``share`` of a pass with these ``chunks`` (start,
-        tokens), padded to the longest."""
+        tokens), padded to the longest one."""
         if elapsed_s <= 0:
             return
         known_s = share * self.pass_s + (self._decode_s if beside_decodes else 0.0)
@@ -150,8 +149,8 @@ class ChunkPolicy:
 
 
 class ChunkBudget:
-    """The seconds and tokens that are left for the chunks of one pass. They run as one batch,
-    padded to the longest, so only those of about the same length go together."""
+    """The seconds and tokens left for the chunks of one pass. They run as one batch, padded to
+    the longest one, so only chunks of about the same length share a pass."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class ChunkBudget:
         block_size: int,
         shared_tokens: int,
     ) -> None:
-        """The first chunk may have ``tokens``, and all of them ``shared_tokens``."""
+        """The first chunk may have ``tokens`` tokens, and all together ``shared_tokens``."""
         self._policy = policy
         self._seconds = max(seconds - policy.pass_s, seconds / 2)
         self._spare_s = self._seconds / 2
@@ -172,14 +171,13 @@ class ChunkBudget:
         self._width = 0
         self._longest = 0
         self.evens = False
-        """Whether all chunks of a prompt should have about one length."""
+        """Whether all chunks of a prompt should have about the same length."""
 
     def take(self, start: int, remaining: int) -> int:
-        """Return how many of the ``remaining`` tokens from ``start`` on are computed now.
+        """Return how many of the ``remaining`` tokens from ``start`` are computed now.
 
-        It is all tokens, or those up to the end of a block, so that the block can be saved. The
-        first call never returns 0.
-        """
+        The result is all of them, or ends at the end of a block, so that the block can be saved.
+        The first call never returns 0."""
         if not self._width:
             tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
             tokens = self._end_at_block(start, self._even(tokens, remaining), remaining)
@@ -205,15 +203,16 @@ class ChunkBudget:
         return tokens
 
     def _fit_to_time(self, start: int, tokens: int) -> int:
-        """Return as many of ``tokens`` as there is time for, but not fewer than are worth a chunk.
-        It is all of them if few would be left: another pass over the weights costs more."""
+        """Return how many of ``tokens`` fit into the time left, but no fewer than are worth a
+        chunk. If only few would remain, return all of them: another pass over the weights costs
+        more."""
         if self._policy.predict_s(start, tokens) <= self._seconds + self._spare_s / 2:
             return tokens
         return min(tokens, max(self._min_tokens, self._policy.tokens_within(start, self._seconds)))
 
     def _even(self, tokens: int, remaining: int) -> int:
-        """Return the length of as many chunks of about one length as it takes in chunks of
-        ``tokens``: a short one at the end would cost a pass over the weights as well."""
+        """Return the length of equal chunks, as many as ``tokens`` requires: a short last chunk
+        would cost a whole pass over the weights."""
         if not self.evens:
             return tokens
         even = -(-remaining // -(-remaining // tokens))

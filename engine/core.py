@@ -36,8 +36,8 @@ from shared import wire
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
-IDLE_WAIT_S = 1.0
-"""Max sleep without work. An arriving message ends it."""
+WAIT_S, IDLE_WAIT_S = 1.0, 5.0
+"""Max sleep if nothing can run: with sequences, and without. An arriving message ends it."""
 FLUSH_S = 5.0
 """Max time that a shutdown waits for blocks on their way to the kvstore."""
 FLUSH_WAIT_S = 0.05
@@ -86,7 +86,8 @@ class EngineCore:
         """Serve until the engine has been told to drain and has finished its requests."""
         worked = True
         while not (self._draining and self._scheduler.idle and self._steps.pending is None):
-            worked = self.run_once(0 if worked else IDLE_WAIT_S)
+            wait_s = IDLE_WAIT_S if self._scheduler.idle else WAIT_S
+            worked = self.run_once(0 if worked else wait_s)
         until = time.monotonic() + FLUSH_S
         while self._is_storing() and time.monotonic() < until:
             self.run_once(FLUSH_WAIT_S)

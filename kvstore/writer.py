@@ -18,6 +18,8 @@ from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
 
 _RETRY_PAUSE_S = 0.1
+_IDLE_INTERVALS = 5
+"""Flush intervals between two flushes while there is nothing to write."""
 _NAME_TAKEN = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,8 @@ class Writer:
                 cleared = self._to_clear.pop() if self._to_clear and loaded else None
                 stopping = self._stopping
             idle = not (put or verification or cleared)
+            if not idle:
+                next_flush = min(next_flush, time.monotonic() + self._flush_interval_s)
             try:
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
@@ -126,12 +130,17 @@ class Writer:
                     self._report(partial(self._store.clear, cleared))
                 if (stopping and idle) or time.monotonic() >= next_flush:
                     self._store.flush()
-                    next_flush = time.monotonic() + self._flush_interval_s
+                    next_flush = time.monotonic() + self._pause_s(idle)
             except Exception:
                 logger.exception("internal error in the writer, which continues")
                 next_flush = time.monotonic() + self._flush_interval_s
             if stopping and idle:
                 return
+
+    def _pause_s(self, idle: bool) -> float:
+        """The time until the next flush. A laptop's idle server should not wake up for nothing."""
+        seldom = idle and self._store.is_loaded and self._store.health.state == "ok"
+        return self._flush_interval_s * (_IDLE_INTERVALS if seldom else 1)
 
     def _has_work(self) -> bool:
         # The total size must be known before anything is added.

@@ -35,7 +35,7 @@ MAX_PASS_TOKENS = 8192
 _MIN_PASS_TOKENS = 64
 _FIRST_GUESS_S = 1e-3
 """Estimated seconds per token, until a pass has been measured."""
-_IDLE_WAIT_S = 1.0
+_IDLE_WAIT_S = 5.0
 _MAX_OPEN = 2
 """Passes at once: one, and one between two of its layers."""
 MUCH_SHORTER = 4

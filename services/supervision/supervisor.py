@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
-_MAX_WAIT_S = 0.5
+_MAX_WAIT_S = 1.0
+_SUSPENDED_S = 2.0
+"""A wait that was longer than this means that the supervisor was suspended."""
 
 
 class Supervisor:
@@ -170,7 +172,7 @@ class Supervisor:
             if process is not None and not process.refresh(time.monotonic()):
                 self._selector.unregister(process)
         after = time.monotonic()
-        if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
+        if after - now > max(self._limits.silence_s / 2, _SUSPENDED_S):
             for child in self.children:
                 child.excused_at = after  # the supervisor itself was suspended, not the child
                 if child.retired_until is not None:
@@ -231,7 +233,7 @@ class Supervisor:
         """Kill a process that is silent, or that has not exited in time."""
         if child.retired_until is not None and now > child.retired_until:
             logger.error("%s did not exit in time: killed", child.name)
-            child.retired_until = now + _MAX_WAIT_S * 4
+            child.retired_until = now + _SUSPENDED_S
             process.stop(at_once=True)
         elif limit_s := child.silent_too_long_s(self._limits, now):
             child.excused_at = now  # do not kill it twice

@@ -179,7 +179,9 @@ class SSDCacheSettings:
     ssd_async_writes: bool = flag(True, "write in the background")
     ssd_writer_queue_size: int = flag(512, "max blocks queued for writing", at_least=1)
     ssd_persistent_max_retries: int = flag(3, "retries of a write in persistent mode", at_least=0)
-    ssd_flush_interval_s: float = flag(1.0, "seconds between flushes of the writer", more_than=0)
+    ssd_flush_interval_s: float = flag(
+        1.0, "seconds between flushes of the writer (idle: five times as long)", more_than=0
+    )
     ssd_max_size_gb: float = flag(50.0, "max size of the SSD tier in GB (0: no limit)", at_least=0)
     disk_reserve_gb: float = flag(
         5.0, "disk space in GB that the SSD tier leaves free (0: none)", at_least=0

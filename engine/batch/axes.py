@@ -1,11 +1,10 @@
 """Positions in three axes: time, rows and columns of pictures.
 
-Models with them rotate each pair of a head's elements by the position in one of the axes. Those of
-text are the same in all three, and a rotation is then an ordinary one.
+Models with these axes rotate each pair of a head's elements by the position in one of the axes.
+Text has the same position in all three, which makes its rotation an ordinary one.
 
 Source: "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution"
-(2024), section 2.1.
-"""
+(2024), section 2.1."""
 
 from __future__ import annotations
 
@@ -45,8 +44,9 @@ class AxesRope(nn.Module):  # type: ignore[misc]
     """A model's rotation that also accepts `Axes`."""
 
     def __init__(self, rope: Any) -> None:
-        """``rope`` turns the first ``rope.dims`` elements of a head: those of the first half with
-        those of the second one, or each with its neighbour if it is traditional."""
+        """``rope`` rotates the first ``rope.dims`` elements of a head: elements of the first
+        half with those of the second half, or, if it is traditional, each element with its
+        neighbour."""
         super().__init__()
         self.rope = rope
 
@@ -72,12 +72,12 @@ class AxesRope(nn.Module):  # type: ignore[misc]
 
 
 def take_axes(model: Any, pairs: int) -> None:
-    """Have the layers of a language model take `Axes` of so many ``pairs`` as offsets. Raises:
-    ValueError if they turn otherwise than `AxesRope` does."""
+    """Make the layers of a language model accept `Axes` of ``pairs`` pairs as offsets. Raises:
+    ValueError if they rotate in another way than `AxesRope`."""
     inner = getattr(model, "language_model", model)
     for layer in inner.model.layers:
         attention = getattr(layer, "self_attn", None)
-        if attention is None:  # it is recurrent
+        if attention is None:  # a recurrent layer
             continue
         rope = attention.rope
         if not isinstance(rope, nn.RoPE):

@@ -1,9 +1,8 @@
 """Batches for models that use keys, values or masks outside mlx-lm's attention.
 
-Some models compute with the keys, or expand, cut or cast them. For these each layer's cache
-returns arrays. That is slower than handles, since every layer copies the rows side by side,
-but it is still one pass for all rows.
-"""
+Some models compute with the keys, or expand, cut or cast them. For these, each layer's cache
+returns arrays. That is slower than handles, because every layer copies the rows side by side,
+but it is still one pass for all rows."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from engine.cache.slabs import Slab, Slabs
 
 
 class DenseBatch(GraphBatch):
-    """Decodes rows in one pass, padded to the longest, under a mask, and chunks row by row.
+    """Decodes rows in one pass, padded to the longest, under a mask, and prefills row by row.
 
-    For a chunk all is as in mlx-lm's own caches, except that windows are masks too."""
+    A chunk is computed as with mlx-lm's own caches, except that windows are masks too."""
 
     batching = "dense"
     pads_rows = False
@@ -42,7 +41,7 @@ class DenseBatch(GraphBatch):
 
     @cached_property
     def _picked(self) -> list[tuple[Slab, slice | mx.array]]:
-        """Each slab and its rows: a slice if they are neighbours, which copies nothing."""
+        """Each slab and its rows: a slice if they are adjacent, which avoids a copy."""
         found: list[tuple[Slab, slice | mx.array]] = []
         for slab, _, rows in self.by_slab():
             numbers = [row.slot.row for row in rows]
@@ -89,7 +88,7 @@ class GroupedDenseBatch(DenseBatch):
 
 
 class RowBatch(DenseBatch):
-    """A pass for each row, for models that have a single position for all rows."""
+    """One pass per row, for models that use a single position for all rows."""
 
     batching = "row by row"
     one_row_per_pass = True
@@ -99,7 +98,7 @@ class DenseKVCacheView:
     """One layer's cache that returns arrays, as mlx-lm's caches do."""
 
     start_position = 0
-    """First position of a chunked cache. This one keeps everything."""
+    """First position of a chunked cache. This cache keeps all positions."""
 
     def __init__(self, batch: DenseBatch, number: int, layer: AttentionLayout) -> None:
         self.batch = batch
@@ -116,8 +115,8 @@ class DenseKVCacheView:
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Ignore ``keys``: some models tie other arrays to the keys to have those evaluated, which
-        ours are anyway."""
+        """Ignore ``keys``. Some models make the keys depend on other arrays so that those are
+        evaluated; here they are evaluated anyway."""
 
     @property
     def values(self) -> mx.array:

@@ -1,5 +1,5 @@
-"""Choices that depend on the device: the classes of batches, and the operations that replace
-MLX's own where those are slow."""
+"""Device-dependent choices: the classes of batches, and replacements for MLX operations that are
+slow on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # not at run time, since a fast BLAS has to be loaded before MLX
+if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
     from engine.batch.cpu.layers import CPUPrecision, Layers
     from engine.batch.ragged import RaggedBatch
     from engine.cache.layout import Layout
@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # not at run time, since a fast BLAS has to be loaded before 
 logger = logging.getLogger(__name__)
 
 HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
-"""Environment variable: ``0`` leaves everything on the CPU to MLX."""
+"""Environment variable: ``0`` leaves all CPU computation to MLX."""
 
 
 def prepare() -> None:
-    """Replace mlx-lm's operations by ours. Called before models are loaded."""
+    """Replace operations of mlx-lm. Must be called before models are loaded."""
     from engine.backend import gpu_path
     from engine.backend.threads import keep_numpy_to_one_thread
     from engine.batch import ragged
@@ -37,7 +37,7 @@ def prepare() -> None:
 def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> Layers | None:
     """Move layers of ``model`` out of MLX on a CPU; None if they stay.
 
-    Layers in fp32 stay where the whole model leaves MLX, see `batch_classes`."""
+    Layers in fp32 stay if the whole model leaves MLX, see `batch_classes`."""
     from engine.backend import graphs
     from engine.batch.cpu import decoder, layers
 
@@ -51,13 +51,13 @@ def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> Layers | None:
 
 
 def rounds_activations(model: Any) -> bool:
-    """Return whether layers of ``model`` multiply activations in 8 bits, as `tune` chose."""
+    """Return whether layers of ``model`` multiply activations in 8 bits, as chosen by `tune`."""
     return bool(_fast_layers(model))
 
 
 @contextmanager
 def exact_products(model: Any) -> Iterator[None]:
-    """Multiply by the same codes meanwhile, and activations in fp32."""
+    """Inside this context, multiply the same codes by activations in fp32."""
     layers = _fast_layers(model)
     for layer in layers:
         layer.change_precision("compact")
@@ -74,7 +74,7 @@ def _fast_layers(model: Any) -> list[Any]:
 
 
 def uses_host() -> bool:
-    """Return whether this process computes on the CPU, and NumPy may compute a part."""
+    """Return whether this process computes on the CPU and may use NumPy for part of it."""
     import mlx.core as mx
 
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
@@ -83,8 +83,8 @@ def uses_host() -> bool:
 def slots_dequantized(layout: Layout) -> bool:
     """Return whether slots keep dequantized values instead of codes.
 
-    They do on a GPU, and on the CPU for models in fp32: attention to codes takes several times as
-    long. On the CPU 16-bit models keep codes, which takes less memory and more time."""
+    They do on a GPU, and on the CPU for fp32 models, because attention to codes takes several
+    times as long. On the CPU, 16-bit models keep codes, which takes less memory and more time."""
     import mlx.core as mx
 
     in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)
@@ -94,7 +94,7 @@ def slots_dequantized(layout: Layout) -> bool:
 def shares_slabs() -> bool:
     """Return whether all slots of one capacity are in one slab, which grows and shrinks.
 
-    They are on a GPU, where each slab takes operations of its own in every layer."""
+    They are on a GPU, where each slab needs its own operations in every layer."""
     import mlx.core as mx
 
     return bool(mx.default_device() == mx.gpu)

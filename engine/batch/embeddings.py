@@ -1,4 +1,5 @@
-"""Embeddings of pictures in models whose code takes none: they come from its own layer."""
+"""Embeddings of pictures for models whose code does not accept any: the embedding layer returns
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from mlx import nn
 
 
 class GivenEmbedding(nn.Module):  # type: ignore[misc]
-    """The layer of a model that embeds tokens, some of which have others in its next call."""
+    """A model's embedding layer, with given embeddings for some tokens of its next call."""
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()
@@ -18,11 +19,11 @@ class GivenEmbedding(nn.Module):  # type: ignore[misc]
         self._given: tuple[mx.array, mx.array] | None = None
 
     def give(self, places: mx.array, embeddings: mx.array) -> None:
-        """Have the next call, with one row, return ``embeddings`` at these ``places``."""
+        """Make the next call, with one row, return ``embeddings`` at these ``places``."""
         self._given = places, embeddings
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        # Only this call: the pass may be left in a later layer, and others come in between.
+        # This call only: the pass may be suspended in a later layer while others run.
         given, self._given = self._given, None
         found: mx.array = self.embedding(tokens)
         if given is not None:
@@ -38,7 +39,7 @@ class GivenEmbedding(nn.Module):  # type: ignore[misc]
 
 
 def take_embeddings(model: Any) -> None:
-    """Have a language model take embeddings in place of those of tokens, if its code does not."""
+    """Make a language model accept embeddings in place of tokens, if its code does not."""
     if "input_embeddings" in inspect.signature(type(model).__call__).parameters:
         return
     inner = getattr(model, "language_model", model).model

@@ -35,7 +35,7 @@ class DeepLayer(nn.Module):  # type: ignore[misc]
 
 
 def take_features(model: Any, layers: int) -> None:
-    """Have the first ``layers`` of a language model add features of pictures to their outputs."""
+    """Make the first ``layers`` of a language model add features of pictures to their outputs."""
     inner = getattr(model, "language_model", model).model
     for number in range(layers):
         inner.layers[number] = DeepLayer(inner.layers[number], number)

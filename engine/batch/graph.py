@@ -1,10 +1,9 @@
 """Attention over slabs as operations of MLX's graph, as few as possible.
 
 On a GPU each operation is a kernel. Its launch and the host's time to build it cost more than a
-few thousand positions of padding. So keys and values of all rows of a slab are written in one
-operation each, rows attend together unless their lengths differ by a lot, and what is the same
-in every layer is made once.
-"""
+few thousand positions of padding. Therefore keys and values of all rows of a slab are written in
+one operation each, rows attend together unless their lengths differ by a lot, and whatever is
+the same in every layer is created once."""
 
 from __future__ import annotations
 
@@ -28,14 +27,15 @@ class GraphBatch(RaggedBatch):
     """Rows are written slab by slab, and attend group by group."""
 
     call_cost_tokens: float = 150
-    """Fixed cost of one attention call over one layer with one query a row, see
+    """Fixed cost of one attention call over one layer with one query per row, see
     `engine.cache.grouping`."""
 
     query_cost = 1.0
-    """What each further query of a row adds to the cost of a position, as a part of the first."""
+    """What each further query of a row adds to the cost of a position, as a fraction of the
+    first."""
 
     compiles = mx.default_device() == mx.gpu
-    """Whether rounding is compiled. On a CPU that would need a compiler where the server runs."""
+    """Whether rounding is compiled. On a CPU that would require a compiler on the server."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
@@ -43,7 +43,7 @@ class GraphBatch(RaggedBatch):
         self._writers: dict[int | None, SlabWriter] = {}
         self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
         self._slab_rows = self._rows_of_slabs()
-        # Slots hold values, so attention reads them as they are.
+        # Slots contain values, so attention reads them directly.
         self._holds_values = layout.dequantized or layout.precision.bits == 16
 
     def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
@@ -54,8 +54,8 @@ class GraphBatch(RaggedBatch):
         return list(super().by_slab())
 
     def resume(self) -> None:
-        """Look up places anew if slabs have another number of rows by now: values come after the
-        keys of all rows."""
+        """Look up places again if slabs have a different number of rows by now: values come
+        after the keys of all rows."""
         if (rows := self._rows_of_slabs()) != self._slab_rows:
             self.finish_writes()
             self._writers.clear()
@@ -76,8 +76,8 @@ class GraphBatch(RaggedBatch):
 
     @cached_property
     def _order(self) -> tuple[mx.array, mx.array] | None:
-        """A row of the batch for each row that attends, and the place of each row of the batch
-        among those. None if they are the same: no group has a row between its members."""
+        """The batch row of each attending row, and the index of each batch row among those. None
+        if they are the same, because no group has other rows between its members."""
         total = sum(group.size for group in self._groups)
         if total == len(self.rows):
             return None
@@ -109,7 +109,7 @@ class GraphBatch(RaggedBatch):
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         its = self.layout.layers[layer]
-        if its.ring_tokens is not None and its.window is not None:  # no more is kept
+        if its.ring_tokens is not None and its.window is not None:  # nothing more is kept
             window = min(window or its.window, its.window)
         reaches = self._reaches.get((window, its.ring_tokens)) or self._reach(window, its)
         order = self._order
@@ -144,7 +144,7 @@ class GraphBatch(RaggedBatch):
         return writer
 
     def _reach(self, window: int | None, layer: AttentionLayout) -> list[GroupReach]:
-        """Return the groups, the queries of each, and what it attends to."""
+        """Return the groups, their queries, and what they attend to."""
         reaches, first = [], 0
         for group in self._groups:
             reach = group.reach(window, layer.ring_tokens)

@@ -20,7 +20,7 @@ from engine.cache.layout import KVNode, Layout, Node, StateNode
 
 
 class DividedBatch(Protocol):
-    """What a pass needs from its batch, an `engine.batch.ragged.RaggedBatch`."""
+    """The parts of a batch that a pass needs, an `engine.batch.ragged.RaggedBatch`."""
 
     layout: Layout
     attends: bool
@@ -33,7 +33,7 @@ class DividedBatch(Protocol):
 
 
 class LayeredPass:
-    """One call of a model's code, which begins with the first `advance`."""
+    """One call of a model's code, which starts with the first `advance`."""
 
     def __init__(self, batch: DividedBatch, compute: Callable[[], mx.array]) -> None:
         """``compute`` calls the model with the caches of ``batch``, and returns logits."""

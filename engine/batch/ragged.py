@@ -38,8 +38,8 @@ class Row(NamedTuple):
     slot: Slot
     start: int
     end: int
-    shift: int = 0  # what is added to positions where a model rotates by them
-    adapter: int = 0  # its place; 0: none
+    shift: int = 0  # added to positions where a model rotates by them
+    adapter: int = 0  # place of its adapter; 0: none
 
     @property
     def width(self) -> int:
@@ -48,14 +48,14 @@ class Row(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Embeddings that the one row of a pass has in place of those of its tokens."""
+    """Embeddings that replace those of tokens, for a pass with one row."""
 
-    places: list[int]  # of the row's tokens
-    embeddings: mx.array  # (places, hidden), as the model takes them: before it scales any
-    axes: Axes | None = None  # of all tokens of the row, where positions have three axes
+    places: list[int]  # indices of the row's tokens
+    embeddings: mx.array  # (places, hidden), before any scaling by the model
+    axes: Axes | None = None  # of all tokens of the row, if positions have three axes
     deep: tuple[
         mx.array, ...
-    ] = ()  # (places, hidden) to be added to the output of each first layer
+    ] = ()  # (places, hidden), to be added to the output of each of the first layers
     spans: tuple[tuple[int, int], ...] = ()
     """Positions (first, end) of tokens of the row that attend to all others of their span."""
 
@@ -68,7 +68,7 @@ class RaggedBatch(ABC):
     """
 
     batching = "ragged"
-    """The name of this kind of batch, in a word: for logs and tables."""
+    """The name of this kind of batch for logs and tables: one word."""
 
     pads_rows = True
     """Whether rows of uneven width may share a pass."""
@@ -80,10 +80,10 @@ class RaggedBatch(ABC):
     """Whether a pass calls the model's own code, which needs its weights."""
 
     attends = True
-    """Whether attention is computed here, and not by the model's own code."""
+    """Whether attention is computed here, not by the model's own code."""
 
     has_rings = False
-    """Whether slots may keep of a layer with a window that alone, see `Layout.with_rings`."""
+    """Whether slots may keep only the window of a layer, see `Layout.with_rings`."""
 
     writes_in_place = False
     """Whether slabs are written directly in the host's memory, outside MLX's graph."""
@@ -92,13 +92,13 @@ class RaggedBatch(ABC):
     """Whether a row's logits have the same bits whatever rows and chunks are computed with it."""
 
     division: LayeredPass | None = None
-    """What divides this pass, while it is computed in several parts."""
+    """Controls this pass while it is computed in several parts."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         self.slabs = slabs
         self.rows = rows
         self.width = max([row.end - row.start for row in rows])
-        """New tokens of the row with the most."""
+        """The largest number of new tokens of any row."""
         self.decoding = self.width == 1
         starts = [row.start for row in rows]
         self.offset: int | mx.array = starts[0] if len(rows) == 1 else mx.array(starts)
@@ -111,7 +111,7 @@ class RaggedBatch(ABC):
         self.layout = layout
         self.new_states: dict[int, mx.array] = {}
         self.also_written: list[mx.array] = []
-        """What the pass leaves beside slabs and states, to be evaluated with them."""
+        """Further results of the pass, to be evaluated with slabs and states."""
 
     @property
     def views(self) -> list[Any]:
@@ -134,7 +134,7 @@ class RaggedBatch(ABC):
 
     def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
         """Yield each slab, the index in the batch of its first row, and its rows."""
-        if self.rows[0].slot.slab_id == self.rows[-1].slot.slab_id:  # they are ordered
+        if self.rows[0].slot.slab_id == self.rows[-1].slot.slab_id:  # rows are ordered by slab
             yield self.slabs[self.rows[0].slot.slab_id], 0, self.rows
             return
         first = 0
@@ -145,20 +145,20 @@ class RaggedBatch(ABC):
 
     @classmethod
     def make_deterministic(cls) -> bool:
-        """Give a row's logits the same bits whatever rows and chunks are computed with it, from
-        now on. Return whether that is possible."""
+        """From now on, give a row's logits the same bits whatever rows and chunks are computed
+        with it. Return whether that is possible."""
         return False
 
     @classmethod
     def adapter_store(cls, store: AdapterStore) -> AdapterStore:
-        """Return what keeps adapters as passes read them: ``store``, that of the model's layers,
-        where its own code runs."""
+        """Return the storage of adapters' factors. ``store`` belongs to the model's own layers,
+        and is used if its own code runs."""
         return store
 
     @classmethod
     def release_weights(cls, files: Sequence[Path] = ()) -> None:
-        """Give up those of the model's weights that passes do not use, or that can be looked up in
-        ``files`` of its checkpoint. Called after the proof."""
+        """Drop weights that passes do not use, or that can be looked up in the checkpoint's
+        ``files``. Called after the proof."""
         return
 
     def logits(
@@ -177,7 +177,8 @@ class RaggedBatch(ABC):
         else:
             self.turned_by, self.given = given.axes or self.turned_by, given
             places, embedding = mx.array(given.places), embedding_of(model)
-            # What a model looks up beside the embedding by token is that of padding.
+            # Models may look up more by token than the embedding: for pictures, that is the padding
+            # token's.
             inputs[0, places] = 0
             if isinstance(embedding, GivenEmbedding):
                 embedding.give(places, given.embeddings)
@@ -189,17 +190,17 @@ class RaggedBatch(ABC):
         return found
 
     def pause(self) -> None:
-        """Give up what would not let slabs be written in place. Called where a pass is left, to be
-        gone on with later."""
+        """Drop references that would prevent writing slabs in place. Called when a pass is
+        suspended."""
         return
 
     def resume(self) -> None:
-        """Prepare to go on with a pass that was left. Slabs may have changed their rows."""
+        """Prepare to resume a suspended pass. The rows of slabs may have changed."""
         return
 
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
-        """Run ``model`` like `logits`, and return (tokens, vocab): those of each row one after the
-        other, without padding."""
+        """Run ``model`` like `logits`, and return (tokens, vocab): all rows one after the other,
+        without padding."""
         found = self.logits(model, inputs)
         if self.decoding:
             return found[:, -1]
@@ -225,7 +226,7 @@ class RaggedBatch(ABC):
     def commit_states(self) -> list[mx.array]:
         """Store the state that this pass computed in its slots. Return the arrays to evaluate.
 
-        Not called if the pass raised: the state before it stays. Raises TypeError if the model
+        Not called if the pass raised: the previous state stays. Raises TypeError if the model
         left a state unset."""
         if not self.layout.states:
             return self.also_written
@@ -255,17 +256,18 @@ def embedding_of(model: Any) -> Any:
 
 
 def effective_window(asked: int | None, kept: int | None) -> int | None:
-    """Return the window of a mask, given the window ``asked`` for and the positions ``kept``.
+    """Return the window of a mask, given the requested window ``asked`` and the positions
+    ``kept``.
 
-    ``kept`` is the length of mlx-lm's own cache. Raises TypeError if the model asks for more:
-    what it sees would depend on where its prompt was cut into pieces."""
+    ``kept`` is the length of mlx-lm's own cache. Raises TypeError if the model requests more:
+    the result would depend on how its prompt was cut into chunks."""
     if asked and kept and asked > kept:
         raise TypeError(f"this model masks {asked} positions and keeps {kept}")
     return asked or kept
 
 
 class WindowMask(NamedTuple):
-    """Stands for an attention mask: causal in each row, within a window."""
+    """Represents an attention mask: causal in each row, within a window."""
 
     size: int | None  # positions of the window, None for all
 
@@ -274,7 +276,7 @@ class KVCacheView:
     """One layer's cache, as mlx-lm's models use it, and the handle for its keys and values."""
 
     def __init__(self, batch: RaggedBatch, number: int, layer: AttentionLayout) -> None:
-        # Made for each layer in each step, and asked twice for its offset: so little is computed.
+        # Created for each layer in each step, and its offset is read twice, so little is computed.
         self.batch = batch
         self.layer = number
         self.window = layer.window
@@ -316,9 +318,8 @@ class KVCacheView:
 class ArraysCacheView(ArraysCache):  # type: ignore[misc]  # some models ask whether it is one
     """One layer's recurrent state in place of mlx-lm's cache: arrays of (batch, ...) by number.
 
-    A row that begins at position 0 finds nothing, as in a new cache, whatever its slot held
-    before. It has to be alone. All rows have one width, since padding would change the state.
-    """
+    A row that starts at position 0 finds nothing, as in a new cache, whatever its slot held
+    before. It has to be alone. All rows have one width, because padding would change the state."""
 
     lengths = None
     left_padding = None
@@ -360,7 +361,7 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Replace mlx-lm's function: attend to the slabs for our handles, as before for arrays.
+    """Replace mlx-lm's function: attend to the slabs for our handles, and to arrays as before.
 
     Raises TypeError if the model changed a handle or the mask."""
     if not isinstance(keys, KVCacheView):

@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidan
 
 
 RequestKey = tuple[str, int]
-"""The id and the attempt of a request."""
+"""The id and attempt of a request."""
 
 
 @dataclass(frozen=True)
 class NewRouter:
-    """A router is gone, or another has its place: ``requests``, which were its own, are to be
-    dropped, and the cached hashes to be told."""
+    """A router is gone, or another one has taken its place. Its own ``requests`` must be
+    dropped, and the cached hashes sent again."""
 
     requests: frozenset[RequestKey]
 
@@ -40,8 +40,8 @@ class BlocksFetched:
 
 @dataclass(frozen=True)
 class StoresAnswered:
-    """The kvstore has room for more. ``not_stored`` are the hashes of what it did not take, and
-    whether each is of a state."""
+    """The kvstore has room for more. ``not_stored`` has the hashes that it did not store, each
+    with whether it is a state."""
 
     not_stored: list[tuple[bytes, bool]]
 
@@ -81,14 +81,16 @@ InboxMessage = (
 def with_frames(
     message: Submit | Encode | Abort | Drain | ClearCache | CheckAdapter, frames: Sequence[bytes]
 ) -> InboxMessage:
-    """Return ``message``; one with pictures with ``frames``, the bytes of their arrays."""
+    """Return ``message``; a request with pictures is returned with ``frames``, the bytes of
+    their arrays."""
     if isinstance(message, Submit) and message.images:
         return PicturedSubmit(message, tuple(frames))
     return message
 
 
 class Inbox:
-    """An unbounded queue: an engine refuses submits beyond a limit, and the rest is small."""
+    """An unbounded queue: an engine refuses submits beyond a limit, and everything else is
+    small."""
 
     def __init__(self) -> None:
         self._items: deque[InboxMessage] = deque()
@@ -103,7 +105,7 @@ class Inbox:
             self._arrived.notify()
 
     def take(self, timeout_s: float | None = 0) -> list[InboxMessage]:
-        """Return all messages; wait up to ``timeout_s`` for the first (None: without end)."""
+        """Return all messages. Wait up to ``timeout_s`` for the first one (None: forever)."""
         with self._arrived:
             if not self._items and timeout_s != 0:
                 self._arrived.wait(timeout_s)

@@ -33,7 +33,8 @@ class Ownership(Generic[Owner]):
         self._heartbeats_missed[key] = 0
 
     def is_of(self, abort: wire.Abort, owner: Owner) -> bool:
-        """Return whether ``owner`` may end the request. No other router knows an unowned one."""
+        """Return whether ``owner`` may end the request. Without an owner, any router may: no
+        other one knows the request."""
         if abort.attempt is None:
             owners = [self._owners[key] for key in self._owners if key[0] == abort.request_id]
             return all(one is owner for one in owners)

@@ -90,7 +90,7 @@ class IOThread(threading.Thread):
         self._decisions = DecisionTable()
         self._stall = StallWatch()
         self._wakes_at = time.monotonic()
-        """When the thread goes on at the latest, if the process is not suspended."""
+        """The latest time at which the thread continues, unless the process is suspended."""
         self._heartbeats = 0
         self._next_heartbeat = 0.0
         self._dropped = 0
@@ -107,7 +107,7 @@ class IOThread(threading.Thread):
         signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
 
     def introduce(self, hello: wire.Hello, files: dict[str, Path]) -> None:
-        """Give routers ``hello`` and, by name, ``files``: the model is loaded."""
+        """Give routers ``hello`` and the named ``files``. Called once the model is loaded."""
 
         def call() -> None:
             self._hello, self._tokenizer_files = hello, files
@@ -126,7 +126,7 @@ class IOThread(threading.Thread):
         self._run_on_thread(call)
 
     def send(self, messages: Sequence[wire.Message]) -> None:
-        """Send ``messages``, in order, each to the router that it concerns."""
+        """Send ``messages``, in order, each to the router it concerns."""
 
         def call() -> None:
             for message in messages:
@@ -231,7 +231,7 @@ class IOThread(threading.Thread):
             self._put(with_frames(message, payload))
 
     def _put(self, item: InboxMessage) -> None:
-        """Give ``item`` to the main thread. If it was idle until now, that is no stall."""
+        """Pass ``item`` to the main thread. If it was idle until now, that time is not a stall."""
         self._stall.look(self._status, len(self._inbox) > 0, time.monotonic())
         self._inbox.put(item)
 
@@ -254,14 +254,14 @@ class IOThread(threading.Thread):
                 link.post(wire.AdapterDecisions(decisions=decisions))
 
     def _on_decisions(self, link: RouterLink, message: wire.AdapterDecisions) -> None:
-        """Keep what an administrator decided at one router, and tell the others."""
+        """Store an administrator's decision made at one router, and send it to the others."""
         if self._decisions.merge(message.decisions):
             for other in self._links:
                 if other is not link and other.pinged:
                     other.post(wire.AdapterDecisions(decisions=self._decisions.all))
 
     def _drop_requests(self, link: RouterLink) -> None:
-        """Drop the requests of a router that does not read their tokens any more."""
+        """Drop the requests of a router that no longer reads their tokens."""
         link.clear()
         requests = self._requests.take_all_of(link)
         self._put(NewRouter(requests))
@@ -321,7 +321,7 @@ class IOThread(threading.Thread):
         if self._supervisor is not None:
             self._supervisor.heartbeat(status.phase, device_bytes=status.device_bytes)
         live = status.live
-        if not len(self._inbox):  # what waits there is not live yet
+        if not len(self._inbox):  # messages that wait there are not live yet
             self._requests.on_heartbeat(live)
         heartbeat = wire.Heartbeat(
             engine=self._engine,
@@ -356,8 +356,8 @@ class IOThread(threading.Thread):
         )
 
     def _forgive(self, asleep_s: float) -> None:
-        """Exclude a time in which this thread was suspended, as on a machine that slept: so was the
-        main thread."""
+        """Exclude a time in which this thread, and so the main thread, was suspended, as on a
+        machine that slept."""
         if asleep_s > ASLEEP_S:
             level = logging.DEBUG if self._hello is None else logging.WARNING  # loading does it too
             logger.log(

@@ -49,7 +49,7 @@ class SequenceTraces:
                 self._end(message.request_id, message.attempt, {}, message.reason)
 
     def on_dropped(self, requests: Iterable[RequestKey]) -> None:
-        """End those of ``requests``: their router is gone."""
+        """End the spans of ``requests``, whose router is gone."""
         for request_id, attempt in requests:
             self._end(request_id, attempt, {}, "the router is gone")
 

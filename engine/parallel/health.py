@@ -91,7 +91,8 @@ class GroupWatch(threading.Thread):
             self._on_failed(*failure)
 
     def _watch(self) -> tuple[str, int] | None:
-        """Return the reason why the group must end, and the exit code; None if it was told to."""
+        """Return the reason why the group must end, and the exit code; None if it was asked to
+        stop."""
         with selectors.DefaultSelector() as selector:
             for each in self._ranks:
                 selector.register(each.process.link, selectors.EVENT_READ, each)

@@ -26,14 +26,15 @@ class Leader:
     group: RankGroup
     plans: PlanSender
     stores: zmq.Socket[bytes]
-    """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.store`)."""
+    """The socket on which the other ranks answer questions about their blocks
+    (`engine.io.store`)."""
     progress: StepProgress
     smallest_bytes: int = sys.maxsize
     """The smallest memory among the other ranks."""
 
     released: deque[StoredName] = field(default_factory=deque)
-    """What the other ranks have fetched and rank 0 has dropped since the last plan. Any thread may
-    append."""
+    """Files that the other ranks have fetched and rank 0 has dropped since the last plan. Any
+    thread may append."""
 
     def lead(self, executor: Executor) -> LeadingExecutor:
         """Return an executor whose plans run on all ranks, on this one with ``executor``."""

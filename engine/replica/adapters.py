@@ -1,4 +1,4 @@
-"""Adapters that requests name: those of the settings, and room for others."""
+"""Adapters of a replica: those in its settings, and places for others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared import wire
 from shared.settings import Settings, adapters_of
 
 DEFAULT_PLACES = 8
-"""The most that --adapter takes without --max-adapters."""
+"""Max number of --adapter flags without --max-adapters."""
 
 
 class NamedAdapters:
@@ -27,13 +27,13 @@ class NamedAdapters:
         self.places, self.of_settings = places, of_settings
 
     def open_queue(self, done: Callable[[AdapterRead], None]) -> AdapterQueue:
-        """Return the queue of requests. ``done`` takes in what a thread has read."""
+        """Return the queue of requests. ``done`` receives what a thread has read."""
         reader = AdapterReader(self.places.shapes, self.places.max_rank, done)
         return AdapterQueue(self.places, reader)
 
 
 class Adaptable:
-    """A model whose layers can add adapters, before it is known how it is computed."""
+    """A model whose layers support adapters, before the way in which it is computed is known."""
 
     def __init__(self, places: AdapterPlaces, store: GraphStore, settings: Settings) -> None:
         self.places, self._store = places, store
@@ -44,7 +44,7 @@ class Adaptable:
         return self.places.reserved_bytes
 
     def opened(self, executor: Executor) -> NamedAdapters:
-        """Read the adapters of the settings, and give the first ones their places. Raises:
+        """Read the adapters in the settings, and assign places to the first ones. Raises:
         `AdapterUnusable`."""
         self.places.store = executor.adapter_store(self._store)
         found = [self._open(name, path) for name, path in self._paths.items()]
@@ -57,14 +57,14 @@ class Adaptable:
             raise AdapterUnusable(f"--adapter: {name}: {error}") from error
         used = range(1, self.places.count + 1)
         if self.places.find(weights.digest) is None:
-            self.places.put(weights, used)  # without effect where no place is free
+            self.places.put(weights, used)  # no effect if no place is free
         return wire.AdapterRef(
             name=name, path=str(path.absolute()), digest=weights.digest, rank=weights.rank
         )
 
 
 def adaptable(model: nn.Module, settings: Settings) -> Adaptable | None:
-    """Let the layers of ``model`` add adapters, if ``settings`` allow some."""
+    """Enable adapters in the layers of ``model``, if ``settings`` allow any."""
     places = places_in(model, settings)
     if places is None:
         return None

@@ -41,8 +41,8 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 PREFAULT_BYTES = 256 * 1024 * 1024
-"""The most memory for KV that is touched at the start: what a first long prompt of a small model
-takes. Of a tiny one it is what its whole context takes."""
+"""Max KV memory that is touched at startup: what a first long prompt of a small model uses. For
+a tiny model, it covers the whole context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +51,17 @@ class Replica:
 
     executor: Executor
     scheduler: Scheduler
-    namespace: bytes  # the root of the block hashes
-    num_blocks: int  # that fit in memory; states, if the model keeps nothing for each token
+    namespace: bytes  # the first parent hash of blocks
+    num_blocks: int  # blocks that fit in memory; states for models without KV
     uses_store: bool  # whether blocks are stored in the kvstore and fetched from it
-    capabilities: tuple[str, ...]  # for the hello
+    capabilities: tuple[str, ...]  # sent in the hello
     draft_model: DraftModel | None = None
-    adapters: NamedAdapters | None = None  # None: requests may name none
+    adapters: NamedAdapters | None = None  # None: requests cannot name adapters
     vision: ServedVision | None = None
     kept_costs: KeptCosts | None = None  # of drafts
 
     def keep_costs(self, at_once: bool = False) -> None:
-        """Write what was learned of the costs of drafts, if that was long ago or ``at_once``."""
+        """Write the learned costs of drafts, if the last write was long ago or ``at_once``."""
         if self.kept_costs is not None:
             self.kept_costs.keep(at_once)
 
@@ -74,8 +74,8 @@ def build_replica(
 ) -> Replica:
     """Choose the executor of ``loaded``, size the memory and configure the scheduler.
 
-    A proof that passed is remembered in the folder ``proofs``, and not repeated unless
-    ``--prove always`` says so. Of several ranks, this one is the ``leader``."""
+    A passed proof is stored in the folder ``proofs``, and not repeated unless ``--prove always``
+    is set. With several ranks, this one is the ``leader``."""
     own = EngineMemory.of(settings)
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     own_record = None if proofs is None else _record(proofs, loaded, settings, layers)
@@ -87,13 +87,14 @@ def build_replica(
         record = agreed = AgreedRecord(own_record.read() if own_record else None, own_record)
         leader.plans.start(agreed.encode())
     executor = choose_executor_of(loaded, settings, record, group)
-    # Other ranks have no head.
+    # The other ranks have no head.
     head = with_head(executor, loaded, settings, own.size_bytes) if leader is None else None
     other_bytes = 0
     if head is not None:
         executor, other_bytes = head.executor, head.nbytes
     if layers is not None:
-        other_bytes += layers.nbytes  # about as many where the whole pass has packed them anew
+        # About as many bytes, if the whole pass has packed them anew.
+        other_bytes += layers.nbytes
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     served = served_vision(executor, loaded, settings, own.size_bytes, head)
@@ -130,7 +131,7 @@ def build_replica(
 def _draft_model(
     executor: Executor, loaded: LoadedModel, settings: Settings, proofs: Path | None
 ) -> tuple[DraftModel | None, int]:
-    """Return the draft model, if there is one that ``executor`` can make use of, and its bytes."""
+    """Return the draft model, if there is one that ``executor`` can use, and its bytes."""
     if not executor.spec.verifies_drafts:
         return None, 0
     return open_draft_model(loaded, settings, proofs)
@@ -142,8 +143,8 @@ def _kept_costs(
     config: SchedulerConfig,
     executor: Executor | None,
 ) -> KeptCosts | None:
-    """Return where the costs of drafts are remembered. Without any, those of the ``executor`` are
-    measured, if it is one of a device and can begin again."""
+    """Return the stored costs of drafts. If there are none, they are measured, if the
+    ``executor`` runs on a device and can start again."""
     if record is None or speculator is None:
         return None
     kept = KeptCosts(record.beside("costs"), speculator.costs)
@@ -155,7 +156,7 @@ def _kept_costs(
 def build_rank(
     loaded: LoadedModel, settings: Settings, record: AgreedRecord, group: RankGroup
 ) -> tuple[Executor, bytes]:
-    """Return the executor of a rank other than 0, with the ``record`` that rank 0 sent, and the
+    """Return the executor of a rank other than 0, given the ``record`` sent by rank 0, and the
     root of the block hashes."""
     executor = choose_executor_of(loaded, settings, record, group)
     memory.set_limits(EngineMemory.of(settings))
@@ -172,7 +173,7 @@ def _touch_memory(spec: ExecutorSpec, loaded: LoadedModel, sizes: MemorySizes) -
 
 
 def _drop_leftovers() -> None:
-    """Give back what proofs left behind."""
+    """Release what proofs left behind."""
     gc.collect()
     mx.clear_cache()
     allocation.give_back()
@@ -181,9 +182,11 @@ def _drop_leftovers() -> None:
 def _record(
     proofs: Path, loaded: LoadedModel, settings: Settings, layers: Layers | None
 ) -> ProofRecord:
-    """Return where the proof of ``loaded`` is remembered: the model, its own code, and settings.
+    """Return the file for the proof of ``loaded``. Its name depends on the model, its own code,
+    and settings.
 
-    Which layers of a model leave MLX is measured at each start; with others it is another proof."""
+    Which layers of a model leave MLX is measured at each start; different layers need another
+    proof."""
     own_code = code_digest(loaded.path.glob("*.py"))
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
     kv = settings.block_size, settings.kv_bits, settings.kv_group_size, longest_pass(settings)
@@ -198,9 +201,10 @@ def _record(
 def choose_executor_of(
     loaded: LoadedModel, settings: Settings, record: Record | None, group: RankGroup | None
 ) -> Executor:
-    """Return the fastest executor that is proven right; log what ``loaded`` cannot have.
+    """Return the fastest executor that is proven correct, and log the features ``loaded`` cannot
+    have.
 
-    All ranks of a ``group`` call this at once, and find the same."""
+    All ranks of a ``group`` call this at the same time, and get the same result."""
     with nullcontext() if group is None else group.same_logits(loaded.model):
         executor, reason, unquantized = choose_executor(
             loaded.model,
@@ -213,7 +217,7 @@ def choose_executor_of(
     if group is not None:
         executor.use_sampler(RankSampler(group))
         if group.rank:
-            return executor  # rank 0 says the rest
+            return executor  # rank 0 sends the rest
     if reason:
         logger.warning(
             "requests are computed %s, %s prefix reuse, since this model allows no more: %s",
@@ -232,7 +236,7 @@ def choose_executor_of(
 
 
 def longest_pass(settings: Settings) -> int:
-    """Return the most tokens of a sequence in one pass: a chunk, or a draft that is verified."""
+    """Return the max tokens of a sequence in one pass: a chunk, or drafts to verify."""
     chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
     size = settings.block_size
     return -(-chunk_tokens // size) * size + MOST_TOKENS
@@ -314,7 +318,7 @@ def _block_namespace(
     head: ServedHead | None,
     layers: Layers | None,
 ) -> bytes:
-    """Return the root of the block hashes. All ranks of an engine have the same one."""
+    """Return the root of the block hashes, the same for all ranks of an engine."""
     products: list[str] = []
     if settings.ranks == 1:
         products += [] if layers is None else layers.products

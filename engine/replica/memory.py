@@ -170,8 +170,8 @@ def max_buffers() -> int | None:
 def _longest(
     held_bytes: int, spec: ExecutorSpec, context_length: int, settings: Settings, own: EngineMemory
 ) -> int:
-    """Return the longest sequence there can be: some models were made for ten million positions,
-    of which a fraction fits beside ``held_bytes``."""
+    """Return the longest possible sequence. Some models allow ten million positions, of which
+    only a fraction fits next to ``held_bytes``."""
     if not spec.keeps_kv:
         return context_length
     room = own.room_bytes(held_bytes) // spec.block_token_bytes

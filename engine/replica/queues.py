@@ -22,7 +22,7 @@ class RequestQueues(NamedTuple):
 
 
 def open_queues(loaded: LoadedModel, replica: Replica, inbox: Inbox) -> RequestQueues:
-    """Return the queues of ``replica``. Their threads put what they have done into ``inbox``."""
+    """Return the queues of ``replica``. Their threads put their results into ``inbox``."""
     grammars = open_grammar_queue(
         loaded,
         replica.executor,

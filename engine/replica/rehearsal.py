@@ -22,11 +22,11 @@ from shared.wire import SamplingParams, Submit
 logger = logging.getLogger(__name__)
 
 LENGTHS = (0, 1, 2, 4, 8, MOST_TOKENS)
-"""Numbers of drafts in the steps, each for some tokens in turn."""
+"""Numbers of drafts in the steps. Each is used for some tokens in turn."""
 STEPS_EACH = 4
 PROMPT_TOKENS = 32
 LONGEST_S = 1.0
-"""Abandoned after this time: a large model learns from its first requests."""
+"""Time limit of the rehearsal: a large model learns from its first requests instead."""
 
 
 class _Varied(DraftSource):
@@ -41,7 +41,7 @@ class _Varied(DraftSource):
         return self._steps > len(LENGTHS) * STEPS_EACH
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
-        self._steps += len(tokens) > self._known  # it may be asked twice for one step
+        self._steps += len(tokens) > self._known  # may be called twice for one step
         self._known = len(tokens)
         length = min(count, LENGTHS[self._steps // STEPS_EACH % len(LENGTHS)])
         return Proposal((0,) * length, "rehearsal") if length else None

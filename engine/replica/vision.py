@@ -1,4 +1,4 @@
-"""The part of a replica that takes pictures."""
+"""The parts of a replica that serve pictures."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 512 << 20
-"""Of embeddings that are kept."""
+"""Max size of cached embeddings."""
 MOST_SHARE = 1 / 16
-"""The same as a part of the engine's memory."""
+"""The same as a fraction of the engine's memory."""
 
 
 def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> SchedulerConfig:
-    """Return ``config`` with what the scheduler is told of pictures."""
+    """Return ``config`` with the scheduler's settings for pictures."""
     if served is None:
         return config
     most_tokens = 0
     if served.encoder.attends_both_ways:
         chunk_tokens = config.prefill_chunk_tokens or config.max_chunk_tokens
-        # Rings have room for no longer chunks.
+        # Rings have no room for longer chunks.
         most_tokens = chunk_tokens if config.rings else max(chunk_tokens, config.max_chunk_tokens)
     return replace(
         config,
@@ -57,12 +57,12 @@ def served_vision(
     memory_bytes: int,
     head: ServedHead | None,
 ) -> ServedVision | None:
-    """Have ``executor`` take pictures, if ``loaded`` has parts that encode them. Log what hinders
-    that. Return these parts."""
+    """Enable pictures in ``executor``, if ``loaded`` can encode them; log the reason if that
+    fails. Return the encoder."""
     if not takes_pictures(loaded.config):
         return None
     reason, model_type = "", str(loaded.config.get("model_type"))
-    if not serves_pictures(loaded.config):  # its embeddings may be anywhere
+    if not serves_pictures(loaded.config):  # its embeddings may be in any place
         reason = f"those of {model_type} are not supported yet"
     elif settings.ranks > 1:
         reason = "its layers are divided between ranks"
@@ -93,6 +93,6 @@ def served_vision(
 
 
 def _attends_both_ways(batch_class: type[RaggedBatch]) -> bool:
-    """Return whether tokens can attend to later ones: where attention is computed here, and on a
+    """Return whether tokens can attend to later ones: attention must be computed here, and on a
     CPU by ONNX Runtime."""
     return batch_class.attends and not (batch_class.writes_in_place and graphs.unusable())

@@ -1,1 +1,2 @@
-"""Batches and products on the CPU, computed by NumPy and a fast BLAS instead of MLX."""
+"""Batches and products on the CPU, computed by NumPy, ONNX Runtime and a fast BLAS instead of
+MLX."""

@@ -1,9 +1,8 @@
-"""Adapters of rows, as parts of ONNX Runtime's graphs.
+"""Adapters of rows, as parts of ONNX Runtime graphs.
 
-Rows are grouped by adapter, and each group is multiplied by the factors of its own: two products
-for all groups, which have the same number of rows, filled up with any. So a row has the same bits
-whatever others are computed with it (`docs/design/cpu.md`).
-"""
+Rows are grouped by adapter, and each group is multiplied by its own factors: two products for
+all groups, which are padded to the same number of rows. A row therefore has the same bits
+whatever else is in the batch (`docs/design/cpu.md`)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from engine.backend.threads import num_threads
 from engine.cache.rounding import Array
 
 SPARSE = 2
-"""Factors of the groups are copied side by side where others between them are more than this many
-times as many."""
+"""Factors are copied next to each other if the groups span more than this many times as many
+places as they use."""
 _TRIED_WIDTH = 1024
 _TRIED_PLACES = (1, 0, 3, 3, 2)
 _TRIED_SIZES = (1, 2, 3, 5, 8, 16, 17, 33, 64, 129)
@@ -29,19 +28,20 @@ _ROWS, _BACK = "adapter_rows", "adapter_back"
 
 
 class Layer(NamedTuple):
-    """A linear layer to which adapters may be added."""
+    """A linear layer that supports adapters."""
 
     name: str
     shape: Shape
-    places: int  # for adapters, beside that of none
-    rank: int  # the highest that an adapter has
+    places: int  # for adapters, in addition to place 0
+    rank: int  # the highest rank of any adapter
 
 
 class AdapterRows:
     """The tokens of a pass, grouped by adapter."""
 
     def __init__(self, places: Sequence[int], widths: Sequence[int]) -> None:
-        """``places`` are those of each row of the pass, and ``widths`` its tokens."""
+        """``places`` and ``widths`` are the adapter place and the number of tokens of each row
+        of the pass."""
         of_tokens = np.repeat(places, widths)
         self.used: list[int] = sorted(set(places))
         first, last = self.used[0], self.used[-1]
@@ -49,7 +49,7 @@ class AdapterRows:
         groups = self.used if self._is_sparse else range(first, last + 1)
         self._range = slice(first, last + 1)
         counts = np.array([np.count_nonzero(of_tokens == place) for place in groups])
-        # A product of one row takes another way, and so might the last of a thread.
+        # A product of one row is computed differently, and so may be the last row of a thread.
         size = max(2, int(counts.max()))
         if size >= COLUMNS:
             size = max(size, 2 * num_threads())
@@ -61,23 +61,24 @@ class AdapterRows:
             self._back[members] = number * size + np.arange(len(members))
 
     def of(self, stack: Array) -> Array:
-        """Return the factors of each group, of those in all places."""
+        """Return the factors of each group, selected from those of all places."""
         return stack[self.used] if self._is_sparse else stack[self._range]
 
     def feeds(self, padded: int) -> dict[str, Any]:
-        """Return where rows are found and put, for a pass of ``padded`` tokens."""
+        """Return the indices that gather rows into groups and scatter them back, for a pass of
+        ``padded`` tokens."""
         back = np.pad(self._back, (0, padded - len(self._back)))
         return {_ROWS: self._rows, _BACK: back}
 
 
 class AdaptedLinear:
-    """Linear layers with one input, side by side, in one graph, and the factors of all places."""
+    """Linear layers with one input, side by side in one graph, and the factors of all places."""
 
     def __init__(self, graph: Graph, layers: Sequence[Layer]) -> None:
         self.rank = rank = layers[0].rank
         self._layers, self._places = layers, layers[0].places + 1
         self._width = min(columns_of(rank), COLUMNS)
-        self._parts = columns_of(rank) // self._width  # of one layer's inner columns
+        self._parts = columns_of(rank) // self._width  # inner columns of one layer
         self._inputs = layers[0].shape.inputs
         self._has = [False] * self._places
         prefix = f"adapter_{layers[0].name}"
@@ -95,7 +96,7 @@ class AdaptedLinear:
 
     @cached_property
     def _stacks(self) -> tuple[Array, list[Array]]:
-        """The factors, in memory from the first adapter on that has some."""
+        """The factors. Their memory is allocated with the first adapter that has any."""
         parts = self._parts * len(self._layers)
         down = np.zeros((self._places, parts, self._inputs, self._width), np.float32)
         inner = self._parts * self._width
@@ -103,7 +104,7 @@ class AdaptedLinear:
         return down, [np.zeros((self._places, inner, out), np.float32) for out in outputs]
 
     def add(self, graph: Graph, x: str, out: str) -> str:
-        """Return ``out`` with what adapters add to it, for the inputs ``x`` (rows, in)."""
+        """Return ``out`` plus the adapters' part for the inputs ``x`` (rows, in)."""
         if not graph.has_input(_ROWS):
             graph.input(_ROWS, "adapter_groups", "adapter_size", dtype=np.int64, by_name=True)
             graph.input(_BACK, "rows", dtype=np.int64, by_name=True)
@@ -163,7 +164,7 @@ class AdaptedLinear:
 
     @cached_property
     def _nothing(self) -> dict[str, Any]:
-        """Inputs that are not read."""
+        """Placeholder inputs, which are not read."""
         parts, inner = self._parts * len(self._layers), self._parts * self._width
         found: dict[str, Any] = {self._condition: np.array([False])}
         found[self._down] = np.zeros((0, parts, self._inputs, self._width), np.float32)
@@ -184,7 +185,7 @@ class DecoderStore:
 
     @property
     def same_bits(self) -> bool:
-        """Whether a row has the same bits whatever rows and adapters are computed with it."""
+        """Whether a row has the same bits whatever other rows and adapters are in the batch."""
         ranks = {linear.rank for graph in self._graphs for linear in graph}
         return all(keeps_bits(rank) for rank in ranks)
 
@@ -207,8 +208,8 @@ class DecoderStore:
 
 @cache
 def keeps_bits(rank: int) -> bool:
-    """Try on this processor whether a row has the same bits alone and among others, with adapters
-    of ``rank``."""
+    """Test on this processor whether a row has the same bits alone and among others, with
+    adapters of ``rank``."""
     random = np.random.default_rng(0)
     shape, places = Shape(_TRIED_WIDTH, _TRIED_WIDTH), max(_TRIED_PLACES)
     layers = [Layer(f"tried {number}", shape, places, rank) for number in range(2)]

@@ -1,12 +1,11 @@
-"""Decoders like Llama's on CPUs, in fp32: a pass without MLX.
+"""Llama-like decoders on CPUs, in fp32: a pass without MLX.
 
-On Linux MLX computes everything but matmuls with one thread. Each operation of a graph costs
-several microseconds to build and to dispatch, and so does each way out of the graph and back.
-So a model that consists only of the layers below is computed here: what is between two
-attentions by one call of ONNX Runtime, and attention in the slabs.
+On Linux, MLX computes everything except matmuls on one thread. Each operation of a graph takes
+several microseconds to build and to dispatch, and so does each transition between the graph and
+other code. A model that consists only of the layers below is therefore computed here: one call
+of ONNX Runtime for everything between two attentions, and attention directly in the slabs.
 
-Arrays are (tokens, ...): rows of a prefill are packed one after the other without padding.
-"""
+Arrays are (tokens, ...): rows of a prefill are packed one after the other without padding."""
 
 from __future__ import annotations
 
@@ -44,15 +43,15 @@ FAMILY = (
     *("llama", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo2"),
     *("gemma2", "gemma3", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"),
 )
-"""Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
+"""Modules of mlx-lm whose `Model` a `Decoder` can compute."""
 
 
 WRAPPERS = ("mistral3", "pixtral", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
-"""The same of models that do nothing but call the language model in them."""
+"""Modules whose `Model` only calls the language model inside it."""
 
 
 class _Layer(NamedTuple):
-    """What attention asks of a layer."""
+    """The properties of a layer that attention needs."""
 
     heads: int
     kv_heads: int
@@ -88,7 +87,8 @@ class Decoder:
         self._owned = [model.lm_head] if "lm_head" in model else []
         self._layers: list[_Layer] = []
         self.stretches: list[Session] = []
-        """What is computed before, between and after the layers' attentions, in this order."""
+        """The computations before, between and after the attentions of the layers, in this
+        order."""
         hidden = embedding.shape[1]
         before: TransformerBlock | None = None
         kinds = [head.weight.same_bits]
@@ -153,9 +153,9 @@ class Decoder:
         *,
         last: bool,
     ) -> Array | None:
-        """Store keys and values, and return what the queries find: (tokens, heads * dim).
+        """Store keys and values, and return the result of attention: (tokens, heads * dim).
 
-        With ``last`` return None after the last layer's are stored."""
+        With ``last``, return None once the last layer's keys and values are stored."""
         layer, kept = self._layers[number], batch.layout.layers[number]
         padded, tokens, heads = len(queries), len(batch.positions), layer.kv_heads
         keys, values = (new[:tokens].reshape(tokens, heads, -1) for new in (keys, values))
@@ -178,7 +178,7 @@ class Decoder:
     def _tables(
         self, positions: np.ndarray[Any, Any], axes: Axes | None
     ) -> dict[Rotary, Sequence[Array]]:
-        """Return the arguments of each kind of positions: (tokens,), or (3, tokens) with
+        """Return the arguments for each kind of positions: (tokens,), or (3, tokens) with
         ``axes``."""
         found: dict[Rotary, Sequence[Array]] = {}
         for rotary in set(self._rotaries):
@@ -192,15 +192,15 @@ class Decoder:
         return found
 
     def release_weights(self, files: Sequence[Path]) -> None:
-        """Drop MLX's copies of the weights that are packed here, or can be looked up in ``files``
-        of the checkpoint."""
+        """Drop MLX's copies of weights that are packed here, or can be looked up in the
+        checkpoint's ``files``."""
         for module in self._owned:
             module.weight = mx.zeros((0,))
         self._embedding.read_from(files)
 
 
 def _added(x: Array, number: int, given: Given | None) -> Array:
-    """Return what is added to the output of a layer: features of pictures."""
+    """Return what is added to a layer's output: features of pictures."""
     added = np.zeros_like(x)
     if given is not None:
         added[given.places] = np.asarray(given.deep[number].astype(mx.float32))
@@ -208,7 +208,7 @@ def _added(x: Array, number: int, given: Given | None) -> Array:
 
 
 def embedding_scale(model: Any) -> np.float32:
-    """Return the factor of embeddings."""
+    """Return the factor that embeddings are multiplied by."""
     size = model.args.hidden_size**0.5
     match type(model).__module__.rpartition(".")[2]:
         case "gemma2":
@@ -219,7 +219,7 @@ def embedding_scale(model: Any) -> np.float32:
 
 
 def rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
-    """Return the rotation of each layer. Layers with the same one share its tables."""
+    """Return the rotation of each layer. Layers with equal rotations share their tables."""
     known: list[tuple[int, Rotary]] = []
     found = []
     for rope, dim in zip(ropes, dims, strict=True):
@@ -232,14 +232,14 @@ def rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
 
 
 def knows(model: Any) -> bool:
-    """Return whether ``model`` is of the `FAMILY`."""
+    """Return whether ``model`` belongs to the `FAMILY`."""
     parts = (model, getattr(model, "language_model", model))
     family = {f"mlx_lm.models.{name}" for name in (*FAMILY, *WRAPPERS)}
     return all(part.__class__.__module__ in family for part in parts)
 
 
 class DecoderBatch(HostBatch):
-    """A pass of `decoder`, which replaces the model, see `bind`."""
+    """A pass of `decoder`, which replaces the model; see `bind`."""
 
     runs_model = False
     decoder: ClassVar[Decoder]

@@ -20,8 +20,8 @@ from engine.batch.cpu.tiles import TILE, before_scores, scores_of, shares_of, ti
 from engine.cache.rounding import Array
 
 MOST_COPIED_BYTES = 2 << 20
-"""Number of keys and values up to which all heads of a row are copied at once. Longer rows are
-computed in separate calls."""
+"""Max total size of a row's keys and values for which all heads are copied at once. Longer rows
+copy one head at a time."""
 ROWS_AT_ONCE = 8
 """Max rows per call: each number of rows needs its own graph, and a graph of many rows takes tens
 of milliseconds to build."""
@@ -170,7 +170,8 @@ class Call:
     def __call__(
         self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
     ) -> None:
-        """Write to ``out`` the result of the queries ``asked`` in a layer with these ``sinks``."""
+        """Write the attention of the queries ``asked`` to ``out``, in a layer with these
+        ``sinks``."""
         rows, width, heads, group = self._shape
         if sinks is not None:  # different in each layer
             self._arguments[0][...] = self._before(sinks)
@@ -189,8 +190,8 @@ class Call:
 
 
 def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
-    """Return (tokens, keys): 0 if the token attends to the key, else minus infinity. ``ends`` are
-    the numbers of positions before the end of each token."""
+    """Return (tokens, keys): 0 if the token attends to the key, else minus infinity. ``ends``:
+    see `RowsPiece`."""
     keys = np.arange(low, high)
     seen = keys < ends[:, None]
     if window is not None:

@@ -1,10 +1,9 @@
 """Attention over slabs on the CPU, in NumPy.
 
-On Linux MLX's CPU computes exponentials one by one and everything but matmuls on one
-thread. NumPy's exponential is vectorised, and its operations run in parallel when several
-threads call them. So attention leaves the graph: queries, keys and values of a layer are
-evaluated, and the slabs are read and written in place in memory.
-"""
+On Linux, MLX's CPU backend computes exponentials one by one, and everything except matmuls on
+one thread. NumPy's exponential is vectorised, and its operations run in parallel when several
+threads call them. Attention therefore leaves the graph: queries, keys and values of a layer are
+evaluated, and the slabs are read and written in place."""
 
 from __future__ import annotations
 
@@ -41,14 +40,15 @@ _P = TypeVar("_P", RowsPiece, PrefillPiece)
 CALL_COST_TOKENS = 125
 """Fixed cost of one attention call, see `engine.cache.grouping`."""
 WORTH_THREADS = 3_000
-"""Positions attended to in a layer, over all rows, from which threads are worth their cost."""
+"""Number of positions attended to in a layer, over all rows, from which threads are worth their
+cost."""
 SAME_BITS_WORTH_THREADS = 1_500
-"""The same where single queries have the bits of a chunk, which takes longer."""
+"""The same if single queries have the bits of a chunk, which takes longer."""
 FEW_TOKENS = 17
-"""Rows of up to so many tokens, such as those with drafts, attend together."""
+"""Rows with at most this many tokens, such as those with drafts, attend together."""
 MOST_SCORES = 65_536
-"""Scores of a head up to which rows of several tokens attend together, since all heads do so at
-once."""
+"""Max number of scores of a head for rows of several tokens to attend together, because all
+heads are computed at once."""
 
 _Way = Callable[[_P, tuple[Array, Array], Array, Array, How], None]
 """Writes the attention of a piece."""
@@ -61,12 +61,12 @@ class _Stretch(NamedTuple):
     first: int  # number of the first row in the batch
     rows: Sequence[Row]
     tokens: slice  # of the batch
-    numbers: Numbers  # for each token the row of the slab
-    positions: Numbers  # of each token
+    numbers: Numbers  # the slab's row of each token
+    positions: Numbers  # position of each token
 
 
 class HostBatch(RaggedBatch):
-    """A batch for layers in float32. All state is evaluated when the model's code returns."""
+    """A batch for layers in fp32. All state is evaluated when the model's code returns."""
 
     writes_in_place = True
 
@@ -78,8 +78,8 @@ class HostBatch(RaggedBatch):
         self._shared: dict[tuple[int, int], list[list[Piece]]] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
         self.by_token = self.decoding or few
-        """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token were
-        a row; otherwise they are one array for each row."""
+        """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token
+        were a row; otherwise there is one array per row."""
         self.first_tokens = [0, *accumulate(row.width for row in rows)]
         self._stretches = [self._stretch(*each) for each in self.by_slab()]
 
@@ -107,7 +107,7 @@ class HostBatch(RaggedBatch):
         return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
 
     def _shares(self, heads: int, group: int) -> list[list[Piece]]:
-        """Return the work of each thread, in a layer with as many queries of each head of keys."""
+        """Return the pieces of each thread in a layer with ``queries`` queries per head of keys."""
         key = heads, group * (not self.by_token)
         if key not in self._shared:
             pieces = self._row_pieces() if self.by_token else self._prefill_pieces(heads, group)
@@ -115,7 +115,7 @@ class HostBatch(RaggedBatch):
         return self._shared[key]
 
     def _row_pieces(self) -> list[Piece]:
-        """Divide rows of few tokens. Those of about the same width attend together."""
+        """Divide rows with few tokens into pieces. Rows of about the same width attend together."""
         work: list[Piece] = []
         parts = num_threads() if sum(row.end for row in self.rows) >= self._worth_threads else 1
         for stretch in self._stretches:
@@ -168,7 +168,7 @@ class HostBatch(RaggedBatch):
     def attend(
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        new = self._new.pop(layer, None)  # None if the layer was attended to before
+        new = self._new.pop(layer, None)  # None if this layer has already attended
         mx.eval(query, new or ())
         if new is not None:
             both = [np.asarray(each) for each in new]
@@ -193,20 +193,20 @@ class HostBatch(RaggedBatch):
 
     @cached_property
     def _places(self) -> tuple[Numbers, Numbers]:
-        """The row of each token in the batch, and its number there."""
+        """Each token's row in the batch, and its number in that row."""
         widths = [row.width for row in self.rows]
         numbers = np.concatenate([np.arange(width) for width in widths])
         return np.repeat(np.arange(len(widths)), widths), numbers
 
     def _of_tokens(self, padded: Array) -> Array:
-        """Return ``padded`` (batch, ..., width, dim) as (tokens, ..., 1, dim), as `by_token` has
-        it."""
+        """Return ``padded`` (batch, ..., width, dim) as (tokens, ..., 1, dim), the format of
+        `by_token`."""
         rows, numbers = self._places
         found: Array = np.moveaxis(padded, -2, 1)[rows, numbers][..., None, :]
         return found
 
     def store(self, layer: int, keys: Arrays, values: Arrays) -> None:
-        """Write each row's (kv_heads, at least its width, dim) at its position.
+        """Store each row's (kv_heads, width or more, dim) at its position.
 
         Keys and values are rounded if they are quantized."""
         kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
@@ -237,7 +237,8 @@ class HostBatch(RaggedBatch):
     ) -> None:
         """Write the attention of each row's scaled queries to the same places of ``out``.
 
-        A row is (kv_heads, queries of a kv head, width, dim); with `by_token` it is a token."""
+        A row is (kv_heads, queries of a kv head, width, dim); with `by_token`, each token is a
+        row."""
         how = How(window, sinks, softcap)
         attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
 
@@ -267,8 +268,8 @@ class HostBatch(RaggedBatch):
     def _attend_within(
         self, span: tuple[int, int], layer: int, head: int, asked: Arrays, out: Arrays, how: How
     ) -> None:
-        """Write the attention of the tokens in a ``span`` of the one row, which attend to all of
-        it, over that of text. The bits are the same however a prompt is divided."""
+        """Overwrite the attention of the tokens in a ``span`` of the only row, which attend to
+        the whole span. The bits do not depend on how a prompt is divided."""
         ((slab, _, (row,)),) = self.by_slab()
         its = slice(span[0] - row.start, span[1] - row.start)
         keys, values = (each[row.slot.row, head] for each in self._both(layer, slab))
@@ -284,7 +285,7 @@ class HostBatch(RaggedBatch):
         return SAME_BITS_WORTH_THREADS if self.deterministic else WORTH_THREADS
 
     def _same_bits(self, width: int) -> bool:
-        """Return whether rows of so many tokens attend with the bits of a chunk."""
+        """Return whether rows with this many tokens attend with the bits of a chunk."""
         return (self.deterministic or width > 1) and not graphs.unusable()
 
     def _way_of_rows(self, piece: RowsPiece) -> _Way[RowsPiece]:
@@ -294,8 +295,7 @@ class HostBatch(RaggedBatch):
 
 
 def _by_width(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the numbers of ``rows``, those together whose widths differ by less than a factor of
-    two."""
+    """Return the indices of ``rows`` in groups whose widths differ by less than a factor of two."""
     kinds: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         kinds.setdefault((row.width - 1).bit_length(), []).append(number)
@@ -311,7 +311,7 @@ def _cut(items: list[int], parts: int) -> list[list[int]]:
 def _share(work: Sequence[Piece], worth_threads: int) -> list[list[Piece]]:
     """Divide ``work`` between the threads, the most expensive piece first.
 
-    It stays together if dividing would cost more than it saves."""
+    One thread does everything if dividing would cost more than it saves."""
     if sum(piece.cost for piece in work) < worth_threads:
         return [list(work)]
     shares: list[list[Piece]] = [[] for _ in range(num_threads())]

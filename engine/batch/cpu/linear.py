@@ -1,4 +1,4 @@
-"""Linear layers of mlx-lm's models as parts of graphs, with what adapters add to them."""
+"""Linear layers of mlx-lm's models as parts of graphs, including their adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.cache.rounding import Array
 
 
 class _LowRank(NamedTuple):
-    """What an adapter adds to the product with a weight: x @ down @ up."""
+    """A low-rank update of a weight: ``x @ down @ up`` is added to the product."""
 
     down: Array  # (in, rank)
     up: Array  # (rank, out)
@@ -40,7 +40,7 @@ class Linear:
     bias: Array | None  # (out,)
     added: _LowRank | None
     adapted: tuple[Layer, ...] = ()
-    """The layers, if requests may bring adapters for them."""
+    """The layers by name, if requests may name adapters."""
 
     @classmethod
     def of(cls, *modules: Any) -> Linear:
@@ -50,7 +50,7 @@ class Linear:
 
     @classmethod
     def of_experts(cls, *modules: Any) -> list[Linear]:
-        """Return those of each expert."""
+        """Return the linear layers of each expert."""
         return [cls._joined(parts) for parts in zip(*map(_expert_parts, modules), strict=True)]
 
     @classmethod
@@ -76,9 +76,10 @@ class Linear:
 
 
 def base_of(module: Any) -> Any:
-    """Return the layer that an adapter was put over, or ``module``.
+    """Return the layer under an mlx-lm adapter, or ``module`` itself.
 
-    An adapter has imported mlx-lm's module, which is slow to import, since it imports rich."""
+    mlx-lm's module is not imported here, because it imports rich, which is slow. If there is an
+    adapter, it is already imported."""
     lora = sys.modules.get("mlx_lm.tuner.lora")
     if lora is None:
         return module
@@ -120,14 +121,14 @@ def _expert_parts(module: Any) -> list[_Part]:
 
 
 def _fused(weight: Weight, bias: Array | None, added: _LowRank | None) -> _Part:
-    """Return the layer, its adapter in the weight unless that has codes."""
+    """Return the layer, with its adapter merged into the weight unless the weight has codes."""
     if added is not None and isinstance(weight, DenseWeight):
         return _Part(DenseWeight(weight.array + (added.down @ added.up).T), bias, None)
     return _Part(weight, bias, added)
 
 
 def _side_by_side(parts: Sequence[_Part]) -> _LowRank | None:
-    """Return what adapters add to all ``parts``, which have one input."""
+    """Return the adapters of all ``parts`` side by side; the parts have one input."""
     if not any(part.added for part in parts):
         return None
     downs, ups, ends = [], [], np.cumsum([part.weight.shape[0] for part in parts])

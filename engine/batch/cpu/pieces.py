@@ -55,7 +55,7 @@ class RowsPiece:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Positions of each member."""
+        """Number of positions of each member."""
         found: list[int] = self.ends[:, -1].tolist()
         return found
 
@@ -185,8 +185,8 @@ def _spread(queries: Array, piece: RowsPiece, rows: int) -> Array:
 def attend_to_prefill(
     piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
-    """Write the attention of part of one row: ``asked`` is (kv_heads, queries of a kv head, width,
-    dim)."""
+    """Write the attention of part of one row: ``asked`` is (kv_heads, queries of a kv head,
+    width, dim)."""
     row, count, window = piece.row, piece.last - piece.first, how.window
     start, end = row.start + piece.first, row.start + piece.last
     low = 0 if window is None else max(0, start - window + 1)

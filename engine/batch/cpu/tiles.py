@@ -1,12 +1,11 @@
 """Attention to tiles of keys, whose result has the same bits whatever else is computed with it.
 
-A BLAS sums in an order that depends on the shape of a product, and so on the length of a row,
-on the borders of chunks, and on the rows of a batch. ONNX Runtime's products sum key after key
-in blocks that begin at fixed positions, if one thread computes each product. So keys are padded
-to whole tiles, which adds zeros, and every query goes through the same operations, alone or
-among others. Chunks of prompts go head by head (`attend_to_prefill`), rows with few tokens
-together (`engine.batch.cpu.few_tokens`).
-"""
+A BLAS sums in an order that depends on the shape of a product, and therefore on the length of a
+row, on chunk borders, and on the rows of a batch. ONNX Runtime's products sum key after key, in
+blocks that start at fixed positions, if one thread computes each product. Keys are therefore
+padded to whole tiles, which adds zeros, and every query goes through the same operations, alone
+or among others. Chunks of prompts are computed head by head (`attend_to_prefill`), rows with few
+tokens together (`engine.batch.cpu.few_tokens`)."""
 
 from __future__ import annotations
 
@@ -22,29 +21,31 @@ from engine.batch.ragged import Row
 from engine.cache.rounding import Array
 
 TILE = 64
-"""Softmax adds up as many positions at a time, and products take whole blocks of it."""
+"""Softmax sums this many positions at a time, and products use whole blocks of them."""
 FEWEST = 128
-"""The fewest keys: with wide heads, fewer keys would be summed in other blocks."""
+"""Min number of keys: with wide heads, fewer keys would be summed in other blocks."""
 
 MOST_SCORES = 1 << 20
-"""Scores that a product has at most if it has more than `FEWEST_QUERIES`: they stay in the
-processor's last cache."""
+"""Max scores of a product with more than `FEWEST_QUERIES` queries, so that they stay in the
+processor's last-level cache."""
 FEWEST_QUERIES = 32
-"""Keys are packed for each product, and this many queries of a head make it worth while."""
+"""Min queries per product. Keys are packed for each product, which pays off from this number of
+queries of a head."""
 
 
 def cut(row: Row, heads: int, group: int) -> list[tuple[int, int]]:
-    """Cut the queries of ``row`` in equal parts. A part is a product for each head of keys."""
+    """Cut the queries of ``row`` into equal parts. A part is one product for each head of keys."""
     most = min(max(MOST_SCORES // (group * row.end), FEWEST_QUERIES), QUERIES_AT_ONCE)
     parts = max(-(-row.width // most), min(row.width, -(-num_threads() // heads)))
     return list(pairwise(row.width * i // parts for i in range(parts + 1)))
 
 
 def anchor(dim: int) -> int:
-    """Return of what positions windows begin at a multiple, for values of ``dim`` numbers.
+    """Return the number of positions to whose multiples windows are aligned, for values of
+    ``dim`` numbers.
 
-    Products with values sum so many positions at a time (`MlasSgemmOperation`: blocks of 128
-    columns by 128 rows, longer where there are fewer columns)."""
+    Products with values sum this many positions at a time (`MlasSgemmOperation`: blocks of 128
+    columns by 128 rows, longer if there are fewer columns)."""
     columns = rows = 128
     while columns > 16 and columns // 2 >= dim:
         columns, rows = columns // 2, rows * 2
@@ -59,8 +60,8 @@ def tiled(start: int, end: int, window: int | None, dim: int) -> tuple[int, int]
 
 @cache
 def _scores_session(softcap: float | None) -> Session:
-    """Return the scores (1, 1, queries, keys) of queries (1, 1, queries, dim) and keys
-    (1, 1, keys, dim)."""
+    """Return the session that computes scores (1, 1, queries, keys) of queries (1, 1, queries,
+    dim) and keys (1, 1, keys, dim)."""
     graph = Graph()
     queries = graph.input("queries", 1, 1, "queries", "dim")
     keys = graph.input("keys", 1, 1, "keys", "dim")
@@ -70,10 +71,11 @@ def _scores_session(softcap: float | None) -> Session:
 
 @cache
 def _result_session(has_sinks: bool) -> Session:
-    """Return the sums of values (1, 1, keys, dim) by the shares of masked scores
-    (1, 1, queries, keys).
+    """Return the session that sums values (1, 1, keys, dim), weighted by the softmax of masked
+    scores (1, 1, queries, keys).
 
-    Sinks (1, 1, queries, `TILE`) are scores before these, which have shares and no values."""
+    Sinks (1, 1, queries, `TILE`) are additional scores in front. They count in the softmax, but
+    have no values."""
     graph = Graph()
     scores = graph.input("scores", 1, 1, "queries", "keys")
     values = graph.input("values", 1, 1, "keys", "dim")
@@ -85,8 +87,8 @@ def _result_session(has_sinks: bool) -> Session:
 
 
 def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> str:
-    """Return the scores of ``keys``. A cap follows at once: ONNX Runtime makes its first factor a
-    part of the product, which has other bits."""
+    """Return the scores of ``keys``. A cap is always applied in the graph of the product:
+    ONNX Runtime merges its first factor into the product, which changes the bits."""
     scores = graph.node("FusedMatMul", queries, keys, domain=CONTRIB, transB=1)
     if softcap is None:
         return scores
@@ -95,13 +97,13 @@ def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> s
 
 
 def shares_of(graph: Graph, scores: str, bias: str, sinks: str) -> str:
-    """Return the shares of keys: the softmax of ``scores`` with ``bias``, after ``sinks`` if there
-    are some."""
+    """Return the weights of keys: the softmax of ``scores`` plus ``bias``, after ``sinks`` if
+    there are any."""
     return softmax_of(graph, graph.node("Add", scores, bias), sinks)
 
 
 def softmax_of(graph: Graph, masked: str, sinks: str) -> str:
-    """Return the shares of keys for ``masked`` scores, after ``sinks`` if there are some."""
+    """Return the weights of keys for ``masked`` scores, after ``sinks`` if there are any."""
     if not sinks:
         return graph.node("Softmax", masked, axis=-1)
     found = graph.node("Softmax", graph.node("Concat", sinks, masked, axis=-1), axis=-1)
@@ -110,8 +112,8 @@ def softmax_of(graph: Graph, masked: str, sinks: str) -> str:
 
 
 def before_scores(sinks: Array, count: int) -> Array:
-    """Return ``sinks`` (..., groups, 1, 1) as the first of `TILE` scores of ``count`` queries:
-    (1, ..., groups, count, `TILE`)."""
+    """Return ``sinks`` (..., groups, 1, 1) as the first `TILE` scores of ``count`` queries: (1,
+    ..., groups, count, `TILE`)."""
     before: Array = np.full((1, *sinks.shape[:-2], count, TILE), -np.inf, np.float32)
     before[..., :1] = sinks
     return before
@@ -120,13 +122,13 @@ def before_scores(sinks: Array, count: int) -> Array:
 def _mask(
     scores: Array, start: int, low: int, window: int | None, span: tuple[int, int] | None
 ) -> None:
-    """Set ``scores`` (groups, tokens, keys) of keys that a token does not attend to to minus
-    infinity. Tokens begin at position ``start``, keys at ``low``. All tokens attend to the
-    positions of a ``span`` too.
+    """Set ``scores`` (groups, tokens, keys) to minus infinity where a token does not attend to a
+    key. Tokens start at position ``start``, keys at ``low``. All tokens also attend to the
+    positions of a ``span``.
 
-    NumPy writes to these alone. An addition in the graph would read and write all scores, which
-    takes a tenth of the time of a long prompt's attention."""
-    first = start if window is None else low  # all tokens attend to the keys before
+    NumPy writes only the masked scores. An addition in the graph would read and write all of
+    them, which takes a tenth of the time of a long prompt's attention."""
+    first = start if window is None else low  # all tokens attend to the keys before it
     _, tokens, count = scores.shape
     keys, queries = np.arange(first, low + count), np.arange(start, start + tokens)[:, None]
     unseen = keys > queries
@@ -138,9 +140,10 @@ def _mask(
 
 
 def _part(array: Array, low: int, high: int, stored: int) -> Array:
-    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), zeros from ``stored`` on.
+    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), with zeros from
+    ``stored`` on.
 
-    What a slot held there before may be anything, and zero times NaN is NaN."""
+    The slot may contain anything there, and zero times NaN is NaN."""
     if stored < high:
         part: Array = np.zeros((high - low, array.shape[1]), np.float32)
         part[: stored - low] = array[low:stored]
@@ -159,15 +162,15 @@ def attend(
     span: tuple[int, int] | None = None,
 ) -> Array:
     """Return the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
-    positions after it, for one head of keys.
+    following positions, for one head of keys.
 
-    Keys and values are (positions, dim), of which the first ``stored`` are the row's. Sinks are
-    (groups, 1, 1). All queries are in a ``span``, if there is one, and attend to all of it. Called
-    on any thread."""
+    Keys and values are (positions, dim), of which the first ``stored`` belong to the row. Sinks
+    are (groups, 1, 1). If there is a ``span``, all queries are in it and attend to all of it.
+    May be called on any thread."""
     groups, tokens, dim = queries.shape
     low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
     flat = queries.reshape(1, 1, groups * tokens, dim)
-    if alone := flat.shape[2] == 1:  # a product of one row takes other operations
+    if alone := flat.shape[2] == 1:  # a product of one row uses other operations
         flat, tokens = np.repeat(flat, 2, axis=2), 2
     keys, values = (_part(each, low, high, stored) for each in kept)
     scores: Array = _scores_session(how.softcap)(np.ascontiguousarray(flat), keys)[0]
@@ -182,7 +185,7 @@ def attend(
 def attend_to_prefill(
     piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
-    """Do what `pieces.attend_to_prefill` does."""
+    """Like `pieces.attend_to_prefill`."""
     row, its = piece.row, slice(piece.first, piece.last)
     both = kept[0][row.slot.row, piece.head], kept[1][row.slot.row, piece.head]
     sinks = None if how.sinks is None else how.sinks[piece.head]

@@ -1,4 +1,4 @@
-"""What drafts cost at the batch at hand, as steps with and without them show."""
+"""Costs of drafts at the current batch size, learned from steps with and without them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 from engine.speculation.costs import WORTH_IT, StepCosts
 
 LEARNS, MOST_DIFFERENCE = 0.1, 0.3
-"""How far the typical time follows a time, and by which part of itself a time may differ before it
-counts as one that differs by so much: a step that something else held up says little."""
+"""How far the typical time follows a new time, and the max relative difference that counts: a
+step that something else delayed says little."""
 PLAIN_FIRST, PLAIN_EVERY = 3, 64
-"""There are no drafts before so many steps without were measured. After so many with drafts one
-without shows again what that takes, since contexts grow; sooner while few were measured."""
+"""No drafts before this many steps without drafts were measured. After this many steps with
+drafts, one without is measured again, because contexts grow; sooner while few were measured."""
 ASSUMED_ROWS = 9
-"""Where nothing is known of drafts, one is assumed to take as long as one of so many rows more than
-a step has: a tenth of a step of one sequence."""
+"""Assumed time of a draft while nothing is known about drafts, in rows: a tenth of a step of one
+sequence."""
 PROBED = 0.5
-"""As long as nothing is known of drafts, one that is likelier than this is tried to learn it."""
+"""While nothing is known about drafts, a draft with a higher chance than this is tried to learn
+its cost."""
 STEEPER = 1.5
-"""Drafts beyond those that were measured are assumed to take longer by this factor than those."""
+"""Drafts beyond the measured number are assumed to be slower by this factor."""
 OUTLIER, UNKNOWN_OUTLIER = 1.5, 2.0
-"""A step that takes longer than predicted by more than this factor was held up: one of a size that
-was measured some times, and any other."""
+"""A step slower than predicted by more than this factor was delayed by something else: for sizes
+measured a few times, and for all other sizes."""
 
 
 @dataclass(slots=True)
 class _Typical:
-    """The typical time of steps without drafts: a mean in which no single one counts much."""
+    """The typical time of steps without drafts: a mean in which no single time counts much."""
 
     seconds: float = 0.0
     times: int = 0
-    since: int = 0  # steps with drafts after the last one without
+    since: int = 0  # steps with drafts since the last one without
 
     def observe(self, elapsed_s: float) -> None:
         self.times += 1
@@ -45,26 +46,26 @@ class _Typical:
 
 
 class BatchCosts:
-    """Seconds of decode steps by sequences and drafts.
+    """Seconds of decode steps by number of sequences and drafts.
 
-    Each number of sequences has its own times. What was not measured there is predicted from
-    what the same number of tokens took in any batch, as far as the difference to a step without
-    drafts goes, and before that from what `StepCosts` assumes. No step has more than twice the
-    tokens of the longest that was ever measured."""
+    Each number of sequences has its own times. Unmeasured sizes are predicted: the difference to
+    a step without drafts is taken from steps of any batch with the same number of tokens, or
+    else from the assumptions of `StepCosts`. No step has more than twice the tokens of the
+    largest measured one."""
 
     def __init__(self) -> None:
         self._all = StepCosts()
         self._of_rows: dict[int, StepCosts] = {}
-        """By sequences, the seconds of steps by their drafts and one."""
+        """By number of sequences, the seconds of steps by number of drafts plus one."""
         self._plain: dict[int, _Typical] = {}
         self._predicted: dict[tuple[int, int], float] = {}
         self._excess: dict[tuple[int, int], float] = {}
-        """What was predicted since the last measurement, by sequences and drafts."""
+        """Predictions since the last measurement, by number of sequences and drafts."""
         self.changes = 0
-        """How often something was learned."""
+        """Number of times that something was learned."""
 
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
-        """Note the time of a step of ``rows`` sequences with so many drafts together."""
+        """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
         if elapsed_s <= 0:
             return
         self.changes += 1
@@ -81,19 +82,19 @@ class BatchCosts:
             self._plain[rows].observe(elapsed_s)
 
     def plain_s(self, rows: int) -> float:
-        """Return the typical seconds of a step of ``rows`` sequences without drafts; 0 if none
-        was measured."""
+        """Return the typical seconds of a step of ``rows`` sequences without drafts; 0 if
+        unmeasured."""
         return self._plain[rows].seconds if rows in self._plain else 0.0
 
     def needs_plain(self, rows: int) -> bool:
-        """Return whether the next step should be one without drafts, to be measured."""
+        """Return whether the next step should have no drafts, to be measured."""
         plain = self._plain.get(rows)
         if plain is None or plain.times < PLAIN_FIRST:
             return True
         return plain.since >= min(PLAIN_EVERY, 4 * plain.times)
 
     def predict_s(self, rows: int, drafted: int = 0) -> float:
-        """Return the seconds of a step; 0 if nothing is known."""
+        """Return the predicted seconds of a step; 0 if nothing is known."""
         known = self._predicted.get((rows, drafted))
         if known is None:
             known = self._predicted[rows, drafted] = self._predict_s(rows, drafted)
@@ -117,8 +118,8 @@ class BatchCosts:
         return longest_s + max(0.0, all_.predict_s(known + beyond) - all_.predict_s(known))
 
     def excess_s(self, rows: int, drafted: int) -> float:
-        """Return how much longer a step takes with ``drafted`` tokens than without. It is rather
-        too long than too short."""
+        """Return how much longer a step takes with ``drafted`` drafts than without. Errs on the
+        long side."""
         known = self._excess.get((rows, drafted))
         if known is None:
             known = self._excess[rows, drafted] = self._excess_s(rows, drafted)
@@ -133,8 +134,8 @@ class BatchCosts:
         return max(excess_s, beyond * (costs.at_least_s(1 + drafted) - plain_s))
 
     def measured_excess_s(self, rows: int, drafted: int, elapsed_s: float | None) -> float:
-        """Return how much longer a step with drafts took than one without, as far as they are the
-        reason. With None that is what is predicted."""
+        """Return how much longer a step with drafts took than one without, as far as drafts are
+        the cause. If the time is None, return the prediction."""
         if elapsed_s is None:
             return self.excess_s(rows, drafted)
         costs = self._of_rows.get(rows)
@@ -144,13 +145,13 @@ class BatchCosts:
         return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
 
     def most_drafts(self, rows: int) -> int:
-        """Return how many drafts a step may have, by what was measured."""
+        """Return the max number of drafts of a step, according to measurements."""
         costs = self._of_rows.get(rows)
         own = 0 if costs is None else costs.largest - 1
         return max(1, 2 * own, 2 * (self._all.largest - rows))
 
     def affordable(self, rows: int, count: int, room_s: float) -> int:
-        """Return how many drafts of one sequence, ``count`` at most, cost all ``rows`` of a step
+        """Return how many drafts of one sequence, at most ``count``, cost all ``rows`` of a step
         no more than ``room_s`` together."""
         count = min(count, self.most_drafts(rows))
         while count and rows * self.excess_s(rows, count) > room_s:
@@ -160,12 +161,12 @@ class BatchCosts:
     def best_lengths(
         self, rows: int, gains: Sequence[Sequence[float]], most_s: float | None = None
     ) -> list[int]:
-        """Return how many drafts to verify of each of the sequences that have some, in a step of
-        ``rows`` sequences: those that give the most tokens a second, and make the step no more than
-        ``most_s`` longer.
+        """Return how many drafts to verify for each sequence that has some, in a step of
+        ``rows`` sequences: the numbers with the most tokens per second that make the step at
+        most ``most_s`` longer.
 
-        ``gains`` are for each sequence the chances that its drafts are accepted, with all before
-        them: they fall from one draft to the next."""
+        ``gains`` are, for each sequence, the chances that each draft and all before it are
+        accepted, which decrease from one draft to the next."""
         order = sorted(
             ((gain, row) for row, chances in enumerate(gains) for gain in chances), reverse=True
         )
@@ -185,18 +186,19 @@ class BatchCosts:
         return lengths
 
     def seconds(self) -> dict[int, float]:
-        """Return what is known of all steps, by tokens."""
+        """Return the known times of all steps, by number of tokens."""
         return self._all.seconds()
 
     def known(self) -> dict[int, dict[int, float]]:
-        """Return the seconds of measured steps, by sequences, then by drafts."""
+        """Return the seconds of measured steps, by number of sequences, then by number of
+        drafts."""
         return {
             rows: {tokens - 1: seconds for tokens, seconds in costs.seconds().items()}
             for rows, costs in self._of_rows.items()
         }
 
     def remember(self, known: Mapping[int, Mapping[int, float]]) -> None:
-        """Begin with what `known` said once: it counts as measured once."""
+        """Start from an earlier result of `known`, which counts as measured once."""
         for rows, by_drafts in known.items():
             for drafted, seconds in sorted(by_drafts.items()):
                 self.observe(rows, drafted, seconds)

@@ -1,4 +1,4 @@
-"""How many drafts of all sequences a `BatchSource` is asked for."""
+"""Decides how many drafts to request from a `BatchSource`, for all sequences of a step."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from engine.speculation.costs import WORTH_IT, StepCosts
 from engine.speculation.source import BatchSource, DraftRequest, Proposal
 
 LIKELY = 0.6
-"""What is assumed of its drafts."""
+"""The assumed acceptance rate of its drafts."""
 CALLS_WITHOUT = 64
-"""Sequences wait again for drafts that were not worth while, once in so many plans."""
+"""If drafts were not worth while, sequences wait for them again once in this many plans."""
 
 
 class BatchRow(NamedTuple):
-    """A sequence that may be asked for."""
+    """A sequence for which the source may be asked."""
 
-    request: DraftRequest  # with the most drafts that it may have
-    other: Proposal | None  # of another source
-    other_gain: float  # tokens of that which are expected to be accepted
-    gains: Sequence[float]  # the chances of drafts to be accepted, with all before them
+    request: DraftRequest  # its limit is the max number of drafts
+    other: Proposal | None  # drafts of another source
+    other_gain: float  # expected number of accepted tokens among them
+    gains: Sequence[float]  # chances that each draft and all before it are accepted
 
 
 class BatchDrafting:
-    """Asks a source, and learns how long it takes: it computes token by token, so that its time
-    grows with the length of drafts and little with the number of sequences."""
+    """Asks a source, and learns how long it takes. The source computes token by token, so its
+    time grows with the length of drafts, and little with the number of sequences."""
 
     def __init__(self, source: BatchSource, adapts: bool, accounts: DraftAccounts) -> None:
-        """``adapts``: whether times and chances decide; otherwise it is asked for all it may."""
+        """``adapts``: whether times and chances decide; otherwise it always requests the
+        maximum."""
         self._source = source
         self._accounts = accounts
         self._adapts = adapts
-        self._token_s = StepCosts()  # seconds for a token of each sequence, by their number
+        self._token_s = StepCosts()  # seconds per token of each sequence, by number of sequences
         self.pays = True
-        """Whether its drafts were worth while when that was considered last."""
+        """Whether its drafts were worth while when this was last considered."""
         self.last_s = 0.0
-        """What each sequence that was asked for had its part in, of the time of the last call."""
+        """Each requested sequence's share of the time of the last call."""
         self._calls_without = 0
 
     @property
@@ -47,19 +48,21 @@ class BatchDrafting:
         return self._source.NAME
 
     def of_unknown(self, count: int) -> Proposal:
-        """Return a stand-in for a proposal of ``count`` tokens."""
+        """Return a placeholder for a proposal of ``count`` tokens."""
         return Proposal((0,) * count, self.name, likely=(LIKELY,))
 
     def waits(self) -> bool:
-        """Return whether sequences should wait for their token in flight, to get drafts then."""
+        """Return whether sequences should wait for their token in flight, to get drafts
+        afterwards."""
         self._calls_without = 0 if self.pays else (self._calls_without + 1) % CALLS_WITHOUT
         return self._calls_without == 0
 
     def propose(
         self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts
     ) -> list[Proposal | None]:
-        """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences that costs
-        as ``steps`` say: drafts of the source where they are worth while, or those of others."""
+        """Return the drafts to verify for each of ``rows``, in a step of ``num_rows`` sequences
+        with the costs ``steps``: drafts of this source if they are worth while, else those of
+        others."""
         found = [row.other for row in rows]
         if not rows:
             return found
@@ -86,13 +89,13 @@ class BatchDrafting:
 
     def _prefers(self, row: BatchRow, length: int | None) -> bool:
         """Return whether ``length`` drafts of ``row`` are better than those of another source.
-        None: as many as it may have, if there are no others."""
+        None: the max length, if there is no other source."""
         if length is None:
             return row.other is None
         return sum(row.gains[:length]) > row.other_gain
 
     def _best_length(self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts) -> int:
-        """Return the length of drafts that gives the most tokens a second, 0 for none."""
+        """Return the length of drafts with the most tokens per second, 0 for none."""
 
         def rate(length: int) -> float:
             expected, drafted, asked = float(num_rows), 0, 0

@@ -1,4 +1,4 @@
-"""What a decode step costs by its number of tokens, as measured while serving."""
+"""The time of a decode step by its number of tokens, measured while serving."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 EXACT_TOKENS = 16
-"""Steps of up to so many tokens are told apart by every token, larger ones by quarters of a
-doubling."""
+"""Steps of up to this many tokens have a size of their own; larger ones are grouped by quarter
+octaves."""
 FASTER, SLOWER = 0.3, 0.05
-"""How far the value follows a time below it, and one above: it is about the lowest fifth, since
-times are long for many reasons that have nothing to do with the step."""
+"""How far the value follows a lower time, and a higher one. The result is about the lowest
+fifth, because many causes that have nothing to do with the step make times long."""
 ASSUMED_TIMES = 4
-"""A size counts as much as what other sizes say of it once it was measured so often."""
+"""Number of measurements after which a size counts as much as the prediction from other sizes."""
 LATELY = 0.1
-"""So often at least has a size been measured that was measured once, three times `UNSEEN_STEPS`
-ago."""
+"""Number of measurements left of a size that was measured once, three times `UNSEEN_STEPS` ago."""
 UNSEEN_STEPS = 64
-"""After so many steps, sizes that did not occur meanwhile count as measured half as often."""
+"""After this many steps without a size, its number of measurements is halved."""
 ASSUMED_GROWTH = 0.1
-"""What each token beyond the largest step that was measured adds, as a part of that. With AVX2 a
-token of the first steps takes 0.08; longer ones are tried all the same."""
+"""Assumed growth for each token beyond the largest measured step, as a fraction of its time.
+With AVX2 the true value is 0.08 for the first tokens; larger steps are tried all the same."""
 WORTH_IT = 1.03
-"""Drafts must make tokens come faster by this factor at least."""
+"""Min speedup that makes drafts worth while."""
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class _Measured:
     """The times of steps of one size."""
 
     seconds: float
-    times: float = 0.0  # how often it was measured; less if that was long ago
+    times: float = 0.0  # number of measurements, reduced if they are old
     was_seen: bool = False
 
     def observe(self, elapsed_s: float) -> None:
@@ -49,17 +48,18 @@ class _Measured:
 
 
 class StepCosts:
-    """Seconds of decode steps without chunks, by the number of tokens that they compute.
+    """Seconds of decode steps without chunks, by number of tokens.
 
-    Most sizes are measured seldom, and any time may be much too long by chance. So what is known of
-    a size is drawn towards the lower convex hull of all: a step of more tokens takes longer, and
-    each further token as long as those before or longer. A time above that is tried again."""
+    Most sizes are measured rarely, and any time may be much too long by chance. Values are
+    therefore drawn towards the lower convex hull of all sizes: a step with more tokens takes
+    longer, and each further token takes at least as long as the ones before. A time above that
+    is tried again."""
 
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
-        self._known: list[int] = []  # keys of it, sorted
-        self._predicted: dict[int, float] = {}  # of those; empty after a measurement
-        self._at_least: list[float] = []  # what it or a smaller one of those took, as measured
+        self._known: list[int] = []  # its keys, sorted
+        self._predicted: dict[int, float] = {}  # predictions for these; empty after a measurement
+        self._at_least: list[float] = []  # measured time of it or a smaller one
         self._steps = 0
 
     def observe(self, tokens: int, elapsed_s: float) -> None:
@@ -77,7 +77,7 @@ class StepCosts:
                 measured.forget_unseen()
 
     def predict_s(self, tokens: int) -> float:
-        """Return the seconds of a step of ``tokens``; 0 if nothing is known."""
+        """Return the predicted seconds of a step of ``tokens``; 0 if nothing is known."""
         known = self._known
         if not known:
             return 0.0
@@ -91,8 +91,8 @@ class StepCosts:
         return _between(tokens, known[place - 1], known[place], self._predicted)
 
     def at_least_s(self, tokens: int) -> float:
-        """Return what steps of ``tokens`` or less took lately, as they were measured, however
-        seldom: for those who must not be wrong. 0 if nothing is known."""
+        """Return the recent time of steps of at most ``tokens``, exactly as measured, however
+        rarely: for callers that must not overestimate. 0 if nothing is known."""
         if not self._predicted and self._known:
             self._predict()
         place = bisect_right(self._known, tokens)
@@ -100,11 +100,11 @@ class StepCosts:
 
     @property
     def largest(self) -> int:
-        """The most tokens of a step that was measured; 0 without any."""
+        """The largest number of tokens of a measured step; 0 without any."""
         return self._known[-1] if self._known else 0
 
     def knows(self, tokens: int) -> bool:
-        """Return whether steps of so many tokens were measured often enough to trust that."""
+        """Return whether steps of ``tokens`` were measured often enough to trust the time."""
         measured = self._measured.get(_size(tokens))
         return measured is not None and measured.times >= ASSUMED_TIMES
 
@@ -115,7 +115,7 @@ class StepCosts:
             last, before = self._known[-1], self._known[-2]
             own[last] = min(own[last], _grown(own[before], last - before))
         hull: list[int] = []
-        for size in reversed(self._known):  # from above: nothing takes longer than what is larger
+        for size in reversed(self._known):  # from above: no size takes longer than a larger one
             if hull and own[size] > own[hull[-1]]:
                 own[size] = own[hull[-1]]
             while len(hull) > 1 and _between(hull[-1], size, hull[-2], own) <= own[hull[-1]]:
@@ -132,23 +132,23 @@ class StepCosts:
         self._at_least = list(accumulate(seconds, max))
 
     def seconds(self) -> dict[int, float]:
-        """Return what is known, by tokens."""
+        """Return the known seconds, by number of tokens."""
         return {size: self._measured[size].seconds for size in self._known}
 
 
 def _size(tokens: int) -> int:
-    """Return the number of tokens as which a step of ``tokens`` counts."""
+    """Return the size of a step of ``tokens``."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return round(2 ** (round(4 * math.log2(tokens)) / 4))
 
 
 def _grown(seconds: float, tokens: int) -> float:
-    """Return what is assumed of a step with ``tokens`` more than one that takes ``seconds``."""
+    """Return the assumed time of a step with ``tokens`` more than one that takes ``seconds``."""
     return seconds * (1 + ASSUMED_GROWTH * tokens)
 
 
 def _between(tokens: int, below: int, above: int, seconds: Mapping[int, float]) -> float:
-    """Return the seconds of ``tokens`` on the line from size ``below`` to size ``above``."""
+    """Interpolate the seconds of ``tokens`` between sizes ``below`` and ``above``."""
     share = (tokens - below) / (above - below)
     return (1 - share) * seconds[below] + share * seconds[above]

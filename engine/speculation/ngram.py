@@ -1,7 +1,6 @@
-"""Drafts from n-grams: what followed the last tokens where they occurred before.
+"""Drafts from n-grams: the tokens that followed an earlier occurrence of the last tokens.
 
-The idea is that of prompt lookup decoding (Saxena 2023), and of LZ77 (Ziv and Lempel 1977).
-"""
+The idea is that of prompt lookup decoding (Saxena 2023), and of LZ77 (Ziv and Lempel 1977)."""
 
 from __future__ import annotations
 
@@ -15,26 +14,26 @@ import numpy as np
 from engine.speculation.source import MAX_SOURCE_BYTES, DraftSource, Proposal
 
 LONGEST_KIND = 12
-"""Longer matches count as so long."""
+"""Longer matches count as this length."""
 TOLD_APART = 3
-"""Longest matches of which it counts what followed them in the last two places."""
+"""Longest match for which the continuations of the last two occurrences are compared."""
 ONCE, SAME, OTHER = 0, 20, 40
-"""What followed: there is one place only, both times the same, or not. The sum with the length is
-the kind of a token: 3 comes after a match of three tokens, 43 after one that has been followed by
-another token the time before the last. A later token of a draft counts as one after a match that
-is longer by those before it."""
+"""The continuations of a match: it occurred only once, both times the same, or different. The
+sum with the match length is the kind of a token: 3 comes after a match of three tokens, 43 after
+one whose last two continuations differ. Later tokens of a draft count as if they followed a
+match that is longer by the tokens before them."""
 _LIKELY = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.9, 0.9, 0.95, 0.95)
 _LIKELY_AT = {ONCE: _LIKELY, SAME: (0.5, 0.7, 0.8), OTHER: (0.15, 0.2, 0.4)}
 LIKELY = tuple(
     dict(enumerate(_LIKELY_AT[kind // 20 * 20], 1)).get(kind % 20, 0.0)
     for kind in range(OTHER + TOLD_APART + 1)
 )
-"""What is assumed of each kind."""
+"""Assumed acceptance rate of each kind."""
 FEW_TOKENS = 16
-"""More new tokens are entered by NumPy."""
+"""Above this number of new tokens, NumPy adds them."""
 MOST_AT_ONCE = 2_048
-"""A longer prompt is entered in several calls, of less than a millisecond, before anything is
-proposed."""
+"""Tokens of a long prompt are added in several calls of less than a millisecond each, before
+anything is proposed."""
 MIN_BITS = 8
 
 _FOLLOWED = (ONCE, SAME, OTHER)
@@ -49,15 +48,14 @@ class Match(NamedTuple):
 
 
 class NgramIndex:
-    """A list of tokens that only grows, and the last place of each n-gram in it.
+    """An append-only list of tokens, and the last occurrence of each n-gram in it.
 
-    There is a table of a fixed size for each n, without lists of collisions: an n-gram may take
-    the place of another, which is then not found. So a token costs as much time as there are sizes
-    of n-grams, and the tables together never take more than `MAX_SOURCE_BYTES`.
-    """
+    There is one table of fixed size per n, without collision lists: an n-gram may overwrite
+    another, which is then not found. The cost of a token is therefore proportional to the number
+    of n-gram sizes, and the tables never take more than `MAX_SOURCE_BYTES` together."""
 
     def __init__(self, smallest: int, largest: int, expected_tokens: int) -> None:
-        """The sizes of n-grams are ``smallest`` (at least 1) to ``largest``."""
+        """N-grams have ``smallest`` (at least 1) to ``largest`` tokens."""
         self.tokens = array("i")
         self._entered = 0  # n-grams that end before this index are in the tables
         self._sizes = range(smallest, largest + 1)
@@ -65,18 +63,19 @@ class NgramIndex:
         bits = min(max(MIN_BITS, (2 * expected_tokens).bit_length()), most_bits)
         self._shift = 64 - bits
         self._arrays: list[Any] = [np.zeros(2**bits, np.int32) for _ in self._sizes]
-        """By size, at the place of each n-gram, 4 times the index after it, plus 0, 1 or 2 for
-        what followed in the last two places (`_FOLLOWED`); 0 if none is known."""
+        """By size, for each n-gram: 4 times the index after it, plus 0, 1 or 2 for its last two
+        continuations (`_FOLLOWED`); 0 if unknown."""
         self._tables = [memoryview(table) for table in self._arrays]  # faster for single values
-        self._last_places: list[int] = []  # of the n-grams at the end, which are not entered
+        self._last_places: list[int] = []  # n-grams at the end that are not added yet
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tables."""
+        """The size of the tables in bytes."""
         return sum(table.nbytes for table in self._arrays)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add ``tokens``. The n-grams that end with the last token wait until another follows."""
+        """Add ``tokens``. The n-grams that end with the last token are added once another token
+        follows."""
         if len(tokens) > FEW_TOKENS or not self.tokens:
             self.tokens.extend(tokens)
             self._enter(len(self.tokens) - 1)
@@ -92,7 +91,7 @@ class NgramIndex:
             self._last_places = self._places(self.tokens)
 
     def find(self, context: Sequence[int]) -> Match | None:
-        """Return where the longest n-gram that ends ``context`` occurred last."""
+        """Return where the longest n-gram that ends ``context`` last occurred."""
         places = self._last_places if context is self.tokens else self._places(context)
         for number in range(len(places) - 1, -1, -1):
             if found := self._tables[number][places[number]]:
@@ -102,8 +101,8 @@ class NgramIndex:
         return None
 
     def following(self, index: int, count: int) -> list[int]:
-        """Return the ``count`` tokens from ``index`` on. Those beyond the end are as if the text
-        from ``index`` on repeated itself."""
+        """Return ``count`` tokens from ``index`` on. Beyond the end, the text from ``index`` is
+        repeated."""
         found = self.tokens[index : index + count].tolist()
         period = len(self.tokens) - index
         while period and len(found) < count:
@@ -111,8 +110,8 @@ class NgramIndex:
         return found
 
     def _places(self, tokens: Sequence[int]) -> list[int]:
-        """Return the places of the n-grams at the end of ``tokens`` in the tables of their sizes,
-        as far as there are enough tokens."""
+        """Return the table places of the n-grams at the end of ``tokens``, one per size, as far
+        as there are enough tokens."""
         mixed, shift, smallest = 0, self._shift, self._sizes.start
         found = []
         for size in range(1, min(self._sizes.stop, len(tokens) + 1)):
@@ -122,13 +121,13 @@ class NgramIndex:
         return found
 
     def _enter(self, end: int) -> None:
-        """Enter the n-grams that end before index ``end`` and are not entered."""
+        """Add the n-grams that end before index ``end`` and are not added yet."""
         largest = self._sizes.stop - 1
         first = max(0, self._entered - largest + 1)
         given: Any = np.array(self.tokens[first:end], np.uint64) + np.uint64(1)
         mixed: Any = np.zeros(len(given), np.uint64)
         for size in range(1, min(largest, len(given)) + 1):
-            # Those that end at index first + size - 1 and later.
+            # N-grams that end at index first + size - 1 and later.
             mixed = mixed[-(len(given) - size + 1) :] ^ given[: len(given) - size + 1]
             mixed = mixed * np.uint64(_FACTOR)
             if size >= self._sizes.start:
@@ -139,8 +138,8 @@ class NgramIndex:
         self._entered = max(self._entered, end)
 
     def _enter_in(self, table: Any, places: Any, after: Any) -> None:
-        """Enter in ``table`` n-grams at ``places``, the indices ``after`` which rise."""
-        # Sorting both as one number takes less time than the order of one of them.
+        """Add n-grams at ``places`` of ``table``, with increasing indices ``after``."""
+        # Sorting both as one number is faster than argsort of one of them.
         both = (places.astype(np.int64) << 32) | after
         both.sort()
         places, after = both >> 32, both & 0xFFFFFFFF
@@ -154,7 +153,7 @@ class NgramIndex:
         table[places] = 4 * after + np.where(before, 1 + other, 0)
 
     def match(self, index: int, context: Sequence[int]) -> int:
-        """Return how many tokens before ``index`` equal the last ones of ``context``."""
+        """Return how many tokens before ``index`` equal the last tokens of ``context``."""
         most = min(index, len(context), LONGEST_KIND)
         for length in range(most):
             if self.tokens[index - 1 - length] != context[-1 - length]:
@@ -163,18 +162,19 @@ class NgramIndex:
 
 
 class NgramSource(DraftSource):
-    """Looks in the prompt and the outputs, or in the outputs alone."""
+    """Searches the prompt and the outputs, or only the outputs."""
 
     NAME = "ngram"
 
     def __init__(self, smallest: int, largest: int, *, first: int, expected_tokens: int) -> None:
-        """Tokens before index ``first`` are not looked at. ``expected_tokens`` come after it."""
+        """Tokens before index ``first`` are not searched. About ``expected_tokens`` come after
+        it."""
         self._first = first
         self._index = NgramIndex(smallest, largest, expected_tokens)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its tables."""
+        """The size of its tables in bytes."""
         return self._index.nbytes
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
@@ -192,6 +192,6 @@ class NgramSource(DraftSource):
 
 @cache
 def kinds_after(length: int, count: int, followed: int = ONCE) -> tuple[int, ...]:
-    """Return the kinds of ``count`` tokens after a match of ``length``."""
+    """Return the kinds of ``count`` tokens after a match of ``length`` tokens."""
     first = length + (followed if length <= TOLD_APART else 0)
     return (first, *(min(length + i, LONGEST_KIND) for i in range(1, count)))

@@ -10,9 +10,9 @@ from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
 NEAR_TOKENS = 32
-"""How far around the expected place the text is searched first."""
+"""Distance from the expected place within which the text is searched first."""
 SHORTEST, LONGEST = 2, 4
-"""The n-gram lengths for finding the place anywhere else, and the min length of a match."""
+"""N-gram lengths for a search anywhere else, and the min length of a match."""
 BEGINS_ALIKE = 0.6
 """Assumed acceptance of the beginning of the text as the beginning of the answer."""
 
@@ -28,9 +28,9 @@ class PredictionSource(DraftSource):
         self._index = NgramIndex(SHORTEST, LONGEST, len(prediction))
         self._followed = num_prompt_tokens
         self._next = 0
-        """The place in the text that the next output is expected to repeat."""
+        """Place in the text that the next output is expected to repeat."""
         self._matched = 0
-        """How many tokens before it were repeated; 0 at first, when it is a guess."""
+        """Number of tokens before it that were repeated. Initially 0, when the place is a guess."""
         self._lost = False
 
     @classmethod
@@ -61,8 +61,8 @@ class PredictionSource(DraftSource):
             self._find(tokens, end)
 
     def _find(self, tokens: Sequence[int], expected: int) -> None:
-        """Find the place in the text after the last ones of ``tokens``: the longest match near the
-        ``expected`` place, the nearest of these, or else the last one of the whole text."""
+        """Find the place in the text after the last of ``tokens``: the longest match near the
+        ``expected`` place (the nearest of several), or else the last match in the whole text."""
         end = min(len(self._index.tokens), expected + NEAR_TOKENS)
         near = range(max(0, expected - NEAR_TOKENS), end)
         best = max(

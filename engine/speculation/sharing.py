@@ -1,4 +1,4 @@
-"""Drafts of a step that cost no sequence in it anything."""
+"""Drafts of a step that make no sequence in it lose time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from engine.speculation.batch_costs import BatchCosts
 
 OVERDRAWN_STEPS = 0.25
-"""Sequences without budget share a step with their own drafts until one lacks this many steps."""
+"""Sequences without budget draft together until one of them lacks this many steps."""
 
 
 def shared_lengths(
     costs: BatchCosts, rows: int, gains: Sequence[Sequence[float]], rooms: Sequence[float]
 ) -> list[int]:
-    """Return how many drafts to verify of each sequence, as `BatchCosts.best_lengths` does.
+    """Return how many drafts to verify for each sequence, like `BatchCosts.best_lengths`.
 
-    ``rooms`` are the seconds that drafts may make a step longer by, for the sake of each. Where
-    some have too little, these alone may have drafts, within the room of the others: what is
-    accepted of them gives their room back. One that has none left may have some alone. Without
-    that, one of eight sequences that all quote,
-    and of which each is behind at times, would keep the others from drafting for good."""
+    ``rooms`` are the seconds by which drafts may make a step longer, for each sequence. If some
+    have too little, only these may have drafts, within the room of the others: accepted drafts
+    restore their room. A sequence with no room left may still draft alone. Otherwise one of
+    eight sequences that all quote, each of which is behind at times, would keep the others from
+    drafting for good."""
     if not any(costs.best_lengths(rows, gains)):
-        return [0] * len(gains)  # nor would any part of them be, of however few sequences
+        return [0] * len(gains)  # nor any part of them, of however few sequences
     order = sorted(range(len(rooms)), key=rooms.__getitem__)
     lengths = costs.best_lengths(rows, gains, rooms[order[0]] if order else None)
     least_s = -OVERDRAWN_STEPS * costs.plain_s(rows)

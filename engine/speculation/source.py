@@ -15,13 +15,13 @@ class Proposal(NamedTuple):
     tokens: tuple[int, ...]  # at least one
     source: str
     kinds: tuple[int, ...] = ()
-    """For each token its kind; empty if all are of kind 0. Tokens of one source and kind are about
-    equally often right, if all before them are; there are few kinds."""
+    """The kind of each token; empty if all are of kind 0. Tokens of one source and kind are
+    about equally often correct, if all before them are. There are few kinds."""
     likely: tuple[float, ...] = (0.5,)
     """By kind, the assumed acceptance rate, as long as nothing is known about the kind."""
 
     def kind(self, index: int) -> int:
-        """Return the kind of a token."""
+        """Return the kind of token ``index``."""
         return self.kinds[index] if self.kinds else 0
 
 
@@ -34,10 +34,10 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
-        """Return up to ``count`` (at least 1) tokens that may follow ``tokens``, the prompt and all
-        outputs; None if it has no guess.
+        """Return up to ``count`` (at least 1) tokens that may follow ``tokens``, the prompt and
+        all outputs; None if it has no guess.
 
-        In each call ``tokens`` are those of the call before and more."""
+        ``tokens`` always extend those of the previous call."""
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         """Return how many of ``drafts``, of any source, may follow the ``tokens`` of the last
@@ -45,8 +45,8 @@ class DraftSource(ABC):
         return len(drafts)
 
     def matcher(self) -> object:
-        """Return what knows which tokens may follow the ``tokens`` of the last `propose`, for a
-        `BatchSource` that supports it (a `GrammarMatcher`). None if unknown."""
+        """Return an object that knows which tokens may follow the ``tokens`` of the last
+        `propose`, for a `BatchSource` that supports it (a `GrammarMatcher`). None if unknown."""
         return None
 
 
@@ -65,7 +65,7 @@ class BatchSource(ABC):
     """Proposes drafts for several sequences in one call, which takes about as long as for one."""
 
     NAME: ClassVar[str]
-    max_sequences: int  # the most of one call
+    max_sequences: int  # max sequences per call
 
     @abstractmethod
     def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
@@ -73,7 +73,7 @@ class BatchSource(ABC):
 
 
 def possible_part(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
-    """Return ``proposal`` up to the first token that any of ``sources`` knows to be impossible."""
+    """Cut ``proposal`` before the first token that any of ``sources`` knows to be impossible."""
     length = len(proposal.tokens)
     possible = min((source.num_possible(proposal.tokens) for source in sources), default=length)
     if possible == length:

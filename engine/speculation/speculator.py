@@ -1,4 +1,4 @@
-"""Chooses the drafts of each step: from which source, and how many of each sequence."""
+"""Chooses the drafts of each step: their source, and their number for each sequence."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ from engine.speculation.source import (
 from shared.wire import DraftStats, Submit
 
 MOST_TOKENS = 16
-"""The most drafts of a sequence in a step, whatever the settings."""
+"""Max drafts of a sequence in a step, regardless of the settings."""
 LEAST_CHANCE = 0.01
-"""No step is so cheap that a draft with less is worth looking at."""
+"""Drafts with a lower chance are not considered: no step is cheap enough for them."""
 PROBE_TOKENS = 48
-"""A sequence whose drafts are seldom accepted tries again after so many outputs."""
+"""After this many outputs, a sequence whose drafts are rarely accepted tries again."""
 ASSUMED_RATE = 0.6
-"""The acceptance rate with which a sequence begins."""
+"""The acceptance rate that a sequence starts with."""
 
 SourceMaker = Callable[[Submit, object], DraftSource | None]
-"""Makes the source of one sequence from its request and its compiled grammar; None if there is
-nothing that it could propose."""
+"""Creates the source of one sequence from its request and its compiled grammar; None if it could
+not propose anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """The settings that decide how much is drafted; ``--help`` describes them."""
+    """Settings that decide how much is drafted; ``--help`` describes them."""
 
-    tokens: int = 5  # the most of one sequence
-    largest_batch: int = 8  # decoding sequences above which nothing is drafted
+    tokens: int = 5  # max drafts of one sequence
+    largest_batch: int = 8  # number of decoding sequences above which nothing is drafted
     least_rate: float = 0.3  # acceptance rate below which a sequence stops
-    adapts: bool = True  # whether rates and costs decide; otherwise as much as there is
-    by_sequence: bool = True  # whether each sequence has rates of its own
-    protects: bool = False  # whether no sequence may lose time to the drafts of others
+    adapts: bool = True  # whether rates and costs decide; otherwise the maximum is drafted
+    by_sequence: bool = True  # whether each sequence has its own rates
+    protects: bool = False  # whether drafts of others must not slow down any sequence
 
 
 @dataclass(eq=False, slots=True)
 class SequenceDrafts:
-    """The sources of one sequence, and how often they are right."""
+    """The sources of one sequence, and how often they are correct."""
 
     request: Submit
     sources: list[DraftSource]
     rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ASSUMED_RATE))
     rates: dict[tuple[str, int], AcceptanceRate] = field(default_factory=dict)
     next_probe: int = 0
-    """The number of tokens, prompt included, from which it drafts again after it stopped."""
+    """Number of tokens, prompt included, from which it drafts again after it stopped."""
     predicted: tuple[int, ...] = ()
-    """What the request's `prediction` has for the next tokens."""
-    accepted: int = 0  # drafts that the prediction has too, whatever source proposed them
+    """Next tokens according to the request's `prediction`."""
+    accepted: int = 0  # drafts that the prediction also contains, whatever their source
     rejected: int = 0
     guesses: ExecutorGuesses | None = None
-    """The one of ``sources`` that proposes what the executor guesses, if there is one."""
+    """The one of ``sources`` that proposes the executor's guesses, if there is one."""
     account: SequenceAccount = field(default_factory=SequenceAccount)
     accounts: dict[str, SourceAccount] = field(default_factory=dict)
-    """Those of the sources, by name."""
+    """Accounts of the sources, by name."""
 
     def account_of(self, source: str) -> SourceAccount:
         return self.accounts.setdefault(source, SourceAccount())
@@ -80,11 +80,11 @@ class DraftRow(NamedTuple):
 
     drafts: SequenceDrafts
     tokens: Sequence[int]  # prompt and outputs
-    limit: int  # the most drafts that it may have
+    limit: int  # max number of drafts
 
 
 class Speculator:
-    """The drafts of all sequences of an engine. It knows nothing of slots, plans or devices."""
+    """The drafts of all sequences of an engine. It is independent of slots, plans and devices."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Speculator:
         batch_source: BatchSource | None = None,
         costs: BatchCosts | None = None,
     ) -> None:
-        """``guesses`` is `ExecutorSpec.guesses`, or empty if the executor's are not wanted.
-        ``costs`` are what is known of steps."""
+        """``guesses`` is `ExecutorSpec.guesses`, empty if the executor's guesses are not used.
+        ``costs`` are the known times of steps."""
         self.options = options
         self.costs = BatchCosts() if costs is None else costs
         self._sources = sources
@@ -108,7 +108,7 @@ class Speculator:
         self._step = VerifiedStep(1, 0.0, 0.0)
 
     def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
-        """Return what is kept of a new sequence, None if nothing can be proposed for it."""
+        """Return the state of a new sequence, None if no source can propose anything for it."""
         made = [make(request, grammar) for make in self._sources]
         sources = [source for source in made if source is not None]
         guesses = ExecutorGuesses(self._guesses) if self._guesses else None
@@ -119,12 +119,12 @@ class Speculator:
         return SequenceDrafts(request, sources, guesses=guesses)
 
     def waits(self, row: DraftRow, num_rows: int) -> bool:
-        """Return whether ``row``, of a step of ``num_rows`` sequences, should wait for its token in
-        flight, the first that ``row.limit`` counts, since drafts after it are likely."""
+        """Return whether ``row``, in a step of ``num_rows`` sequences, should wait for its token
+        in flight, the first one that ``row.limit`` counts, because drafts after it are likely."""
         if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return False
         plain_s = self.costs.plain_s(num_rows)
-        lost_s = plain_s if num_rows > 1 else 0.0  # others have a step meanwhile
+        lost_s = plain_s if num_rows > 1 else 0.0  # others run a step meanwhile
         if self.options.adapts and row.drafts.account.room_s(plain_s) < lost_s:
             return False
         if (
@@ -139,17 +139,17 @@ class Speculator:
             return proposal is not None and len(proposal.tokens) > 1
         after = self._chances(row.drafts, proposal)[1:]
         worth = self.costs.best_lengths(num_rows, [after])[0]
-        if not worth:  # a device would lose its look-ahead for nothing, which no account notes
+        if not worth:  # a device would lose its look-ahead for nothing, which no account records
             self._fade([(row, proposal)])
         return sum(after[:worth]) * plain_s > lost_s
 
     def waited(self, drafts: SequenceDrafts, num_rows: int) -> None:
-        """Note that a sequence waits for its drafts while ``num_rows`` others have a step."""
+        """Record that a sequence waits for its drafts while ``num_rows`` others run a step."""
         drafts.account.step(0.0, self.costs.plain_s(num_rows))
 
     def propose(self, row: DraftRow, num_rows: int = 1) -> Proposal | None:
-        """Return the best guess for one of the sequences of a step, as far as the account of its
-        source pays; None if there is none or its rate is too low."""
+        """Return the best guess for one sequence of a step, as far as its source's account can
+        pay for it; None if there is none or its rate is too low."""
         limit = min(row.limit, self.options.tokens)
         if limit < 1 or self._has_stopped(row):
             return None
@@ -163,8 +163,8 @@ class Speculator:
         return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
-        """Return how many tokens the executor should guess after the next decode of ``row``, which
-        may be followed by ``row.limit`` drafts then: as many as would be verified."""
+        """Return how many tokens the executor should guess after the next decode of ``row``,
+        which may then be followed by ``row.limit`` drafts: as many as would be verified."""
         if row.drafts.guesses is None or num_rows > self.options.largest_batch:
             return 0
         if self._has_stopped(row) or not self._may_draft(num_rows):
@@ -172,7 +172,7 @@ class Speculator:
         most = max(0, min(row.limit, self.options.tokens))
         if not most or not self.options.adapts:
             return most
-        likely = Proposal((0,) * most, self._guesses)  # whatever they will be
+        likely = Proposal((0,) * most, self._guesses)  # whichever tokens they are
         likely = self._paid(row, num_rows, likely)
         if not likely.tokens:
             return 0
@@ -182,8 +182,8 @@ class Speculator:
         return worth
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
-        """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences. Those
-        with a limit of 0 get no drafts, but take part in the step."""
+        """Return the drafts to verify for each of ``rows``, in a step of ``num_rows`` sequences.
+        Rows with a limit of 0 get no drafts, but take part in the step."""
         if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return [None] * len(rows)
         began = thread_time()
@@ -217,8 +217,8 @@ class Speculator:
         ]
 
     def verified(self, row: DraftRow, proposal: Proposal, accepted: int) -> None:
-        """Note that the first ``accepted`` tokens of a ``proposal`` were; ``row.tokens`` include
-        them."""
+        """Record that the first ``accepted`` tokens of ``proposal`` were accepted;
+        ``row.tokens`` include them."""
         drafted, drafts = len(proposal.tokens), row.drafts
         self._accounts.verified(proposal.source, drafted, accepted)
         account = drafts.account_of(proposal.source)
@@ -244,9 +244,9 @@ class Speculator:
         decoded: Iterable[SequenceDrafts] = (),
         guessing: Collection[SequenceDrafts] = (),
     ) -> None:
-        """Note the time of a step of ``rows`` sequences, those with sources ``decoded``, with
-        ``drafted`` tokens, before what of them was `verified`; None if chunks have their part in
-        it. For those ``guessing`` the executor has guessed in it what comes next."""
+        """Record the time of a step of ``rows`` sequences with ``drafted`` drafts, before they
+        are `verified`; None if the step also computed chunks. ``decoded`` are the sequences with
+        sources. For those ``guessing``, the executor has guessed the next tokens in this step."""
         is_plain = not drafted and not guessing
         excess_s = 0.0 if is_plain else self.costs.measured_excess_s(rows, drafted, elapsed_s)
         if elapsed_s is not None and (drafted or is_plain):
@@ -272,12 +272,12 @@ class Speculator:
         )
 
     def _may_draft(self, num_rows: int) -> bool:
-        """Return whether it is known what a step without drafts takes, or does not matter."""
+        """Return whether the time of a step without drafts is known, or does not matter."""
         return not self.options.adapts or not self.costs.needs_plain(num_rows)
 
     def _paid(self, row: DraftRow, num_rows: int, proposal: Proposal) -> Proposal:
-        """Return as much of ``proposal`` as the account of its source pays, even if none of it is
-        accepted. If that is nothing, the source is silent for a while."""
+        """Return the part of ``proposal`` that its source's account can pay for even if nothing
+        is accepted. If that is nothing, the source becomes silent for a while."""
         if not self.options.adapts or not proposal.tokens:
             return proposal
         drafts, num_tokens = row.drafts, len(row.tokens)
@@ -287,7 +287,7 @@ class Speculator:
         room_s = account.room_s(self.costs.plain_s(num_rows), drafts.account.without_s)
         paid = self.costs.affordable(num_rows, len(proposal.tokens), room_s)
         if not paid and account.is_new:
-            paid = 1  # or no source would ever be tried in a large batch
+            paid = 1  # otherwise no source would ever be tried in a large batch
         if not paid:
             account.begin_silence(num_tokens)
         return proposal._replace(tokens=proposal.tokens[:paid])
@@ -300,7 +300,9 @@ class Speculator:
             elapsed_s = thread_time() - began
             self._accounts.spent(proposal.source, elapsed_s)
             account = row.drafts.account_of(proposal.source)
-            if not account.is_silent(len(row.tokens)):  # otherwise it is asked what is possible
+            if not account.is_silent(
+                len(row.tokens)
+            ):  # otherwise it is asked which tokens are possible
                 account.spend(num_rows * elapsed_s)
         return proposal
 
@@ -311,7 +313,7 @@ class Speculator:
         rows: Sequence[DraftRow],
         proposals: Sequence[Proposal | None],
     ) -> list[Proposal | None]:
-        """Return ``proposals``, or what `BatchDrafting` has in the place of some."""
+        """Return ``proposals``, some of them replaced by `BatchDrafting`."""
         found = list(proposals)
         asked: dict[int, BatchRow] = {}
         for number, (row, other) in enumerate(zip(rows, proposals, strict=True)):
@@ -351,8 +353,8 @@ class Speculator:
         )
 
     def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
-        """Note that these proposals were not worth while: once for those that have a rate in
-        common, however many sequences there are."""
+        """Record that these proposals were not worth while: once per shared rate, regardless of
+        the number of sequences."""
         rates = {
             id(rate): rate
             for row, proposal in doubtful
@@ -368,8 +370,8 @@ class Speculator:
         return low and len(row.tokens) < row.drafts.next_probe
 
     def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
-        """Return for each token of ``proposal`` the chance that it and all before are accepted, as
-        long as that is `LEAST_CHANCE`."""
+        """Return the chance that each token of ``proposal`` and all before it are accepted, down
+        to `LEAST_CHANCE`."""
         chances, chance = [], 1.0
         rates: dict[int, float] = {}
         for index in range(len(proposal.tokens)):
@@ -386,7 +388,7 @@ class Speculator:
     def _rates_of(
         self, drafts: SequenceDrafts, proposal: Proposal, kind: int
     ) -> tuple[AcceptanceRate, AcceptanceRate]:
-        """Return the sequence's own rate of tokens of a ``kind``, and that of all sequences."""
+        """Return the sequence's own rate for tokens of ``kind``, and the rate of all sequences."""
         key = proposal.source, kind
         for rates in (drafts.rates, self._rates):
             if key not in rates:

@@ -300,9 +300,7 @@ class Speculator:
             elapsed_s = thread_time() - began
             self._accounts.spent(proposal.source, elapsed_s)
             account = row.drafts.account_of(proposal.source)
-            if not account.is_silent(
-                len(row.tokens)
-            ):  # otherwise it is asked which tokens are possible
+            if not account.is_silent(len(row.tokens)):  # otherwise it only limits drafts
                 account.spend(num_rows * elapsed_s)
         return proposal
 

@@ -83,7 +83,7 @@ class EngineCore:
         self._step_s = 0.0
 
     def run(self) -> None:
-        """Serve until the engine has been told to drain and has finished its requests."""
+        """Serve until the engine is asked to drain and has finished its requests."""
         worked = True
         while not (self._draining and self._scheduler.idle and self._steps.pending is None):
             wait_s = IDLE_WAIT_S if self._scheduler.idle else WAIT_S

@@ -93,7 +93,7 @@ class ResizeSlab(PlanOp, frozen=True):
 class Insert(PlanOp, frozen=True):
     """Create a block or a snapshot from bytes."""
 
-    block_id: int  # of the block or the snapshot
+    block_id: int  # in the format of an earlier `Exported`
     payload: Payload  # as in an earlier `Exported`
     is_snapshot: bool = False
 
@@ -174,9 +174,9 @@ class Decode(PlanOp, frozen=True):
     """Guessed tokens after the input, which is then given and not ``forced``. ``forbidden`` applies
     after each of them. None ends the sequence."""
     guesses: int = 0
-    """How many tokens after the run the executor may guess itself, where it can
-    (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
-    adapter: int = 0  # the place of the adapter that is added; 0: none
+    """Max number of tokens after the run that the executor guesses itself, if it can
+    (`ExecutorSpec.guesses`). A later plan verifies them as drafts."""
+    adapter: int = 0  # place of its adapter; 0: none
 
 
 class EncodePicture(PlanOp, frozen=True):
@@ -213,7 +213,7 @@ class Chunk(PlanOp, frozen=True):
     pictures: tuple[ShownPart, ...] = ()
     shift: int = 0  # as in `Decode`
     axes: tuple[tuple[int, ...], ...] = ()
-    """The positions of the tokens in three axes, where pictures have them (`engine.batch.axes`)."""
+    """The positions of the tokens in three axes, if pictures have them (`engine.batch.axes`)."""
     adapter: int = 0  # as in `Decode`
 
 

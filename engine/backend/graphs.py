@@ -50,20 +50,20 @@ class Session:
     ) -> None:
         self._session = session
         self.parts = parts
-        """Those of the graph that have inputs by name."""
+        """Parts of the graph with inputs by name."""
         self._inputs = tuple(inputs)
         self._names = [one.name for one in inputs if not one.by_name]
         self._outputs = [output.name for output in session.get_outputs()]
 
     def __call__(self, *inputs: Any, named: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
-        """Return the outputs for ``inputs``, in the order of their declaration, and for those that
-        are given by name."""
+        """Return the outputs for ``inputs``, in the order of their declaration, and for inputs
+        by name."""
         feeds = {**dict(zip(self._names, inputs, strict=True)), **named}
         found: list[Any] = self._session.run(self._outputs, feeds)
         return found
 
     def bound(self) -> Bound:
-        """Return arguments that are kept from call to call."""
+        """Return arguments that are kept between calls."""
         return Bound(self._session, self._names, self._outputs)
 
     def zeros(self, size: int) -> list[NDArray[Any]]:
@@ -118,12 +118,12 @@ class Graph:
         self._packed: list[str] = []  # names of constants
         self._count = 0
         self.parts: list[Any] = []
-        """What adds inputs by name, for whoever calls the session."""
+        """Objects that provide inputs by name, for callers of the session."""
 
     def input(
         self, name: str, *dims: int | str, dtype: Any = np.float32, by_name: bool = False
     ) -> str:
-        """Declare an input. A dimension that is a string may be of any size."""
+        """Declare an input. A dimension given as a string is dynamic."""
         self._inputs.append(_Declared(name, dims, dtype, by_name))
         return name
 
@@ -131,7 +131,7 @@ class Graph:
         return any(one.name == name for one in self._inputs)
 
     def choose(self, condition: str, then: Callable[[], str], otherwise: str) -> str:
-        """Return what ``then`` adds if ``condition``, an input, is true, else ``otherwise``."""
+        """Return the result of ``then`` if ``condition``, an input, is true, else ``otherwise``."""
         from onnx import TensorProto, helper
 
         outer, branches = self._nodes, []

@@ -31,7 +31,8 @@ class AttentionLayout:
     dtype: mx.Dtype
     window: int | None  # the number of most recent positions that a token sees, None for all
     ring_tokens: int | None = None
-    """The positions that a slot keeps, position p at index ``p % ring_tokens``. None for all."""
+    """Number of positions that a slot keeps; position p has index ``p % ring_tokens``. None for
+    all."""
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """Quantization of keys and values, in MLX.
 
-Each group of neighbouring elements of a head has a scale and a bias in fp16. An element is kept
-as an integer, its code, and is read as ``code * scale + bias``. With 8 bits the scale comes from
-the largest magnitude, and the bias is -128 times it; with 4 bits they come from the least and the
-largest element.
+Each group of neighbouring elements of a head has a scale and a bias in fp16. An element is
+stored as an integer, its code, and read as ``code * scale + bias``. With 8 bits the scale
+follows from the largest magnitude, and the bias is -128 times the scale; with 4 bits they follow
+from the smallest and the largest element.
 
-* The product of a code and a scale has at most 19 bits, which is exact in fp32. So a value
-  that is read is one rounding of the same sum on every device and in every library.
-* With 4 bits the bias lies a little below the least element, and the scale is a little above what
-  is needed. So rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
-* Therefore codes can be recovered from values that are kept in fp32: ``(value - bias) /
-  scale`` is off by less than ``2**-24 * (|bias| / scale + 3 * 255)``, which is under 0.1.
-* Values that are kept in 16 bits may belong to several codes of 4 bits. The one that is recovered
-  gives the same value again (`codes_of`), so nothing depends on which it is.
+* The product of a code and a scale has at most 19 bits, so it is exact in fp32. A value read is
+  therefore one rounding of the same sum on every device and in every library.
+* With 4 bits the bias is slightly below the smallest element, and the scale slightly larger than
+  necessary. Rounding them to fp16 therefore clips nothing, and ``|bias| < 2**20 * scale``.
+* Codes can therefore be recovered from values in fp32: ``(value - bias) / scale`` is off by less
+  than ``2**-24 * (|bias| / scale + 3 * 255)``, which is under 0.1.
+* Values in 16 bits may belong to several 4-bit codes. The recovered code gives the same value
+  again (`codes_of`), so it does not matter which one it is.
 
-A value that was read is never rounded again, so every value is quantized once.
-"""
+A value that was read is never rounded again, so every value is quantized once."""
 
 from __future__ import annotations
 

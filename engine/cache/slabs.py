@@ -48,11 +48,10 @@ def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
 class Slab:
     """``rows`` slots of ``capacity`` tokens.
 
-    The arrays are written in place, which MLX does only while nothing else holds a reference.
-    So take slices, use them in a graph that is dispatched before the next write, and never
-    keep them. An array that is evaluated by name is held until the device has done that: a new
-    slab is not evaluated here, but with what is written first.
-    """
+    The arrays are written in place, which MLX does only while nothing else holds a reference. So
+    take slices, use them in a graph that is dispatched before the next write, and never keep
+    them. An array that is evaluated by name is held until the device is done. A new slab is
+    therefore not evaluated here, but together with the first write."""
 
     def __init__(self, layout: Layout, rows: int, capacity: int) -> None:
         self.rows = rows
@@ -63,10 +62,10 @@ class Slab:
         """Where keys of layer 0, values of layer 0, keys of layer 1, and so on, are."""
         self._shared = [place.half is not None for place in layout.places if place.half != 1]
         self.arrays: list[mx.array] = []
-        """Keys and values of each layer: (rows, kv_heads, capacity, dim), or (2 * rows, ...) with
-        the keys of all rows before the values, see `ArrayPlace`. An array that is quantized and not
-        dequantized has packed codes in uint32. One of a layer with a ring that is shorter than the
-        capacity has the length of the ring."""
+        """Keys and values of each layer: (rows, kv_heads, capacity, dim), or (2 * rows, ...)
+        with the keys of all rows before the values, see `ArrayPlace`. An array that is quantized
+        and not dequantized contains codes packed in uint32. For a layer with a ring shorter than
+        the capacity, the array has the length of the ring."""
         self._scales_places = layout.scales
         for number, kind in enumerate(layout.arrays):
             half = layout.places[number].half

@@ -95,7 +95,7 @@ class EmbeddingCore:
         self._stats = wire.EngineStats()
 
     def run(self) -> None:
-        """Serve until the engine has been told to drain and has finished its jobs."""
+        """Serve until the engine is asked to drain and has finished its jobs."""
         worked = True
         while not (self._draining and not len(self._queue) and not self._open):
             worked = self.run_once(0 if worked else _IDLE_WAIT_S)
@@ -158,8 +158,8 @@ class EmbeddingCore:
     # -- passes ----------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a pass if none is open, or if there are new texts that need not wait
-        for its end."""
+        """Start a pass if none is open, or if there are new texts that need not wait for its
+        end."""
         if len(self._open) >= _MAX_OPEN:
             return
         budget = int(min(MAX_PASS_TOKENS, max(_MIN_PASS_TOKENS, PASS_S / self._token_s)))

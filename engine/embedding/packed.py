@@ -43,7 +43,7 @@ class Attention:
 
     heads: int
     kv_heads: int
-    before: int | None = None  # max distance to earlier tokens; None: any
+    before: int | None = None  # max distance to earlier tokens; None: unlimited
     after: int | None = None  # max distance to later tokens
     softcap: float | None = None
     fused: FusedAttention | None = None  # it computes the attention, of queries as they are
@@ -60,7 +60,7 @@ class PackedModel:
         rotaries: Sequence[Rotary | None],
         same_bits: SameBits = "any",
     ) -> None:
-        """``stretches`` are what is computed before, between and after the layers' attentions."""
+        """``stretches`` are the computations before, between and after the layers' attentions."""
         self._embed, self._stretches, self._layers = embed, stretches, layers
         self._rotaries, self._same_bits = rotaries, same_bits
 
@@ -96,7 +96,7 @@ def attend(
     keys: Array,
     values: Array,
 ) -> Array:
-    """Return what each text's tokens find, (tokens, heads * dim), for queries that are scaled."""
+    """Return the attention of each text's tokens, (tokens, heads * dim), for scaled queries."""
     count, heads, kv_heads = len(queries), layer.heads, layer.kv_heads
     asked = queries.reshape(count, kv_heads, heads // kv_heads, -1)
     keys, values = keys.reshape(count, kv_heads, -1), values.reshape(count, kv_heads, -1)
@@ -121,8 +121,8 @@ def attend(
 
 
 def _attended(layer: Attention, asked: Array, keys: Array, values: Array, at: int) -> Array:
-    """Return what a run of queries finds, (queries, kv_heads, group, dim). The first is that of
-    position ``at``."""
+    """Return the attention of a run of queries, (queries, kv_heads, group, dim). The first query
+    is at position ``at``."""
     width, length = len(asked), len(keys)
     low = 0 if layer.before is None else max(0, at - layer.before)
     high = length if layer.after is None else min(length, at + width + layer.after)
@@ -168,7 +168,7 @@ def _shared(
 
 
 def packed_decoder(model: Any, layout: Layout, *, causal: bool) -> PackedModel:
-    """Return passes of a model that `engine.batch.cpu.decoder` knows. Raises `Unsupported`."""
+    """Return passes of a model that `engine.batch.cpu.decoder` supports. Raises `Unsupported`."""
     inner = model.model
     embedding, scale = Embedding(inner.embed_tokens), embedding_scale(model)
     turns = rotaries(
@@ -258,8 +258,8 @@ def _embedder(encoder: Encoder) -> Callable[[Sequence[Text]], Array]:
 def _stretch(
     encoder: Encoder, done: int | None, next_: int | None, rotary: Rotary | None
 ) -> Session:
-    """Return what lies between the attentions of layers ``done`` and ``next_``; None is before the
-    first or after the last."""
+    """Return the stretch between the attentions of layers ``done`` and ``next_``; None stands
+    for before the first or after the last."""
     graph, hidden = Graph(), encoder.hidden
     x = graph.input("x", stretches.ROWS, hidden)
     if done is None:

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A queued or running text, with all jobs that want it."""
+    """A queued or running text, with all jobs that need it."""
 
     text: Text
     wanted_by: list[tuple[Job, int]] = field(default_factory=list)
@@ -179,7 +179,7 @@ class TextQueue:
         return max(found, default=0)
 
     def done(self, text: Text, row: bytes) -> list[Job]:
-        """Give ``row`` to all jobs that want ``text``. Return the jobs that this completes."""
+        """Add ``row`` to all jobs that need ``text``. Return the jobs that this completes."""
         complete = []
         for job, number in self._wanted.pop(text).wanted_by:
             job.rows[number] = row
@@ -190,7 +190,7 @@ class TextQueue:
         return complete
 
     def fail(self, text: Text) -> list[Job]:
-        """Remove all jobs that want ``text``, and return them."""
+        """Remove all jobs that need ``text``, and return them."""
         jobs = list(dict.fromkeys(job for job, _ in self._wanted[text].wanted_by))
         for job in jobs:
             self.drop(job.key)
@@ -198,7 +198,7 @@ class TextQueue:
         return jobs
 
     def drop(self, key: RequestKey) -> None:
-        """Remove a job, if it exists. Texts that no other job wants are removed from the queue."""
+        """Drop a job, if it exists. Texts that no other job needs are removed from the queue."""
         job = self._jobs.pop(key, None)
         if job is None:
             return

@@ -21,51 +21,52 @@ from engine.scheduler.timing.chunks import MAX_TOKENS
 class ExecutorSpec:
     """The properties of an executor and its model that do not change."""
 
-    batching: str  # how sequences are computed together, in a word: for logs and tables
-    look_ahead: bool  # whether a plan may be dispatched before the plan before it was read
+    batching: str  # how sequences are computed together, in one word: for logs and tables
+    look_ahead: bool  # whether a plan may be dispatched before the previous result is read
     batches_decodes: bool  # whether all decodes of a plan are computed in one pass
     batches_chunks: bool  # whether the same holds for its chunks
-    max_sequences: int | None  # the limit of slots in use at once, None for no limit
+    max_sequences: int | None  # max slots in use at once, None: no limit
     # Whether KV can be saved to blocks and state to snapshots, and restored from them.
     prefix_cache: bool
     keeps_kv: bool  # whether each token adds KV; if not, only state is saved and restored
-    kv_bits: int  # bits of an element of the KV, 16 if all of it is in the model's own type
-    block_token_bytes: int  # bytes of KV of one position of a block
-    slot_token_bytes: int  # the same of a slot, which may keep more than a block does
+    kv_bits: int  # bits per KV element, 16 if all of it has the model's own type
+    block_token_bytes: int  # bytes of one position of a block
+    slot_token_bytes: int  # the same for a slot, which may keep more than a block
     state_bytes: int  # bytes of a slot's recurrent state, whatever its capacity
     block_buffers: tuple[int, ...] = ()  # bytes of each buffer of a stored block
-    state_buffers: tuple[int, ...] = ()  # the same of a stored state
+    state_buffers: tuple[int, ...] = ()  # the same for a stored state
     state_layout: tuple[str, ...] = ()
-    """Shapes and types of a state's arrays: stored states of another layout are not read."""
+    """Shapes and types of a state's arrays. Stored states with another layout are not read."""
     verifies_drafts: bool = False  # whether decodes may have drafts
     guesses: str = ""
-    """The name of what guesses tokens after a run (`Decode.guesses`); empty if nothing does."""
+    """Name of the component that guesses tokens after a run (`Decode.guesses`); empty if there
+    is none."""
     shares_slabs: bool = False
-    """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
-    time, is in ``slot_token_bytes`` then."""
+    """Whether slots of one capacity should share a slab. If so, ``slot_token_bytes`` includes
+    its copy while it grows, one array at a time."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_token_bytes`` that long slots do without
-    max_chunk_tokens: int = MAX_TOKENS  # the most that a chunk should have
+    max_chunk_tokens: int = MAX_TOKENS  # max useful tokens of a chunk
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
-    layers: int = 1  # parts of a pass of chunks that plans may ask for one by one (`Stretch`)
-    pass_token_bytes: int = 0  # activations of one token of a pass, estimated
+    layers: int = 1  # parts of a pass of chunks that plans can request one by one (`Stretch`)
+    pass_token_bytes: int = 0  # estimated size of the activations of one token of a pass
 
 
 class PendingStep(ABC):
-    """A step that has been dispatched, or of which the chunks are still to be."""
+    """A step that has been dispatched, possibly except its chunks."""
 
     may_wait = False
-    """Whether it is worth while to dispatch the next plan before this one is read."""
+    """Whether dispatching the next plan before reading this step is worth while."""
 
     @abstractmethod
     def read(self, *, early: bool = False) -> StepResult:
-        """Wait for the step and return its result. Called once, in order of dispatch.
+        """Wait for the step and return its result. Called once, in the order of dispatch.
 
-        With ``early`` the result does not wait for chunks, if it need not. They are dispatched by
-        `finish` then; exports and times that are not known yet come with a later result."""
+        With ``early``, the result does not wait for chunks if possible. Then `finish` dispatches
+        them; missing exports and times come with a later result."""
 
     def finish(self) -> None:  # noqa: B027  # not abstract: most steps have nothing left
-        """Dispatch what is left of the plan. Called before the next plan is dispatched, or else
-        done by then; after an early `read`, so that tokens are not late."""
+        """Dispatch the rest of the plan. Must be called before the next plan is dispatched;
+        after an early `read`, so that tokens are not delayed."""
 
 
 class Executor(ABC):
@@ -73,7 +74,7 @@ class Executor(ABC):
 
     spec: ExecutorSpec
     logits_observer: Callable[[Sequence[Decode], mx.array], None] | None = None
-    """Called with the decodes of each plan and their logits (rows, vocab): for proofs."""
+    """Called with the decodes of each plan and their logits (rows, vocab), for proofs."""
     _sampler: Sampler
 
     def use_grammars(self, masker: GrammarMasker) -> None:
@@ -81,7 +82,7 @@ class Executor(ABC):
         self._sampler.masker = masker
 
     def use_sampler(self, sampler: Sampler) -> None:
-        """Choose tokens with ``sampler`` from now on. Called before the first plan."""
+        """Sample tokens with ``sampler`` from now on. Called before the first plan."""
         self._sampler = sampler
 
     @property
@@ -90,17 +91,17 @@ class Executor(ABC):
         return False
 
     def make_deterministic(self) -> bool:
-        """Give a sequence's logits the same bits whatever else is computed, from now on. Return
+        """From now on, give a sequence's logits the same bits whatever else is computed. Return
         whether that is possible."""
         return False
 
     def release_weights(self, files: Sequence[Path] = ()) -> None:
-        """Give up those of the model's weights that are not used, or that can be looked up in
-        ``files`` of its checkpoint. The model itself cannot be called any more."""
+        """Drop weights that are not used, or that can be looked up in the checkpoint's
+        ``files``. The model itself cannot be called any more."""
         return
 
     def adapter_store(self, store: AdapterStore) -> AdapterStore:
-        """Return what keeps adapters as passes read them, which may be ``store``: that of the
+        """Return the storage of adapters' factors. This may be ``store``, which belongs to the
         model's own layers."""
         return store
 
@@ -108,16 +109,16 @@ class Executor(ABC):
     def dispatch(self, plan: Plan) -> PendingStep:
         """Start ``plan``.
 
-        An error that concerns one chunk alone is reported in the result's ``failed``. Any
-        other error raises, here or in `PendingStep.read`. After that, no slab, block or
-        state is valid before `reset`."""
+        An error that concerns only one chunk is reported in the result's ``failed``. Any other
+        error is raised, here or in `PendingStep.read`. After that, no slab, block or state is
+        valid until `reset`."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop every slab, block and state, and every step that was not read."""
+        """Drop every slab, block and state, and every unread step."""
 
 
 def is_allocation_failure(error: Exception) -> bool:
-    """Return whether ``error`` means that memory ran out. MLX has no class of its own for it."""
+    """Return whether ``error`` means that memory ran out. MLX has no error class for that."""
     words = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "malloc")
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)

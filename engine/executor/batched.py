@@ -32,8 +32,8 @@ from engine.plan import CopyPositions, Decode, Plan, Slot
 from engine.sampling.sampler import Sampler, nan_at
 
 FIRST_ARRAYS = 4
-"""So many of a slab's first arrays are dispatched before the rest of a step, two layers or more:
-enough for the device to be busy until the first tokens of the step before are sent."""
+"""This many of a slab's first arrays, two layers or more, are dispatched before the rest of a
+step: enough to keep the device busy until the previous step's first tokens are sent."""
 
 
 class BatchedExecutor(Executor):
@@ -52,7 +52,7 @@ class BatchedExecutor(Executor):
         batch_class: type[RaggedBatch],
         head: MTPHead | None = None,
     ) -> None:
-        """With a ``head`` its layer is the last of ``layout``."""
+        """If there is a ``head``, its layer is the last of ``layout``."""
         self._guesser = None if head is None else Guesser(model, head, layout, batch_class)
         self._model = model if self._guesser is None else self._guesser.model
         self.layout = layout
@@ -146,8 +146,8 @@ class BatchedExecutor(Executor):
         return step
 
     def _prepare_slots(self, plan: Plan) -> list[tuple[Slot, str]]:
-        """Make slabs, and run all that comes before the decodes. Return the slots whose blocks or
-        state were never saved."""
+        """Create slabs, and run everything that comes before the decodes. Return the slots whose
+        blocks or state were never saved."""
         fills = plan.inserts or plan.restores or plan.state_restores or plan.moves or plan.copies
         if plan.resized_slabs or plan.new_slabs or fills:
             self._wait()  # what the plan frees is in use until then
@@ -169,7 +169,7 @@ class BatchedExecutor(Executor):
                 self._sampler.move(move.source, move.target)
             self._copy(plan.copies)
             if (plan.moves or plan.copies) and not self.spec.look_ahead:
-                self._line.wait()  # rows may be written outside of MLX from now on
+                self._line.wait()  # rows may be written outside MLX from now on
         return failed
 
     def _compute_decodes(self, step: BatchedStep) -> None:
@@ -188,7 +188,7 @@ class BatchedExecutor(Executor):
         if step.unsent and step.ahead and step.piece is None:
             self._wait_for_slabs()
             slabs = [self._slabs[number] for number in _slab_ids(plan.decodes)]
-            # The first layers go apart: the device begins while the rest is being dispatched.
+            # The first layers are sent separately: the device starts while the rest is dispatched.
             first = [slab.arrays[:FIRST_ARRAYS] for slab in slabs]
             step.piece = self._line.send(first, since=step.started)
         elif not step.prefill:
@@ -229,7 +229,7 @@ class BatchedExecutor(Executor):
         return piece
 
     def _wait(self) -> None:
-        """Wait for all that was dispatched, if the device may be busy with it."""
+        """Wait for everything that was dispatched, if the device may be busy with it."""
         if self.spec.look_ahead:
             with self._stopwatch.waiting():
                 self._line.wait()
@@ -241,10 +241,11 @@ class BatchedExecutor(Executor):
                 self._line.wait_for_slabs()
 
     def read_slot(self, slot: Slot, length: int) -> list[StoredKV]:
-        """Return keys and values of each layer at the first ``length`` positions of ``slot``.
+        """Return keys and values of each layer at the first ``length`` positions of ``slot``,
+        for proofs.
 
-        Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. For
-        proofs. The caller must not keep them."""
+        Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. The
+        caller must not keep them."""
         slab, row = self._slabs[slot.slab_id], slice(slot.row, slot.row + 1)
         kept = []
         for number in range(len(self.layout.arrays)):
@@ -254,8 +255,8 @@ class BatchedExecutor(Executor):
         return kept
 
     def _export(self, blocks: Iterable[int], piece: Piece | None) -> set[int]:
-        """Export ``blocks`` and snapshots once ``piece`` is done. Return those that exist, which
-        are all except those whose sequence failed."""
+        """Export ``blocks`` and snapshots once ``piece`` is done. Return those that exist: all
+        except those whose sequence failed."""
         stores = self._blocks, self._snapshots
         found = {block: store for block in blocks for store in stores if block in store}
         for block, store in found.items():
@@ -263,9 +264,10 @@ class BatchedExecutor(Executor):
         return set(found)
 
     def _restore(self, plan: Plan) -> list[tuple[Slot, str]]:
-        """Run the plan's restores and return those whose blocks were never saved.
+        """Run the plan's restores. Return the slots whose blocks were never saved.
 
-        They exist because with look-ahead the scheduler learns of a failed save one plan late."""
+        There can be such slots because with look-ahead the scheduler learns of a failed save one
+        plan late."""
         failed = []
         for restore in plan.restores:
             slot = restore.slot
@@ -289,7 +291,7 @@ class BatchedExecutor(Executor):
                 self._line.send(slab.contents)
 
     def _restore_states(self, plan: Plan) -> list[tuple[Slot, str]]:
-        """Run the plan's restores of states; return those whose snapshots were never saved."""
+        """Run the plan's restores of states. Return the slots whose snapshots were never saved."""
         failed = []
         for restore in plan.state_restores:
             if restore.snapshot_id in self._snapshots:
@@ -301,8 +303,8 @@ class BatchedExecutor(Executor):
         return failed
 
     def _decode(self, step: BatchedStep) -> None:
-        """Compute the decodes of ``step``. What is to be evaluated is added to its ``unsent``, and
-        ``piece`` is set if the pass has been dispatched."""
+        """Compute the decodes of ``step``. Adds the arrays to evaluate to its ``unsent``, and
+        sets ``piece`` if the pass has been dispatched."""
         rows = DecodeRows.of(step.plan.decodes)
         ordered = rows.decodes
         inputs = self._inputs(ordered)
@@ -312,7 +314,7 @@ class BatchedExecutor(Executor):
         if not unseen:
             masks = self._sampler.start_masks(ordered, [d.token_id for d in ordered])
         elif not step.ahead:
-            mx.async_eval(inputs)  # apart from the pass, or reading them would wait for the pass
+            mx.async_eval(inputs)  # separately: reading them would wait for the whole pass
         with self._stopwatch.computing():
             passes = self._decode_passes(step)
             drafted = [d.slot for d in step.plan.decodes if d.drafts]
@@ -348,7 +350,7 @@ class BatchedExecutor(Executor):
                     )
                 states = []
         for number, slab in slabs.items():
-            # Any token of a run will do: the plan after one names its input.
+            # Any token of a run will do: the next plan names its input.
             members = [i for i, d in enumerate(ordered) if d.slot.slab_id == number]
             places = mx.array([ordered[i].slot.row for i in members])
             slab.last_tokens[places] = sampled.tokens[members[0] : members[-1] + 1]
@@ -356,8 +358,8 @@ class BatchedExecutor(Executor):
         step.unsent.append([sampled.arrays, is_nan, states, [s.contents for s in slabs.values()]])
 
     def _known_tokens(self, decodes: Sequence[Decode]) -> list[int] | None:
-        """Return the input tokens if those that the plan lacks are in the host's memory already:
-        the step before sampled them, and was waited for."""
+        """Return the input tokens, if those missing in the plan are already in host memory: the
+        previous step sampled them, and was waited for."""
         if not self.spec.look_ahead or self._last is None or self._last.decoded is None:
             return None
         last = self._last.decoded.tokens_by_slot()

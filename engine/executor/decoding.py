@@ -1,8 +1,7 @@
 """The passes in which a plan's decodes are computed, and the verification of drafts.
 
-A decode with k drafts is k + 1 rows of logits. To sampling each row is a decode of its own, so
-penalties, grammars and log-probabilities know nothing of drafts.
-"""
+A decode with k drafts has k + 1 rows of logits. For sampling each row is a separate decode, so
+penalties, grammars and log-probabilities need not handle drafts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ class DecodeRows(NamedTuple):
     """The rows of logits of a plan's decodes, ordered by slot."""
 
     decodes: list[Decode]
-    """Each as if it came in a step of its own, after the drafts before it were accepted."""
-    order: list[int]  # for each row the index of the plan's decode
+    """One decode per row, as if each came in its own step, after the drafts before it were
+    accepted."""
+    order: list[int]  # for each row, the index of the plan's decode
 
     @classmethod
     def of(cls, decodes: Sequence[Decode]) -> DecodeRows:
@@ -45,8 +45,8 @@ class DecodeRows(NamedTuple):
         return found
 
     def runs(self, tokens: Sequence[int], unverified: Collection[int]) -> list[range]:
-        """Return of each decode the rows whose samples, some of ``tokens`` (rows,), are its run:
-        those after drafts that were all sampled. ``unverified`` rows are in none."""
+        """Return the rows that form the run of each decode: rows whose preceding drafts were all
+        sampled, as among ``tokens`` (rows,). ``unverified`` rows are in no run."""
         return [range(rows.start, self._end(rows, tokens, unverified)) for rows in self.by_decode()]
 
     def _end(self, rows: range, tokens: Sequence[int], unverified: Collection[int]) -> int:
@@ -82,15 +82,15 @@ class DecodePasses:
     model: Any
     slabs: Slabs
     batch: Callable[[Sequence[Row]], RaggedBatch]
-    one_row: bool  # whether each row needs a pass of its own
+    one_row: bool  # whether each row needs its own pass
     pads: bool  # whether rows of uneven width may share a pass
     has_states: bool  # whether the model has recurrent layers
     send: Callable[[list[Any]], None]
     """Dispatches the arrays of one of several passes."""
 
     def logits(self, rows: DecodeRows, inputs: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Return the logits (rows, vocab) for ``inputs`` (rows,), and the new states. Several
-        passes are dispatched here, one after the other."""
+        """Return the logits (rows, vocab) for ``inputs`` (rows,), and the new states. If there
+        are several passes, they are dispatched here, one after the other."""
         passes = self._passes(rows)
         logits: list[mx.array] = []
         for members in passes:
@@ -107,8 +107,8 @@ class DecodePasses:
     def rewind(
         self, rows: DecodeRows, inputs: mx.array, runs: Sequence[range], kept: KeptStates
     ) -> None:
-        """Give the slots of drafts that were not all accepted the state after their ``runs``: from
-        the states ``kept`` before the pass, the inputs of the run are computed again."""
+        """Restore the states of slots with rejected drafts to those after their ``runs``: start
+        from the states ``kept`` before the pass, and compute the inputs of the run again."""
         wrong = [
             run for run, all_rows in zip(runs, rows.by_decode(), strict=True) if run != all_rows
         ]
@@ -125,8 +125,8 @@ class DecodePasses:
     def _batch_of(
         self, rows: DecodeRows, members: Sequence[range], inputs: mx.array
     ) -> tuple[RaggedBatch, mx.array]:
-        """Return the batch of ``members``, consecutive rows of a slot each, and of ``inputs`` what
-        it computes: (batch, width), padded."""
+        """Return the batch of ``members``, each consecutive rows of one slot, and its part of
+        ``inputs``: (batch, width), padded."""
         firsts = [rows.decodes[member.start] for member in members]
         batch = self.batch(
             [
@@ -148,9 +148,9 @@ class DecodePasses:
     def _passes(self, rows: DecodeRows) -> list[list[range]]:
         """Return the rows of each decode, by pass.
 
-        Drafts are computed as chunks are: alone where padding would change the state, or masks are
-        those of one row. With recurrent layers a row at position 0 is alone too, since some do not
-        begin with zeros."""
+        Drafts are computed like chunks: alone if padding would change the state, or if masks
+        have one row. With recurrent layers a row at position 0 is alone too, because some do not
+        start with zeros."""
         everything = rows.by_decode()
 
         def is_alone(member: range) -> bool:

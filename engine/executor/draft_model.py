@@ -1,9 +1,8 @@
 """A draft model: a small model with the same vocabulary, in its own slots.
 
-It does not know the target's slots and plans. Its state of a sequence is compared with the text at
-each call, so it may be behind: after rejected drafts, after steps without drafts, or when the
-sequence continues after a preemption.
-"""
+It is independent of the target's slots and plans. Each call compares its state of a sequence
+with the text, so the state may be behind: after rejected drafts, after steps without drafts, or
+when the sequence continues after a preemption."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ MAX_FAILURES = 3
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A slot's part of a sequence: its tokens from number ``start`` on, of which ``computed`` are
-    computed, then drafts."""
+    """A slot's part of a sequence: its tokens from number ``start`` on, the first ``computed``
+    of which are computed, followed by drafts."""
 
     slot: Slot
     start: int = 0

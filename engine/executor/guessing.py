@@ -1,13 +1,12 @@
 """Drafts from a model's own head for multi-token prediction.
 
-The head's keys and values are one more layer of the slots. Each pass of the model writes them, for
-the positions that it computes: at a position they are made of the token there and of the hidden
-state of the position before. So they depend on no later token, and what holds for the keys and
-values of other layers holds for them: blocks keep them, slots move with them, and a draft that is
-not accepted is overwritten. (The report and vLLM count the same pairs from the hidden state's
-position: an entry is then of the token after it, and a block would end with one that the next
-block's first token decides. Rotation depends on differences of positions only.)
-"""
+The head's keys and values are one more layer of the slots. Each pass of the model writes them
+for the positions that it computes, from the token at a position and the hidden state of the
+previous position. They therefore depend on no later token, and behave like the keys and values
+of other layers: blocks contain them, slots move with them, and rejected drafts are overwritten.
+(The report and vLLM index the same pairs by the hidden state's position. An entry then depends
+on the next token, and a block would end with one that the next block's first token decides.
+Rotation depends only on differences of positions.)"""
 
 from __future__ import annotations
 
@@ -30,15 +29,16 @@ Send: TypeAlias = Callable[[list[Any]], None]
 
 
 class Wanted(NamedTuple):
-    """Guesses that are to follow the last token of a run."""
+    """A request for guesses after the last token of a run."""
 
     row: int  # of the logits from which that token was sampled
-    decode: Decode  # which would have it as its input
+    decode: Decode  # the decode that would have it as its input
     guesses: int
 
 
 class ModelWithHead:
-    """mlx-lm's model and its head, called as the model is, with one more cache: the head's."""
+    """mlx-lm's model with its head. It is called like the model, with one more cache for the
+    head."""
 
     def __init__(self, model: Any, head: MTPHead, states: HiddenStates) -> None:
         self._model, self._head, self._states = model, head, states
@@ -54,12 +54,13 @@ class ModelWithHead:
 
 
 class _HeadStep:
-    """The head alone, called as a model is."""
+    """The head alone, called like a model."""
 
     def __init__(self, model: Any, head: MTPHead, hidden: mx.array) -> None:
         self._model, self._head = model, head
         self.hidden = hidden
-        """(batch, 1, dim): before the call of the positions before, after it the head's own."""
+        """(batch, 1, dim): before the call, hidden states of the previous positions; after it,
+        the head's own."""
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         self.hidden = self._head(embed(self._model, inputs), self.hidden, cache[-1])
@@ -70,16 +71,16 @@ class Guesses:
     """Guesses on the device."""
 
     def __init__(self, order: Sequence[int]) -> None:
-        """``order``: of each that wants some, the index of the plan's decode."""
+        """``order``: for each requested guess, the index of the plan's decode."""
         self._order = order
         self._parts: list[tuple[list[int], mx.array]] = []
 
     def add(self, members: list[int], tokens: mx.array) -> None:
-        """Add the next of each of ``members``: ``tokens`` (members,)."""
+        """Add the next guess for each of ``members``: ``tokens`` (members,)."""
         self._parts.append((members, tokens))
 
     def read(self, num_decodes: int) -> tuple[tuple[int, ...], ...]:
-        """Wait for them, and return those of each decode of the plan."""
+        """Wait for the guesses, and return them for each decode of the plan."""
         found: list[tuple[int, ...]] = [()] * num_decodes
         for members, tokens in self._parts:
             for member, token in zip(members, tokens.tolist(), strict=True):
@@ -88,23 +89,23 @@ class Guesses:
 
 
 class Guesser:
-    """Guesses the tokens after a step's last ones, by applying the head again and again."""
+    """Guesses the tokens after a step's last ones, by applying the head repeatedly."""
 
     NAME = "mtp"
 
     def __init__(
         self, model: Any, head: MTPHead, layout: Layout, batch_class: type[RaggedBatch]
     ) -> None:
-        """``layout`` is that of the slots, the head's layer included."""
+        """``layout`` is the layout of the slots, including the head's layer."""
         self._plain, self._head = model, head
         self._layout, self._batch_class = layout, batch_class
         dtype = embed(model, mx.zeros((1, 1), mx.int32)).dtype
         self._states = HiddenStates(model.args.hidden_size, dtype)
         self.model = ModelWithHead(model, head, self._states)
-        """In place of the model."""
+        """Replaces the model."""
 
     def reset(self, slabs: Slabs) -> None:
-        """Begin anew, with slots in ``slabs``."""
+        """Start again, with slots in ``slabs``."""
         self._slabs = slabs
         self._states.clear()
 
@@ -120,11 +121,11 @@ class Guesser:
         sampler: Sampler,
         send: Send,
     ) -> Guesses | None:
-        """Guess what follows the ``runs`` of those decodes that want it, given the ``sampled``
+        """Guess what follows the ``runs`` of the decodes that request it, given the ``sampled``
         tokens (rows,). None if no decode does.
 
-        Each pass is dispatched with ``send``. ``sampler`` gives guesses the noise that the samples
-        in their place will have, the filters, the penalties and the grammar."""
+        Each pass is dispatched with ``send``. ``sampler`` applies to guesses the same noise,
+        filters, penalties and grammar as to the samples in their place."""
         wanted = [one for run in runs if (one := self._wanted(rows, run)).guesses > 0]
         if not wanted:
             return None

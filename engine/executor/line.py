@@ -25,11 +25,12 @@ class Piece:
 class DeviceLine:
     """The piece of work running on the device, at most one at a time.
 
-    MLX writes an array in place only while nothing else refers to its buffer. What a kernel reads
-    is referred to until its command buffer has run, and so is each array that is evaluated by name.
-    Work that writes slabs would copy them whole if it were dispatched while such work is in flight.
-    A step's graph is therefore built while the device is busy, and dispatched when the previous
-    piece is done: the device is idle for about the time of dispatching a few kernels."""
+    MLX writes an array in place only while nothing else refers to its buffer. A kernel's inputs
+    are referenced until its command buffer has run, and so is each array that is evaluated by
+    name. Work that writes slabs would copy them whole if it were dispatched while such work is
+    in flight. A step's graph is therefore built while the device is busy, and dispatched when
+    the previous piece is done: the device is idle for about the time of dispatching a few
+    kernels."""
 
     def __init__(self) -> None:
         self._clock = StepClock()
@@ -42,10 +43,9 @@ class DeviceLine:
     ) -> Piece:
         """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight.
 
-        ``holds_slabs``: they are arrays of slabs, or depend on them. A new piece is timed from
-        ``since``, when the host began to build it: the time that the device waited for it counts
-        too.
-        """
+        ``holds_slabs``: whether they are arrays of slabs, or depend on them. A new piece is
+        timed from ``since``, when the host started to build it: the time that the device waited
+        for it counts too."""
         if self.piece is None:
             self.piece = Piece(time.perf_counter() if since is None else since)
         self.piece.holds_slabs |= holds_slabs

@@ -1,4 +1,4 @@
-"""Embeddings of pictures, as plans have them computed, used and dropped."""
+"""Embeddings of pictures, computed, used and dropped as plans say."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.vision.pixels import Pixels, PixelStore
 
 
 class PictureUnusable(Exception):
-    """There are no embeddings of a picture."""
+    """A picture has no embeddings."""
 
 
 class PictureEmbeddings:
-    """The executor's part: it does what plans say."""
+    """The embeddings of pictures in an executor. Plans decide what happens to them."""
 
     def __init__(self, encoder: VisionEncoder, pixels: PixelStore) -> None:
         self._encoder, self._pixels = encoder, pixels
@@ -27,19 +27,19 @@ class PictureEmbeddings:
 
     def clear(self) -> None:
         for begun in self._begun.values():
-            begun.close()  # its stack refers to it, which no garbage collector finds
+            begun.close()  # its stack holds a reference that the garbage collector cannot find
         self._begun.clear()
         self._done.clear()
 
     def drop(self, plan: Plan) -> None:
-        """Drop what ``plan`` says."""
+        """Drop the embeddings that ``plan`` names."""
         for digest in plan.dropped_pictures:
             self._done.pop(digest, None)
             if (begun := self._begun.pop(digest, None)) is not None:
                 begun.close()
 
     def encode(self, op: EncodePicture) -> list[mx.array]:
-        """Build the graph of a part of a picture's embeddings. Return what to evaluate.
+        """Build the graph of a part of a picture's embeddings. Return the arrays to evaluate.
 
         Raises: `PictureUnusable`."""
         try:
@@ -65,7 +65,7 @@ class PictureEmbeddings:
             raise PictureUnusable(f"{type(error).__name__}: {error}") from error
 
     def of(self, chunk: Chunk) -> Given:
-        """Return what a ``chunk`` is given in place of its tokens' embeddings.
+        """Return the embeddings that replace tokens of ``chunk``.
 
         Raises: `PictureUnusable` if one is missing."""
         places: list[int] = []

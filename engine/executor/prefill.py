@@ -23,10 +23,10 @@ WHOLE = 1 << 30
 
 
 class BuiltPass(NamedTuple):
-    """A stretch of a pass whose graph is built."""
+    """A stretch of a pass with its graph built."""
 
-    arrays: list[Any]  # to evaluate
-    is_last: bool  # of its plan
+    arrays: list[Any]  # arrays to evaluate
+    is_last: bool  # number of its plan
 
 
 class ChunkPass(NamedTuple):
@@ -39,22 +39,23 @@ class ChunkPass(NamedTuple):
 
 @dataclass(eq=False)
 class Passes:
-    """The passes of chunks that were begun, by the number of the plan with their chunks. What a
-    plan computes of them is a `Prefill`."""
+    """The open passes of chunks, by the number of the plan with their chunks. A `Prefill` is the
+    part that one plan computes."""
 
     model: Any
     slabs: Slabs
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
-    longest: int | None  # the most tokens of a chunk, see `Layout.longest_pass`
-    pictures: PictureEmbeddings | None = None  # None: the model takes none
+    longest: int | None  # max tokens of a chunk, see `Layout.longest_pass`
+    pictures: PictureEmbeddings | None = None  # None: the model takes no pictures
     open: dict[int, list[ChunkPass]] = field(default_factory=dict)
 
     def begin(self, plan: Plan) -> None:
-        """Note the passes of the chunks of ``plan``.
+        """Create the passes of the chunks of ``plan``.
 
-        Chunks with ``target_ids`` run one by one, since the logits of a whole chunk are large.
-        So do those with pictures: embeddings of a pass that begins again may be dropped by then."""
+        Chunks with ``target_ids`` run one by one, because the logits of a whole chunk are large.
+        So do chunks with pictures: when a pass starts again, their embeddings may already be
+        dropped."""
         if plan.chunks:
             simple = [chunk for chunk in plan.chunks if not (chunk.target_ids or chunk.pictures)]
             groups = [simple] if simple and self.together else [[chunk] for chunk in simple]
@@ -62,7 +63,7 @@ class Passes:
             self.open[plan.step] = [self._pass_of(group) for group in groups]
 
     def close(self, number: int) -> None:
-        """Give up a pass, if it is there: one whose chunks have raised is not."""
+        """Abandon a pass, if it exists: a pass whose chunks have raised does not."""
         for one in self.open.pop(number, ()):
             one.layers.close()
 
@@ -71,7 +72,7 @@ class Passes:
             self.close(number)
 
     def split(self, one: ChunkPass) -> list[ChunkPass]:
-        """Return a pass for each chunk of ``one``, from the beginning: all is written again."""
+        """Return a pass for each chunk of ``one``, from the start: everything is written again."""
         one.layers.close()
         return [self._pass_of([chunk]) for chunk in one.chunks]
 
@@ -104,7 +105,7 @@ class Passes:
 
 
 class Prefill:
-    """What one plan computes of pictures and chunks."""
+    """The pictures and chunks that one plan computes."""
 
     def __init__(
         self,
@@ -127,13 +128,13 @@ class Prefill:
         self.scores = any(chunk.target_ids for chunk in chunks)
         """Whether log-probabilities of a prompt are computed."""
         self.logprobs: list[tuple[Chunk, PendingLogprobs]] = []
-        """What the passes so far give of the log-probabilities that chunks ask for."""
+        """The requested log-probabilities of chunks computed so far."""
 
     def __bool__(self) -> bool:
         return bool(self._ends or self._encodes)
 
     def build(self) -> Iterator[BuiltPass]:
-        """Build one pass after the other. Each has to be dispatched before the next is built."""
+        """Build one pass after the other. Each must be dispatched before the next is built."""
         for op in self._encodes:
             try:
                 with self._stopwatch.computing():
@@ -157,7 +158,7 @@ class Prefill:
                 except Exception as error:
                     if is_allocation_failure(error) or isinstance(error, FilesChanged):
                         raise
-                    if len(one.chunks) > 1:  # one of them raised: one by one it shows which
+                    if len(one.chunks) > 1:  # one raised: running them one by one shows which
                         left = self._passes.split(one) + left
                         passes[number] = [*kept, *left]
                         continue

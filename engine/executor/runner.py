@@ -33,6 +33,6 @@ class StepRunner:
             step.finish()
 
     def reset(self) -> None:
-        """Drop all that was computed."""
+        """Drop everything that was computed."""
         self.pending = None
         self._executor.reset()

@@ -24,7 +24,7 @@ from shared.wire import TokenLogprobs
 @dataclass(eq=False)
 class DecodeOutput:
     sampled: SamplerOutput
-    is_nan: mx.array  # (rows,): whether the logits are
+    is_nan: mx.array  # (rows,): whether the logits are NaN
     rows: DecodeRows
     guesses: Guesses | None = None
 
@@ -66,7 +66,7 @@ class DecodeOutput:
 
 
 class LateResults:
-    """Work of plans for which their results do not wait."""
+    """Parts of plans whose results come later."""
 
     def __init__(self) -> None:
         self._exports: list[tuple[Piece | None, int, Callable[[], Payload]]] = []
@@ -77,7 +77,7 @@ class LateResults:
         self._exports.append((piece, block, export))
 
     def add_chunks(self, step: int, pieces: list[Piece]) -> None:
-        """Note that the chunks of plan ``step`` are computed in ``pieces``."""
+        """Record that the chunks of plan ``step`` are computed in ``pieces``."""
         self._chunks.append((step, pieces))
 
     def take_exports(self) -> tuple[Exported, ...]:

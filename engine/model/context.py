@@ -1,4 +1,4 @@
-"""The context length: how long sequences of a model may be, in tokens."""
+"""The context length: the max length of a model's sequences, in tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from engine.model.rotation import stretched_context
 
 DEFAULT_CONTEXT_LENGTH = 32_768
-"""For models whose config has none (recurrent ones)."""
+"""For models whose config has no context length (recurrent ones)."""
 
 _KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len max_seq_length".split()
 _KEYS += "seq_length n_ctx model_max_length".split()
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Return the max length of sequences for which a model with ``config`` was made."""
+    """Return the max length of sequences that a model with ``config`` supports."""
     sizes = (config_int(config, key) for key in _KEYS)
     size = next((size for size in sizes if size > 0), 0) or _usual_context(config)
     inner = config.get("text_config")
@@ -24,42 +24,40 @@ def context_length(config: dict[str, Any]) -> int:
 
 
 def _usual_context(config: dict[str, Any]) -> int:
-    """Return what transformers means by a config that names none, as that of Gemma 3 4B; 0: it does
-    not say."""
+    """Return transformers' default for a config without a context length, such as that of Gemma
+    3 4B; 0 if it has none."""
     from transformers import AutoConfig
 
     try:
         known = AutoConfig.for_model(config["model_type"]).get_text_config()
-    except Exception:  # code for other models: whatever it raises, it knows nothing of this one
+    except Exception:  # code for other models: whatever it raises, it does not support this one
         return 0
     return config_int(vars(known), _KEYS[0])
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
-    """Return the max length of sequences to serve, for a model made for ``own``.
+    """Return the max length of sequences to serve, for a model with a context length of ``own``.
 
-    ``max_kv_size`` limits it, unless the model never keeps more positions than that.
-    """
+    ``max_kv_size`` limits it, unless the model never keeps more positions than that."""
     if max_kv_size is None or max_kv_size >= own or max_cached_positions(model) <= max_kv_size:
         return own
     return max_kv_size
 
 
 def max_cached_positions(model: Any) -> float:
-    """Return how many positions of a sequence the model's own caches keep at most.
+    """Return the max number of positions that the model's own caches keep per sequence.
 
-    That is its longest window, 0 with recurrent state only, and infinity if unbounded.
-    """
+    That is its longest window, 0 with recurrent state only, and infinity if unbounded."""
     from mlx_lm.models.cache import make_prompt_cache
 
     return _kept(make_prompt_cache(model))
 
 
 def vocabulary_size(model: Any, config: dict[str, Any]) -> int:
-    """Return the width of the logits of ``model``; 0: it is not known.
+    """Return the width of the logits of ``model``, 0 if unknown.
 
-    The arguments that the model was made with come first: they have the defaults of its class where
-    ``config`` says nothing, as that of Gemma 3 4B."""
+    The arguments of the model object come first: they include the defaults of its class for
+    fields missing in ``config``, such as in that of Gemma 3 4B."""
     args = getattr(model, "args", None)
     for part in (getattr(args, "text_config", None), args):
         fields = part if isinstance(part, dict) else getattr(part, "__dict__", {})
@@ -69,7 +67,8 @@ def vocabulary_size(model: Any, config: dict[str, Any]) -> int:
 
 
 def config_int(config: dict[str, Any], key: str) -> int:
-    """Return the number under ``key``, there or in the text part of a multimodal config; or 0."""
+    """Return the number under ``key``, in the config itself or in the text part of a multimodal
+    config; 0 if there is none."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, dict) and isinstance(value := part.get(key), int):
             return value

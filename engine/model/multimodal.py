@@ -1,8 +1,7 @@
-"""Checkpoints that take pictures beside text, and how their parts are loaded.
+"""Multimodal checkpoints, and how their parts are loaded.
 
-The language model is mlx-lm's, as for any other checkpoint, so that it is served without mlx-vlm
-too. The parts that encode pictures are mlx-vlm's (`engine.vision.load`).
-"""
+The language model is mlx-lm's, as for any other checkpoint, so it can be served without mlx-vlm.
+The parts that encode pictures are mlx-vlm's (`engine.vision.load`)."""
 
 from __future__ import annotations
 
@@ -12,24 +11,24 @@ from typing import Any, NamedTuple
 
 
 class Family(NamedTuple):
-    """A model type whose pictures are served."""
+    """A model type for which pictures are supported."""
 
     placeholder: str
-    """The token that stands for a picture in a prompt before its expansion."""
+    """The token that stands for a picture in a prompt before it is expanded."""
     text: str = ""
-    """mlx-lm's module of the language model, where mlx-lm does not know the whole. A checkpoint
-    whose configuration names another of `TEXT_KINDS` has that."""
+    """mlx-lm's module for the language model, if mlx-lm does not support the whole model. A
+    checkpoint may name another of `TEXT_KINDS` in its config."""
     defaults: Mapping[str, Any] = MappingProxyType({})
-    """Fields of the language model that its configuration may lack, where mlx-lm asks for them or
-    takes others."""
+    """Fields of the language model's config that may be missing, if mlx-lm requires them or has
+    other defaults."""
     has_axes: bool = False
     """Whether positions within a picture have three axes."""
     interleaved: bool = False
-    """Whether the pairs of a head turn by the axes in turn."""
+    """Whether the pairs of a head take the axes in turn."""
     unscaled: bool = False
-    """Whether the language model scales embeddings of pictures, and mlx-vlm's does not."""
+    """Whether mlx-lm's language model scales embeddings of pictures, and mlx-vlm's does not."""
     around: str = ""
-    """The text that the processor puts before and after each picture."""
+    """The text that the processor inserts before and after each picture."""
 
 
 _LLAMA = {"rope_theta": 1e6, "num_hidden_layers": 32, "tie_word_embeddings": False}
@@ -58,41 +57,41 @@ FAMILIES = {
     "glm4v_moe": Family("<|image|>", text="glm4_moe", defaults=_GLM, has_axes=True),
     "gemma3": Family("<start_of_image>", around="\n\n"),
     "gemma4": Family("<|image|>", unscaled=True),
-    # mlx-lm's own class for it does not take weights of attention as checkpoints have them.
+    # mlx-lm's own class for it does not accept attention weights in the checkpoints' format.
     "kimi_vl": Family("<|media_pad|>", text="deepseek_v3"),
 }
 
 TEXT_KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Language models that a checkpoint of a family with a `Family.text` may have in place of it."""
+"""Language models that a checkpoint of a family with `Family.text` may contain instead of it."""
 
 
 def takes_pictures(config: dict[str, Any]) -> bool:
-    """Return whether the checkpoint with this ``config`` has parts that encode pictures."""
+    """Return whether a checkpoint with this ``config`` can encode pictures."""
     return bool(config.get("vision_config"))
 
 
 def serves_pictures(config: dict[str, Any]) -> bool:
-    """Return whether these parts are served, as far as the kind of model decides."""
+    """Return whether pictures are supported, as far as the model type decides."""
     return takes_pictures(config) and config.get("model_type") in FAMILIES
 
 
 def deep_layers(config: dict[str, Any]) -> int:
-    """Return how many of the language model's first layers have features of pictures added to their
-    outputs."""
+    """Return the number of the language model's first layers to whose outputs features of
+    pictures are added."""
     tower = config.get("vision_config")
     found = tower.get("deepstack_visual_indexes") if isinstance(tower, dict) else None
     return len(found) if isinstance(found, list) else 0
 
 
 def attends_both_ways(config: dict[str, Any]) -> bool:
-    """Return whether the tokens of a picture attend to each other, and not only to those before."""
+    """Return whether the tokens of a picture attend to each other in both directions."""
     text = config.get("text_config")
     return isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
 
 
 def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | None:
-    """Return the function that tells mlx-lm's `load_model` the classes of the language model in a
-    checkpoint; None where mlx-lm knows them itself."""
+    """Return the function that gives mlx-lm's `load_model` the classes of the language model in
+    a checkpoint; None if mlx-lm finds them itself."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.text:
         return None
@@ -101,7 +100,7 @@ def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | Non
         import importlib
 
         named = str(config.get("text_config", {}).get("model_type"))
-        # mlx-lm computes Mistral's models as Llama's.
+        # mlx-lm uses its Llama module for Mistral models.
         kind = named.replace("mistral", "llama") if named in TEXT_KINDS else family.text
         module = importlib.import_module(f"mlx_lm.models.{kind}")
         args_class = _TextArgs(module.ModelArgs, family.defaults)
@@ -111,14 +110,14 @@ def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | Non
 
 
 class _TextArgs:
-    """Makes the arguments of the language model from the whole checkpoint's configuration."""
+    """Creates the arguments of the language model from the config of the whole checkpoint."""
 
     def __init__(self, args_class: Any, defaults: Mapping[str, Any]) -> None:
         self._args_class, self._defaults = args_class, defaults
 
     def from_dict(self, config: dict[str, Any]) -> Any:
         given = config["text_config"]
-        # Newer configurations have all of rotations in one place.
+        # Newer configs have all rotation parameters in one place.
         rope = given.get("rope_parameters") or {}
         moved = {name: value for name, value in rope.items() if given.get(name) is None}
         text = {**self._defaults, **given, **moved}
@@ -126,13 +125,13 @@ class _TextArgs:
             text.setdefault("num_key_value_heads", heads)
             text.setdefault("head_dim", text.get("hidden_size", 0) // heads)
         for name in ("quantization", "quantization_config"):
-            if isinstance(found := config.get(name), dict):  # of some layers it says its own
+            if isinstance(found := config.get(name), dict):  # some layers have their own
                 config[name] = {_text_name(key) or key: value for key, value in found.items()}
         return self._args_class.from_dict(text)
 
 
 def _with_names(model: Any) -> Any:
-    """Return ``model``, which picks its own weights out of the whole checkpoint's."""
+    """Return ``model``, changed to select its own weights from the whole checkpoint's."""
     of_text = getattr(model, "sanitize", lambda weights: weights)
 
     def sanitize(weights: dict[str, Any]) -> Any:
@@ -144,7 +143,7 @@ def _with_names(model: Any) -> Any:
 
 
 def _text_name(name: str) -> str:
-    """Return what a weight of the language model is called there; empty for another weight."""
+    """Return the language model's name for a weight; empty for weights of other parts."""
     name = name.removeprefix("model.")
     for prefix in ("text_model.", "language_model."):
         if name.startswith(prefix):

@@ -1,8 +1,7 @@
-"""How a config says what positions are rotated by.
+"""The rotation parameters of a config.
 
-Since version 5, transformers writes ``rope_parameters``. Most model classes of mlx-lm know only the
-names before (``rope_theta``, ``rope_scaling``), and would take their defaults without a word.
-"""
+Since version 5, transformers writes ``rope_parameters``. Most model classes of mlx-lm support
+only the older names (``rope_theta``, ``rope_scaling``), and would silently use their defaults."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def older_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what to add to ``config`` so that it says its ``rope_parameters`` by the older names
-    too; nothing where it says them already."""
+    """Return the fields to add to ``config`` so that its ``rope_parameters`` are also found
+    under the older names; empty if they already are."""
     added = _older_names(config)
     inner = config.get(_INNER)
     if isinstance(inner, dict) and (more := _older_names(inner)):
@@ -35,15 +34,15 @@ def _older_names(config: dict[str, Any]) -> dict[str, Any]:
         given = given[_GLOBAL]
     found["rope_theta"] = given.get("rope_theta")
     if given.get("rope_type", "default") not in _PLAIN:
-        # Several classes of mlx-lm read the older "type" only.
+        # Several classes of mlx-lm read only the older "type".
         found["rope_scaling"] = {"type": given["rope_type"], **given}
     found |= {name: given.get(name) for name in _ALSO_TAKEN}
     return {name: value for name, value in found.items() if value and not config.get(name)}
 
 
 def stretched_context(config: dict[str, Any]) -> int:
-    """Return the positions that YaRN stretches a model to, 0 without it. Configs that turn it on
-    may keep the ``max_position_embeddings`` of the model itself, as those of Qwen3 do."""
+    """Return the context length to which YaRN extends a model, 0 without YaRN. Configs that
+    enable it may keep the original ``max_position_embeddings``, as Qwen3's do."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict):
         return 0

@@ -1,8 +1,7 @@
-"""Tokenizers that come as ranks of tiktoken with code to read them, as those of Kimi K2.
+"""Tokenizers that come as tiktoken ranks with their own Python code, such as Kimi K2's.
 
-They are converted once to the files of a fast tokenizer. Routers, which run no code of models, can
-read these, as can grammars, which need a fast tokenizer.
-"""
+They are converted once to the files of a fast tokenizer. Routers, which run no code from models,
+can read these; grammars need a fast tokenizer too."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 RANKS, CONFIG, FAST = "tiktoken.model", "tokenizer_config.json", "tokenizer.json"
 SPECIAL_TOKENS = 256
-"""After the ranks, with names in the config or ``<|reserved_token_N|>``."""
-_FORMAT = "1"  # of what is kept: another one after a change here
+"""They follow the ranks, with names from the config or ``<|reserved_token_N|>``."""
+_FORMAT = "1"  # of the converted files: increase it after a change here
 _CLASS = "tokenization_kimi.TikTokenTokenizer"
 _LETTERS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _UPPER, _LOWER = (f"[{letters}&&[^\\p{{Han}}]]" for letters in _LETTERS)
@@ -39,11 +38,11 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""How Kimi's tokenizers cut text into words: ``pat_str`` in ``tokenization_kimi.py``."""
+"""How Kimi's tokenizers split text into words: ``pat_str`` in ``tokenization_kimi.py``."""
 
 
 def tokenizer_directory(path: Path) -> Path:
-    """Return the directory of the tokenizer of the model in ``path``: that one, or one in the
+    """Return the tokenizer's directory for the model in ``path``: the same one, or one in the
     user's cache with the converted files. Raises: OSError and ValueError."""
     config = _config(path)
     known = _CLASS in json.dumps(config.get("auto_map", ""))
@@ -59,7 +58,7 @@ def tokenizer_directory(path: Path) -> Path:
 
 
 def _publish(folder: Path, files: dict[str, str]) -> None:
-    """Make ``folder`` with ``files``, unless another process is faster."""
+    """Create ``folder`` with ``files``, unless another process was faster."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -87,14 +86,14 @@ def _fast_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converted(content: bytes, config: dict[str, Any]) -> str:
-    """Return the ``tokenizer.json`` of ``content``, lines of a token in base64 and its rank."""
+    """Return the ``tokenizer.json`` of ``content``, lines with a token in base64 and its rank."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     lines = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     vocabulary = {_text(token): rank for token, rank in ranks.items()}
     merges = [tuple(map(_text, pair)) for pair in _merges(ranks)]
-    # A word that is a token is that token, whether or not merges lead there.
+    # A word that is a token becomes that token, whether or not merges lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -112,7 +111,7 @@ def _converted(content: bytes, config: dict[str, Any]) -> str:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pairs that become a token, in the order in which they do."""
+    """Return the pairs of tokens that merge into one, in the order of merging."""
     found = []
     for token, rank in ranks.items():
         pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -126,7 +125,7 @@ def _text(token: bytes) -> str:
 
 
 def _characters() -> list[str]:
-    """Return the character of each byte in byte-level BPE, as GPT-2 has it."""
+    """Return the character of each byte in byte-level BPE, as in GPT-2."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,11 +1,11 @@
-"""The architectures whose checkpoints have a head for multi-token prediction, and how it is made.
+"""The architectures whose checkpoints have a head for multi-token prediction, and the structure
+of the head.
 
-The computation is that of the DeepSeek-V3 report (section 2.2): the hidden state of a position,
-and the embedding of the token after it, are normalized, joined and projected; a decoder layer and
-a norm follow. Embedding and last layer are the model's own. The hidden state is the one after the
-model's final norm, and a head that is applied again gets its own after its final norm: so do vLLM
-and SGLang. They disagree on the first position, where vLLM leaves the embedding out.
-"""
+The computation follows the DeepSeek-V3 report (section 2.2): the hidden state of a position and
+the embedding of the next token are normalized, concatenated and projected; a decoder layer and a
+norm follow. Embedding and last layer are the model's own. The hidden state is taken after the
+model's final norm, and a head that is applied again uses its own state after its final norm, as
+in vLLM and SGLang. These two differ in the first position, where vLLM omits the embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HeadKind:
     """How the head of an architecture is stored and computed."""
 
     prefix: str  # of its weights; ``{layers}`` stands for the number of the model's layers
-    block: str = ""  # prefix of those of the decoder layer, behind ``prefix``
+    block: str = ""  # prefix of the decoder layer's weights, after ``prefix``
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -27,14 +27,14 @@ class HeadKind:
     hidden_first: bool = False  # whether the hidden state comes first in the concatenation
     shared: tuple[str, ...] = ()  # copies of the model's own weights, which are ignored
     one_layer: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model's arguments with which its only layer is the head's."""
+    """Changes of the model's arguments that make the head's layer its only layer."""
     norms_from_zero: bool = False
     """Whether the published checkpoint stores norms as the difference from one."""
-    masks_are_arrays: bool = False  # whether the layer takes no other masks
+    masks_are_arrays: bool = False  # whether the layer accepts no other masks
 
     @property
     def parts(self) -> dict[str, str]:
-        """The names of the weights beside the decoder layer, by the field."""
+        """The names of the weights outside the decoder layer, by field."""
         names = ("embedding_norm", "hidden_norm", "projection", "final_norm")
         return {name: getattr(self, name) for name in names}
 

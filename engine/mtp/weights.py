@@ -17,7 +17,7 @@ from engine.mtp.kinds import KINDS, HeadKind
 LAYER = "model.layers.0."
 """Prefix of the layer's weights in a model with one layer."""
 PART = f"{LAYER}part."
-"""Prefix of the others meanwhile."""
+"""Temporary prefix of the other weights."""
 NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")
 
 
@@ -97,7 +97,7 @@ def _renamed(kind: HeadKind, given: Mapping[str, mx.array]) -> dict[str, mx.arra
 
 
 def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return weights of `_renamed` with their names in `MTPHead`."""
+    """Return the weights of `_renamed` under their names in `MTPHead`."""
     found = {}
     for name, weight in weights.items():
         if name.startswith(PART):
@@ -108,7 +108,7 @@ def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _quantize(head: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Give those modules of ``head`` codes that have some among ``weights``."""
+    """Quantize the modules of ``head`` whose ``weights`` are quantized."""
 
     def kind_of(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:

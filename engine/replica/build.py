@@ -93,8 +93,7 @@ def build_replica(
     if head is not None:
         executor, other_bytes = head.executor, head.nbytes
     if layers is not None:
-        # About as many bytes, if the whole pass has packed them anew.
-        other_bytes += layers.nbytes
+        other_bytes += layers.nbytes  # about as many if the whole pass has packed them anew
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     served = served_vision(executor, loaded, settings, own.size_bytes, head)

@@ -1,9 +1,8 @@
-"""`python -m engine.zoo.adapters`: which architectures take adapters by name, and whether rows with
-different ones are right.
+"""`python -m engine.zoo.adapters`: tests which architectures support named adapters, and whether
+rows with different adapters are correct.
 
 Sequences with two random adapters and with none go through the stages of the proof in one batch.
-Each is compared with mlx-lm's own layers for LoRA around the same model, one adapter alone.
-"""
+Each is compared with mlx-lm's own LoRA layers around the same model, with one adapter alone."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from engine.zoo.examine import LENGTHS, LONGEST_PASS, STEPS, TOLERANCE
 
 COUNT, RANK, SCALE = 2, 4, 0.5
 IMPORT_ENDS_PROCESS = ("olmo",)
-"""Architectures whose modules end the process where a package is missing."""
+"""Architectures whose modules end the process if a package is missing."""
 _PART = re.compile(r"(<!-- adapters of architectures -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,8 +44,8 @@ class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The results for one architecture."""
 
     name: str
-    layers: int = 0  # linear layers that take adapters
-    experts: bool = False  # whether it has experts, which take none
+    layers: int = 0  # linear layers that support adapters
+    experts: bool = False  # whether it has experts, which do not support adapters
     batching: str = ""
     difference: float = 0.0
     error: str = ""
@@ -57,7 +56,7 @@ class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(name: str) -> AdapterReport | None:
-    """Try architecture ``name``; return None without a model of it here."""
+    """Test architecture ``name``; return None if its module has no model."""
     device.prepare()
     try:
         model = build(name)
@@ -122,7 +121,7 @@ def _random_adapter(shapes: Mapping[str, Shape], seed: int) -> dict[str, LowRank
 
 
 def _with_lora(model: Any, adapter: Mapping[str, LowRank]) -> Any:
-    """Put mlx-lm's layers for LoRA in the place of the linear layers of ``model``."""
+    """Replace the linear layers of ``model`` with mlx-lm's LoRA layers."""
     modules, replaced = dict(model.named_modules()), []
     for name, factors in adapter.items():
         layer = LoRALinear.from_base(modules[name], r=RANK, scale=1.0)
@@ -134,7 +133,7 @@ def _with_lora(model: Any, adapter: Mapping[str, LowRank]) -> Any:
 
 
 def table(reports: Sequence[AdapterReport]) -> str:
-    """Return the lists of the page, in Markdown."""
+    """Return the page's lists, in Markdown."""
     reports = sorted(reports, key=lambda report: report.name.lower())
     right = [each for each in reports if each.right]
     lines = [
@@ -169,7 +168,7 @@ def _kept(path: Path | None) -> list[AdapterReport]:
 
 
 def main() -> int:
-    """Return 0 if all architectures that have linear layers are right, else 1."""
+    """Return 0 if all architectures with linear layers are correct, else 1."""
     parser = argparse.ArgumentParser(prog="python -m engine.zoo.adapters", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--gpu-path", action="store_true", help="compute as on a GPU")

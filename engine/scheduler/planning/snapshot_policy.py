@@ -5,13 +5,11 @@ reused only up to a snapshot, which must be taken while the sequence is at that 
 Snapshots are taken at block boundaries from which other sequences are likely to continue:
 
 * near the end of a prompt: for the same prompt again, or for the next turn of a conversation
-whose template drops part of the answer;
-
+  whose template drops part of the answer;
 * at the last boundary of an answer: for any other next turn;
-
 * where a prompt diverges from an earlier one, or from one that waits for it;
-
-* at some positions of long prompts where a chunk ends anyway."""
+* at some positions of long prompts where a chunk ends anyway.
+"""
 
 from __future__ import annotations
 

@@ -241,11 +241,10 @@ class BatchedExecutor(Executor):
                 self._line.wait_for_slabs()
 
     def read_slot(self, slot: Slot, length: int) -> list[StoredKV]:
-        """Return keys and values of each layer at the first ``length`` positions of ``slot``,
-        for proofs.
+        """Return keys and values of each layer at the first ``length`` positions of ``slot``.
 
-        Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. The
-        caller must not keep them."""
+        Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. For
+        proofs. The caller must not keep them."""
         slab, row = self._slabs[slot.slab_id], slice(slot.row, slot.row + 1)
         kept = []
         for number in range(len(self.layout.arrays)):
@@ -264,10 +263,8 @@ class BatchedExecutor(Executor):
         return set(found)
 
     def _restore(self, plan: Plan) -> list[tuple[Slot, str]]:
-        """Run the plan's restores. Return the slots whose blocks were never saved.
-
-        There can be such slots because with look-ahead the scheduler learns of a failed save one
-        plan late."""
+        """Run the plan's restores. Return the slots whose blocks were never saved: with look-ahead
+        the scheduler learns of a failed save one plan late."""
         failed = []
         for restore in plan.restores:
             slot = restore.slot

@@ -1,4 +1,4 @@
-"""Places for what costs something: so many are taken at once, fairly between keys."""
+"""A limited number of places for expensive work, shared fairly between keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter, defaultdict, deque
 
 
 class Places:
-    """Of those that wait, the key goes first that has the fewest places; within a key, the one that
-    has waited longest."""
+    """The next place goes to the waiting key with the fewest places; within a key, to the
+    request that has waited longest."""
 
     def __init__(self, count: int) -> None:
         self._free = count

@@ -1,8 +1,7 @@
-"""Names of adapters, and what administrators decide about them, as routers and engines keep it.
+"""Names of adapters, and administrators' decisions about them, as stored by routers and engines.
 
-Each router and each engine keeps all decisions and sends them to its peers. The higher version of a
-decision holds, so decisions may be merged in any order and more than once.
-"""
+Each router and each engine stores all decisions and sends them to its peers. The decision with
+the higher version is valid, so decisions may be merged in any order and repeatedly."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ class DecisionTable:
         return list(self._by_name.values())
 
     def next(self, name: str, adapter: AdapterRef | None) -> AdapterDecision:
-        """Return the decision that ``name`` stands for ``adapter``, or for none, from now on."""
+        """Return the decision that assigns ``name`` to ``adapter``, or to none, from now on."""
         known = max((each.version for each in self._by_name.values()), default=0)
         version = max(1 + known, _now_us())
         return AdapterDecision(name=name, adapter=adapter, version=version)
 
     def merge(self, decisions: Iterable[AdapterDecision]) -> bool:
-        """Take in what a peer has, but for what no peer of ours sends. Return whether anything is
-        new."""
+        """Merge a peer's decisions, except those that no correct peer sends. Return whether any
+        is new."""
         before, latest = dict(self._by_name), _now_us() + _AHEAD_US
         for each in decisions:
             if not (is_sound(each) and 0 < each.version <= latest):
@@ -70,7 +69,7 @@ class DecisionTable:
 
 
 def is_sound(decision: AdapterDecision) -> bool:
-    """Return whether an engine that does what it should may have sent ``decision``."""
+    """Return whether a correct engine may have sent ``decision``."""
     name, adapter = decision.name, decision.adapter
     if adapter is None:
         return is_adapter_name(name)
@@ -84,6 +83,6 @@ def _now_us() -> int:
 
 
 def _order(decision: AdapterDecision) -> tuple[int, str]:
-    """Return what is higher for the decision that holds, the same for everybody."""
+    """Return a sort key: the highest decision is valid, for every process."""
     adapter = decision.adapter
     return decision.version, "" if adapter is None else f"{adapter.digest} {adapter.path}"

@@ -38,7 +38,7 @@ class RunDir:
     """A locked run-time directory, removed on leaving the context."""
 
     def __init__(self, path: Path, lock: int, clock: Callable[[], float] = time.time) -> None:
-        """Use ``clock`` for wall time, which goes on while the machine sleeps."""
+        """Use ``clock`` for wall time, which continues while the machine sleeps."""
         self.path = path
         self._lock = lock
         self._clock = clock
@@ -146,7 +146,7 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
 
 
 def _bases() -> list[Path]:
-    """Return the places where a directory may be made, best first."""
+    """Return the places where a directory may be created, best first."""
     found = [os.environ.get("XDG_RUNTIME_DIR")]
     with suppress(FileNotFoundError):  # none is writable
         found.append(tempfile.gettempdir())

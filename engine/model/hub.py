@@ -30,7 +30,7 @@ def download(model: str, report: Report) -> Path:
         found = snapshot_download(
             model,
             allow_patterns=[*DEFAULT_ALLOW_PATTERNS, _DENSE_LAYERS],
-            tqdm_class=_bar_that_tells(report),
+            tqdm_class=_reporting_bar(report),
         )
         return Path(found)
     except errors.GatedRepoError as error:
@@ -75,7 +75,7 @@ def download_with_log(model: str) -> Path:
     return path
 
 
-def _bar_that_tells(report: Report) -> type[Any]:
+def _reporting_bar(report: Report) -> type[Any]:
     """Return a progress bar class for the hub that shows nothing, and calls ``report``.
 
     The hub creates two bars that count bytes, for the network and for the disk; either may lag

@@ -41,7 +41,8 @@ from router.fleet.tenants.tenant import Tenant
 _MB = 1_000_000
 _SILENCE_S = 30.0
 _LEAST_BYTES_S = 8000
-"""What is slower, after as long a time, is given up: it has one of few places."""
+"""Min speed of an upload. A slower one is aborted after this long, because it occupies one of
+few places."""
 _DISCARD_S = 2.0
 _PIECE_BYTES = 256 * 1024
 _MAX_UPLOADS, _MAX_UPLOADS_OF_KEY = 16, 4
@@ -148,7 +149,7 @@ class FileEndpoints:
         """Pass the body on, piece by piece. Raises what `Upload.feed` raises, and `BodyTimeout`."""
         parts: list[bytes] = []
         size = 0  # of these; to add it up for each of many small ones would hold the event loop
-        ahead_s = 0.0  # of a client that is as slow as may be
+        ahead_s = 0.0  # of the slowest client that is accepted
         chunks = aiter(request.stream())
         try:
             while True:

@@ -24,7 +24,7 @@ ABSENT_S = 60.0
 """Max time without a sign of it. Its supervisor waits at most 30 s before restarting it, and its
 heartbeats begin soon after that."""
 _POLL_S = 0.2
-_TELL_S = 2.0
+_REPORT_S = 2.0
 """Max time for our supervisor to report that it has begun."""
 
 
@@ -42,9 +42,9 @@ class Administration:
         self._registry = registry
         self._dispatcher = dispatcher
         self._supervised = supervised
-        self._told: list[str] = []
+        self._restarted: list[str] = []
         """The engines of the last restart command to our supervisor."""
-        self._told_at = float("-inf")
+        self._restarted_at = float("-inf")
         self._send = send
         self._queue: list[str] = []
         self._task: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ class Administration:
         wanted = [each.name for each in engines if each.lost_reason is None]
         own = [each for each in wanted if each in self._supervised.engines]
         if own and self._supervised.restart(name):
-            self._told, self._told_at = own, time.monotonic()
+            self._restarted, self._restarted_at = own, time.monotonic()
             wanted = [each for each in wanted if each not in own]
         else:
             own = []
@@ -82,8 +82,11 @@ class Administration:
     @property
     def restarting(self) -> list[str]:
         """The engines that are restarting or waiting for it."""
-        heard = time.monotonic() - self._told_at > _TELL_S
-        return [*(self._told if self._supervised.restarting or not heard else []), *self._queue]
+        heard = time.monotonic() - self._restarted_at > _REPORT_S
+        return [
+            *(self._restarted if self._supervised.restarting or not heard else []),
+            *self._queue,
+        ]
 
     def clear_caches(self, *, ssd: bool) -> list[str]:
         """Drop the cached prefixes of all engines, also on SSD if ``ssd``. Return their names."""

@@ -1,4 +1,4 @@
-"""What the supervisor is told of the use of models."""
+"""The use of models, reported to the supervisor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from router.fleet.router import Router
 
 
 def demand(router: Router) -> dict[str, tuple[int, float]]:
-    """Return what decides which models are loaded (`Supervised.demand`)."""
+    """Return the demand that decides which models are loaded (`Supervised.demand`)."""
     stranded = {
         model.id: router.dispatcher.wants(model.id)
         for model in router.registry.models.values()
@@ -16,8 +16,8 @@ def demand(router: Router) -> dict[str, tuple[int, float]]:
 
 
 def load(router: Router) -> dict[str, tuple[int, float]]:
-    """Return, by model, the requests in its queue, and the part of its engines' places that is
-    taken: what the supervisor needs to know how many engines are enough."""
+    """Return, by model, the requests in its queue, and the fraction of its engines' slots in
+    use: the supervisor decides from these how many engines are needed."""
     found = {}
     for model in router.registry.models.values():
         places = sum(engine.hello.max_sequences for engine in model.ready_engines)

@@ -67,7 +67,8 @@ class Generation:
         self._tenant = tenant
         self._traceparent = traceparent
         self.model = model
-        # An adapter's replies are in no other's prefixes. The salt comes last: it may be anything.
+        # Prefixes of other adapters have no replies of this one. The salt comes last: it may be any
+        # text.
         self.cache_scope = f"{tenant.name}/{model.adapter_digest}/{request.cache_salt or ''}"
         """Conversations of one scope may continue each other's tokens
         (`router.tokens.tokenization_cache`)."""
@@ -77,7 +78,7 @@ class Generation:
         self._changed = Signal()
         self._client_gone = False
         self._work: asyncio.Future[Any] | None = None
-        """What a thread is doing for the request now."""
+        """The request's work on a thread, if there is any."""
         self._finished: set[Choice] = set()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._prompt_logprobs: dict[RemoteSequence, bytes] = {}
@@ -156,7 +157,8 @@ class Generation:
         return cache_salt(self._request, self._router.settings, self._tenant)
 
     def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
-        """Return what decides which engine gets ``prompt``. For the threads of a `WorkPool`."""
+        """Return the hashes that decide which engine gets ``prompt``. For the threads of a
+        `WorkPool`."""
         engines, adapter = list(self.model.replicas.engines), self.model.adapter_digest
         return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.pictures, adapter)
 

@@ -1,12 +1,11 @@
 """A process that decodes images and prepares them with the processors of models.
 
-Image decoders are C code that reads untrusted data: a crash must not take down the router. `python
--m router.images.decoder` reads from standard input and replies on standard output. It exits at the
-end of its input, even in the middle of a job.
+Image decoders are C code that reads untrusted data: a crash must not take down the router.
+`python -m router.images.decoder` reads from standard input and replies on standard output. It
+exits at the end of its input, even in the middle of a job.
 
-A job is a frame with a `DecodeJob` and one with the encoded image, an answer is one with a
-`DecodedImage` and one for each of its arrays (`shared.pipe_frames`).
-"""
+A job is one frame with a `DecodeJob` and one with the encoded image. An answer is one frame with
+a `DecodedImage` and one for each of its arrays (`shared.pipe_frames`)."""
 
 from __future__ import annotations
 

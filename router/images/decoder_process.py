@@ -23,7 +23,7 @@ START_LIMIT_S = 60.0
 _MAX_ANSWER_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 MAX_PROCESSORS = 4
-"""Those that a process loads. They are never dropped, and models come and go."""
+"""Max number of processors that a process loads. They are never dropped, and models come and go."""
 
 
 class DecoderLost(Exception):
@@ -60,8 +60,8 @@ class DecoderProcess:
         return None if process is None or process.poll() is not None else process.pid
 
     def prepare(self, job: DecodeJob, content: bytes) -> DecoderAnswer:
-        """Return what ``content`` becomes. Raises `DecoderLost`, and OSError if no process can be
-        started."""
+        """Return the prepared image for ``content``. Raises `DecoderLost`, and OSError if no
+        process can be started."""
         if job.folder not in self._folders and len(self._folders) >= MAX_PROCESSORS:
             self._end()
         process = self._running()

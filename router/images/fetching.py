@@ -75,14 +75,14 @@ class ImageFetcher:
         self._is_public = is_public or is_public_address
         self._context = context or ssl.create_default_context()
         self._places = Places(MAX_AT_ONCE)
-        # A name whose servers do not answer keeps its thread: not one that others need.
+        # A name whose servers do not answer occupies its thread, but not one that others need.
         self._resolvers = ThreadPoolExecutor(MAX_AT_ONCE, "resolve")
         self._lookups: dict[asyncio.Task[object] | None, Future[Any]] = {}
-        """The last lookup of a name, by the task that fetches."""
+        """The last lookup of a name, by the fetching task."""
 
     async def fetch(self, url: str, max_bytes: int, key: str = "") -> bytes:
-        """Return what is at ``url``, of at most ``max_bytes``, for a request of ``key``. Raises
-        `NotFetched`, and `Unavailable` if too many are fetched."""
+        """Return the content at ``url``, of at most ``max_bytes``, for a request of ``key``.
+        Raises `NotFetched`, and `Unavailable` if too many images are being fetched."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._places.take(key)
@@ -103,7 +103,7 @@ class ImageFetcher:
             self._give_back(key)
 
     def _give_back(self, key: str) -> None:
-        """Give the place back, once no thread looks up a name for it any more."""
+        """Release the place, once no thread looks up a name for it any more."""
         lookup = self._lookups.pop(asyncio.current_task(), None)
         if lookup is None or lookup.done():
             self._places.give_back(key)

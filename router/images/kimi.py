@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # not at run time: see `router.images.processor`
 
 
 class KimiProcessor:
-    """Stands in the place of mlx-vlm's processor for Kimi-VL, of which it keeps the resizing."""
+    """Replaces mlx-vlm's processor for Kimi-VL, except for its resizing."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self.tokenizer = call.tokenizer
 
     def __call__(self, text: Sequence[str], images: Sequence[Image]) -> dict[str, Any]:
-        """Return the tokens of one ``text``, and the arrays of the ``images`` that it shows."""
+        """Return the tokens of one ``text``, and the arrays of its ``images``."""
         import numpy as np
 
         rows, columns = self._call.image_processor.merge_kernel_size

@@ -1,8 +1,7 @@
-"""A picture as a model's vision encoder takes it, by the processor that mlx-vlm has for the model.
+"""Prepares a picture for a model's vision encoder, with mlx-vlm's processor for the model.
 
-Everything here runs in a process that decodes pictures, and never in the router's own: processors
-import transformers and MLX, which they run nothing of here.
-"""
+Everything here runs in a process that decodes pictures, never in the router itself: processors
+import transformers and MLX, although they do not compute with them here."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token
 
 
 class ProcessorUnusable(Exception):
-    """There is no processor for the model here. Its text is one line."""
+    """The model's processor cannot be used here. The text gives the reason in one line."""
 
 
 class ImageUnusable(Exception):
-    """The processor does not take this picture. Its text is one line."""
+    """The processor does not accept this picture. The text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """A picture as the engine takes it."""
+    """A picture prepared for the engine."""
 
-    digest: bytes  # of the pixels and all that decides about `arrays` (see `ImagePart`)
-    expansion: list[int]  # the token ids that stand in the prompt for the one placeholder
-    arrays: dict[str, np.ndarray[Any, Any]]  # what the vision encoder takes, by name
+    digest: bytes  # of the pixels and everything else that determines `arrays` (see `ImagePart`)
+    expansion: list[int]  # the token ids that replace the placeholder in the prompt
+    arrays: dict[str, np.ndarray[Any, Any]]  # inputs of the vision encoder, by name
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
@@ -59,12 +58,12 @@ class PreparedImage:
 
 
 class Processor:
-    """The processor of one model. Raises what `load_processor` says."""
+    """The processor of one model. Raises what `load_processor` raises."""
 
     def __init__(self, folder: Path, vision: Vision) -> None:
         self._vision = vision
         self.identity = _identity(folder, vision.model_type)
-        """Names the files and the libraries that decide what a picture becomes."""
+        """A digest of the files and libraries that determine the result."""
         _import_package(vision.model_type)
         from transformers import AutoProcessor
 
@@ -80,9 +79,10 @@ class Processor:
         self._after = len(plain) - self._before - 1
 
     def prepare(self, image: Image) -> PreparedImage:
-        """Return what ``image``, in RGB and upright, is to the model.
+        """Return the upright RGB ``image``, prepared for the model.
 
-        Raises: `ImageUnusable` if the processor does not take it, as one that is too narrow."""
+        Raises: `ImageUnusable` if the processor rejects it, for example because it is too
+        narrow."""
         import numpy as np
 
         if not image.width or not image.height:
@@ -97,7 +97,7 @@ class Processor:
             }
             digest = blake2b(self.identity, digest_size=32)
             digest.update(repr(image.size).encode() + image.tobytes())
-        except Exception as error:  # of other people's code, whatever it did not expect
+        except Exception as error:  # third-party code may raise anything for unexpected input
             raise ImageUnusable(_one_line(error)) from error
         expansion = ids[self._before : len(ids) - self._after]
         if self._vision.image_token_id not in expansion:
@@ -106,21 +106,21 @@ class Processor:
 
     @staticmethod
     def _ids(found: Any) -> list[int]:
-        """Return the ids of one text, also where they are the only row of a batch."""
+        """Return the ids of one text, also if they are the only row of a batch."""
         ids = found.tolist() if hasattr(found, "tolist") else list(found)
         return ids[0] if ids and isinstance(ids[0], list) else ids
 
 
 def load_processor(folder: Path, vision: Vision) -> Processor:
-    """Return the processor of the model that ``vision`` tells of, from its files in ``folder``
+    """Return the processor of the model described by ``vision``, from its files in ``folder``
     (`TOKENIZER_FILES`).
 
-    Raises: `ProcessorUnusable` where mlx-vlm is missing or the files are not what it takes."""
+    Raises: `ProcessorUnusable` if mlx-vlm is missing or does not accept the files."""
     try:
         return Processor(folder, vision)
     except ProcessorUnusable:
         raise
-    except Exception as error:  # of other people's code
+    except Exception as error:  # third-party code
         raise ProcessorUnusable(_one_line(error)) from error
 
 
@@ -140,9 +140,11 @@ def _identity(folder: Path, model_type: str) -> bytes:
 
 
 def _import_package(model_type: str) -> None:
-    """Import mlx-vlm's package for ``model_type``, which tells transformers of its processor.
+    """Import mlx-vlm's package for ``model_type``, which registers its processor with
+    transformers.
 
-    mlx-vlm's own code, which generates, converts and serves, stays out; and arrays stay NumPy's."""
+    mlx-vlm's own code for generating, converting and serving is not imported, and arrays remain
+    NumPy's."""
     if not model_type.isidentifier():
         raise ProcessorUnusable(f"no processor is known for {model_type!r}")
     if not leave_out_code_of("mlx_vlm"):
@@ -153,7 +155,7 @@ def _import_package(model_type: str) -> None:
 
 
 def _compact(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return ``array`` in one piece and in the smallest type that says the same."""
+    """Return ``array``, contiguous and in the smallest type that keeps its values."""
     import numpy as np
 
     if name.endswith("_mask"):

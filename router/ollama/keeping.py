@@ -33,9 +33,8 @@ async def load_or_unload(
 
 
 def keep(router: Router, body: OllamaModelUse, name: str, tenant: Tenant) -> None:
-    """Let the model that is served as ``name`` stay as long as ``body``, which has been answered,
-    says; or as is configured, if it says nothing. A ``tenant`` that may not use it decides
-    nothing."""
+    """Keep the model served as ``name`` loaded for as long as ``body``, which has been answered,
+    requests, or as configured. A ``tenant`` that may not use the model has no effect."""
     model = router.adapters.find_configured(name)
     if router.settings.ollama_manage and model is not None and tenant.may_use(model.names):
         router.supervised.keep(model, body.keep_s)

@@ -90,7 +90,7 @@ class ResponseArchive:
         self._changes.put(("DELETE FROM turns WHERE number = ?", (number,)))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued, as far as possible within ``timeout_s``."""
+        """Write the queued changes, as far as possible within ``timeout_s``."""
         self._changes.put(None)
         self._thread.join(timeout_s)
         if self._lock is not None:
@@ -99,7 +99,8 @@ class ResponseArchive:
 
     def _write_all(self) -> None:
         failed: dict[object, _Change] = {}
-        """Removals by number. What a client has deleted must not be back after a restart."""
+        """Removals that failed, by number. A response that a client has deleted must not
+        reappear after a restart."""
         again_at = 0.0
         while True:
             if failed and time.monotonic() >= again_at:
@@ -113,7 +114,7 @@ class ResponseArchive:
             if change is None:
                 break
             number = change[1][0]
-            failed.pop(number, None)  # one that is written again is no longer to be removed
+            failed.pop(number, None)  # a turn that is written again must no longer be removed
             if not self._write(change) and not change[0].startswith("INSERT"):
                 if not failed:
                     again_at = time.monotonic() + _AGAIN_S
@@ -122,7 +123,7 @@ class ResponseArchive:
         self._database.close()
 
     def _write_again(self, failed: dict[object, _Change]) -> None:
-        """Write changes until one fails again. Those that are written leave ``failed``."""
+        """Write changes until one fails again. Written ones are removed from ``failed``."""
         for number, change in list(failed.items()):
             if not self._write(change):
                 return
@@ -132,7 +133,7 @@ class ResponseArchive:
         try:
             with self._database:
                 self._database.execute(*change)
-        except Exception as error:  # the disk is full, or fails; the thread has to go on
+        except Exception as error:  # the disk is full or fails; the thread must continue
             logger.error("a stored response is not written: %s", error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""What a JSON schema says of the types of values, for parsers of text that has no types itself."""
+"""The types of values in a JSON schema, for parsers of text without types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ValueSchema:
 
     @cached_property
     def types(self) -> frozenset[str]:
-        """The types it names, by ``type`` or by values; empty if it names none."""
+        """The types it specifies, by ``type`` or by values; empty if it specifies none."""
         return frozenset(name for each in self._schemas for name in _named_types(each))
 
     @cached_property
@@ -43,7 +43,7 @@ class ValueSchema:
         return self._members[key]
 
     def names_type_of(self, value: Any) -> bool:
-        """Return whether it names the type of ``value``, which is no string."""
+        """Return whether it specifies the type of ``value``, which is not a string."""
         name = _TYPES.get(type(value))
         return name in self.types or (name == "integer" and "number" in self.types)
 

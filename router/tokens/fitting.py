@@ -267,8 +267,8 @@ def _text_apart(message: _Json) -> list[_Json]:
 
 
 def written_calls(parser: str, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls, each with ``name`` and ``arguments``, as the tool parser ``parser`` reads
-    them; as plain JSON where how they are written is not known."""
+    """Return ``calls``, each with ``name`` and ``arguments``, in the format of the tool parser
+    ``parser``; as plain JSON if that format is unknown."""
     if parser == "pythonic":
         return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
     template = CALL_TEMPLATES.get(parser)

@@ -1,8 +1,7 @@
 """Prompts to token ids and back: a model's chat template, tokenizer and detokenizer.
 
-All of it comes from files of an engine. No code of a model runs here: templates run in the sandbox
-of transformers, and remote code is never trusted.
-"""
+All of it comes from files sent by an engine. No code from a model runs here: templates run in
+the sandbox of transformers, and remote code is never trusted."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ from shared.wire import Vision
 
 
 class SamplingDefaults:
-    """A model's ``generation_config.json``: values for what a request does not set.
+    """A model's ``generation_config.json``: defaults for values that a request does not set.
 
-    Without one the temperature is 0, as in mlx-lm's own server.
-    """
+    Without this file the temperature is 0, as in mlx-lm's own server."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         greedy = config.get("do_sample") is False
@@ -48,8 +46,8 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 class Renderer:
-    """One model's tokenizer. What takes long runs on the threads of a `WorkPool`, several at once;
-    `detokenizer` is for the event loop."""
+    """One model's tokenizer. Slow work runs on the threads of a `WorkPool`, several jobs at
+    once; `detokenizer` is for the event loop."""
 
     def __init__(
         self,
@@ -64,9 +62,9 @@ class Renderer:
     ) -> None:
         self._tokenizer = tokenizer
         self.vision = vision
-        """How the model takes images; None: it takes none."""
+        """How the model accepts images; None: it accepts none."""
         self.directory = directory
-        """Of the model's files."""
+        """The directory of the model's files."""
         self.config = config
         """The model's ``config.json``."""
         self._template = ChatTemplate(
@@ -88,7 +86,7 @@ class Renderer:
         self.eos_token_ids = frozenset(int(token) for token in tokenizer.eos_token_ids)
         newline = tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
-        """Tokens exempt from XTC: the model alone should choose where an answer or a line ends."""
+        """Tokens exempt from XTC: only the model should choose where an answer or a line ends."""
 
     @classmethod
     async def load(
@@ -150,23 +148,23 @@ class Renderer:
         add_special_tokens: bool = True,
         check_length: LengthCheck | None = None,
     ) -> list[int]:
-        """Return the token ids of a plain prompt, with the special tokens the model begins with.
+        """Return the token ids of a plain prompt, starting with the model's special tokens.
         Raises what ``check_length`` raises."""
         bos = self._tokenizer.bos_token
         add_special_tokens &= bos is None or not text.startswith(bos)
         return self._encoder.encode([text], add_special_tokens, check_length)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]] | None:
-        """Return the token ids of two texts that belong together, as models have them that compare
-        texts, and the kind of each: 1 if it is of the second. None if the tokenizer cannot."""
+        """Return the token ids of two texts in the format of models that compare texts, and the
+        type of each token: 1 for the second text. None if the tokenizer does not support pairs."""
         return self._encoder.encode_pair(first, second)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of ``tokens``, special ones included."""
+        """Return the text of ``tokens``, including special ones."""
         return self._encoder.decode(tokens)
 
     def token_strings(self, tokens: list[int]) -> list[str]:
-        """Return the tokens as the vocabulary writes them."""
+        """Return the tokens as written in the vocabulary."""
         return list(self._tokenizer.convert_ids_to_tokens(tokens))
 
     def render_chat(
@@ -180,9 +178,9 @@ class Renderer:
         add_special_tokens: bool = False,
         check_length: LengthCheck | None = None,
     ) -> Prompt:
-        """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep the
-        tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`,
-        and what ``check_length`` raises."""
+        """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep their
+        generated tokens (`router.tokens.tokenization_cache`). Raises `InvalidRequest`, and what
+        ``check_length`` raises."""
         text, images = self._template.rendered(messages, tools, template_args, ending=ending)
         if images and self.vision is not None:
             shown = self.vision.before + self.vision.placeholder + self.vision.after
@@ -199,7 +197,8 @@ class Renderer:
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Remember the tokens that followed ``prompt``, for a conversation that continues them."""
+        """Remember the tokens generated after ``prompt``, for a conversation that continues
+        them."""
         self._tokenization_cache.extend(cache_scope, prompt, output)
 
     def compare(self, cache_scope: str, prompt: Sequence[int]) -> PrefixComparison:
@@ -207,23 +206,23 @@ class Renderer:
         return self._tokenization_cache.comparison(cache_scope, prompt)
 
     def without_bos(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the ``tokens`` of ``text`` without the begin token that `encode` put in front."""
+        """Return the ``tokens`` of ``text`` without the BOS token that `encode` adds."""
         bos = self._tokenizer.bos_token
         added = bos is not None and not text.startswith(bos)
         return tokens[1:] if added and tokens[:1] == [self._tokenizer.bos_token_id] else tokens
 
     def _encode_rendered(self, text: str, check_length: LengthCheck | None) -> list[int]:
-        """Return the token ids of a rendered prompt, which has its special tokens already."""
+        """Return the token ids of a rendered prompt, which already contains its special tokens."""
         pieces = [piece for piece in text.split(TOKEN_BREAK) if piece]
         return self._encoder.encode(pieces, False, check_length)
 
 
 class _Encoder:
-    """The encoding of one tokenizer, for several threads at once.
+    """Tokenizes on several threads at once.
 
-    A fast tokenizer is called directly: that releases the interpreter, and the conversions of
-    transformers take some hundredths of a second more in which they do not. Others take turns.
-    """
+    A fast tokenizer is called directly, which releases the interpreter; the conversions of
+    transformers would take some hundredths of a second without releasing it. Other tokenizers
+    are used by one thread at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers import PreTrainedTokenizerBase
@@ -245,7 +244,7 @@ class _Encoder:
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool, check_length: LengthCheck | None
     ) -> list[int]:
-        """Return the tokens of all ``texts`` together, each tokenized by itself."""
+        """Return the concatenated tokens of ``texts``, each tokenized separately."""
         encode = self._encode_slowly if self._fast is None else self._encode_fast
         tokens: list[int] = []
         for text in texts:
@@ -256,7 +255,7 @@ class _Encoder:
         return tokens
 
     def _encode_fast(self, text: str, add_special_tokens: bool) -> Any:
-        # Not `encode`: that keeps the interpreter, for seconds if the text is a megabyte.
+        # Not `encode`: that holds the interpreter, for seconds if the text is a megabyte.
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return found
 
@@ -272,7 +271,7 @@ class _Encoder:
 
     def decode(self, tokens: list[int]) -> str:
         if self._decodes_fast:
-            # Not `decode`: as above, half a second for 300,000 tokens.
+            # Not `decode`: likewise, half a second for 300,000 tokens.
             (text,) = self._fast.decode_batch([tokens], skip_special_tokens=False)
             return str(text)
         with self._lock:
@@ -280,16 +279,16 @@ class _Encoder:
 
 
 def warm_up() -> None:
-    """Do the slow import, ahead of the first model. It takes seconds; call it on a thread."""
-    # All files are local: nothing is ever looked up on the hub.
+    """Do the slow import before the first model needs it. It takes seconds: call it on a thread."""
+    # All files are local: nothing is looked up on the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import mlx_lm.tokenizer_utils  # noqa: F401
 
 
 def _load(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the tokenizer and the one to detokenize with: a second one where detokenizing calls
-    into the tokenizer, which otherwise would be used by two threads at once."""
+    """Return the tokenizer, and the one for detokenizing: a second one if detokenizing calls
+    into the tokenizer, because two threads would otherwise use it at once."""
     warm_up()
     from mlx_lm import tokenizer_utils
 

@@ -62,11 +62,10 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """The chat template of one model.
 
-    ``template_args`` are the operator's arguments for it. ``has_reasoning`` says whether the model
-    marks its reasoning. ``image_tokens`` are the texts of tokens that stand for images, the
-    placeholder first; empty: the model takes none. ``call_syntax`` is the name of the parser of its
-    calls.
-    """
+    ``template_args`` are the operator's arguments for it. ``has_reasoning`` says whether the
+    model marks its reasoning. ``image_tokens`` are the texts of tokens that stand for images,
+    the placeholder first; empty if the model accepts no images. ``call_syntax`` is the name of
+    the parser of its calls."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class ChatTemplate:
         unknown_markers = has_reasoning and not tokenizer.has_thinking
         self._defaults = {"enable_thinking": True} if unknown_markers else {}
         source = str(tokenizer.chat_template or "")
-        # As in those of DeepSeek V3.1, Kimi K2.5 and Granite 3.3.
+        # As in the templates of DeepSeek V3.1, Kimi K2.5 and Granite 3.3.
         self._calls_it_thinking = "enable_thinking" not in source and "thinking" in source
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
@@ -170,8 +169,8 @@ class ChatTemplate:
         return {**message, "content": marks.replaced(content, self._image_texts.text)}
 
     def _with_calls(self, message: _Json) -> _Json:
-        """Return ``message`` with its calls where the template shows them. It is done last: markers
-        of calls are not the client's."""
+        """Return ``message`` with its calls where the template shows them. This comes last,
+        because clients must not write markers of calls."""
         if not (self.limits.calls and message.get("tool_calls")):
             return message
         content = message["content"]

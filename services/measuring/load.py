@@ -81,7 +81,7 @@ class Loader:
             before += [said(question), {"role": "assistant", "content": answer.text}]
 
     async def join(self, workload: WorkloadShape, streams: int, seed: int) -> None:
-        """Let a prompt of ``join_tokens`` join ``streams``, after sending a similar one alone."""
+        """Add a prompt of ``join_tokens`` to ``streams``, after sending a similar one alone."""
         long = workload._replace(
             input_tokens=TokenRange(workload.join_tokens, workload.join_tokens),
             output_tokens=TokenRange(JOINER_TOKENS, JOINER_TOKENS),

@@ -1,10 +1,9 @@
-"""`python -m services.processes.rank_keeper`: keeps a rank on this machine for a rank 0 on another
-one.
+"""`python -m services.processes.rank_keeper`: keeps a rank on this machine for a rank 0 on
+another one.
 
 It reads a `RankJob` from standard input, compares models and versions, starts the rank, and
 forwards heartbeats in both directions. The rank never outlives the keeper or its connection: it
-ends if rank 0, its machine or the network fails, and even if the rank is stopped.
-"""
+ends if rank 0, its machine or the network fails, even if the rank is stopped."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ async def _serve(
                 "keys with --api-key-file, or restrict access with --host 127.0.0.1)"
             )
         if link is not None:
-            await _until_told(router)
+            await _models_received(router)
         await server.serve(sockets=[listener])
     finally:
         end.cancel()
@@ -213,7 +213,7 @@ def _follow(
     link.watch(lambda: _on_supervisor_gone(loop, stop_now), take)
 
 
-async def _until_told(router: Router) -> None:
+async def _models_received(router: Router) -> None:
     """Wait for the supervisor's list of models. Until then, requests would get the answer that
     there are none; connections wait in the socket."""
     with contextlib.suppress(TimeoutError):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
 WITHOUT_LEADER_S = 90.0
-"""How long a rank waits for the next group: longer than the supervisor of rank 0 ever pauses."""
+"""Time that a rank waits for the next group: longer than any pause of rank 0's supervisor."""
 FROM_RANK_0 = {SOCKETS_VARIABLE, ENGINE_NAME_VARIABLE, RANK_VARIABLE}
 FILES_FROM_RANK_0 = {HOSTFILE_VARIABLE, HOSTS_VARIABLE}
 """The only settings accepted from the process at the address of rank 0; the rest are this process's
@@ -92,7 +92,7 @@ def keep_rank(options: Settings, hosts: tuple[RankHost, ...], rank: int) -> int:
 
 
 def own_job(job: RankJob, options: Settings, rank: int) -> RankJob:
-    """Return ``job`` with this process's settings, and of rank 0 what only it can know."""
+    """Return ``job`` with this process's settings, except for those that only rank 0 can know."""
     environment = _only(job.environment, FROM_RANK_0) | {RANK_VARIABLE: str(rank)}
     return msgspec.structs.replace(
         job,

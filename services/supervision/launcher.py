@@ -1,8 +1,7 @@
 """Where processes of the server run: one small interface, and a file for each kind of place.
 
-`local_launcher` has processes of this machine, `ray.launcher` engines that Ray places. The
-supervisor starts, watches and stops all its children through this interface alone.
-"""
+`local_launcher` starts processes on this machine, `ray.launcher` engines that Ray places. The
+supervisor starts, watches and stops all its children only through this interface."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNeeds:
-    """What a process needs of the machine that it is placed on."""
+    """The resources that a process needs from the machine it is placed on."""
 
-    memory_bytes: int = 0  # 0: not known
+    memory_bytes: int = 0  # 0: unknown
     processes: int = 1  # that share the memory, on one machine
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -33,7 +32,7 @@ class ChildSpec:
     # Environment variable -> inherited descriptor, whose number is its value.
     descriptors: Mapping[str, int] = field(default_factory=dict)
     stop_signal: int = signal.SIGTERM  # asks it to finish its work and end
-    stop_stage: int = 0  # children of a lower stage end before those of the next are told to
+    stop_stage: int = 0  # children of a lower stage end before those of the next are stopped
     announces_ready: bool = False  # the server is ready when all of these children are
     takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a heartbeat
     essential: bool = True  # the server ends if this child cannot start
@@ -41,13 +40,13 @@ class ChildSpec:
     place: MachineNeeds | None = None  # None: this machine
     joins_as: str = ""  # what routers call it, if not by its name
     spare: tuple[str, ...] = ()
-    """The command of a process that becomes this child once it is told the arguments: as many words
-    as ``command`` has before them. Empty if there is none."""
+    """The command of a process that becomes this child once it receives the arguments. It has as
+    many words as ``command`` has before them. Empty if there is none."""
 
 
 @dataclass
 class ProcessState:
-    """What is known of a process. Times are of ``time.monotonic``, of the supervisor."""
+    """The known state of a process. Times are from the supervisor's ``time.monotonic``."""
 
     started_at: float
     last_heartbeat_at: float | None = None
@@ -71,7 +70,7 @@ class LaunchedProcess(Protocol):
         """Bring ``state`` up to date, without waiting. Return False once nothing more can come."""
 
     def take_messages(self) -> list[Mapping[str, Any]]:
-        """Return, once, the messages that came beside the heartbeats."""
+        """Return, once, the messages that arrived between heartbeats."""
 
     def tell(self, message: Mapping[str, Any]) -> bool:
         """Send ``message`` to the process, without waiting; return whether it was sent."""

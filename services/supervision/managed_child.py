@@ -43,7 +43,7 @@ class ManagedChild:
         """When this process became ready."""
         self.excused_at = 0.0  # silence is measured from here
         self.retired_until: float | None = None
-        """When it will be killed, once it was told to exit permanently."""
+        """The time at which it will be killed, after a request to exit permanently."""
         self.gave_up: str | None = None
         """The reason why it is not started any more, in words."""
         self.exit_code = 0

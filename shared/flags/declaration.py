@@ -21,13 +21,13 @@ class FlagDeclaration:
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
-    # Environment variables read besides the flag's own. Other programs use them too, so it is no
-    # error if only they are set and the feature is missing.
+    # Environment variables read in addition to the flag's own. Other programs use them too, so it
+    # is no error if only they are set and the feature is missing.
     variables: tuple[str, ...] = ()
     later: str | None = None  # the missing feature: only the default is accepted
     ignored: str | None = None  # the warning if a flag without effect is set
     secret: bool = False  # never shown
-    word: str | None = None  # stands for None
+    word: str | None = None  # represents None
     existing_file: bool = False
     split: bool = True  # whether commas separate list items in an environment variable
     shown_default: str | None = None

@@ -51,7 +51,8 @@ def adapters_of(settings: AdapterSettings) -> dict[str, Path]:
 
 
 def from_tables(value: object, where: str) -> list[str]:
-    """Return what ``--adapter`` would be given for ``[[model.adapter]]``. Raises: `FlagError`."""
+    """Return the values of ``--adapter`` that correspond to ``[[model.adapter]]``. Raises:
+    `FlagError`."""
     if not isinstance(value, list):
         raise FlagError(f"--config: adapter of {where} is not a list of tables")
     found = []

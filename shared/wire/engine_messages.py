@@ -169,7 +169,7 @@ class Hello(Message, frozen=True, tag="hello"):
     task: Task = "generate"
     text_task: TextTask | None = None  # for a model with a task other than generating text
     vision: Vision | None = None  # None: it accepts no pictures
-    adapters: list[AdapterRef] = msgspec.field(default_factory=list)  # those of its settings
+    adapters: list[AdapterRef] = msgspec.field(default_factory=list)  # those in its settings
     max_adapters: int = 0  # how many it keeps in memory at once; 0: it accepts none
 
 

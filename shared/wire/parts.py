@@ -207,7 +207,7 @@ class DraftCounts(msgspec.Struct, frozen=True):
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's speculation has done since its start, and its estimates."""
+    """Totals of an engine's speculation since its start, and its estimates."""
 
     sources: dict[str, DraftCounts] = {}
     # Current acceptance rate of drafts, by source and kind of proposal.

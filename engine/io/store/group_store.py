@@ -145,11 +145,11 @@ class GroupStore:
         self._own.touch(blocks, states)
         if blocks or states:
             message = rank_messages.TouchFiles(list(blocks), list(states))
-            self._post(lambda: self._tell_all(message))
+            self._post(lambda: self._send_to_all(message))
 
     def clear(self) -> None:
         self._own.clear()
-        self._post(lambda: self._tell_all(rank_messages.ClearFiles()))
+        self._post(lambda: self._send_to_all(rank_messages.ClearFiles()))
 
     def tick(self, now: float) -> None:
         self._own.tick(now)
@@ -180,7 +180,7 @@ class GroupStore:
 
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
         ticket = self._ask(lambda answers: on_done(_least(answers)))
-        self._tell_all(rank_messages.CountBlocks(ticket, list(hashes)))
+        self._send_to_all(rank_messages.CountBlocks(ticket, list(hashes)))
         self._own.count_blocks(hashes, lambda found: self._add_answer(ticket, found))
 
     def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
@@ -194,7 +194,7 @@ class GroupStore:
                 self.find_state(hashes[: last + 1], on_done)
 
         ticket = self._ask(answered)
-        self._tell_all(rank_messages.FindState(ticket, list(hashes)))
+        self._send_to_all(rank_messages.FindState(ticket, list(hashes)))
         self._own.find_state(hashes, lambda found: self._add_answer(ticket, found))
 
     def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
@@ -210,7 +210,7 @@ class GroupStore:
 
         def answered(answers: list[int | None]) -> None:
             count = _least(answers) or 0
-            self._tell_all(rank_messages.KeepFetched(ticket, count))
+            self._send_to_all(rank_messages.KeepFetched(ticket, count))
             for hash, payload in zip(hashes, fetched[:count], strict=False):
                 weakref.finalize(payload[0], self._released, StoredName(hash, are_states))
             on_done(fetched[:count])
@@ -220,7 +220,7 @@ class GroupStore:
             self._add_answer(ticket, len(payloads))
 
         ticket = self._ask(answered)
-        self._tell_all(rank_messages.FetchFiles(ticket, list(hashes), are_states))
+        self._send_to_all(rank_messages.FetchFiles(ticket, list(hashes), are_states))
         if are_states:
             self._own.get_state(hashes[0], own_done)
         else:
@@ -238,7 +238,7 @@ class GroupStore:
             del self._questions[ticket]
             question.on_done(question.answers)
 
-    def _tell_all(self, message: ToRank) -> None:
+    def _send_to_all(self, message: ToRank) -> None:
         """A rank that is gone never answers: the group, and with it this process, then ends."""
         content = rank_messages.encode(message)
         for name in self._names:

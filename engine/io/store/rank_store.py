@@ -49,7 +49,7 @@ class RankStore(threading.Thread):
         self._fetches: dict[int, list[StoredName]] = {}  # by ticket, until rank 0 knows the count
         self._refused: list[StoredName] = []
         self._num_stored = 0
-        self._told: StoreState | None = None
+        self._sent_state: StoreState | None = None
         self._stopping = False
         self._client = connect(self)
 
@@ -165,8 +165,8 @@ class RankStore(threading.Thread):
                 stored=self._num_stored,
                 not_stored=refused,
             )
-        if state != self._told:
-            self._told = state
+        if state != self._sent_state:
+            self._sent_state = state
             self._send(state)
 
     def _send(self, message: FromRank) -> None:

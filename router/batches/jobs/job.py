@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 2.0
 _AGAIN_AFTER_BUG_S = 30.0
 _LOOK_S = 30.0
-"""How often a batch looks whether its time is over: that of the event loop may stand still while
+"""Interval for checking whether a batch has expired. The event loop's own clock may stop while
 the machine sleeps."""
 _READ_LINES = 64
 _READ_BYTES = 1_000_000
@@ -110,7 +110,7 @@ class BatchJob:
                 await self._write_files(row, BatchState(row["outcome"]))
 
     def _is_input_lost(self) -> bool:
-        """Return whether somebody has removed the input. A disk that is away may come back."""
+        """Return whether the input was removed. A disk that is away may come back."""
         return self._path.parent.is_dir() and not self._path.exists()
 
     async def _expire(self) -> None:
@@ -162,8 +162,8 @@ class BatchJob:
             await self._expire()
 
     async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
-        """Run each line that is not ``done``; return when all that began have ended, which is soon
-        once ``gone`` is set."""
+        """Run each line that is not ``done``. Return when all started lines have ended, which is
+        soon once ``gone`` is set."""
         context = self._context
         lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
         slots = asyncio.Semaphore(context.settings.max_batch_requests)

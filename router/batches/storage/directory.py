@@ -99,8 +99,8 @@ class BatchDirectory:
                 logger.warning("cannot delete %s: %s", path, error)
 
     def discard(self, *file_ids: str) -> asyncio.Future[None]:
-        """Remove files that the store does not have. A change that was given up is made all the
-        same, before this, and so may have added them. It is done also if nobody waits for it."""
+        """Remove files that the store does not have. A cancelled change is still made, before
+        this runs, and may have added them. This also runs if nobody waits for it."""
         loop = asyncio.get_running_loop()
         try:
             return loop.run_in_executor(self._thread, self._discard, file_ids)

@@ -1,4 +1,4 @@
-"""How long the event loop stands still."""
+"""Measures how long the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from prometheus_client import Histogram
 EVERY_S = 0.02
 WINDOW_S = 60.0
 LINGER_S = 0.5
-"""How long it goes on after the last request: another one may be on its way."""
+"""The measurement continues this long after the last request, because another one may follow."""
 
 
 class LoopLag:
-    """Measures how much later than it should the event loop calls a timer, fifty times a second
-    while there are requests. Meanwhile no stream and no probe is answered.
+    """Measures how late the event loop calls a timer, fifty times per second while there are
+    requests. During such a delay no stream and no probe is answered.
 
-    An idle server is not woken for it. ``histogram`` gets each of these times.
-    """
+    An idle server is not woken for it. ``histogram`` gets each measured delay."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
         self._worst: deque[tuple[float, float]] = deque()
-        """(time, lag): each with a lag over all that came later. The first one is the worst."""
+        """(time, lag): each with a lag above all later ones. The first one is the worst."""
         self._requests = 0
         self._lingers_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure while a request is served, its first piece of work included."""
+        """Inside this context, a request is served and the lag is measured, including the
+        request's first piece of work."""
         self._requests += 1
         if self._timer is None:
             self._arm()

@@ -34,7 +34,7 @@ class Percentiles(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: list[float]) -> Percentiles:
-        """Return those of sorted ``values``, of which there is one at least."""
+        """Return the percentiles of sorted ``values``, of which there is at least one."""
         last = len(values) - 1
         return cls(count=len(values), p50=values[round(0.5 * last)], p95=values[round(0.95 * last)])
 

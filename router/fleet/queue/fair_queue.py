@@ -28,8 +28,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[int, str, bool], _Lane] = {}
-        """By priority, key, and whether its sequences name adapters: not every engine takes those.
-        """
+        """By priority, key, and whether its sequences name adapters: not every engine supports
+        those."""
         self._waiting_by_key: dict[str, int] = {}
         """The number of queued sequences by key, in the order of the keys' departures by age."""
         self._pushed = 0

@@ -78,12 +78,12 @@ class ModelQueue:
         self._queue_of(sequence).discard(sequence)
 
     def pop(self, model: ModelReplicas, engines: Sequence[Engine]) -> RemoteRequest | None:
-        """Return the next sequence that may be placed on one of ``engines``, of ``model``, if any.
-        One that names an adapter needs an engine that takes adapters; others go before it.
+        """Return the next sequence that may be placed on one of ``engines``, of ``model``, if
+        any. A sequence with an adapter needs an engine that supports adapters; others overtake
+        it.
 
-        With several tenants, none gets the last eighth of the decode rows. A new tenant then finds
-        a free row, and does not wait for the end of another tenant's long answer.
-        """
+        With several tenants, none gets the last eighth of the decode rows. A new tenant then
+        finds a free row, and does not wait for the end of another tenant's long answer."""
         return self._waiting.pop(self._running, self._holds_back(model, engines))
 
     def has_next(self, model: ModelReplicas, engines: Sequence[Engine]) -> bool:
@@ -107,7 +107,7 @@ class ModelQueue:
 
     @property
     def runs_background(self) -> bool:
-        """Whether engines have lines of batches."""
+        """Whether engines run lines of batches."""
         return bool(self._running_background)
 
     def _queue_of(self, sequence: RemoteRequest) -> FairQueue:
@@ -155,6 +155,6 @@ class ModelQueue:
 
 
 def _lacks_engine(engines: Sequence[Engine]) -> Callable[[RemoteRequest], bool]:
-    """Return whether a sequence can go to none of ``engines``."""
+    """Return whether none of ``engines`` can take a sequence."""
     takes_adapters = any(engine.takes_adapters for engine in engines)
     return lambda one: one.names_adapter and not takes_adapters

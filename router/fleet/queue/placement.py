@@ -19,11 +19,10 @@ def prompt_blocks(
     images: Sequence[Picture] = (),
     adapter: str = "",
 ) -> PromptBlocks:
-    """Return the hashes of a prompt for all of ``engines``; none if there is no choice. ``images``
-    are those in it, and ``adapter`` is the digest of its adapter.
+    """Return the hashes of a prompt for all of ``engines``; none if there is no choice.
+    ``images`` are the prompt's images, and ``adapter`` is the digest of its adapter.
 
-    Each token takes a tenth of a microsecond: run this on the threads of a `WorkPool`.
-    """
+    Each token takes a tenth of a microsecond: run this on the threads of a `WorkPool`."""
     roots = {_root(engine) for engine in engines} if len(engines) > 1 else set()
     return {
         (namespace, size): block_hashes(
@@ -34,8 +33,8 @@ def prompt_blocks(
 
 
 def choose_engine(engines: Sequence[Engine], sequence: RemoteRequest) -> Engine:
-    """Return the best of ``engines`` for ``sequence``. There must be at least one that takes it,
-    each with capacity."""
+    """Return the best of ``engines`` for ``sequence``. Each must have capacity, and at least one
+    must support the sequence."""
     if sequence.names_adapter:
         engines = [engine for engine in engines if engine.takes_adapters]
     if len(engines) == 1:

@@ -32,7 +32,7 @@ class RemoteRequest(ABC):
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
     """The result of `router.fleet.queue.placement.prompt_blocks`."""
     names_adapter = False
-    """Whether only engines that take adapters may have it."""
+    """Whether it needs an engine that supports adapters."""
     payload: Sequence[bytes | memoryview] = ()
     """Raw frames sent with the message of each attempt."""
     computed_prompt_tokens: int | None = None
@@ -144,7 +144,7 @@ class InFlight:
     """The engine that it was sent to; None while it waits."""
 
     def next_version(self, *, prefer_successor: bool = False) -> ModelReplicas:
-        """Return the version of the model that it goes on with (`ModelReplicas.version_for`)."""
+        """Return the version of the model that it continues with (`ModelReplicas.version_for`)."""
         return self.model.version_for(
             has_output=self.sequence.has_output,
             has_images=bool(self.sequence.payload),

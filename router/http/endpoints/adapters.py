@@ -1,4 +1,4 @@
-"""`/admin/adapters`: adapters that requests name, loaded and unloaded while the server runs."""
+"""`/admin/adapters`: load and unload adapters while the server runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def unload_adapter(http: Request) -> Response:
 
 
 def _done(http: Request, what: str, found: ServedAdapter) -> Response:
-    """Return an answer, and put it into the access log: the audit of what was done."""
+    """Return an answer, and put it into the access log, which is the audit log."""
     http.scope["state"]["audit"] = {"done": what, "name": found.listed.name}
     return json_response(_details(found))
 

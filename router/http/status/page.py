@@ -48,7 +48,7 @@ class PageFile:
         return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
     def response(self, request: Request) -> Response:
-        """Return the file, or that the client has it already."""
+        """Return the file, or a response that the client already has it."""
         headers = {**_HEADERS, "etag": self.etag}
         known = request.headers.get("if-none-match", "")
         if self.etag in (each.strip().removeprefix("W/") for each in known.split(",")):

@@ -28,9 +28,9 @@ _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 
 class CallTemplate(NamedTuple):
-    """How calls are written: each is ``begin``, its arguments, ``end``. In these texts ``{name}``
-    and ``{key}`` stand for names, ``{number}`` for any number, and ``{is_text}`` for true or false:
-    whether an argument is text, and not JSON."""
+    """The syntax of calls: each consists of ``begin``, its arguments, and ``end``. In these
+    texts ``{name}`` and ``{key}`` are replaced by names, ``{number}`` by any number, and
+    ``{is_text}`` by true or false: whether an argument is text instead of JSON."""
 
     begin: str
     end: str
@@ -52,12 +52,12 @@ _GLM = CallTemplate(
 
 
 def _listed(before: str, after: str = "") -> CallTemplate:
-    """Make the template of a list of JSON objects between markers."""
+    """Return the template of a list of JSON objects between markers."""
     return _PLAIN._replace(before=f"{before}[", between=", ", after=f"]{after}")
 
 
 def _dsml(block: str) -> CallTemplate:
-    """Make the template of calls in DeepSeek's markup, in an element named ``block``."""
+    """Return the template of calls in DeepSeek's markup, in an element named ``block``."""
     return CallTemplate(
         '<｜DSML｜invoke name="{name}">\n',
         "</｜DSML｜invoke>\n",

@@ -1,7 +1,7 @@
-"""Ways of writing calls that mlx-lm has no parser for, or a slow one, and their detection.
+"""Tool call syntaxes for which mlx-lm has no parser, or a slow one, and their detection.
 
-Formats: the chat templates of the models, and https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers
-"""
+Formats: the chat templates of the models, and
+https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers"""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _HEADER = re.compile(
     r"(?<![\w-])(?P<name>[\w-]{1,256}+)\s{0,64}+"
     r"(?:\[CALL_ID\]\s{0,64}+(?P<id>[\w-]{0,64}+)\s{0,64}+)?\[ARGS\]\s*+"
 )
-"""Before the arguments of a call of Mistral's. Bounded: mlx-lm's takes quadratic time."""
+"""Before the arguments of a Mistral call. Bounded, because mlx-lm's expression takes quadratic
+time."""
 _FENCE = re.compile(r"```(?:json)?")
 
 
@@ -31,13 +32,13 @@ def syntax_named(name: str) -> ToolSyntax:
 
 
 def detected_syntax(tokenizer: Any) -> str:
-    """Return the name of the tool parser of ``tokenizer``, mlx-lm's wrapper; empty: unknown."""
+    """Return the name of the tool parser of ``tokenizer``, mlx-lm's wrapper; empty if unknown."""
     source, vocabulary = template_source(tokenizer), tokenizer.get_vocab()
-    if _MINIMAX in source:  # mlx-lm takes it for JSON between the same tags
+    if _MINIMAX in source:  # mlx-lm mistakes it for JSON between the same tags
         return "minimax_m3"
     if tokenizer.tool_parser is not None:
         return str(tokenizer.init_kwargs.get("tool_parser_type", ""))
-    if not isinstance(tokenizer.chat_template, str):  # mlx-lm looks at single templates only
+    if not isinstance(tokenizer.chat_template, str):  # mlx-lm only looks at single templates
         from mlx_lm.tokenizer_utils import _infer_tool_parser
 
         either = SimpleNamespace(chat_template=source, get_vocab=lambda: vocabulary)
@@ -47,7 +48,7 @@ def detected_syntax(tokenizer: Any) -> str:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the text of the chat template, of several the one that is used with tools."""
+    """Return the text of the chat template; if there are several, of the one used with tools."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use", template.get("default"))
@@ -64,7 +65,7 @@ def _mlx_lm_syntax(name: str) -> ToolSyntax:
 
 
 def _mistral_calls(text: str, tools: Any) -> list[dict[str, Any]]:
-    """Read a JSON list of calls, or calls that each are a name, an id or none, and arguments."""
+    """Read a JSON list of calls, or calls of a name, an optional id, and arguments."""
     if text.lstrip().startswith("["):
         with suppress(ValueError):
             return list(JSON.parse(text, tools))
@@ -98,7 +99,7 @@ def _deepseek_calls(text: str, tools: Any) -> list[dict[str, Any]]:
 
 
 def _dsml_calls(text: str, tools: Any) -> Any:
-    """Read the calls of V3.2 and V4: elements whose names begin with a token of their own."""
+    """Read the calls of V3.2 and V4: elements whose names start with a special token."""
     calls = []
     for invoke in text.split(_INVOKE)[1:]:
         name, found, body = invoke.partition('">')
@@ -124,7 +125,7 @@ def _decoded(value: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Return a number. Raises `ValueError` for one that JSON cannot write."""
+    """Return a number. Raises `ValueError` for numbers that JSON does not support."""
     if not math.isfinite(number := float(text)):
         raise ValueError("not finite")
     return number
@@ -133,7 +134,7 @@ def _finite(text: str) -> float:
 # -- MiniMax M3 ------------------------------------------------------------------
 
 _MINIMAX = "]<]minimax[>["
-"""Before each tag: text that looks like tags is text."""
+"""Precedes each tag. Other text that looks like tags is text."""
 _TAG = re.compile(r'<(?P<end>/?)(?P<tag>[^<>\s]+)(?:\s+name="(?P<name>[^"]*)")?>')
 
 
@@ -145,7 +146,7 @@ class _Element(NamedTuple):
 
 
 def _minimax_calls(text: str, tools: Any) -> Any:
-    """Read calls whose arguments are nested elements, of types that the schema says."""
+    """Read calls whose arguments are nested elements, with types from the schema."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
     calls: list[dict[str, Any]] = []
     opened: list[_Element] = []
@@ -199,7 +200,7 @@ def _seed_oss_call(text: str, tools: Any) -> Any:
 
 
 def _listed(name: str, start: str, end: str) -> ToolSyntax:
-    """Make the syntax of a list of JSON objects between markers."""
+    """Return the syntax of a list of JSON objects between markers."""
     return ToolSyntax(name, start, end, JSON.parse)
 
 
@@ -224,7 +225,7 @@ OWN_SYNTAXES = {
         ToolSyntax("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _seed_oss_call),
     )
 }
-"""By the name of `--tool-parser`."""
+"""By the value of `--tool-parser`."""
 
 _Known = Callable[[str, Container[str]], bool]
 _SIGNS: tuple[tuple[str, _Known], ...] = (
@@ -235,9 +236,9 @@ _SIGNS: tuple[tuple[str, _Known], ...] = (
     ("seed_oss", lambda source, _: "<seed:tool_call>" in source),
     ("nemotron", lambda source, _: "<TOOLCALL>" in source),
     ("jamba", lambda source, _: "<tool_calls>" in source),
-    # Templates that only tell the model how to call, such as SmolLM3's.
+    # Templates that only describe calls to the model, such as SmolLM3's.
     ("json_tools", lambda source, _: "<tool_call>" in source),
     ("phi4_mini", lambda _, vocabulary: "<|/tool_call|>" in vocabulary),
     ("granite", lambda source, _: "<|tool_call|>" in source),
 )
-"""By what mlx-lm does not know a format: of its template's text, or of its vocabulary."""
+"""Formats unknown to mlx-lm, by a sign in the template's text or in the vocabulary."""

@@ -23,7 +23,7 @@ DESCRIPTORS = 4096
 """Each connection and each open block file takes one. mlx-lm sets the limit to this value when it
 is imported, which fails if less is allowed."""
 _GB = 1e9
-_MEND = {
+_FIXES = {
     errno.EACCES: "chown or chmod {}, or ",
     errno.EROFS: "mount a writable volume there (docker --volume), or ",
     errno.ENOSPC: "free some space there, or ",
@@ -178,7 +178,7 @@ def _folder(name: str, path: Path, flag: str) -> Check:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(b"doctor")
     except OSError as error:
-        first = _MEND.get(error.errno or 0, "").format(existing)
+        first = _FIXES.get(error.errno or 0, "").format(existing)
         text = f"{path}: {existing} is not writable ({error.strerror})"
         return bad(name, text, f"{first}set {flag} to another folder")
     free = shutil.disk_usage(existing).free

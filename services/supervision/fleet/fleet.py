@@ -51,7 +51,7 @@ class EngineFleet:
         self._restart = RollingRestart(self._pool)
         self._models = [FleetModel(entry, entry_bytes(entry)) for entry in entries]
         self._router: LaunchedProcess | None = None
-        self._told: dict[str, Any] | None = None
+        self._sent_models: dict[str, Any] | None = None
         self._size_budgets()
         self._load_what_fits()
 
@@ -129,7 +129,7 @@ class EngineFleet:
         """Handle the router's messages: demand in its heartbeats, and commands."""
         (router,) = (child for child in self._supervisor.children if child.name == ROUTER)
         if router.process is not self._router:
-            self._router, self._told = router.process, None
+            self._router, self._sent_models = router.process, None
         if self._router is None:
             return
         demand = self._router.state.facts.get("models", {})
@@ -173,8 +173,8 @@ class EngineFleet:
         message = {"models": models, "restarting": not self._restart.is_idle}
         if self._jobs is not None:
             message["jobs"] = self._jobs.describe()
-        if message != self._told and self._router.tell(message):
-            self._told = message
+        if message != self._sent_models and self._router.tell(message):
+            self._sent_models = message
 
     def restart(self, target: str | None) -> None:
         """Restart the engines that ``target`` names: an engine, a model, or None for all."""
@@ -339,8 +339,8 @@ class EngineFleet:
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
-    """Return whether ``model`` is unloaded for another model, for which requests have waited that
-    long."""
+    """Return whether ``model`` is unloaded for another model, for which requests have waited
+    long enough."""
     if model.idle_s > 0:
         return True
     stay_s = 0.0 if model.ready_since is None else now - model.ready_since

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.safetensors_header import read_header
+from shared.safetensors_header import as_fp32, read_header
 
 Array = NDArray[np.float32]
 
@@ -30,7 +30,11 @@ MAX_RANK = 128
 """One adapter's share of a product must fit into one block of MLAS, ONNX Runtime's matmul
 library. With more columns, its sums would depend on the rest of the batch."""
 DIGEST_BYTES = 16
-_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+_TYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 _PREFIXES = ("base_model.model.", "base_model.", "")
 _OTHER_KINDS = (
     *("use_dora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"),
@@ -208,7 +212,7 @@ def _scales(config: Mapping[str, Any], layout: _Layout) -> Any:
         raise _Unfit(f"its alpha_pattern has no regular expression: {error}") from None
 
     def of(written: str, rank: int) -> float:
-        name = next(written.removeprefix(p) for p in _PREFIXES if written.startswith(p))
+        name = next(_unwrapped(written))
         own = next((value for pattern, value in known if pattern.match(name)), alpha)
         root = math.sqrt(rank) if config.get("use_rslora") else rank
         return _number(own, "alpha_pattern") / root
@@ -259,12 +263,16 @@ def _pairs(
 def _layer_of(written: str, shapes: Mapping[str, Shape]) -> str | None:
     """Return the model's name for the layer that a file calls ``written``. The file may use the
     same name, the name in PEFT's wrapper, or the name inside a multimodal model."""
-    for prefix in _PREFIXES:
-        name = written.removeprefix(prefix)
+    for name in _unwrapped(written):
         for each in (name, f"language_model.{name}"):
             if each in shapes:
                 return each
     return None
+
+
+def _unwrapped(written: str) -> Iterator[str]:
+    """Yield possible names of a layer without PEFT's wrapper, the most likely one first."""
+    return (written.removeprefix(p) for p in _PREFIXES if written.startswith(p))
 
 
 def _checked(
@@ -300,21 +308,17 @@ def _factors(opened: _Opened, pair: _Pair, scale: float) -> LowRank:
 def _tensor(file: Path, start: int, entry: Any) -> Array:
     """Return a tensor from a safetensors file in fp32."""
     kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
-    if kind not in _SIZES:
-        raise _Unfit(f"its weights are in {kind!s:.20}; only {', '.join(_SIZES)} are read")
+    if kind not in _TYPES:
+        raise _Unfit(f"its weights are in {kind!s:.20}; only {', '.join(_TYPES)} are read")
     first, end = map(int, entry["data_offsets"])
-    if first < 0 or end - first != math.prod(shape) * _SIZES[kind]:
+    if first < 0 or end - first != math.prod(shape) * _TYPES[kind].itemsize:
         raise _Unfit(f"{file.name} contradicts itself")
     with file.open("rb") as opened:
         opened.seek(start + first)
         content = opened.read(end - first)
     if len(content) != end - first:
         raise _Unfit(f"{file.name} ends too early")
-    if kind == "BF16":
-        wide = np.frombuffer(content, "<u2").astype(np.uint32) << 16
-        return wide.view(np.float32).reshape(shape)
-    stored = np.frombuffer(content, "<f4" if kind == "F32" else "<f2")
-    return stored.astype(np.float32).reshape(shape)
+    return as_fp32(kind, np.frombuffer(content, _TYPES[kind])).reshape(shape)
 
 
 def _digest(layers: Mapping[str, LowRank]) -> str:

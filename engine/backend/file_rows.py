@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.safetensors_header import read_header
+from shared.safetensors_header import as_fp32, read_header
 
 _TYPES = {
     "F32": (mx.float32, np.float32),
     "F16": (mx.float16, np.float16),
-    "BF16": (mx.bfloat16, np.uint16),  # which NumPy does not have
+    "BF16": (mx.bfloat16, np.uint16),  # see `as_fp32`
     "U32": (mx.uint32, np.uint32),
     "U8": (mx.uint8, np.uint8),
 }
@@ -63,9 +63,7 @@ class FileRows:
 
     def _rows(self, place: slice | NDArray[Any]) -> NDArray[Any]:
         rows: NDArray[Any] = self._array[place]
-        if self._kind == "BF16":
-            return (rows.astype(np.uint32) << 16).view(np.float32)
-        return rows.astype(np.float32) if self._kind == "F16" else rows
+        return as_fp32(self._kind, rows) if self._kind in ("BF16", "F16") else rows
 
     def _found_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import logging
 import os
 import socket
@@ -26,6 +24,7 @@ from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
 from engine.model.starting import StartTimes, lean_imports
 from engine.parallel.errors import RankFailed
+from services.processes.ready import announce, digests
 from services.processes.stores import connect_store
 from services.processes.text_engine import serve_texts, task_of
 from services.ranks import group as ranks
@@ -162,7 +161,6 @@ def serve_sequences(
             options, others = _start_ranks(options, context, on_rank_failed)
         from engine.core import EngineCore
         from engine.replica.build import build_replica
-        from engine.replica.memory import device_memory_bytes
         from engine.replica.queues import open_queues
 
         times.ended("imports")
@@ -180,11 +178,7 @@ def serve_sequences(
     hello = _hello(
         options, loaded, replica, queues.grammars, engine=engine, incarnation=incarnation
     )
-    io_thread.introduce(hello, loaded.tokenizer_files)
-    status.device_bytes = device_memory_bytes()
-    status.enter_phase("ready")
-    gc.freeze()  # existing objects stay; later collections need not scan them
-    logger.info("ready: %s, after %s", hello.model, times)
+    announce(hello, loaded.tokenizer_files, io_thread, status, times)
     EngineCore(
         scheduler=replica.scheduler,
         executor=replica.executor,
@@ -270,10 +264,7 @@ def _hello(
         max_batch_size=replica.executor.spec.max_sequences or options.max_batch_size,
         namespace=replica.namespace,
         eos_token_ids=list(loaded.eos_token_ids),
-        files={
-            name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for name, file in loaded.tokenizer_files.items()
-        },
+        files=digests(loaded.tokenizer_files),
         capabilities=[
             *replica.capabilities,
             *grammar_queue.capabilities,

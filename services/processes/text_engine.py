@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.model.errors import ModelUnavailable
 from engine.model.starting import StartTimes, lean_imports
+from services.processes.ready import announce, digests
 from shared import settings, wire
 from shared.settings import Settings
 from shared.version import installed_version
@@ -60,7 +59,7 @@ def serve_texts(
 
         from engine.embedding.build import load_text_model
         from engine.embedding.core import EmbeddingCore
-        from engine.replica.memory import EngineMemory, device_memory_bytes, set_limits
+        from engine.replica.memory import EngineMemory, set_limits
 
         times.ended("imports")
         device.prepare()
@@ -72,11 +71,7 @@ def serve_texts(
     times.ended("weights")
     set_limits(own)
     hello = _hello(options, loaded, task, engine=engine, incarnation=incarnation)
-    io_thread.introduce(hello, loaded.tokenizer_files)
-    status.device_bytes = device_memory_bytes()
-    status.enter_phase("ready")
-    gc.freeze()  # existing objects stay; later collections need not scan them
-    logger.info("ready: %s, after %s", hello.model, times)
+    announce(hello, loaded.tokenizer_files, io_thread, status, times)
     EmbeddingCore(
         model=loaded.model,
         inbox=inbox,
@@ -106,10 +101,7 @@ def _hello(
         max_batch_size=MAX_JOBS,
         namespace=b"",
         eos_token_ids=[],
-        files={
-            name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for name, file in loaded.tokenizer_files.items()
-        },
+        files=digests(loaded.tokenizer_files),
         capabilities=["embeddings" if task == "embed" else "rerank"],
         version=installed_version(),
         options=settings.serving_options(options),

@@ -1,9 +1,10 @@
-"""The adapters of each model by name: those in its engines' settings, and those that an
+"""The adapters of each model by name: those of its engines' settings, and those that an
 administrator loads and unloads.
 
 The router decides which adapter has a name. An engine reads an adapter when a request brings its
-directory and digest, so a restarted engine needs no message. Engines store administrators'
-decisions, for a restarted router and for other routers."""
+directory and digest, so an engine that is started again needs to be told nothing. Engines keep the
+decisions of administrators for a router that is started again, and for other routers.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from shared.adapter_names import MAX_NAMED_ADAPTERS, is_adapter_name
 from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
 
 CHECK_TIMEOUT_S = 60.0
-"""Time limit for engines to read an adapter."""
+"""The longest that engines may take to read an adapter."""
 SEPARATOR = ":"
 
 
 class ListedAdapter(NamedTuple):
-    """An adapter in lists of models."""
+    """An adapter as lists of models have it."""
 
     model_id: str
     model_names: list[str]
@@ -35,17 +36,17 @@ class ListedAdapter(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in requests, unless another model has one of the same name."""
+        """What requests call it, whatever other models have."""
         return f"{self.model_id}{SEPARATOR}{self.own_name}"
 
     @property
     def names(self) -> list[str]:
-        """The names under which a key may be allowed to use it."""
+        """What a key may be allowed to use it by."""
         return [*self.model_names, self.own_name, self.name]
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter that requests can name."""
+    """An adapter that requests may name."""
 
     model: ModelReplicas
     adapter: AdapterRef
@@ -64,15 +65,15 @@ class Adapters:
         supervised: Supervised,
         send: Callable[[Engine, Message], bool],
     ) -> None:
-        """``send`` sends a message to an engine, and returns False on failure."""
+        """``send`` sends a message to an engine, and returns False if it could not."""
         self._registry, self._supervised, self._send = registry, supervised, send
         self._lock = asyncio.Lock()
-        self._asked: tuple[str, str] = "", ""  # name and path of adapters that engines are reading
+        self._asked: tuple[str, str] = "", ""  # name and path of what engines read now
         self._answers: dict[Engine, asyncio.Future[AdapterChecked]] = {}
 
     @property
     def listed(self) -> list[ListedAdapter]:
-        """All adapters, including those of models that are not loaded."""
+        """All adapters, those of models that are not loaded too."""
         models = self._registry.models
         served = [
             ServedAdapter(model, adapter).listed
@@ -88,8 +89,8 @@ class Adapters:
         return [*served, *configured]
 
     def find(self, name: str) -> ServedAdapter | None:
-        """Return the adapter called ``name``, with or without its model's name as a prefix.
-        Raises `ModelNotFound` if several models have one of that name."""
+        """Return the adapter called ``name``, with or without its model's name before it. Raises
+        `ModelNotFound` if several models have one of that name."""
         base, separator, own = name.rpartition(SEPARATOR)
         model = self._registry.find_model(base) if separator else None
         if model is not None and own in model.adapters:
@@ -101,7 +102,7 @@ class Adapters:
         return ServedAdapter(models[0], models[0].adapters[name]) if models else None
 
     def find_configured(self, name: str | None) -> ConfiguredModel | None:
-        """Return the configured model called ``name``, or the one with an adapter of that name."""
+        """Return the configured model called ``name``, or the one with an adapter called so."""
         found = self._supervised.find(name)
         if found is not None or name is None:
             return found
@@ -114,16 +115,16 @@ class Adapters:
         return None
 
     def names_for(self, model: ConfiguredModel, name: str | None) -> list[str]:
-        """Return the names by which a key may be allowed to have ``model`` loaded, for a request
-        that names it, or one of its adapters, ``name``."""
+        """Return what a key may be allowed to use by which it may have ``model`` loaded, if a
+        request calls it, or one of its adapters, ``name``."""
         own = (name or "").rpartition(SEPARATOR)[2]
         if name in model.names or own not in model.adapters:
             return model.names
         return [*model.names, own, f"{model.names[0]}{SEPARATOR}{own}"]
 
     async def load(self, name: str, path: str, base: str | None) -> ServedAdapter:
-        """Make the adapter in ``path``, a directory on the engines' machines, available under a
-        name. It replaces any adapter that has the name now.
+        """Let requests name the adapter in ``path``, a directory where the engines are, in place of
+        any that has the name now.
 
         Raises `ModelNotFound`, `InvalidRequest` and `Unavailable`."""
         async with self._lock:
@@ -140,7 +141,7 @@ class Adapters:
             return ServedAdapter(model, found)
 
     def unload(self, name: str) -> ServedAdapter:
-        """Remove an adapter's name. Running requests continue. Raises `ModelNotFound`."""
+        """Take an adapter's name from it. Requests that run go on. Raises `ModelNotFound`."""
         found = self.find(name)
         if found is None:
             raise ModelNotFound(f"There is no adapter '{name}'.", param="name")
@@ -155,22 +156,19 @@ class Adapters:
             answer.set_result(message)
 
     def on_decisions(self, engine: Engine, message: AdapterDecisions) -> None:
-        """Accept the decisions that ``engine`` has stored, and send to it and to others those
-        that they lack."""
+        """Take in what ``engine`` has kept, and tell it, and others, what they may lack."""
         for model in self._registry.versions:
             if engine in model.engines:
                 is_news = model.apply(message.decisions)
                 if len(model.decisions.all) > len(message.decisions):
-                    self._send_decisions([engine], model)
+                    self._tell([engine], model)
                 if is_news:
-                    self._send_decisions(
-                        [each for each in model.engines if each is not engine], model
-                    )
+                    self._tell([each for each in model.engines if each is not engine], model)
 
     def on_engine_joined(self, engine: Engine) -> None:
         for model in self._registry.versions:
             if engine in model.engines and model.decisions.all:
-                self._send_decisions([engine], model)
+                self._tell([engine], model)
 
     def on_engine_lost(self, engine: Engine) -> None:
         answer = self._answers.get(engine)
@@ -180,16 +178,16 @@ class Adapters:
     # -- inside ----------------------------------------------------------------
 
     def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
-        """Decide for ``model``, and for its versions with the same weights, one of which may be
-        about to replace it."""
+        """Decide for ``model``, and for its versions with the same weights, of which one may be
+        about to take its place."""
         decision = model.decisions.next(name, adapter)
         for version in self._registry.versions:
             same = version.hello.fingerprint == model.hello.fingerprint
             if version is model or (version.id == model.id and same):
                 version.apply([decision])
-                self._send_decisions(version.engines, version)
+                self._tell(version.engines, version)
 
-    def _send_decisions(self, engines: list[Engine], model: ModelReplicas) -> None:
+    def _tell(self, engines: list[Engine], model: ModelReplicas) -> None:
         for engine in engines:
             if engine.lost_reason is None:
                 self._send(engine, AdapterDecisions(decisions=model.decisions.all))
@@ -218,8 +216,8 @@ class Adapters:
             )
 
     async def _check(self, name: str, path: str, engines: list[Engine]) -> AdapterRef:
-        """Make all ``engines`` read an adapter. Raises `InvalidRequest` unless all get the same
-        digest, and `Unavailable` if one does not answer."""
+        """Have all ``engines`` read an adapter. Raises `InvalidRequest` unless all find the same,
+        and `Unavailable` if one does not answer."""
         loop = asyncio.get_running_loop()
         self._asked = name, path
         self._answers = {engine: loop.create_future() for engine in engines}
@@ -243,8 +241,8 @@ class Adapters:
 
 
 def with_adapter(model: Model, adapter: AdapterRef) -> Model:
-    """Return ``model`` with ``adapter``. Raises `InvalidRequest` if its engines no longer
-    support adapters, and none that does may be restarting."""
+    """Return ``model`` with ``adapter``. Raises `InvalidRequest` if its engines take no adapters
+    any more, and none that does may be restarting."""
     replicas = model.replicas
     unready_s = replicas.unready_for_s(time.monotonic(), for_adapters=True)
     if replicas.ready_engines and unready_s > replicas.settings.restart_wait_s:

@@ -11,13 +11,13 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter that a request names."""
 
     name: str
-    path: str  # its directory on the engine's machine
+    path: str  # its directory, where the engine is
     digest: str  # of its content; an engine takes no other under this name
     rank: int = 0  # the highest of its layers
 
 
 class AdapterDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """An administrator's decision about the name of an adapter."""
+    """What an administrator has decided about the name of an adapter."""
 
     name: str
     adapter: AdapterRef | None = None  # None: no adapter has the name any more
@@ -28,7 +28,7 @@ class CheckAdapter(Message, frozen=True, tag="check_adapter"):
     """Read an adapter, to be named by requests. The answer is `AdapterChecked`."""
 
     name: str
-    path: str  # a directory on the engine's machine
+    path: str  # a directory, where the engine is
 
 
 class AdapterChecked(Message, frozen=True, tag="adapter_checked"):
@@ -41,7 +41,7 @@ class AdapterChecked(Message, frozen=True, tag="adapter_checked"):
 
 
 class AdapterDecisions(Message, frozen=True, tag="adapter_decisions"):
-    """All decisions about names of adapters that the sender knows. Engines store them for
-    restarted routers and for other routers."""
+    """All decisions about names of adapters that the sender knows. Engines keep them for routers
+    that start again, and for other routers."""
 
     decisions: list[AdapterDecision]

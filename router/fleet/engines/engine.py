@@ -72,8 +72,7 @@ class Engine:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether it supports adapters in requests. An engine of an older release would ignore
-        them."""
+        """Whether requests may name adapters. An engine of an older release would ignore that."""
         return self.hello.max_adapters > 0
 
     @property
@@ -134,12 +133,12 @@ class ModelReplicas:
         self._last_ready = self._last_ready_for_adapters = time.monotonic()
         self.created = int(time.time())
         self.adapters: dict[str, AdapterRef] = {}
-        """By their names in requests."""
+        """By the names that requests have for them."""
         self.decisions = DecisionTable()
-        """Administrators' decisions about their names."""
+        """What administrators have decided about their names."""
 
     def add_adapters(self, hello: Hello) -> None:
-        """Add the adapters in an engine's settings, except names that an administrator has
+        """Take in the adapters of an engine's settings, but for names that an administrator has
         decided on."""
         for adapter in hello.adapters[:MAX_NAMED_ADAPTERS]:
             sound = is_sound(AdapterDecision(name=adapter.name, adapter=adapter, version=1))
@@ -147,7 +146,7 @@ class ModelReplicas:
                 self.adapters[adapter.name] = adapter
 
     def apply(self, decisions: Iterable[AdapterDecision]) -> bool:
-        """Apply administrators' decisions to names. Return whether any is new."""
+        """Let names stand for what administrators have decided. Return whether any is new."""
         if not self.decisions.merge(decisions):
             return False
         for each in self.decisions.all:
@@ -195,7 +194,7 @@ class ModelReplicas:
         self._last_ready_for_adapters += asleep_s
 
     def unready_for_s(self, now: float, *, for_adapters: bool = False) -> float:
-        """Return how long no engine has been ready, or none that supports adapters."""
+        """Return how long no engine has been ready, or none that takes adapters."""
         return now - (self._last_ready_for_adapters if for_adapters else self._last_ready)
 
     @property
@@ -228,11 +227,12 @@ class ModelReplicas:
         names_adapter: bool = False,
         prefer_successor: bool = False,
     ) -> ModelReplicas:
-        """Return the version that a waiting sequence of this one continues with: this one while
-        it has a ready engine, unless the successor is preferred.
+        """Return the version that a waiting sequence of this one goes on with: this one while it
+        has a ready engine, unless the successor is preferred.
 
-        The tokens and images of the prompt must mean the same there, existing output must come
-        from the same weights, and an adapter needs an engine that supports adapters."""
+        The tokens and the images of the prompt have to mean the same there, output has to be of
+        the same weights, and an adapter needs an engine that takes adapters.
+        """
         other = self.successor
         if other is None or (self.ready_engines and not prefer_successor):
             return self
@@ -251,11 +251,11 @@ class Model:
     replicas: ModelReplicas
     renderer: Renderer
     adapter: AdapterRef | None = None
-    """The adapter that a request names."""
+    """The adapter that a request names with it."""
 
     @property
     def adapter_digest(self) -> str:
-        """The digest of the adapter; empty without one."""
+        """What names the adapter's content; empty without one."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property
@@ -272,6 +272,6 @@ class Model:
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """How images are prepared for it; None: it accepts no images."""
+        """How images are prepared for it; None: it accepts none."""
         vision = self.renderer.vision
         return None if vision is None else ImageProcessor(self.renderer.directory, vision)

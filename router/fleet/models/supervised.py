@@ -30,7 +30,7 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     state: ConfiguredState
     reason: str | None = None  # the reason if it is broken
     pinned: bool = False
-    adapters: list[str] = []  # names of the adapters in its settings
+    adapters: list[str] = []  # the names of those of its settings
     engines: list[str] = []
     load_s: float | None = None  # duration of its last load
     weights_bytes: int | None = None
@@ -76,8 +76,7 @@ class Supervised:
         self.restarting = False
         """Whether engines are being restarted."""
         self.wanted = asyncio.Event()
-        """Set when the first request starts to wait for a model: the supervisor is notified at
-        once."""
+        """Set when the first request begins to wait for a model: the supervisor is told at once."""
         self._waiting: dict[str, int] = {}
         self._used_at: dict[str, float] = {}
 

@@ -18,6 +18,7 @@ COMPARISONS = {
     "decode": "engine.decode",
     "large": "engine.large",
     "precision": "engine.precision",
+    "same-bits": "engine.same_bits",
     "adapters": "engine.adapters",
     "kernels": "engine.kernels",
     "metal": "engine.metal",

@@ -39,10 +39,10 @@ class Side(ABC):
 
 
 class OurSide(Side):
-    def __init__(self, model: str, precision: Any = "auto") -> None:
+    def __init__(self, model: str, precision: Any = "auto", **settings: Any) -> None:
         from bench.in_process import InProcessEngine
 
-        self._driver = InProcessEngine(model, precision=precision)
+        self._driver = InProcessEngine(model, precision=precision, **settings)
         self._executor, self._path = self._driver.replica.executor, self._driver.loaded.path
         self._as_weights: list[Any] | None = None
 
@@ -187,7 +187,7 @@ def side(
 ) -> Iterator[RemoteSide]:
     """Start the side ``name``; ours with an engine's environment and ``--cpu-precision``."""
     environment = dict(os.environ)
-    if name == "ours":
+    if name != "mlx-lm":
         environment |= allocation.environment(environment)
     process = subprocess.Popen(
         [sys.executable, "-m", module, name, model, precision],

@@ -104,7 +104,7 @@ FIRST, SSD = "first", "SSD"
 WAYS = {
     "again, one by one": WayToAsk(one_by_one, on=FIRST),
     "again, all at once": WayToAsk(all_at_once, on=FIRST),
-    "from SSD, after a restart": WayToAsk(one_by_one, on=SSD),
+    "from SSD, after a restart": WayToAsk(all_at_once, on=SSD),
     "new, one by one": WayToAsk(one_by_one),
     "new, all at once": WayToAsk(all_at_once),
     "--max-batch-size 1": WayToAsk(all_at_once, flags=("--max-batch-size", "1")),

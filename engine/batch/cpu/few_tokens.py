@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.backend.graphs import Graph, Session
+from engine.batch.cpu import single_tokens
 from engine.batch.cpu.pieces import How, Numbers, RowsPiece
-from engine.batch.cpu.tiles import TILE, before_scores, scores_of, shares_of, tiled
+from engine.batch.cpu.single_tokens import Kind, Rows, rows_of
+from engine.batch.cpu.tiles import FEWEST, TILE, before_scores, scores_of, shares_of, tiled
 from engine.cache.rounding import Array
 
 MOST_COPIED_BYTES = 2 << 20
@@ -119,7 +121,7 @@ class Call:
     def __init__(
         self,
         piece: RowsPiece,
-        members: slice,
+        members: list[int],
         kept: tuple[Array, Array],
         heads: int,
         group: int,
@@ -128,15 +130,13 @@ class Call:
         by_head: bool,
     ) -> None:
         _, _, capacity, dim = kept[1].shape
-        numbers, places = piece.tokens[members], piece.places[members]
+        numbers, places = piece.tokens[members], [piece.places[i] for i in members]
         rows, width = numbers.shape
         spans = _spans(piece, members, how.window, dim)
         pads = max(high for _, high in spans) > capacity
         kind = _Kind(by_head, pads, how.softcap, how.sinks is not None)
         self._shape = rows, width, heads, group
-        first, last = int(numbers[0, 0]), int(numbers[-1, -1])
-        is_run = np.array_equal(numbers.ravel(), np.arange(first, last + 1))
-        self._tokens = slice(first, last + 1) if is_run else numbers.ravel()
+        self._tokens = _as_run(numbers.ravel())
         self._twice = width * group == 1  # a product of one row uses other operations
         queries = max(2, width * group)
         self._bound = _session(rows, heads, kind).bound()
@@ -199,7 +199,16 @@ def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
     return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
-def _spans(piece: RowsPiece, members: slice, window: int | None, dim: int) -> list[tuple[int, int]]:
+def _as_run(numbers: Numbers) -> slice | Numbers:
+    """Return ``numbers`` as a slice if each follows the one before it."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    is_run = np.array_equal(numbers, np.arange(first, last + 1))
+    return slice(first, last + 1) if is_run else numbers
+
+
+def _spans(
+    piece: RowsPiece, members: list[int], window: int | None, dim: int
+) -> list[tuple[int, int]]:
     """Return the tiles of these rows: their first positions and ends."""
     ends = piece.ends[members]
     firsts, lasts = (ends.min(axis=1) - 1).tolist(), ends.max(axis=1).tolist()
@@ -208,15 +217,35 @@ def _spans(piece: RowsPiece, members: slice, window: int | None, dim: int) -> li
 
 def _calls(
     piece: RowsPiece, kept: tuple[Array, Array], heads: int, group: int, how: How
-) -> list[Call]:
-    dim, count = kept[1].shape[3], len(piece.places)
-    longest = max(high - low for low, high in _spans(piece, slice(count), how.window, dim))
-    by_head = 4 * heads * longest * (dim + kept[0].shape[3]) > MOST_COPIED_BYTES
-    at_once = 1 if by_head else ROWS_AT_ONCE
+) -> list[Call | Rows]:
+    dims = kept[0].shape[3], kept[1].shape[3]
+    kind = Kind(heads, group, *dims, how.softcap, how.sinks is not None)
+    most = MOST_COPIED_BYTES // (4 * heads * sum(dims))
+    by_kind: dict[str, list[int]] = {"whole": [], "tiles": [], "by head": []}
+    may_be_whole = piece.width == 1 and how.window is None and single_tokens.same_bits(kind)
+    members = list(range(len(piece.places)))
+    for member, (low, high) in enumerate(_spans(piece, members, how.window, dims[1])):
+        if high - low > most:
+            by_kind["by head"].append(member)
+        elif may_be_whole and piece.lengths[member] >= FEWEST:
+            by_kind["whole"].append(member)
+        else:
+            by_kind["tiles"].append(member)
+    whole = []
+    for some in _at_most(ROWS_AT_ONCE, by_kind["whole"]):
+        rows = rows_of(piece.slab, tuple(piece.first + piece.places[i] for i in some), kind)
+        rows.place(_as_run(piece.tokens[some, 0]), piece.ends[some, 0])
+        whole.append(rows)
+    tiles, heads_alone = _at_most(ROWS_AT_ONCE, by_kind["tiles"]), _at_most(1, by_kind["by head"])
     return [
-        Call(piece, slice(first, first + at_once), kept, heads, group, how, by_head=by_head)
-        for first in range(0, count, at_once)
+        *whole,
+        *(Call(piece, some, kept, heads, group, how, by_head=False) for some in tiles),
+        *(Call(piece, some, kept, heads, group, how, by_head=True) for some in heads_alone),
     ]
+
+
+def _at_most(count: int, members: list[int]) -> list[list[int]]:
+    return [members[first : first + count] for first in range(0, len(members), count)]
 
 
 def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:

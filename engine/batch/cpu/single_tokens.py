@@ -1,0 +1,191 @@
+"""Attention of single tokens to all positions before them: the decode steps of most models.
+
+As in `few_tokens`, but a row ends where its text does: nothing is padded to whole tiles, and no
+scores are masked. What is bound to a graph stays from step to step, as long as the same slots
+decode; only their lengths change. Binding it again in every layer would take as long as NumPy
+takes for a short row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from engine.backend.graphs import Bound, Graph, Session
+from engine.batch.cpu.pieces import Numbers
+from engine.batch.cpu.tiles import FEWEST, TILE, before_scores, scores_of, softmax_of
+from engine.cache.rounding import Array
+from engine.cache.slabs import Slab
+
+MOST_KEPT = 8
+"""Groups of rows whose arguments are kept for a slab, the last ones used. Sequences that begin and
+end make new groups."""
+MOST_BOUND = 256
+"""Layers of a group of rows, and places in memory that its slab had before."""
+_TRIED = (*range(FEWEST, FEWEST + 2 * TILE), 255, 256, 257, 511, 512, 513, 1000)
+"""Numbers of positions, with all remainders of a tile and those around blocks of products."""
+
+
+class Kind(NamedTuple):
+    """What is the same in all layers of a kind."""
+
+    heads: int
+    group: int
+    dim: int
+    value_dim: int
+    softcap: float | None
+    has_sinks: bool
+
+    @property
+    def queries(self) -> int:
+        """Queries of a head. A single one is computed twice: a product of one row uses other
+        operations."""
+        return max(2, self.group)
+
+
+@cache
+def _session(rows: int, heads: int, softcap: float | None, has_sinks: bool) -> Session:
+    """Return attention of queries (rows, heads, queries, dim) to keys and values (slots, heads,
+    capacity, dim).
+
+    ``spans`` has four numbers for each row: its slot, the first position, and their ends."""
+    graph = Graph()
+    asked = graph.input("asked", rows, heads, "queries", "dim")
+    keys = graph.input("keys", "slots", heads, "capacity", "dim")
+    values = graph.input("values", "slots", heads, "capacity", "value_dim")
+    spans = graph.input("spans", 4 * rows, dtype=np.int64)
+    sinks = graph.input("sinks", 1, heads, "queries", TILE) if has_sinks else ""
+    ends = graph.nodes("Split", spans, outputs=2 * rows, axis=0, num_outputs=2 * rows)
+    queries = graph.nodes("Split", asked, outputs=rows, axis=0, num_outputs=rows)
+    axes = graph.integers(0, 2)
+    found = []
+    for one, first, last in zip(queries, ends[::2], ends[1::2], strict=True):
+        scores = scores_of(graph, one, graph.node("Slice", keys, first, last, axes), softcap)
+        shares = softmax_of(graph, scores, sinks)
+        found.append(graph.node("MatMul", shares, graph.node("Slice", values, first, last, axes)))
+    graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
+    return graph.session(threads=1)
+
+
+@cache
+def same_bits(kind: Kind) -> bool:
+    """Return whether rows have the same bits here as if they were filled up to whole tiles.
+
+    Softmax adds up several positions at a time. Tried with every remainder of a tile."""
+    random = np.random.default_rng(0)
+    capacity = -(-max(_TRIED) // TILE) * TILE
+    keys, values, asked = (
+        random.standard_normal((1, 1, count, dim), np.float32)
+        for count, dim in (
+            (capacity, kind.dim),
+            (capacity, kind.value_dim),
+            (kind.queries, kind.dim),
+        )
+    )
+    values[:, :, :TILE] *= 64  # sums of values of different sizes are rounded more often
+    asked *= np.float32(2 * kind.dim**-0.5)
+    sinks = [np.full((1, 1, kind.queries, TILE), -np.inf, np.float32)] if kind.has_sinks else []
+    for each in sinks:
+        each[..., 0] = 1
+    session = _session(1, 1, kind.softcap, kind.has_sinks)
+    padded = _padded_session(kind.softcap, kind.has_sinks)
+    for length in _TRIED:
+        found = session(asked, keys, values, np.array([0, 0, 1, length]), *sinks)[0]
+        end = -(-length // TILE) * TILE
+        mask = np.where(np.arange(end) < length, np.float32(0), np.float32(-np.inf))
+        both = (each[:, :, :end] for each in (keys, values))
+        if not np.array_equal(found, padded(asked, *both, mask, *sinks)[0]):
+            return False
+    return True
+
+
+@cache
+def _padded_session(softcap: float | None, has_sinks: bool) -> Session:
+    """Return attention of queries (1, 1, queries, dim) to whole tiles of keys, with a mask (keys)
+    that is added to scores."""
+    graph = Graph()
+    asked = graph.input("asked", 1, 1, "queries", "dim")
+    keys = graph.input("keys", 1, 1, "keys", "dim")
+    values = graph.input("values", 1, 1, "keys", "value_dim")
+    mask = graph.input("mask", "keys")
+    sinks = graph.input("sinks", 1, 1, "queries", TILE) if has_sinks else ""
+    masked = graph.node("Add", scores_of(graph, asked, keys, softcap), mask)
+    shares = softmax_of(graph, masked, sinks)
+    graph.output(graph.node("MatMul", shares, values), 1, 1, "queries", "value_dim")
+    return graph.session(threads=1)
+
+
+class Rows:
+    """The arguments for rows of a slab, in all layers of a kind and in all steps. Used by one
+    thread at a time.
+
+    It has addresses of slabs and no references, which would have MLX copy them."""
+
+    def __init__(self, slots: Sequence[int], kind: Kind) -> None:
+        rows = len(slots)
+        self._session = _session(rows, kind.heads, kind.softcap, kind.has_sinks)
+        self._group = kind.group
+        self._tokens: slice | Numbers = slice(0)
+        self._spans = np.zeros((rows, 2, 2), np.int64)
+        self._spans[:, 0, 0] = slots
+        self._spans[:, 1, 0] = self._spans[:, 0, 0] + 1
+        shape = rows, kind.heads, kind.queries
+        self._queries: Array = np.empty((*shape, kind.dim), np.float32)
+        self._found: Array = np.empty((*shape, kind.value_dim), np.float32)
+        self._sinks: Array = np.empty((1, kind.heads, kind.queries, TILE), np.float32)
+        self._bound: dict[tuple[int, int, int, int], Bound] = {}
+
+    def place(self, tokens: slice | Numbers, ends: Sequence[int] | Numbers) -> None:
+        """Take the rows' ``tokens`` in the batch of a step, and the ends of their texts."""
+        self._tokens = tokens
+        self._spans[:, 1, 1] = ends
+
+    def __call__(
+        self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
+    ) -> None:
+        """Write to ``out`` the result of the queries ``asked`` in a layer with these ``sinks``."""
+        if sinks is not None:
+            count = self._queries.shape[2] // sinks.shape[1]
+            before = before_scores(sinks, count).swapaxes(2, 3)
+            self._sinks[...] = before.reshape(self._sinks.shape)
+        places = [array.__array_interface__["data"][0] for array in kept]
+        key = (*places, len(kept[0]), kept[0].shape[2])
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bind(kept, places, has_sinks=sinks is not None)
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            self._bound[key] = bound
+        self._queries[...] = asked[self._tokens, :, :, 0]
+        bound()
+        out[self._tokens, :, :, 0] = self._found[:, :, : self._group]
+
+    def _bind(self, kept: tuple[Array, Array], places: Sequence[int], *, has_sinks: bool) -> Bound:
+        bound = self._session.bound()
+        queries, found, sinks = self._queries, self._found, self._sinks
+        bound.input(0, np.float32, queries.shape, queries.ctypes.data)
+        for number, (array, place) in enumerate(zip(kept, places, strict=True), 1):
+            bound.input(number, np.float32, array.shape, place)
+        bound.input(3, np.int64, (self._spans.size,), self._spans.ctypes.data)
+        if has_sinks:
+            bound.input(4, np.float32, sinks.shape, sinks.ctypes.data)
+        bound.output(0, np.float32, found.shape, found.ctypes.data)
+        return bound
+
+
+_kept: WeakKeyDictionary[Slab, dict[tuple[tuple[int, ...], Kind], Rows]] = WeakKeyDictionary()
+
+
+def rows_of(slab: Slab, slots: tuple[int, ...], kind: Kind) -> Rows:
+    """Return the arguments for these ``slots``, those of the last step if there are any."""
+    groups = _kept.setdefault(slab, {})
+    key = slots, kind
+    rows = groups.pop(key, None) or Rows(slots, kind)
+    while len(groups) >= MOST_KEPT:
+        groups.pop(next(iter(groups)), None)
+    groups[key] = rows
+    return rows

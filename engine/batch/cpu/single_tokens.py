@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from engine.batch.cpu.tiles import FEWEST, TILE, before_scores, scores_of, softm
 from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
-MOST_KEPT = 8
+MOST_KEPT = 32
 """Groups of rows whose arguments are kept for a slab, the last ones used. Sequences that begin and
 end make new groups."""
 MOST_BOUND = 256
@@ -60,14 +61,17 @@ def _session(rows: int, heads: int, softcap: float | None, has_sinks: bool) -> S
     spans = graph.input("spans", 4 * rows, dtype=np.int64)
     sinks = graph.input("sinks", 1, heads, "queries", TILE) if has_sinks else ""
     ends = graph.nodes("Split", spans, outputs=2 * rows, axis=0, num_outputs=2 * rows)
-    queries = graph.nodes("Split", asked, outputs=rows, axis=0, num_outputs=rows)
+    queries = [asked]
+    if rows > 1:
+        queries = graph.nodes("Split", asked, outputs=rows, axis=0, num_outputs=rows)
     axes = graph.integers(0, 2)
     found = []
     for one, first, last in zip(queries, ends[::2], ends[1::2], strict=True):
         scores = scores_of(graph, one, graph.node("Slice", keys, first, last, axes), softcap)
         shares = softmax_of(graph, scores, sinks)
         found.append(graph.node("MatMul", shares, graph.node("Slice", values, first, last, axes)))
-    graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
+    result = graph.node("Concat", *found, axis=0) if rows > 1 else found[0]
+    graph.output(result, rows, heads, "queries", "value_dim")
     return graph.session(threads=1)
 
 
@@ -178,14 +182,17 @@ class Rows:
 
 
 _kept: WeakKeyDictionary[Slab, dict[tuple[tuple[int, ...], Kind], Rows]] = WeakKeyDictionary()
+_keeping = Lock()
 
 
 def rows_of(slab: Slab, slots: tuple[int, ...], kind: Kind) -> Rows:
-    """Return the arguments for these ``slots``, those of the last step if there are any."""
-    groups = _kept.setdefault(slab, {})
+    """Return the arguments for these ``slots``, those of the last step if there are any. Called on
+    any thread."""
     key = slots, kind
-    rows = groups.pop(key, None) or Rows(slots, kind)
-    while len(groups) >= MOST_KEPT:
-        groups.pop(next(iter(groups)), None)
-    groups[key] = rows
+    with _keeping:
+        groups = _kept.setdefault(slab, {})
+        rows = groups.pop(key, None) or Rows(slots, kind)
+        while len(groups) >= MOST_KEPT:
+            del groups[next(iter(groups))]
+        groups[key] = rows
     return rows

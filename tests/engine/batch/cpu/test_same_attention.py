@@ -1,13 +1,13 @@
 """Attention outside MLX: a query has the same bits in every chunk, row and batch."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.batch.cpu import few_tokens
+from engine.batch.cpu import few_tokens, single_tokens
 from engine.batch.cpu.host import HostBatch
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
@@ -176,6 +176,52 @@ def test_long_rows_are_copied_head_by_head_and_have_the_same_bits(
     assert np.array_equal(found[0], _cut(whole[0], 200, 201))
     assert np.array_equal(found[1], _cut(whole[1], LENGTH - 3, LENGTH))
     assert np.array_equal(found[2], _cut(whole[3], 90, 92))
+
+
+@pytest.mark.parametrize("what", ["three", "one query for a head of keys", "sinks"])
+def test_steps_have_the_same_bits_while_sequences_begin_grow_end_and_move(what: str) -> None:
+    text = Text(CASES[what])
+    whole = text.whole(Exact)
+    groups = [{0: 200, 1: 130, 3: 90}] * 3 + [{0: 203, 3: 93}] + [{0: 204, 2: 301, 3: 127}] * 4
+    for step, ends in enumerate([*groups, *groups]):
+        if step == len(groups):  # the same slots, elsewhere in memory
+            text.slabs[0] = Slab(text.layout, ROWS, LENGTH + text.case.room + 64)
+            for number in range(ROWS):
+                text.computed(Exact, {number: (0, LENGTH)})
+        parts = {number: (end + step, end + step + 1) for number, end in ends.items()}
+        found = text.computed(Exact, parts)
+        for one, (number, (start, end)) in zip(found, sorted(parts.items()), strict=True):
+            assert np.array_equal(one, _cut(whole[number], start, end)), (step, parts)
+
+
+@pytest.mark.parametrize("what", ["three", "scores within bounds", "sinks"])
+def test_steps_have_the_same_bits_where_sums_depend_on_their_length(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(CASES[what])
+    whole = text.whole(Exact)
+    parts = {0: (200, 201), 1: (LENGTH - 1, LENGTH), 3: (128, 129)}
+    monkeypatch.setattr(single_tokens, "same_bits", lambda _: False)
+    for one, (number, (start, end)) in zip(
+        text.computed(Exact, parts), sorted(parts.items()), strict=True
+    ):
+        assert np.array_equal(one, _cut(whole[number], start, end))
+
+
+def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_slab(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = Text(CASES["three"])
+    text.whole(Exact)
+    slab, kept = text.slabs[0], single_tokens._kept
+    monkeypatch.setattr(single_tokens, "MOST_KEPT", 5)
+    for count in range(1, ROWS + 1):
+        for numbers in combinations(range(ROWS), count):
+            text.computed(Exact, dict.fromkeys(numbers, (200, 201)))
+    assert len(kept[slab]) == 5
+    before = len(kept)
+    del slab, text
+    assert len(kept) == before - 1
 
 
 @pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])

@@ -6,13 +6,14 @@ to that in which the first ends.
 Drafts are those of ``--spec-decode auto``, what was learned in earlier runs included, as at a
 server; "misses" has a source that is always wrong. Ratios are of tokens a second, and a second one
 of tokens a second of the processor, which other programs on the machine change less.
-Then the rules of other servers are replayed on the texts (`bench ngram-rules`).
+Last comes the cost of the n-gram index alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,15 +24,17 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench.in_process import InProcessEngine  # noqa: E402
-from bench.speculation.ngram_rules import Transcript, compare_rules, index_cost  # noqa: E402
 from bench.speculation.repetitive import WORKLOADS, Workload  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
+from engine.speculation.ngram import MOST_AT_ONCE, NgramSource  # noqa: E402
 from engine.speculation.source import DraftSource, Proposal  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import DraftStats, Submit  # noqa: E402
 
 BATCHES, TOKENS = (1, 4, 16), 128
 MISSES = "misses"
+CONTEXT_TOKENS, PROMPT_TOKENS, MOST = 32_000, 20_000, 16
+"""Of the index whose cost is measured."""
 
 
 class TimedRun:
@@ -162,11 +165,6 @@ class Comparison:
             order.reverse()
         return plain, drafted
 
-    def transcript(self, name: str, number: int, answer: list[int]) -> Transcript:
-        """Return the prompt of text ``number`` with its answer."""
-        workload = WORKLOADS[name]
-        return self.engine.encode(workload.text(number), is_chat=workload.is_chat), answer
-
 
 def compare(
     model: str,
@@ -176,12 +174,11 @@ def compare(
     tokens: int,
     **settings: Any,
 ) -> None:
-    """Print the ratios, and then the rules. ``settings`` are more of the server's."""
+    """Print the ratios. ``settings`` are further settings of the server."""
     both = Comparison(model, tokens, **settings)
     speculators = {name: both.speculator(name) for name in names}
     for name in names:  # the first requests of a server: costs are learned
         both.pair(name, 1, speculators[name], 0)
-    transcripts: dict[str, list[Transcript]] = {name: [] for name in WORKLOADS if name in names}
     print(
         "workload   requests   without      with   ratio   CPU  (each)            accepted  texts"
     )
@@ -204,13 +201,29 @@ def compare(
                 f"  {same}/{batch * runs}",
                 flush=True,
             )
-            if name in transcripts and batch == max(batches):
-                transcripts[name] = [
-                    both.transcript(name, *one) for one in pairs[0][0].texts.items()
-                ]
-    if transcripts:
-        compare_rules(transcripts)
     index_cost()
+
+
+def index_cost() -> None:
+    """Print what our index costs at 32,000 tokens."""
+    pick = random.Random(0)
+    tokens = [pick.randrange(3000) for _ in range(CONTEXT_TOKENS)]
+    source = NgramSource(1, 4, first=0, expected_tokens=CONTEXT_TOKENS)
+    text, pieces = tokens[:PROMPT_TOKENS], []
+    for _ in range(PROMPT_TOKENS // MOST_AT_ONCE + 1):
+        began = time.thread_time()
+        source.propose(text, MOST)
+        pieces.append(time.thread_time() - began)
+    began = time.thread_time()
+    for token in tokens[PROMPT_TOKENS:]:
+        text.append(token)
+        source.propose(text, MOST)
+    token_s = (time.thread_time() - began) / (CONTEXT_TOKENS - PROMPT_TOKENS)
+    print(
+        f"index: {1e6 * token_s:.1f} us a token up to {CONTEXT_TOKENS} tokens; a prompt of"
+        f" {PROMPT_TOKENS} in {len(pieces)} calls, {1e3 * sum(pieces):.1f} ms together,"
+        f" {1e3 * max(pieces):.1f} the longest; {source.nbytes / 1e6:.1f} MB"
+    )
 
 
 def _accepted(before: DraftStats, after: DraftStats) -> str:

@@ -13,19 +13,6 @@ from bench.speculation.drafts import MISSES, compare
 from bench.speculation.every_kind import measure, show
 from bench.speculation.kinds_of_text import KINDS
 from bench.speculation.lossless import check
-from bench.speculation.ngram_rules import (
-    LlamaLookupRule,
-    LlamaModRule,
-    LlamaSimpleRule,
-    OurRule,
-    SuffixCounts,
-    SuffixRule,
-    VllmRule,
-    replay,
-)
-from bench.speculation.shared_steps import replay_together
-
-LIST = list(range(30, 60))
 
 
 def test_answers_with_drafts_are_compared_for_each_feature(
@@ -58,38 +45,7 @@ def test_the_same_requests_are_timed_with_drafts_and_without(
     assert len(lines) == 6  # all texts are the same
     wrong = [line for line in lines if line.startswith(MISSES)]
     assert all(line.split()[-2].startswith("0/") for line in wrong)  # none was accepted
-    assert "vLLM" in shown and "us a token" in shown
-
-
-def test_rules_of_other_servers_draft_as_they_say() -> None:
-    again = [*LIST, 7, 8]
-    first = VllmRule(1, 4, 3)
-    assert list(first.propose([*again, 30, 31])) == [32, 33, 34]
-    assert list(first.propose([1, 2, 1, 3, 1])) == [2, 1, 3]  # of several places the first
-    assert list(first.propose([1, 2, 3])) == []
-    lookup = LlamaLookupRule()
-    assert list(lookup.propose([1, 2, 3, 1, 2]))[:1] == []  # seen once only, after two tokens
-    assert list(lookup.propose([1, 2, 3, 1, 2, 3, 1, 2]))[:2] == [3, 1]
-    simple = LlamaSimpleRule()
-    assert list(simple.propose([*LIST, *again, *LIST[:12]])) == [*LIST[12:], 7, 8][:16]
-    assert list(simple.propose([*LIST, *again, *LIST[:11]])) == []
-    followed: dict[tuple[int, ...], int] = {}
-    LlamaModRule(followed).propose(LIST)
-    assert list(LlamaModRule(followed).propose(LIST[:20])) == LIST[20:]  # of another request
-    suffix = SuffixRule(None)
-    assert list(suffix.propose([1, 2, 3, 9, 2, 3])) == [9, 2]  # no more than have matched
-    assert list(suffix.propose([1, 2, 3, 9, 2, 3, 8, 3, 8, 3])) == [8, 3]
-    earlier = SuffixCounts()
-    earlier.enter(LIST, 0)
-    assert list(SuffixRule(earlier).propose(LIST[:3])) == LIST[3:6]
-
-
-def test_a_replay_counts_steps_and_drafts() -> None:
-    prompt, answer = [*LIST, 7], [*LIST[:10], 8, 9]
-    steps, drafted, accepted = replay(VllmRule(1, 4, 3), prompt, answer)
-    assert steps + accepted == len(answer) - 1
-    assert 6 <= accepted < drafted
-    assert replay(OurRule(OurRule.speculator(3), prompt, answer), prompt, answer)[2] >= accepted
+    assert "us a token" in shown
 
 
 def test_prompts_of_every_kind_are_timed_and_remembered(
@@ -103,12 +59,3 @@ def test_prompts_of_every_kind_are_timed_and_remembered(
     show(pairs)
     shown = capsys.readouterr().out
     assert "of 3 prompts" in shown and "3 of 3 pairs are the same" in shown
-
-
-def test_requests_that_share_steps_are_replayed() -> None:
-    repeats = ([*LIST, 7], [*LIST, *LIST])
-    other = ([1, 2, 3], list(range(100, 160)))
-    mean, least = replay_together([repeats, repeats], 0.02, protects=True)
-    assert mean > 1.5 and least > 1.5
-    mean, least = replay_together([repeats, repeats, other], 0.2, protects=True)
-    assert least > 0.9

@@ -51,7 +51,7 @@ from shared.wire import (
 
 logger = logging.getLogger(__name__)
 
-_TICK_S, _IDLE_TICK_S = 0.5, 1.0
+_TICK_S, _IDLE_TICK_S = 0.5, 2.0
 """While there are requests, and while there are none."""
 _LOOK_AGAIN_S = 0.05
 _ASLEEP_S = 2.0
@@ -385,6 +385,7 @@ class Router:
                 self.dispatcher.tick()
             except Exception:
                 logger.exception("housekeeping")
+            self.supervised.heartbeat_due.set()
 
     def _forgive(self, asleep_s: float) -> None:
         """Ignore a time in which this process was suspended, as on a machine that slept: engines

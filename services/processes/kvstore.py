@@ -26,7 +26,7 @@ from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 
 PROG = "services.processes.kvstore"
-HEARTBEAT_EVERY_S = 2.0
+HEARTBEAT_EVERY_S = 3.0
 FLUSH_S = 10.0
 """Max time to write the queued blocks at exit."""
 ORPHAN_FLUSH_S = 2.0

@@ -40,8 +40,7 @@ from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
-HEARTBEAT_EVERY_S, IDLE_HEARTBEAT_EVERY_S = 0.5, 1.0
-"""While there are requests, and while there are none."""
+STARTING_HEARTBEAT_EVERY_S = 0.5
 MODELS_TIMEOUT_S = 10.0
 FLUSH_S = 5
 """Max time for the last events to reach the clients after a drain."""
@@ -231,7 +230,7 @@ def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], 
 
 async def _heartbeat(server: _Server, router: Router, link: SupervisorLink | None) -> None:
     """Set the date header, and tell the supervisor that the event loop runs; "ready" once requests
-    are served. One timer for both: an idle server wakes up less often."""
+    are served. The router's own timer is the only one: an idle server wakes up less often."""
     was_ready = False
     while True:
         await server.set_date()
@@ -239,11 +238,10 @@ async def _heartbeat(server: _Server, router: Router, link: SupervisorLink | Non
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
         if link is not None:
             link.heartbeat(phase, models=demand(router), load=load(router))
-        is_idle = phase == "ready" and not router.dispatcher.num_in_flight
-        every_s = IDLE_HEARTBEAT_EVERY_S if is_idle else HEARTBEAT_EVERY_S
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(router.supervised.wanted.wait(), every_s)
-        router.supervised.wanted.clear()
+            timeout_s = None if was_ready else STARTING_HEARTBEAT_EVERY_S
+            await asyncio.wait_for(router.supervised.heartbeat_due.wait(), timeout_s)
+        router.supervised.heartbeat_due.clear()
 
 
 if __name__ == "__main__":

@@ -75,8 +75,9 @@ class Supervised:
         self._followers: Counter[str] = Counter()
         self.restarting = False
         """Whether engines are being restarted."""
-        self.wanted = asyncio.Event()
-        """Set when the first request begins to wait for a model: the supervisor is told at once."""
+        self.heartbeat_due = asyncio.Event()
+        """Set by the router's timer, and when the first request begins to wait for a model: the
+        supervisor must learn of it at once."""
         self._waiting: dict[str, int] = {}
         self._used_at: dict[str, float] = {}
 
@@ -180,7 +181,7 @@ class Supervised:
         """Count a request that waits for ``model`` to load."""
         name = model.names[0]
         if not self._waiting.get(name):
-            self.wanted.set()
+            self.heartbeat_due.set()
         self._waiting[name] = self._waiting.get(name, 0) + 1
         try:
             yield

@@ -65,6 +65,14 @@ class _Stretch(NamedTuple):
     positions: Numbers  # position of each token
 
 
+class _Work(NamedTuple):
+    """The pieces of a layer's attention, the most expensive first, and how many threads share
+    them."""
+
+    threads: int
+    pieces: list[Piece]
+
+
 class HostBatch(RaggedBatch):
     """A batch for layers in fp32. All state is evaluated when the model's code returns."""
 
@@ -75,7 +83,7 @@ class HostBatch(RaggedBatch):
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
         # For this pass only: MLX would copy a slab that a view still refers to.
         self._views: dict[tuple[Slab, int], Array] = {}
-        self._shared: dict[tuple[int, int], list[list[Piece]]] = {}
+        self._shared: dict[tuple[int, int], _Work] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
         self.by_token = self.decoding or few
         """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token
@@ -106,12 +114,12 @@ class HostBatch(RaggedBatch):
         """Return keys and values of ``layer``."""
         return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
 
-    def _shares(self, heads: int, group: int) -> list[list[Piece]]:
-        """Return the pieces of each thread in a layer with ``queries`` queries per head of keys."""
+    def _work(self, heads: int, group: int) -> _Work:
+        """Return the work of a layer with ``group`` queries for each of its ``heads`` of keys."""
         key = heads, group * (not self.by_token)
         if key not in self._shared:
             pieces = self._row_pieces() if self.by_token else self._prefill_pieces(heads, group)
-            self._shared[key] = _share(pieces, self._worth_threads)
+            self._shared[key] = _in_order(pieces, self._worth_threads)
         return self._shared[key]
 
     def _row_pieces(self) -> list[Piece]:
@@ -242,21 +250,21 @@ class HostBatch(RaggedBatch):
         how = How(window, sinks, softcap)
         attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
 
-        def share(pieces: Sequence[Piece]) -> Callable[[], None]:
-            def run() -> None:
-                for piece in pieces:
-                    kept = self._both(layer, piece.slab)
-                    if isinstance(piece, PrefillPiece):
-                        one, found = asked[piece.member], out[piece.member]
-                        attend_to_chunk(piece, kept, one, found, how)
-                    elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        attend = self._way_of_rows(piece)
-                        attend(piece, kept, asked, out, how)
-
-            return run
-
         heads, group = asked[0].shape[:2]
-        in_parallel([share(pieces) for pieces in self._shares(heads, group)])
+        work = self._work(heads, group)
+        pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
+
+        def run() -> None:
+            for piece in pieces:
+                kept = self._both(layer, piece.slab)
+                if isinstance(piece, PrefillPiece):
+                    one, found = asked[piece.member], out[piece.member]
+                    attend_to_chunk(piece, kept, one, found, how)
+                elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+                    attend = self._way_of_rows(piece)
+                    attend(piece, kept, asked, out, how)
+
+        in_parallel([run] * work.threads)
         for span in () if self.given is None else self.given.spans:
             in_parallel(
                 [
@@ -308,16 +316,10 @@ def _cut(items: list[int], parts: int) -> list[list[int]]:
     return [items[a:b] for a, b in pairwise(cuts) if a < b]
 
 
-def _share(work: Sequence[Piece], worth_threads: int) -> list[list[Piece]]:
-    """Divide ``work`` between the threads, the most expensive piece first.
+def _in_order(work: Sequence[Piece], worth_threads: int) -> _Work:
+    """Return ``work`` with the most expensive pieces first.
 
     One thread does everything if dividing would cost more than it saves."""
-    if sum(piece.cost for piece in work) < worth_threads:
-        return [list(work)]
-    shares: list[list[Piece]] = [[] for _ in range(num_threads())]
-    loads = [0] * len(shares)
-    for piece in sorted(work, key=lambda piece: -piece.cost):
-        least = loads.index(min(loads))
-        shares[least].append(piece)
-        loads[least] += piece.cost
-    return [share for share in shares if share]
+    alone = sum(piece.cost for piece in work) < worth_threads
+    threads = 1 if alone else min(num_threads(), len(work))
+    return _Work(threads, sorted(work, key=lambda piece: -piece.cost))

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from math import gcd
+from threading import local
 
 import numpy as np
 
-from engine.backend.graphs import CONTRIB, Graph, Session
+from engine.backend.graphs import CONTRIB, Bound, Graph, Session
 from engine.backend.threads import num_threads
 from engine.batch.cpu.pieces import QUERIES_AT_ONCE, How, PrefillPiece
 from engine.batch.ragged import Row
@@ -25,18 +27,27 @@ TILE = 64
 FEWEST = 128
 """Min number of keys: with wide heads, fewer keys would be summed in other blocks."""
 
-MOST_SCORES = 1 << 20
+MOST_SCORES = 1 << 21
 """Max scores of a product with more than `FEWEST_QUERIES` queries, so that they stay in the
 processor's last-level cache."""
 FEWEST_QUERIES = 32
 """Min queries per product. Keys are packed for each product, which pays off from this number of
 queries of a head."""
+FEWEST_QUERIES_EVEN = 16
+"""The same if a part is cut so that all threads have equally many products."""
 
 
 def cut(row: Row, heads: int, group: int) -> list[tuple[int, int]]:
-    """Cut the queries of ``row`` into equal parts. A part is one product for each head of keys."""
+    """Cut the queries of ``row`` into equal parts. A part is one product for each head of keys.
+
+    All threads get equally many products if possible: 9 take two threads as long as 10."""
+    threads = num_threads()
     most = min(max(MOST_SCORES // (group * row.end), FEWEST_QUERIES), QUERIES_AT_ONCE)
-    parts = max(-(-row.width // most), min(row.width, -(-num_threads() // heads)))
+    parts = max(-(-row.width // most), min(row.width, -(-threads // heads)))
+    step = threads // gcd(heads, threads)
+    even = -(-parts // step) * step
+    if row.width >= even * FEWEST_QUERIES_EVEN:
+        parts = even
     return list(pairwise(row.width * i // parts for i in range(parts + 1)))
 
 
@@ -70,20 +81,50 @@ def _scores_session(softcap: float | None) -> Session:
 
 
 @cache
-def _result_session(has_sinks: bool) -> Session:
-    """Return the session that sums values (1, 1, keys, dim), weighted by the softmax of masked
-    scores (1, 1, queries, keys).
+def _shares_session(has_sinks: bool) -> Session:
+    """Return the session that computes the weights of keys: the softmax of masked scores
+    (1, 1, queries, keys).
 
     Sinks (1, 1, queries, `TILE`) are additional scores in front. They count in the softmax, but
     have no values."""
     graph = Graph()
     scores = graph.input("scores", 1, 1, "queries", "keys")
-    values = graph.input("values", 1, 1, "keys", "dim")
     sinks = graph.input("sinks", 1, 1, "queries", TILE) if has_sinks else ""
-    graph.output(
-        graph.node("MatMul", softmax_of(graph, scores, sinks), values), 1, 1, "queries", "dim"
-    )
+    graph.output(softmax_of(graph, scores, sinks), 1, 1, "queries", "keys")
     return graph.session(threads=1)
+
+
+@cache
+def _sums_session() -> Session:
+    """Return the session that sums values (1, 1, keys, dim), weighted by shares
+    (1, 1, queries, keys)."""
+    graph = Graph()
+    shares = graph.input("shares", 1, 1, "queries", "keys")
+    values = graph.input("values", 1, 1, "keys", "dim")
+    graph.output(graph.node("MatMul", shares, values), 1, 1, "queries", "dim")
+    return graph.session(threads=1)
+
+
+class _Bounds(local):
+    """The arguments of each session on this thread."""
+
+    def __init__(self) -> None:
+        self.of: dict[Session, Bound] = {}
+
+
+_bounds = _Bounds()
+
+
+def _compute(session: Session, out: Array, *inputs: Array) -> None:
+    """Write the result of ``session`` for contiguous ``inputs`` (rows, columns) to ``out``."""
+    bound = _bounds.of.get(session)
+    if bound is None:
+        bound = _bounds.of[session] = session.bound()
+    for number, array in enumerate(inputs):
+        address = array.__array_interface__["data"][0]
+        bound.input(number, np.float32, (1, 1, *array.shape), address)
+    bound.output(0, np.float32, (1, 1, *out.shape), out.__array_interface__["data"][0])
+    bound()
 
 
 def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> str:
@@ -149,7 +190,7 @@ def _part(array: Array, low: int, high: int, stored: int) -> Array:
         part[: stored - low] = array[low:stored]
     else:
         part = array[low:high]
-    return part[None, None]
+    return part
 
 
 def attend(
@@ -169,17 +210,19 @@ def attend(
     May be called on any thread."""
     groups, tokens, dim = queries.shape
     low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
-    flat = queries.reshape(1, 1, groups * tokens, dim)
-    if alone := flat.shape[2] == 1:  # a product of one row uses other operations
-        flat, tokens = np.repeat(flat, 2, axis=2), 2
+    flat = np.ascontiguousarray(queries).reshape(groups * tokens, dim)
+    if alone := len(flat) == 1:  # a product of one row uses other operations
+        flat, tokens = np.repeat(flat, 2, axis=0), 2
     keys, values = (_part(each, low, high, stored) for each in kept)
-    scores: Array = _scores_session(how.softcap)(np.ascontiguousarray(flat), keys)[0]
+    scores: Array = np.empty((len(flat), high - low), np.float32)
+    _compute(_scores_session(how.softcap), scores, flat, keys)
     _mask(scores.reshape(groups, tokens, -1), start, low, how.window, span)
-    inputs = [scores, values]
-    if sinks is not None:
-        inputs.append(before_scores(sinks, tokens).reshape(1, 1, -1, TILE))
-    found: Array = _result_session(sinks is not None)(*inputs)[0]
-    return found[0, :, :1] if alone else found.reshape(groups, tokens, -1)
+    before = [] if sinks is None else [before_scores(sinks, tokens).reshape(-1, TILE)]
+    # Weights replace their scores, so that half as much has to stay in the cache.
+    _compute(_shares_session(sinks is not None), scores, scores, *before)
+    found: Array = np.empty((len(flat), values.shape[1]), np.float32)
+    _compute(_sums_session(), found, scores, values)
+    return found[None, :1] if alone else found.reshape(groups, tokens, -1)
 
 
 def attend_to_prefill(

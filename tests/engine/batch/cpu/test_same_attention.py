@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.batch.cpu import few_tokens, single_tokens
+from engine.batch.cpu import few_tokens, single_tokens, tiles
 from engine.batch.cpu.host import HostBatch
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
@@ -222,6 +222,19 @@ def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_slab(
     before = len(kept)
     del slab, text
     assert len(kept) == before - 1
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "threads", "parts"),
+    [(270, 3, 2, 4), (270, 8, 2, 3), (40, 3, 2, 2), (20, 3, 2, 1), (40, 1, 4, 4), (2, 1, 4, 2)],
+)
+def test_a_chunk_has_equally_many_products_for_each_thread_where_these_are_large_enough(
+    width: int, heads: int, threads: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "num_threads", lambda: threads)
+    cuts = tiles.cut(Row(Slot(0, 0), 100, 100 + width), heads, 3)
+    assert len(cuts) == parts
+    assert [cuts[0][0], *(end for _, end in cuts)] == [*(start for start, _ in cuts), width]
 
 
 @pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])

@@ -4,8 +4,9 @@ Two engines have the same weights, one drafts: what else happens on the machine 
 are counted, and steps timed, while all requests decode: after the step in which the last has begun,
 to that in which the first ends.
 Drafts are those of ``--spec-decode auto``, what was learned in earlier runs included, as at a
-server; "misses" has a source that is always wrong. Ratios are of tokens a second, and a second one
-of tokens a second of the processor, which other programs on the machine change less.
+server; "misses" has a source that is always wrong, "nothing" one that has no drafts. Ratios are of
+tokens a second, and a second one of tokens a second of the processor, which other programs on the
+machine change less.
 Last comes the cost of the n-gram index alone.
 """
 
@@ -32,7 +33,7 @@ from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import DraftStats, Submit  # noqa: E402
 
 BATCHES, TOKENS = (1, 4, 16), 128
-MISSES = "misses"
+MISSES, NOTHING = "misses", "nothing"
 CONTEXT_TOKENS, PROMPT_TOKENS, MOST = 32_000, 20_000, 16
 """Of the index whose cost is measured."""
 
@@ -109,6 +110,13 @@ class AlwaysWrong(DraftSource):
         return Proposal(wrong, MISSES, likely=(0.9,)) if wrong else None
 
 
+class NeverProposes(DraftSource):
+    """Has no drafts: what is left is the cost of looking for them."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        return None
+
+
 class Comparison:
     """Runs requests on two engines, one with drafts."""
 
@@ -127,6 +135,8 @@ class Comparison:
         made = make_speculator(self.engine.settings, replica.executor.spec, replica.draft_model)
         if made is None:
             raise SystemExit("this model's requests are computed one by one: no drafts")
+        if name == NOTHING:
+            return Speculator(made.options, [lambda request, grammar: NeverProposes()])
         return Speculator(made.options, [self._wrong]) if name == MISSES else made
 
     def _wrong(self, request: Submit, grammar: object) -> DraftSource:
@@ -137,7 +147,7 @@ class Comparison:
         self, name: str, batch: int, drafts: Speculator, number: int
     ) -> tuple[TimedRun, TimedRun]:
         """Return a run without ``drafts`` and one with them."""
-        workload = WORKLOADS["chat" if name == MISSES else name]
+        workload = WORKLOADS["chat" if name in (MISSES, NOTHING) else name]
         numbers = range(number * batch, (number + 1) * batch)
         if name == MISSES and not set(numbers) <= set(self._known):
             known = TimedRun(self.plain, workload, numbers, self._tokens, None)
@@ -241,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench speculation", description=__doc__)
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES])
+    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES, NOTHING])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--draft-model", help="a model's folder (`bench distill` makes one)")

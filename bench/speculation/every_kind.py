@@ -30,6 +30,7 @@ load_fast_blas()  # before anything imports mlx
 from bench.speculation.drafts import Comparison  # noqa: E402
 from bench.speculation.kinds_of_text import KINDS, TOKENS  # noqa: E402
 from bench.speculation.repetitive import Workload  # noqa: E402
+from engine.speculation.speculator import Speculator  # noqa: E402
 
 PROMPTS = len(TOKENS)
 WORST_KIND, WORST_PROMPT = 0.98, 0.95
@@ -46,6 +47,9 @@ class TimedPair(msgspec.Struct, frozen=True):
     ratio: float  # of tokens a second
     cpu_ratio: float  # of tokens a second of the processor
     same: bool  # whether all texts are
+    drafted: int = 0
+    accepted: int = 0
+    choosing_s: float = 0.0  # processor time of looking for drafts
 
     @property
     def what(self) -> tuple[str, int, int, int]:
@@ -59,12 +63,13 @@ def measure(
     repeats: int,
     path: Path | None = None,
     seconds: float = math.inf,
+    prompts: Sequence[int] = range(PROMPTS),
 ) -> list[TimedPair]:
     """Return what the record at ``path`` has, after adding to it for so many ``seconds``."""
     lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
     found = [msgspec.json.decode(line, type=TimedPair) for line in lines]
     known = {each.what for each in found}
-    every = ((k, p, s, r) for r, s, k, p in product(range(repeats), streams, kinds, range(PROMPTS)))
+    every = ((k, p, s, r) for r, s, k, p in product(range(repeats), streams, kinds, prompts))
     missing = [each for each in every if each not in known]
     if not missing:
         return found
@@ -79,7 +84,9 @@ def measure(
         workload = _one_prompt(KINDS[kind], prompt)
         numbers = [prompt + PROMPTS * (at_once * repeat + i) for i in range(at_once)]
         stop = tuple(both.plain.loaded.eos_token_ids)
+        before = _totals(drafts)
         plain, drafted = both.in_turn(workload, numbers, tokens, drafts, stop)
+        counts = [now - then for now, then in zip(_totals(drafts), before, strict=True)]
         pair = TimedPair(
             kind,
             prompt,
@@ -89,12 +96,25 @@ def measure(
             round(drafted.rate / plain.rate, 4),
             round(drafted.cpu_rate / plain.cpu_rate, 4),
             plain.texts == drafted.texts,
+            round(counts[0]),
+            round(counts[1]),
+            round(counts[2], 4),
         )
         found.append(pair)
         if path is not None:
             with path.open("ab") as file:
                 file.write(msgspec.json.encode(pair) + b"\n")
     return found
+
+
+def _totals(speculator: Speculator) -> tuple[float, float, float]:
+    """Return drafts, accepted drafts and seconds of looking for them, of all sources so far."""
+    counts = speculator.stats().sources.values()
+    return (
+        sum(each.drafted for each in counts),
+        sum(each.accepted for each in counts),
+        sum(each.spent_s for each in counts),
+    )
 
 
 def _one_prompt(workload: Workload, prompt: int) -> Workload:
@@ -112,7 +132,7 @@ def show(pairs: Sequence[TimedPair]) -> None:
     for pair in pairs:
         of_prompts[pair.kind, pair.streams].setdefault(pair.prompt, []).append(pair)
     for at_once in sorted({pair.streams for pair in pairs}):
-        print(f"\n{at_once} at once: each prompt, mean, of the processor")
+        print(f"\n{at_once} at once: each prompt, mean, of the processor, drafts accepted")
         kinds: dict[str, float] = {}
         prompts: list[float] = []
         for (kind, streams), by_prompt in of_prompts.items():
@@ -123,7 +143,10 @@ def show(pairs: Sequence[TimedPair]) -> None:
             kinds[kind] = _mean(each)
             prompts += each
             shown = " ".join(f"{ratio:.2f}" for ratio in each)
-            print(f"{kind:18} {shown:16} {kinds[kind]:5.2f} {_mean(cpu):5.2f}")
+            of_kind = [pair for one in by_prompt.values() for pair in one]
+            accepted = sum(pair.accepted for pair in of_kind)
+            drafted = f"{accepted}/{sum(pair.drafted for pair in of_kind)}"
+            print(f"{kind:18} {shown:16} {kinds[kind]:5.2f} {_mean(cpu):5.2f} {drafted:>12}")
         print(
             f"mean {_mean(prompts):.3f} of {len(prompts)} prompts;"
             f" {sum(ratio < WORST_KIND for ratio in kinds.values())} kinds below {WORST_KIND},"
@@ -137,6 +160,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--prompts", nargs="+", type=int, default=list(range(PROMPTS)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path, help="JSON lines of what was measured")
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -149,6 +173,7 @@ def main() -> None:
             options.repeats,
             options.record,
             options.seconds,
+            options.prompts,
         )
     )
 

@@ -153,10 +153,12 @@ class BatchCosts:
     def affordable(self, rows: int, count: int, room_s: float) -> int:
         """Return how many drafts of one sequence, at most ``count``, cost all ``rows`` of a step
         no more than ``room_s`` together."""
-        count = min(count, self.most_drafts(rows))
-        while count and rows * self.excess_s(rows, count) > room_s:
-            count -= 1
-        return count
+        if room_s < 0:
+            return 0
+        count, paid = min(count, self.most_drafts(rows)), 0
+        while paid < count and rows * self.excess_s(rows, paid + 1) <= room_s:
+            paid += 1
+        return paid
 
     def best_lengths(
         self, rows: int, gains: Sequence[Sequence[float]], most_s: float | None = None

@@ -153,14 +153,21 @@ class Speculator:
         limit = min(row.limit, self.options.tokens)
         if limit < 1 or self._has_stopped(row):
             return None
-        asked = (source for source in row.drafts.sources if not _is_silent(row, source))
-        found = [self._ask(source, row, limit, num_rows) for source in asked]
-        cut = [possible_part(each, row.drafts.sources) for each in found if each is not None]
-        of_prediction = (p.tokens for p in cut if p.source == PredictionSource.NAME)
-        row.drafts.predicted = next(of_prediction, ())
-        paid = (self._paid(row, num_rows, each) for each in cut)
-        proposals = [each for each in paid if each.tokens]
-        return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
+        drafts, proposals = row.drafts, []
+        drafts.predicted = ()
+        for source in drafts.sources:
+            if _is_silent(row, source):
+                continue
+            if (found := self._ask(source, row, limit, num_rows)) is None:
+                continue
+            possible = possible_part(found, drafts.sources)
+            if possible.source == PredictionSource.NAME:
+                drafts.predicted = possible.tokens
+            if (paid := self._paid(row, num_rows, possible)).tokens:
+                proposals.append(paid)
+        if len(proposals) < 2:
+            return proposals[0] if proposals else None
+        return max(proposals, key=lambda p: sum(self._chances(drafts, p)))
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
         """Return how many tokens the executor should guess after the next decode of ``row``,

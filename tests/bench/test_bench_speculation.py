@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.speculation.drafts import MISSES, compare
+from bench.speculation.drafts import MISSES, NOTHING, compare
 from bench.speculation.every_kind import measure, show
 from bench.speculation.kinds_of_text import KINDS
 from bench.speculation.lossless import check
@@ -39,12 +39,14 @@ def test_answers_of_the_demo_model_are_the_same_with_drafts() -> None:
 def test_the_same_requests_are_timed_with_drafts_and_without(
     tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare(str(tiny_model("llama")), 1, ["code edit", "JSON", MISSES], [1, 2], 16)
+    compare(str(tiny_model("llama")), 1, ["code edit", "JSON", MISSES, NOTHING], [1, 2], 16)
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.endswith((" 1/1", " 2/2"))]
-    assert len(lines) == 6  # all texts are the same
+    assert len(lines) == 8  # all texts are the same
     wrong = [line for line in lines if line.startswith(MISSES)]
     assert all(line.split()[-2].startswith("0/") for line in wrong)  # none was accepted
+    silent = [line for line in lines if line.startswith(NOTHING)]
+    assert [line.split()[-2] for line in silent] == ["0/0", "0/0"]
     assert "us a token" in shown
 
 
@@ -53,8 +55,10 @@ def test_prompts_of_every_kind_are_timed_and_remembered(
 ) -> None:
     model, record = str(tiny_model("llama")), tmp_path / "lines"
     assert len(KINDS) == 20
+    assert [pair.prompt for pair in measure(model, ["CSV"], [1], 1, record, prompts=[2])] == [2]
     pairs = measure(model, ["CSV"], [1], 1, record)
     assert len(pairs) == 3 and all(pair.same and pair.ratio > 0 for pair in pairs)
+    assert any(pair.drafted >= pair.accepted > 0 for pair in pairs)
     assert measure("no such model", ["CSV"], [1], 1, record) == pairs
     show(pairs)
     shown = capsys.readouterr().out

@@ -19,6 +19,7 @@ COMPARISONS = {
     "large": "engine.large",
     "precision": "engine.precision",
     "same-bits": "engine.same_bits",
+    "parted-texts": "engine.parted_texts",
     "adapters": "engine.adapters",
     "kernels": "engine.kernels",
     "metal": "engine.metal",

@@ -155,9 +155,10 @@ def test_with_the_same_bits_texts_and_scores_are_exactly_those_without_drafts(
 def test_texts_of_other_layers_are_those_without_drafts(
     engine: Callable[..., Engine], kind: str
 ) -> None:
-    """Latents, recurrent state, a hybrid, and sinks: sums depend on the batch, so scores are
-    compared within a bound."""
-    assert_lossless(engine(kind, block_size=16), 2e-4)
+    """Latents, recurrent state, a hybrid, and sinks. Scores are compared within a bound where sums
+    depend on the batch."""
+    made = engine(kind, block_size=16)
+    assert_lossless(made, 0.0 if made.whole.executor.deterministic else 2e-4)
 
 
 class Accepted:

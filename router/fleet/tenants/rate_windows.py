@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 60
 TIMEOUT_S = 1.0
 """How long a request waits for a response from Redis."""
-_ATTEMPTS = 2
+_READ_ATTEMPTS = 2
+"""An amount is sent once: one whose reply was late or lost may have been added."""
 _MAX_CONNECTIONS = 16
 _MAX_ENTRIES = 4096
 """Max entries of a window in Redis, which has one entry per unit."""
@@ -102,7 +103,9 @@ class RateWindows:
 
     async def used(self, name: str, within_s: int = WINDOW_S) -> int:
         """Return the usage of the last ``within_s`` seconds."""
-        found = await self._ask(lambda store: store.get_moving_window(name, _UNLIMITED, within_s))
+        found = await self._ask(
+            lambda store: store.get_moving_window(name, _UNLIMITED, within_s), _READ_ATTEMPTS
+        )
         return found[1]
 
     async def wait_s(self, name: str, limit: int, amount: int) -> int:
@@ -135,18 +138,20 @@ class RateWindows:
             logger.info("--limits-url: connected again")
         return answers
 
-    async def _ask(self, operation: Callable[[MovingWindowSupport], Awaitable[_Result]]) -> _Result:
+    async def _ask(
+        self, operation: Callable[[MovingWindowSupport], Awaitable[_Result]], attempts: int = 1
+    ) -> _Result:
         # The timeout for a response starts when there is a connection: many simultaneous requests
         # do not mean that Redis is down.
         async with self._connections:
-            for attempt in range(_ATTEMPTS):
+            for attempt in range(attempts):
                 if self._shared is None or self._lost:
                     break
                 try:
                     async with asyncio.timeout(TIMEOUT_S):
                         return await operation(self._shared)
                 except self._errors as error:
-                    if attempt == _ATTEMPTS - 1:
+                    if attempt == attempts - 1:
                         self._on_failure(error)
         return await operation(self._own)
 

@@ -1,48 +1,75 @@
-"""Processes that die and stop, sockets that are cut, disks that are lost, all under load:
-`python -m tests.e2e.chaos --seconds 1200 --seed 1`.
+"""Everything at once, while processes die and stop, sockets are cut and disks are lost:
+`python -m tests.e2e.chaos --seconds 3600 --seed 1`.
 
-Two models on three engines, one of them from elsewhere, serve the clients of three keys. Every
-answer must be the one that the undisturbed server gave, or a documented error. Nothing may hang,
-nothing be answered twice, and nothing be left at the end.
+Six models (one with adapters and drafts, one with recurrent layers, one that embeds, one that takes
+images, one on two ranks, one loaded on demand) serve the clients of several keys, batches, and
+clients that mean no good. One model has another engine elsewhere, which serves a second router too.
+Every answer must be the one that the undisturbed server gave, or a documented error. Nothing may
+hang, nothing be answered twice, and nothing be left at the end. In the last third of a long run
+nothing is disturbed, and the memory of no process may grow.
+
+Limits are in time awake: all of it may be stopped (SIGSTOP) for minutes, as by a machine that
+sleeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.commands.cache import main as cache_command
+from tests.e2e.awake import awake_s
+from tests.e2e.chaos.batches import Batches
 from tests.e2e.chaos.faults import RECOVERED_WITHIN_S, Saboteur
+from tests.e2e.chaos.hostile import Hostile
 from tests.e2e.chaos.load import Clients, Judge, learn
 from tests.e2e.chaos.questions import Question, Reply, make_questions
-from tests.e2e.chaos.site import KEYS, Site, mount_small_disk, unmount
+from tests.e2e.chaos.site import (
+    KEYS,
+    LIMITED,
+    SELDOM,
+    SHARED,
+    Site,
+    mount_small_disk,
+    unmount,
+)
 from tests.e2e.server import private_directory
 from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
-from tests.e2e.soak.report import print_line
-from tests.tiny_models import Kind, make_tiny
+from tests.e2e.soak.report import grows, print_line, thirds
+from tests.text_models import make_text_model
+from tests.tiny_models import Kind, make_adapter, make_tiny
+from tests.vision_models import make_vision_model
 
 CLIENTS_A_KEY = 2
+LONG_S = 600.0
+"""A run of this length has a part without faults, in which memory is measured."""
+SAMPLE_EVERY_S = 2.0
+SUPERVISORS = ("supervisor", "supervisor elsewhere")
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
 GROWTH_BYTES, MORE_FILES = 64 * 2**20, 16
 """What a process may take more of at the end than at the begin."""
-ROLES = ("router", "kvstore", "engine a", "engine b", "engine elsewhere")
 
 
 class Chaos:
-    """One run on ``site``."""
+    """One run on ``site``. ``pace`` is a factor of the pauses of clients and between faults."""
 
-    def __init__(self, site: Site, seconds: float, seed: int) -> None:
-        self.site, self.seconds, self.seed = site, seconds, seed
+    def __init__(self, site: Site, seconds: float, seed: int, pace: float) -> None:
+        self.site, self.seconds, self.seed, self.pace = site, seconds, seed, pace
         self.judge = Judge()
-        self.saboteur = Saboteur(site, seed)
+        self.saboteur = Saboteur(site, seed, pace)
+        self.hostile: Hostile
+        self.memory: defaultdict[str, list[int]] = defaultdict(list)
         self.answers: list[tuple[Question, Reply]] = []
 
     def run(self) -> None:
@@ -54,12 +81,16 @@ class Chaos:
         site, judge = self.site, self.judge
         for link in site.links:
             await link.start()
+        site.start_second_router()
         site.join()
         try:
-            assert await site.wait_whole(120) is not None, site.server.log[-30:]
-            questions = make_questions(tuple(site.models), self.seed)
+            assert await site.wait_whole(240) is not None, site.server.log[-30:]
+            names = (*site.models, *site.adapters)
+            questions = make_questions(names, self.seed)
             self.answers = await asyncio.to_thread(learn, site.url, f"sk-{KEYS[0]}", questions)
             print_line(f"{len(self.answers)} of {len(questions)} questions have clear answers")
+            if missing := {*names} - {question.body["model"] for question, _ in self.answers}:
+                judge.find(f"no clear answer of {missing}")
             await self._ask_all()
             before = self._sizes()
             await self._disturb()
@@ -70,30 +101,66 @@ class Chaos:
             if judge.outcomes.total() - judge.outcomes["right"] != wrong:
                 judge.find(f"not all is answered once it is over: {judge.outcomes}")
             await self._check_idle()
-            extra = len(site.server.pids("-m services.")) - 4
-            if extra:
-                judge.find(f"{extra} processes more than four below the supervisor")
             self._check_sizes(before, self._sizes())
         finally:
-            if code := await asyncio.to_thread(site.leave):
-                judge.find(f"the engines from elsewhere ended with {code}")
+            if any(codes := await asyncio.to_thread(site.leave)):
+                judge.find(f"engines from elsewhere and the second router ended with {codes}")
             for link in site.links:
                 link.close()
 
     async def _disturb(self) -> None:
-        clients = [Clients(self.site, key, self.judge, self.answers, self.seed) for key in KEYS]
+        site, seed, pace = self.site, self.seed, self.pace
+        ends = awake_s() + self.seconds
+        at_second = [each for each in self.answers if each[0].body["model"] in self._shared_names]
+        clients = [
+            *(
+                Clients(site.first_endpoint, key, self.judge, self.answers, seed, pace)
+                for key in KEYS
+            ),
+            Clients(site.first_endpoint, LIMITED, self.judge, self.answers, seed, pace),
+            Clients(site.second_endpoint, KEYS[0], self.judge, at_second, seed, pace),
+        ]
+        batches = Batches(site, self.judge, self.answers, seed)
+        self.hostile = Hostile(site, self.judge, seed)
         async with asyncio.TaskGroup() as group:
             for each in clients:
                 group.create_task(each.run(CLIENTS_A_KEY))
-            await self.saboteur.run(time.monotonic() + self.seconds)
+            group.create_task(batches.run(pace))
+            group.create_task(asyncio.to_thread(self.hostile.run, pace))
+            calm_s = self.seconds / 3 if self.seconds >= LONG_S else 0
+            await self.saboteur.run(ends - calm_s)
+            if calm_s:
+                await self._watch_memory(ends)
+            batches.is_over = self.hostile.is_over = True
             for each in clients:
                 each.is_over = True
         for each in clients:
             await each.close()
 
+    @property
+    def _shared_names(self) -> tuple[str, ...]:
+        return (SHARED, *self.site.adapters)
+
+    async def _watch_memory(self, until: float) -> None:
+        """Record the memory of each process. None may end, and none may grow."""
+        await self.site.wait_whole(RECOVERED_WITHIN_S)
+        roles = [*(role for role in self.site.roles if role != f"engine {SELDOM}"), *SUPERVISORS]
+        pids = {role: self.site.pids(role) for role in roles}
+        print_line("no more faults")
+        while awake_s() < until:
+            for role, (pid, *_) in ((role, found) for role, found in pids.items() if found):
+                if size := resident_bytes(pid):
+                    self.memory[role].append(size)
+            await asyncio.sleep(SAMPLE_EVERY_S)
+        if pids != (now := {role: self.site.pids(role) for role in roles}):
+            self.judge.find(f"processes without faults were {pids}, now they are {now}")
+        for role, sizes in self.memory.items():
+            if grows(sizes):
+                self.judge.find(f"the memory of {role} grows")
+
     async def _ask_all(self) -> None:
         """Ask every question once, several at a time."""
-        asking = Clients(self.site, KEYS[1], self.judge, self.answers, self.seed)
+        asking = Clients(self.site.first_endpoint, KEYS[1], self.judge, self.answers, self.seed)
         places = asyncio.Semaphore(6)
 
         async def ask(question: Question, expected: Reply) -> None:
@@ -106,28 +173,24 @@ class Chaos:
     # -- what is left ----------------------------------------------------------------------
 
     async def _check_idle(self) -> None:
-        deadline = time.monotonic() + IDLE_WITHIN_S
+        deadline = awake_s() + IDLE_WITHIN_S
         while left := await asyncio.to_thread(leftovers, self.site.server):
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 self.judge.find(f"left {IDLE_WITHIN_S:g} s after the load: {left}")
                 return
             await asyncio.sleep(0.2)
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
         """Return the resident bytes and the open files of each process, by what it does."""
-        processes = {role: self.site.pids(role) for role in ROLES}
-        processes["supervisor"] = [self.site.server.process.pid]
-        processes["supervisor elsewhere"] = [self.site.joined.popen.pid]
+        optional = (f"engine {SELDOM}", "image decoder")
         found = {}
-        for role, pids in processes.items():
-            if len(pids) != 1:
+        for role in (*self.site.roles, *SUPERVISORS):
+            pids = self.site.pids(role)
+            if len(pids) != 1 and (role not in optional or len(pids) > 1):
                 self.judge.find(f"processes that are {role}: {pids}")
-                continue
-            listing = subprocess.run(
-                ["ps", "-o", "rss=", "-p", str(pids[0])], capture_output=True, text=True, check=True
-            ).stdout
-            files = Path(f"/proc/{pids[0]}/fd")  # not on macOS
-            found[role] = int(listing) * 1024, len(list(files.iterdir())) if files.is_dir() else 0
+            if len(pids) == 1 and (size := resident_bytes(pids[0])):
+                files = Path(f"/proc/{pids[0]}/fd")  # not on macOS
+                found[role] = size, len(list(files.iterdir())) if files.is_dir() else 0
         return found
 
     def _check_sizes(
@@ -144,16 +207,21 @@ class Chaos:
 
     def _check_after_the_end(self) -> None:
         site, judge = self.site, self.judge
-        for name, log in (("server", site.server.log), ("elsewhere", site.joined.log)):
+        logs = {
+            "server": site.server.log,
+            "elsewhere": site.joined.log,
+            "second router": site.second.log,
+        }
+        for name, log in logs.items():
             for number, line in enumerate(log):
                 if re.search(r"Traceback|internal error|^\S+ critical ", line):
                     around = log[max(0, number - 5) : number + 40]
                     judge.find(f"the log of {name} has: {line}\n  " + "\n  ".join(around))
         if site.server.process.returncode != 0:
             judge.find(f"the server ended with {site.server.process.returncode}")
-        deadline = time.monotonic() + IDLE_WITHIN_S
+        deadline = awake_s() + IDLE_WITHIN_S
         while left := processes_with(str(site.directory)):
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 judge.find(f"left over: {left}")
                 break
             time.sleep(0.2)
@@ -166,6 +234,12 @@ class Chaos:
         lines = [f"{self.seconds:g} s, seed {self.seed}: {judge.kinds.total()} requests"]
         lines += [f"{name:32} {count:6}" for name, count in sorted(judge.outcomes.items())]
         lines += self.saboteur.lines()
+        lines.append(f"hostile requests: {dict(self.hostile.outcomes)}")
+        for role, sizes in self.memory.items():
+            first, second, last = (statistics.median(third) / 2**20 for third in thirds(sizes))
+            lines.append(
+                f"{role:22} {first:6.1f} {second:6.1f} {last:6.1f} MB, median of each third"
+            )
         lines.append(
             f"longest pause in a stream {judge.longest_pause_s:.1f} s,"
             f" longest wait for an answer's begin {judge.longest_wait_s:.1f} s"
@@ -182,11 +256,30 @@ def processes_with(text: str) -> list[str]:
     return [line for line in listing.splitlines() if text in line]
 
 
-def chaos(directory: Path, seconds: float, seed: int, *, has_small_disk: bool) -> Chaos:
+def resident_bytes(pid: int) -> int | None:
+    listing = subprocess.run(
+        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+    return int(listing) * 1024 if listing.strip() else None
+
+
+def chaos(directory: Path, seconds: float, seed: int, pace: float) -> Chaos:
     """Run in ``directory``, and return what came of it."""
-    kinds: dict[str, Kind] = {"a": "llama", "b": "qwen3_next"}
+    kinds: dict[str, Kind] = {
+        SHARED: "llama",
+        "b": "qwen3_next",
+        SELDOM: "gemma3",
+        "ranks": "qwen3",
+    }
     models = {name: make_tiny(kind, directory / f"model-{name}") for name, kind in kinds.items()}
-    run = Chaos(Site(directory, models, has_small_disk=has_small_disk), seconds, seed)
+    models["text"] = make_text_model("bert", directory / "model-text")
+    if importlib.util.find_spec("mlx_vlm"):
+        models["images"] = make_vision_model("pixtral", directory / "model-images")
+    adapters = {
+        name: make_adapter(models[SHARED], directory / f"adapter-{name}", number)
+        for number, name in enumerate(("one", "two"))
+    }
+    run = Chaos(Site(directory, models, adapters), seconds, seed, pace)
     run.run()
     return run
 
@@ -199,16 +292,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of load and faults (default: %(default)s)"
     )
+    parser.add_argument(
+        "--pace",
+        type=float,
+        default=1,
+        help="factor of the pauses of clients and between faults (default: %(default)g)",
+    )
     options = parser.parse_args(arguments)
     if not os.environ.get(IN_NAMESPACE):
-        return run_in_namespace(["--seconds", str(options.seconds), "--seed", str(options.seed)])
+        return run_in_namespace([f"--{name}={value}" for name, value in vars(options).items()])
     with private_directory() as name:
         directory = Path(name)
         isolated = os.environ[IN_NAMESPACE] == "yes"
         has_small_disk = isolated and mount_small_disk(directory / "disk")
         if not has_small_disk:
             print_line("no full disk: this machine lets us mount none")
-        run = chaos(directory, options.seconds, options.seed, has_small_disk=has_small_disk)
+        run = chaos(directory, options.seconds, options.seed, options.pace)
         if has_small_disk:
             unmount(directory / "disk")
     for line in run.lines():

@@ -6,14 +6,13 @@ import asyncio
 import random
 import signal
 import statistics
-import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
+from tests.e2e.awake import awake_s
 from tests.e2e.chaos.site import Site, admin_restart, send_signal
 from tests.e2e.soak.report import print_line
 
-ROLES = ("router", "kvstore", "engine a", "engine b", "engine elsewhere")
 RECOVERED_WITHIN_S = 120.0
 """Engines that failed often wait 30 s before their next start."""
 HUNG_FOR_S = 13.0
@@ -23,10 +22,11 @@ HUNG_FOR_S = 13.0
 class Saboteur:
     """Does what the chaos does, one fault after the other; several may be at work at once."""
 
-    def __init__(self, site: Site, seed: int) -> None:
-        self._site = site
+    def __init__(self, site: Site, seed: int, pace: float) -> None:
+        """``pace`` is a factor of the pauses between faults."""
+        self._site, self._pace = site, pace
         self._chance = random.Random(seed)
-        self._losing_machine = asyncio.Lock()
+        self._losing = {role: asyncio.Lock() for role in ("machine", "second router")}
         self.done: Counter[str] = Counter()
         self.recovered_s: defaultdict[str, list[float]] = defaultdict(list)
         self._faults: dict[Callable[[], Awaitable[str]], int] = {
@@ -39,6 +39,7 @@ class Saboteur:
             self.remove_store: 2,
             self.fill_disk: 2 if site.has_small_disk else 0,
             self.lose_machine: 1,
+            self.lose_second_router: 1,
             self.restart_engines: 1,
         }
 
@@ -49,16 +50,16 @@ class Saboteur:
         self._chance.shuffle(each_once)
 
         async def go_on() -> None:
-            while time.monotonic() < until or each_once:
+            while awake_s() < until or each_once:
                 (drawn,) = self._chance.choices(list(self._faults), list(self._faults.values()))
                 name = await (each_once.pop() if each_once else drawn)()
                 self.done[name] += 1
                 if self._chance.random() < 0.5:
-                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - time.monotonic()))
+                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - awake_s()))
                     seconds = await self._site.wait_whole(patience_s)
                     if seconds is not None:  # else more has happened meanwhile
                         self.recovered_s[name].append(seconds)
-                await asyncio.sleep(self._chance.uniform(0, 3))
+                await asyncio.sleep(self._pace * self._chance.uniform(0, 3))
 
         await asyncio.gather(go_on(), go_on())
 
@@ -77,12 +78,14 @@ class Saboteur:
     # -- kinds of faults -----------------------------------------------------------------
 
     async def kill(self) -> str:
-        return await self._lose(self._chance.choice(ROLES), signal.SIGKILL)
+        return await self._lose(self._chance.choice(self._site.roles), signal.SIGKILL)
 
     async def stop_until_killed(self) -> str:
-        return await self._lose(self._chance.choice(ROLES), signal.SIGSTOP)
+        return await self._lose(self._chance.choice(self._site.roles), signal.SIGSTOP)
 
     async def _lose(self, role: str, number: int) -> str:
+        if role == "second router":  # it has no supervisor
+            return await self.lose_second_router()
         pids = self._site.send(role, number)
         self._say(f"{role} gets {signal.Signals(number).name}: {pids}")
         if number == signal.SIGSTOP:
@@ -97,7 +100,9 @@ class Saboteur:
         return "router replaced"
 
     async def stop_for_a_while(self) -> str:
-        role, seconds = self._chance.choice(ROLES), self._chance.uniform(0.2, 6)
+        supervisors = "supervisor", "supervisor elsewhere"
+        role = self._chance.choice((*self._site.roles, *supervisors))
+        seconds = self._chance.uniform(0.2, 6)
         stopped = self._site.send(role, signal.SIGSTOP)
         self._say(f"{role} stands still for {seconds:.1f} s: {stopped}")
         await asyncio.sleep(seconds)
@@ -130,7 +135,7 @@ class Saboteur:
         return "disk full"
 
     async def lose_machine(self) -> str:
-        async with self._losing_machine:  # once at a time: each loss brings one machine back
+        async with self._losing["machine"]:  # once at a time: each loss brings one machine back
             self._say("the other machine is lost")
             below = self._site.pids("engine elsewhere")
             self._site.joined.popen.kill()
@@ -139,6 +144,12 @@ class Saboteur:
             await self._site.wait_ended(below)
             self._site.join()
         return "other machine lost"
+
+    async def lose_second_router(self) -> str:
+        async with self._losing["second router"]:
+            self._say("the second router is killed")
+            await self._site.lose_second_router()
+        return "second router killed"
 
     async def restart_engines(self) -> str:
         self._say("all engines are restarted")

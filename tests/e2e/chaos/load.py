@@ -13,13 +13,14 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.awake import within
 from tests.e2e.chaos.questions import CHAT, CLEAR_GAP, Question, Reply
-from tests.e2e.chaos.site import Site
+from tests.e2e.chaos.site import Endpoint
 from tests.e2e.process import ROOT
 from tests.e2e.soak.report import print_line
 
 HUNG_S = 150.0
-"""No request is silent for that long: the limits of the server are below it."""
+"""No request takes that long: the limits of the server are below it."""
 CANCELLED, STREAMED = 0.12, 0.6
 """Shares of the requests."""
 TEMPORARY = (429, 503, 504)
@@ -93,13 +94,15 @@ class Clients:
 
     def __init__(
         self,
-        site: Site,
+        endpoint: Endpoint,
         key: str,
         judge: Judge,
         answers: Sequence[tuple[Question, Reply]],
         seed: int,
+        pace: float = 1,
     ) -> None:
-        self._site = site
+        """``pace`` is a factor of pauses."""
+        self._endpoint, self._pace = endpoint, pace
         self._judge = judge
         self._answers = answers
         self._chance = random.Random(f"{seed} {key}")
@@ -115,8 +118,8 @@ class Clients:
         """No connection is used twice: it may always be closed just then."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.AsyncClient(
-            base_url=self._site.url,
-            timeout=HUNG_S,
+            base_url=self._endpoint.url,
+            timeout=None,  # `within` measures
             limits=limits,
             headers=self._headers,
             verify=False,
@@ -133,7 +136,7 @@ class Clients:
             patience_s = 10 ** self._chance.uniform(-2.5, 0.5)
             is_cancelled = self._chance.random() < CANCELLED
             await self.ask(question, expected, patience_s if is_cancelled else None)
-            await asyncio.sleep(self._chance.choice((0, 0, 0.05, 0.3)))
+            await asyncio.sleep(self._pace * self._chance.choice((0, 0, 0.05, 0.3)))
 
     async def ask(self, question: Question, expected: Reply, patience_s: float | None) -> None:
         """Ask, and judge what comes. Hang up after ``patience_s``.
@@ -153,20 +156,21 @@ class Clients:
         expected: Reply,
         patience_s: float | None,
     ) -> None:
-        reply, losses = Reply(), self._site.router_losses
+        reply, losses, was_down = Reply(), self._endpoint.losses(), self._endpoint.is_down
         try:
             async with asyncio.timeout(patience_s):
-                await self._read(client, question, reply)
+                await within(HUNG_S, self._read(client, question, reply))
         except AnswerError as error:
             self._judge.error(question, error, reply, expected)
             await asyncio.sleep(0.2)
         except TimeoutError:
-            self._judge.cut(question, "cancelled", reply, expected)
-        except httpx.TimeoutException:
-            self._judge.find(f"{question}: silent for {HUNG_S:g} s")
+            if patience_s is None:
+                self._judge.find(f"{question}: not answered within {HUNG_S:g} s")
+            else:
+                self._judge.cut(question, "cancelled", reply, expected)
         except httpx.HTTPError as error:
             self._judge.cut(question, "connection lost with the router", reply, expected)
-            if not await self._site.has_lost_router(losses):
+            if not was_down and not await self._endpoint.has_lost_router(losses):
                 self._judge.find(f"{question}: {error!r}, but the router was there")
             await asyncio.sleep(0.2)
         else:
@@ -174,7 +178,7 @@ class Clients:
 
     async def _read(self, client: httpx.AsyncClient, question: Question, reply: Reply) -> None:
         """Fill ``reply``. Raises: `AnswerError`."""
-        streamed = self._chance.random() < STREAMED
+        streamed = question.can_stream and self._chance.random() < STREAMED
         extra = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
         last = time.monotonic()
         async with client.stream("POST", question.path, json=question.body | extra) as answer:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+VECTOR_ERROR = 1e-5
+"""Between vectors of length 1 of the same text, in batches of any size."""
 CLEAR_GAP = 1e-3
 """The least lead of the best token over the second, as log-probability, in a greedy answer. A batch
 of another size changes it by about a hundredth of this."""
@@ -46,6 +54,10 @@ class Question:
     is_compared_by_gaps: bool = False
     """Whether rounding could change the answer, and its log-probabilities tell."""
 
+    @property
+    def can_stream(self) -> bool:
+        return self.path in (CHAT, COMPLETIONS)
+
 
 @dataclass
 class Reply:
@@ -54,12 +66,17 @@ class Reply:
     texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     calls: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     finishes: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    vectors: dict[int, list[float]] = field(default_factory=dict)
     tokens: int | None = None
     ids: set[str] = field(default_factory=set)
     least_gap: float = float("inf")
 
     def add(self, body: dict[str, Any]) -> None:
         """Add a whole answer, or an event of a stream."""
+        if "choices" not in body:
+            self.vectors = {item["index"]: item["embedding"] for item in body["data"]}
+            self.tokens = body["usage"]["prompt_tokens"]
+            return
         self.ids.add(body["id"])
         if body.get("usage"):
             self.tokens = body["usage"]["completion_tokens"]
@@ -82,6 +99,11 @@ class Reply:
             and self.calls == other.calls
             and self.finishes == other.finishes
             and self.tokens == other.tokens
+            and self.vectors.keys() == other.vectors.keys()
+            and all(
+                np.allclose(vector, other.vectors[index], rtol=0, atol=VECTOR_ERROR)
+                for index, vector in self.vectors.items()
+            )
         )
 
     def begins(self, whole: Reply) -> bool:
@@ -108,39 +130,81 @@ def _gaps(logprobs: dict[str, Any] | None) -> Iterator[float]:
         yield first - others[0] if others else 0.0  # two tokens of the same text
 
 
-def make_questions(models: tuple[str, ...], seed: int) -> list[Question]:
-    """Return questions of all kinds for each of ``models``."""
-    chance = random.Random(seed)
+def make_questions(names: tuple[str, ...], seed: int) -> list[Question]:
+    """Return questions of all kinds for each of the models and adapters ``names``.
 
-    def words(count: int) -> str:
-        return " ".join(chance.choice(WORDS) for _ in range(count))
-
-    head = words(250)
-    found = []
-    for model in models:
-        common = {"model": model, "temperature": 0}
-        plain = {**common, "ignore_eos": True}
-        drawn = {"model": model, "temperature": 1.0, "ignore_eos": True}
-        for number in range(8):
-            body = {"prompt": words(3 + 5 * number), "max_tokens": 12 + 6 * number, **plain}
-            found.append(Question("short", COMPLETIONS, body, True))
-        for _ in range(4):
-            body = {"prompt": words(12), "max_tokens": 300, **plain}
-            found.append(Question("long", COMPLETIONS, body, True))
-            body = {"prompt": f"{head} {words(9)}", "max_tokens": 24, **plain}
-            found.append(Question("shared prefix", COMPLETIONS, body, True))
-            talk = [{"role": role, "content": words(15)} for role in ("user", "assistant", "user")]
-            found.append(
-                Question("chat", CHAT, {"messages": talk, "max_tokens": 40, **plain}, True)
-            )
-            body = {"messages": talk, "max_tokens": 60, "seed": chance.randrange(1000), **drawn}
-            found.append(Question("sampled chat", CHAT, body))
-        for number in range(2):
-            talk = [{"role": "user", "content": words(9)}]
-            body = {"messages": talk, "max_tokens": 400, "response_format": FORM, **common}
-            found.append(Question("grammar", CHAT, body))
-            body = {"messages": talk, "max_tokens": 400, "tools": [TOOL], **common}
-            found.append(Question("tool call", CHAT, {**body, "tool_choice": "required"}))
-            body = {"prompt": words(20), "max_tokens": 30, "n": 2, "seed": number, **drawn}
-            found.append(Question("two choices", COMPLETIONS, body))
+    Prompts are the same for each, so an answer from the cache of another one is noticed."""
+    found: list[Question] = []
+    for name in names:
+        chance = random.Random(seed)
+        head = _words(chance, 250)
+        match name:
+            case "text":
+                found += _to_embed(name, chance)
+            case "images":
+                found += _of_images(name, chance)
+            case "ranks":  # they are slow, and do not give the same bits in each batch
+                all_kinds = _to_generate(name, chance, head)
+                found += [each for each in all_kinds if each.kind in ("short", "shared prefix")]
+            case _:
+                found += _to_generate(name, chance, head)
     return found
+
+
+def _words(chance: random.Random, count: int) -> str:
+    return " ".join(chance.choice(WORDS) for _ in range(count))
+
+
+def _to_embed(model: str, chance: random.Random) -> Iterator[Question]:
+    for number in range(1, 9):
+        texts = [_words(chance, chance.randrange(1, 60)) for _ in range(number)]
+        yield Question("embeddings", EMBEDDINGS, {"model": model, "input": texts})
+
+
+def _of_images(model: str, chance: random.Random) -> Iterator[Question]:
+    for number in range(8):
+        images = [
+            {"type": "image_url", "image_url": {"url": _image(chance)}}
+            for _ in range(1 + number % 2)
+        ]
+        content = [{"type": "text", "text": _words(chance, 5)}, *images]
+        body: dict[str, Any] = {"model": model}
+        body["messages"] = [{"role": "user", "content": content}]
+        body |= {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        yield Question("image", CHAT, body, is_compared_by_gaps=True)
+
+
+def _image(chance: random.Random) -> str:
+    """Return a picture of noise, as URL."""
+    data = io.BytesIO()
+    size = chance.randrange(20, 40), 20
+    Image.frombytes("RGB", size, chance.randbytes(3 * size[0] * size[1])).save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def _to_generate(model: str, chance: random.Random, head: str) -> Iterator[Question]:
+    common = {"model": model, "temperature": 0}
+    plain = {**common, "ignore_eos": True}
+    drawn = {"model": model, "temperature": 1.0, "ignore_eos": True}
+    for number in range(8):
+        body = {"prompt": _words(chance, 3 + 5 * number), "max_tokens": 12 + 6 * number, **plain}
+        yield Question("short", COMPLETIONS, body, True)
+    for _ in range(4):
+        body = {"prompt": _words(chance, 12), "max_tokens": 300, **plain}
+        yield Question("long", COMPLETIONS, body, True)
+        body = {"prompt": f"{head} {_words(chance, 9)}", "max_tokens": 24, **plain}
+        yield Question("shared prefix", COMPLETIONS, body, True)
+        talk = [
+            {"role": role, "content": _words(chance, 15)} for role in ("user", "assistant", "user")
+        ]
+        yield Question("chat", CHAT, {"messages": talk, "max_tokens": 40, **plain}, True)
+        body = {"messages": talk, "max_tokens": 60, "seed": chance.randrange(1000), **drawn}
+        yield Question("sampled chat", CHAT, body)
+    for number in range(2):
+        talk = [{"role": "user", "content": _words(chance, 9)}]
+        body = {"messages": talk, "max_tokens": 400, "response_format": FORM, **common}
+        yield Question("grammar", CHAT, body)
+        body = {"messages": talk, "max_tokens": 400, "tools": [TOOL], **common}
+        yield Question("tool call", CHAT, {**body, "tool_choice": "required"})
+        body = {"prompt": _words(chance, 20), "max_tokens": 30, "n": 2, "seed": number, **drawn}
+        yield Question("two choices", COMPLETIONS, body)

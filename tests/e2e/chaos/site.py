@@ -1,4 +1,5 @@
-"""What `tests.e2e.chaos` disturbs: a server of two models, and an engine from elsewhere."""
+"""What `tests.e2e.chaos` disturbs: a server of several models, an engine from elsewhere, and a
+second router for that."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from tests.conftest import unused_port
+from tests.e2e.awake import awake_s
 from tests.e2e.process import Process
 from tests.e2e.ranks.cuttable_link import CuttableLink
 from tests.e2e.server import Server, descendants, is_running, serving
 
 KEYS = ("alice", "bob", "carol")
+LIMITED, HOSTILE = "dave", "mallory"
+"""A key with few requests a minute, and the key of clients that mean no good."""
 ADMIN = {"authorization": "Bearer boss"}
 LOG_LATE_S = 10.0
 DISK_BYTES = 24 * 2**20
@@ -39,81 +43,167 @@ id = "{name}"
 path = "{path}"
 memory_gb = 0.2
 tool_parser = "json_tools"
+{more}
 """
+ADAPTER = """
+[[model.adapter]]
+name = "{name}"
+path = "{path}"
+"""
+SELDOM = "seldom"
+"""The model that is unloaded when nobody asks for it."""
+SHARED = "a"
+"""The model that has an engine elsewhere, which two routers share."""
+SETTINGS = {
+    SHARED: 'spec_decode = "ngram"\nmax_adapters = 1\n',
+    SELDOM: "idle_unload_s = 15\n",
+    "ranks": 'distributed_mode = "ring"\nnum_local_ranks = 2\n',
+}
+
+
+@dataclass
+class Endpoint:
+    """A router, as its clients see it."""
+
+    url: str
+    losses: Callable[[], int]
+    """How often it has ended without being told to."""
+    is_down: bool = False
+
+    async def has_lost_router(self, losses: int) -> bool:
+        """Return whether it was lost since there were ``losses``. The log may be late."""
+        deadline = awake_s() + LOG_LATE_S
+        while self.losses() == losses and awake_s() < deadline:
+            await asyncio.sleep(0.1)
+        return self.losses() > losses
 
 
 class Site:
-    """Three engines: one of each model below the server, and one of the first elsewhere.
+    """A server of several models, and an engine of `SHARED` elsewhere.
 
-    The latter reaches router and kvstore over links that can be cut.
+    The latter reaches router and kvstore over links that can be cut, and has a router of its own.
     """
 
-    def __init__(self, directory: Path, models: dict[str, Path], *, has_small_disk: bool) -> None:
-        self.directory, self.models = directory, models
-        self.has_small_disk = has_small_disk
+    def __init__(self, directory: Path, models: dict[str, Path], adapters: dict[str, Path]) -> None:
+        self.directory, self.models, self.adapters = directory, models, adapters
         self.disk = directory / "disk"
+        self.has_small_disk = self.disk.is_mount()
         self.store = self.disk / "blocks"
         self.links: list[CuttableLink] = []
         self.server: Server
         self.joined: Process
+        self.second: Process
+        self.first_endpoint: Endpoint
+        self.second_endpoint = Endpoint(f"http://127.0.0.1:{unused_port()}", lambda: self._lost)
+        self._lost = 0
+        """How often the second router was killed."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the processes, but for the engine from elsewhere."""
+        """Run the processes, but for the engine from elsewhere and its router."""
         self.disk.mkdir(exist_ok=True)
-        entries = [MODEL.format(name=name, path=path) for name, path in self.models.items()]
-        file = self._write("server.toml", FILE, *entries)
-        self._write("joining.toml", FILE, entries[0])
-        keys = self._write("keys", *(f"sk-{key} name={key} concurrency=60\n" for key in KEYS))
+        entries = {name: self._entry(name) for name in self.models}
+        file = self._write("server.toml", FILE, *entries.values())
+        self._write("joining.toml", FILE, entries[SHARED])
+        keys = (f"sk-{key} name={key} concurrency=60\n" for key in KEYS)
+        limited = f"sk-{LIMITED} name={LIMITED} rpm=20 tpm=20000\n"
+        hostile = f"sk-{HOSTILE} name={HOSTILE} rpm=1000000\n"
+        self._keys = self._write("keys", *keys, limited, hostile)
         ports = [unused_port() for _ in range(4)]
         self.links = [CuttableLink(ports[0], ports[1]), CuttableLink(ports[2], ports[3])]
         with ExitStack() as stack:
             self.server = stack.enter_context(
                 serving(
                     None,
-                    *("--config", file, "--admin-key", "boss", "--api-key-file", keys),
+                    *("--config", file, "--admin-key", "boss", "--api-key-file", self._keys),
                     *("--engine-socket", f"tcp://127.0.0.1:{ports[1]}"),
                     *("--kvstore-socket", f"tcp://127.0.0.1:{ports[3]}"),
                     *("--restart-wait-s", "60", "--kv-bits", "16"),
                     *("--ssd-cache-dir", str(self.store), "--ssd-policy", "write_through"),
-                    *("--ssd-max-size-gb", "0.004"),
+                    *("--ssd-max-size-gb", "0.004", "--batch-dir", str(self.directory / "batches")),
                     _MLX_LM_SERVER_CHECK_INTEGRITY="1",
                 )
             )
             self.server.client.headers.update(ADMIN)
+            self.first_endpoint = Endpoint(
+                f"http://127.0.0.1:{self.server.port}", lambda: self.router_losses
+            )
             yield
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
+        return self.first_endpoint.url
+
+    def _entry(self, name: str) -> str:
+        more = SETTINGS.get(name, "")
+        adapters = self.adapters if name == SHARED else {}
+        tables = [ADAPTER.format(name=one, path=path) for one, path in adapters.items()]
+        return MODEL.format(name=name, path=self.models[name], more=more + "".join(tables))
 
     def _write(self, name: str, *content: str) -> str:
         path = self.directory / name
         path.write_text("".join(content))
         return str(path)
 
-    # -- the engine from elsewhere -----------------------------------------------------
+    # -- the engine from elsewhere, and its router ---------------------------------------
 
     def join(self) -> None:
-        runtime = self.directory / "run"
-        runtime.mkdir(exist_ok=True, mode=0o700)
         self.joined = Process(
             "mlx_lm_server",
             *("engine", "--config", str(self.directory / "joining.toml")),
             *("--spare-engine-after-s", "0"),  # as in `serving`
             *("--engine-socket", f"tcp://127.0.0.1:{self.links[0].port}"),
+            *("--engine-socket", self._second_socket),
             *("--kvstore-socket", f"tcp://127.0.0.1:{self.links[1].port}"),
-            XDG_RUNTIME_DIR=str(runtime),
+            XDG_RUNTIME_DIR=self._runtime(),
             _MLX_LM_SERVER_CHECK_INTEGRITY="1",
         )
 
-    def leave(self) -> int:
-        """Let the engine from elsewhere end; return the exit code of its supervisor."""
-        self.joined.popen.send_signal(signal.SIGTERM)
-        try:
-            return self.joined.popen.wait(60)
-        finally:
-            self.joined.popen.kill()
+    def start_second_router(self) -> None:
+        port = self.second_endpoint.url.rpartition(":")[2]
+        self.second = Process(
+            "mlx_lm_server",
+            *("router", "--host", "127.0.0.1", "--port", port, "--admin-key", "boss"),
+            *("--engine-socket", self._second_socket, "--api-key-file", self._keys),
+            *("--restart-wait-s", "60", "--first-token-timeout-s", "60"),
+            *("--request-timeout-s", "60"),
+            XDG_RUNTIME_DIR=self._runtime(),
+        )
+
+    async def lose_second_router(self) -> None:
+        """Kill the second router, and start it again."""
+        self._lost += 1
+        self.second_endpoint.is_down = True
+        self.second.popen.kill()
+        await asyncio.to_thread(self.second.popen.wait)
+        self.start_second_router()
+        async with httpx.AsyncClient(base_url=self.second_endpoint.url, timeout=10) as client:
+            while True:
+                with suppress(httpx.HTTPError):
+                    if (await client.get("/livez")).is_success:
+                        break
+                await asyncio.sleep(0.1)
+        self.second_endpoint.is_down = False
+
+    @property
+    def _second_socket(self) -> str:
+        return f"ipc://{self._runtime()}/second"
+
+    def _runtime(self) -> str:
+        runtime = self.directory / "run"
+        runtime.mkdir(exist_ok=True, mode=0o700)
+        return str(runtime)
+
+    def leave(self) -> list[int]:
+        """Let the engine from elsewhere and the second router end; return their exit codes."""
+        codes = []
+        for process in (self.joined, self.second):
+            process.popen.send_signal(signal.SIGTERM)
+            try:
+                codes.append(process.popen.wait(60))
+            finally:
+                process.popen.kill()
+        return codes
 
     async def wait_ended(self, pids: Sequence[int]) -> None:
         while left := [pid for pid in pids if is_running(pid)]:
@@ -122,41 +212,68 @@ class Site:
 
     # -- what is there -----------------------------------------------------------------
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What processes do. `SELDOM`'s engine and decoders of images need not be there."""
+        engines = (f"engine {name}" for name in self.models)
+        ranks = ("rank",) if "ranks" in self.models else ()
+        images = ("image decoder",) if "images" in self.models else ()
+        return ("router", "kvstore", *engines, *ranks, *images, "engine elsewhere", "second router")
+
     def pids(self, role: str) -> list[int]:
-        """Return the processes that do something: "router", "kvstore", "engine a", "engine b" or
-        "engine elsewhere"."""
-        if role == "engine elsewhere":
-            below = descendants(self.joined.popen.pid)
-            return [pid for pid, command in below if "services.processes.engine" in command]
+        """Return the processes with one of `roles`, or "supervisor" or "supervisor elsewhere"."""
+        match role:
+            case "supervisor":
+                return [self.server.process.pid]
+            case "supervisor elsewhere":
+                return [self.joined.popen.pid]
+            case "second router":
+                return [self.second.popen.pid]
+            case "engine elsewhere":
+                below = descendants(self.joined.popen.pid)
+                return [pid for pid, command in below if "services.processes.engine" in command]
+            case "image decoder":
+                return self.server.pids("router.images.decoder")
         name, _, model = role.partition(" ")
-        wanted = [f"services.processes.{name}", *([str(self.models[model])] if model else [])]
+        what = ("engine", "text_engine") if name == "engine" else (name,)
+        own = str(self.models[model]) if model else ""
         below = descendants(self.server.process.pid)
-        return [pid for pid, command in below if all(word in command for word in wanted)]
+        return [
+            pid
+            for pid, command in below
+            if own in command and any(f"services.processes.{one} " in f"{command} " for one in what)
+        ]
 
     async def wait_whole(self, timeout_s: float) -> float | None:
         """Wait until all engines are ready and the disk is well. Return the seconds, None if it
         was longer."""
-        began = time.monotonic()
+        began = awake_s()
         async with httpx.AsyncClient(base_url=self.url, headers=ADMIN, timeout=10) as client:
-            while time.monotonic() < began + timeout_s:
+            while awake_s() < began + timeout_s:
                 try:
                     if await self._is_whole(client):
-                        return time.monotonic() - began
+                        return awake_s() - began
                 except httpx.HTTPError:
                     pass
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
         return None
 
     async def _is_whole(self, client: httpx.AsyncClient) -> bool:
         health = await client.get("/health")
-        engines = [e for model in health.json()["models"] for e in model["engines"]]
-        if [engine["ready"] for engine in engines] != [True] * 3:
+        ready = {
+            model["id"]: [engine["ready"] for engine in model["engines"]]
+            for model in health.json()["models"]
+        }
+        wanted = {name: [True] * (2 if name == SHARED else 1) for name in self.models}
+        ready.pop(SELDOM, None), wanted.pop(SELDOM, None)
+        if ready != wanted or self.second_endpoint.is_down:
             return False
         if (await client.get("/admin/engines")).json()["restarting"]:
             return False
+        ready_there = await client.get(f"{self.second_endpoint.url}/readyz")
         metrics = (await client.get("/metrics")).text
         states = re.findall(r'^mlx_lm_server_store_state\{.*state="ok"\} (\S+)', metrics, re.M)
-        return len(states) == 3 and all(float(state) for state in states)
+        return ready_there.is_success and bool(states) and all(float(state) for state in states)
 
     # -- the router --------------------------------------------------------------------
 
@@ -164,13 +281,6 @@ class Site:
     def router_losses(self) -> int:
         """How often the router has ended without being told to, says the supervisor."""
         return sum("router was killed by" in line for line in list(self.server.log))
-
-    async def has_lost_router(self, losses: int) -> bool:
-        """Return whether it was lost since there were ``losses``. The log may be late."""
-        deadline = time.monotonic() + LOG_LATE_S
-        while self.router_losses == losses and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        return self.router_losses > losses
 
     # -- the disk ----------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -43,6 +44,9 @@ class Redis:
             stdout=subprocess.DEVNULL,
         )
         eventually(self.socket.exists, 30)
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         self._process.kill()
@@ -245,6 +249,23 @@ def test_what_only_counts_tokens_is_a_request_too(
     ]
     answers = [server.client.post(path, json=body) for path, body in requests]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+
+
+def test_an_amount_whose_reply_is_late_counts_once(redis: Redis) -> None:
+    async def run() -> int:
+        windows = RateWindows(redis.url, Metrics("test"))
+        await windows.used("x")  # connected
+        redis.send(signal.SIGSTOP)
+        assert await windows.acquire("x", 10, 1)  # counted alone
+        redis.send(signal.SIGCONT)  # it reads now what was sent meanwhile
+        async with asyncio.timeout(30):
+            while not await windows.recover():
+                await asyncio.sleep(0.05)
+        found = await windows.used("x")
+        await windows.close()
+        return found
+
+    assert asyncio.run(run()) == 1
 
 
 def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(

@@ -1,0 +1,96 @@
+"""Batches in `tests.e2e.chaos`: each line has its answer once, and the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from tests.e2e.awake import awake_s
+from tests.e2e.chaos.load import Judge
+from tests.e2e.chaos.questions import COMPLETIONS, Question, Reply
+from tests.e2e.chaos.site import KEYS, Site
+
+LINES = 16
+ENDS_WITHIN_S = 400.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class Batches:
+    """A client that has one batch after the other."""
+
+    def __init__(
+        self, site: Site, judge: Judge, answers: Sequence[tuple[Question, Reply]], seed: int
+    ) -> None:
+        self._judge = judge
+        self._answers = [each for each in answers if each[0].path == COMPLETIONS]
+        self._chance = random.Random(f"{seed} batches")
+        self._client = httpx.AsyncClient(
+            base_url=site.url, timeout=60, headers={"authorization": f"Bearer sk-{KEYS[0]}"}
+        )
+        self.is_over = False
+
+    async def run(self, pause_s: float) -> None:
+        while not self.is_over:
+            await self._one()
+            await asyncio.sleep(pause_s)
+        await self._client.aclose()
+
+    async def _one(self) -> None:
+        asked = {str(number): self._chance.choice(self._answers) for number in range(LINES)}
+        lines = (
+            {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": question.body}
+            for name, (question, _) in asked.items()
+        )
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = await self._send(
+            "POST", "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
+        )
+        created = {"endpoint": COMPLETIONS, "completion_window": "1h"}
+        batch = await self._send(
+            "POST", "/v1/batches", json=created | {"input_file_id": file["id"]}
+        )
+        deadline = awake_s() + ENDS_WITHIN_S
+        while batch["status"] not in ENDED:
+            if awake_s() > deadline:
+                self._judge.find(f"a batch does not end: {batch}")
+                return
+            await asyncio.sleep(1)
+            batch = await self._send("GET", f"/v1/batches/{batch['id']}")
+        found = [line for name in ("output", "error") for line in await self._lines(batch, name)]
+        if batch["status"] != "completed" or [line["custom_id"] for line in found] != list(asked):
+            self._judge.find(f"{batch} has {found}")
+        for line in found:
+            question, expected = asked[line["custom_id"]]
+            reply = Reply()
+            if (line["response"] or {}).get("status_code") != 200:
+                self._judge.find(f"{question} in a batch: {line}")
+                continue
+            reply.add(line["response"]["body"])
+            self._judge.kinds["line of a batch"] += 1
+            self._judge.right(question, reply, expected)
+
+    async def _lines(self, batch: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        file = batch[f"{name}_file_id"]
+        if file is None:
+            return []
+        content = await self._send("GET", f"/v1/files/{file}/content", is_text=True)
+        return [json.loads(line) for line in content.splitlines()]
+
+    async def _send(self, method: str, path: str, *, is_text: bool = False, **fields: Any) -> Any:
+        """Return the answer. Try again while the router is away or has no room."""
+        while True:
+            try:
+                answer = await self._client.request(method, path, **fields)
+            except httpx.HTTPError:
+                await asyncio.sleep(1)
+                continue
+            if answer.is_success:
+                return answer.text if is_text else answer.json()
+            if answer.status_code not in (429, 503):
+                self._judge.find(f"{path}: {answer.status_code} {answer.text}")
+            await asyncio.sleep(1)

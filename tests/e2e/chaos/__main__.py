@@ -110,7 +110,7 @@ class Chaos:
 
     async def _disturb(self) -> None:
         site, seed, pace = self.site, self.seed, self.pace
-        ends = awake_s() + self.seconds
+        ends = time.monotonic() + self.seconds
         at_second = [each for each in self.answers if each[0].body["model"] in self._shared_names]
         clients = [
             *(
@@ -147,7 +147,7 @@ class Chaos:
         roles = [*(role for role in self.site.roles if role != f"engine {SELDOM}"), *SUPERVISORS]
         pids = {role: self.site.pids(role) for role in roles}
         print_line("no more faults")
-        while awake_s() < until:
+        while time.monotonic() < until:
             for role, (pid, *_) in ((role, found) for role, found in pids.items() if found):
                 if size := resident_bytes(pid):
                     self.memory[role].append(size)

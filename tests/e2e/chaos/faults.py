@@ -6,10 +6,10 @@ import asyncio
 import random
 import signal
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
-from tests.e2e.awake import awake_s
 from tests.e2e.chaos.site import Site, admin_restart, send_signal
 from tests.e2e.soak.report import print_line
 
@@ -50,12 +50,12 @@ class Saboteur:
         self._chance.shuffle(each_once)
 
         async def go_on() -> None:
-            while awake_s() < until or each_once:
+            while time.monotonic() < until or each_once:
                 (drawn,) = self._chance.choices(list(self._faults), list(self._faults.values()))
                 name = await (each_once.pop() if each_once else drawn)()
                 self.done[name] += 1
                 if self._chance.random() < 0.5:
-                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - awake_s()))
+                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - time.monotonic()))
                     seconds = await self._site.wait_whole(patience_s)
                     if seconds is not None:  # else more has happened meanwhile
                         self.recovered_s[name].append(seconds)

@@ -254,7 +254,7 @@ def test_what_only_counts_tokens_is_a_request_too(
 def test_an_amount_whose_reply_is_late_counts_once(redis: Redis) -> None:
     async def run() -> int:
         windows = RateWindows(redis.url, Metrics("test"))
-        await windows.used("x")  # connected
+        await windows.acquire("x", 10, 1)  # connected
         redis.send(signal.SIGSTOP)
         assert await windows.acquire("x", 10, 1)  # counted alone
         redis.send(signal.SIGCONT)  # it reads now what was sent meanwhile
@@ -265,7 +265,7 @@ def test_an_amount_whose_reply_is_late_counts_once(redis: Redis) -> None:
         await windows.close()
         return found
 
-    assert asyncio.run(run()) == 1
+    assert asyncio.run(run()) == 2
 
 
 def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(

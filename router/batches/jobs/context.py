@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.expiry import ExpiryClock
 from router.batches.storage.writer import ResultWriter
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.prometheus import Metrics
@@ -39,6 +40,7 @@ class BatchContext:
     """Set when the router ends."""
     checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Threads that read or write whole files."""
+    clock: ExpiryClock = field(default_factory=ExpiryClock)
     began: float = field(default_factory=time.monotonic)
 
     @property

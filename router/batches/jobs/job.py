@@ -91,7 +91,7 @@ class BatchJob:
         match BatchState(row["state"]):
             case BatchState.VALIDATING if is_lost:
                 await self._advance(BatchState.FAILED, errors=_LOST)
-            case BatchState.VALIDATING if row["expires_at"] <= time.time():
+            case BatchState.VALIDATING if self._left_s(row) <= 0:
                 await self._expire()
             case BatchState.VALIDATING:
                 await self._check()
@@ -112,6 +112,9 @@ class BatchJob:
     def _is_input_lost(self) -> bool:
         """Return whether the input was removed. A disk that is away may come back."""
         return self._path.parent.is_dir() and not self._path.exists()
+
+    def _left_s(self, row: Row) -> float:
+        return self._context.clock.left_s(row["expires_at"])
 
     async def _expire(self) -> None:
         await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
@@ -149,7 +152,7 @@ class BatchJob:
         ending = asyncio.create_task(self._ending.wait())
         first = asyncio.FIRST_COMPLETED
         try:
-            while (left_s := row["expires_at"] - time.time()) > 0:
+            while (left_s := self._left_s(row)) > 0:
                 wait_s = min(left_s, _LOOK_S)
                 if (await asyncio.wait({feeding, ending}, timeout=wait_s, return_when=first))[0]:
                     break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 
 from router.batches.jobs.context import BatchContext
@@ -74,9 +73,12 @@ class BatchRunner:
                 await _wait(self._ending, _AGAIN_S)
 
     async def _remove_old(self) -> None:
-        context, now = self._context, int(time.time())
+        context = self._context
+        now, oldest = int(context.clock.now()), context.clock.oldest
         try:
-            old = await context.directory.run(lambda store: store.remove_old(now, context.keep_s))
+            old = await context.directory.run(
+                lambda store: store.remove_old(now, context.keep_s, oldest)
+            )
             for file_id in old:
                 await context.directory.read(partial(context.directory.remove, file_id))
         except StoreFailed as error:

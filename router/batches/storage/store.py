@@ -187,18 +187,19 @@ class BatchStore:
     def file_ids(self) -> set[str]:
         return {row["id"] for row in self._rows("SELECT id FROM files")}
 
-    def remove_old(self, now: int, keep_s: int) -> list[str]:
-        """Remove expired files, and batches that ended long ago. Return the files' ids."""
+    def remove_old(self, now: int, keep_s: int, oldest: float = 0) -> list[str]:
+        """Remove files that expired and batches that ended ``keep_s`` ago, after ``oldest``. Return
+        the files' ids."""
         used = f"SELECT input_file_id FROM batches WHERE state NOT IN ({_ENDED})"
-        query = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})"
-        ids = [row["id"] for row in self._rows(query, now)]
+        query = f"SELECT id FROM files WHERE expires_at BETWEEN ? AND ? AND id NOT IN ({used})"
+        ids = [row["id"] for row in self._rows(query, oldest, now)]
         self._rows(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
         with self._change() as database:
             database.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in ids])
             database.execute(
                 f"DELETE FROM batches WHERE state IN ({_ENDED}) AND coalesce(completed_at,"
-                " failed_at, expired_at, cancelled_at, created_at) < ?",
-                (now - keep_s,),
+                " failed_at, expired_at, cancelled_at, created_at) BETWEEN ? AND ?",
+                (oldest - keep_s, now - keep_s - 1),
             )
         return ids
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from router.batches.files import FileEndpoints
 from router.batches.jobs.job import BatchJob
 from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.expiry import GRACE_S, ExpiryClock
 from router.batches.storage.states import BatchState
 from router.batches.storage.store import BatchStore, NewFile, Result
 from router.batches.uploads import Upload
@@ -48,6 +49,7 @@ def context_of(directory: BatchDirectory) -> Any:
         checking=asyncio.Semaphore(2),
         refresh=nothing,
         keep_s=HOUR_S,
+        clock=ExpiryClock(),
         max_bytes=10**9,
     )
 
@@ -127,14 +129,36 @@ def test_a_batch_waits_for_a_disk_that_is_away(
     asyncio.run(run())
 
 
+def test_a_clock_that_is_set_ends_no_batch() -> None:
+    """Nor does one that is wrong when the router starts, if it is corrected soon."""
+    wall, elapsed = 1000.0, 0.0
+    clock = ExpiryClock(lambda: wall, lambda: elapsed)
+    assert clock.left_s(1000 + HOUR_S) == HOUR_S
+    wall = 1e9
+    elapsed = 60
+    assert clock.left_s(1000 + HOUR_S) == HOUR_S - 60
+    elapsed = HOUR_S
+    assert clock.left_s(1000 + HOUR_S) == 0
+    wall = 1060.0  # it was set back: late, but not early
+    assert clock.left_s(1000 + HOUR_S) == HOUR_S - 60
+
+    wall, elapsed = 1e9, 0.0
+    clock = ExpiryClock(lambda: wall, lambda: elapsed)
+    assert (clock.left_s(2000), clock.oldest) == (GRACE_S, 1e9)
+    wall = 1000.0
+    elapsed = 10
+    assert clock.left_s(9000) == 8000
+    wall, elapsed = 1e9 + GRACE_S, GRACE_S
+    assert (clock.left_s(2000), clock.oldest) == (0, 0)
+
+
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_batch_expires_while_the_machine_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validated: bool
 ) -> None:
     """The event loop's time stands still then, and that of the wall goes on."""
     slept_s = 0.0
-    wall = SimpleNamespace(time=lambda: time.time() + slept_s)
-    monkeypatch.setattr("router.batches.jobs.job.time", wall)
+    clock = ExpiryClock(lambda: time.time() + slept_s, lambda: time.monotonic() + slept_s)
     monkeypatch.setattr("router.batches.jobs.job._LOOK_S", 0.02)
 
     async def run() -> Any:
@@ -146,7 +170,9 @@ def test_a_batch_expires_while_the_machine_sleeps(
             await directory.run(lambda store: store.advance(row["number"], in_progress, total=2))
         else:
             slept_s = 2 * HOUR_S
-        running = asyncio.create_task(BatchJob(context_of(directory), row).run())
+        context = context_of(directory)
+        context.clock = clock
+        running = asyncio.create_task(BatchJob(context, row).run())
         await asyncio.sleep(0.05)
         slept_s = 2 * HOUR_S
         async with asyncio.timeout(10):

@@ -112,9 +112,12 @@ def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Pa
     running, ended = added(store), added(store, "batch_1")
     store.advance(ended, BatchState.FAILED)
     now = int(time.time())
+    assert store.remove_old(now, keep_s=100, oldest=6) == []
     assert store.remove_old(now, keep_s=100) == ["file-1"]  # file-0 is being read
     assert store.file_ids() == {"file-0", "file-2"}
     assert store.batch(running) and store.batch(ended), "it ended just now, whenever it began"
+    store.remove_old(now + 200, keep_s=100, oldest=now + 150)
+    assert store.batch(ended)
     store.remove_old(now + 200, keep_s=100)
     assert store.batch(running) and not store.batch(ended)
     store.close()

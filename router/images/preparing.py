@@ -16,7 +16,12 @@ from pathlib import Path
 from router.errors import InvalidRequest, NotSupported, Unavailable
 from router.images.content import EncodedImage, encoded_image
 from router.images.decoder import DecodeJob
-from router.images.decoder_process import TIME_LIMIT_S, DecoderLost, DecoderProcess
+from router.images.decoder_process import (
+    TIME_LIMIT_S,
+    DecoderAnswer,
+    DecoderLost,
+    DecoderProcess,
+)
 from router.images.fetching import ImageFetcher, NotFetched
 from router.images.memory import HeldMemory, ImageCache, ImageMemory
 from router.images.metrics import ImageMetrics
@@ -182,9 +187,8 @@ class ImagePreparer:
         )
         process = self._idle.get()
         try:
-            answer, frames = process.prepare(job, content.data)
+            answer, frames = self._answer(process, job, content.data)
         except DecoderLost as error:
-            self._metrics.lost()
             if error.is_late:
                 raise ImageRefused(
                     "time", f"took more than {TIME_LIMIT_S:g} s to decode."
@@ -203,6 +207,18 @@ class ImagePreparer:
             raise ImageRefused(answer.reason, answer.text)
         self._metrics.prepared(answer.seconds)
         return ModelImage(answer.digest, answer.expansion, answer.specs, frames)
+
+    def _answer(self, process: DecoderProcess, job: DecodeJob, content: bytes) -> DecoderAnswer:
+        """Raises OSError, and `DecoderLost` if the image has cost a second process too: the first
+        may have been killed or stopped for another reason."""
+        for is_last in (False, True):
+            try:
+                return process.prepare(job, content)
+            except DecoderLost:
+                self._metrics.lost()
+                if is_last:
+                    raise
+        raise AssertionError
 
 
 class _Lock:

@@ -29,7 +29,8 @@ def text_tokens(renderer: Renderer, text: str, limit: int, *, truncate: bool) ->
     if not truncate:
         raise too_long(len(found), limit)
     inner = renderer.encode(text, add_special_tokens=False)
-    before = next((i for i in range(len(found)) if found[i : i + len(inner)] == inner), len(found))
+    added = max(0, len(found) - len(inner))  # all other places are too late; each is a long copy
+    before = next((i for i in range(added + 1) if found[i : i + len(inner)] == inner), len(found))
     after = found[before + len(inner) :]
     kept = limit - before - len(after)
     return found[:before] + inner[:kept] + after if kept > 0 else found[:limit]

@@ -239,6 +239,7 @@ class ModelReplicas:
         same_weights = other.hello.fingerprint == self.hello.fingerprint
         same_tokens = other.tokenizer_files == self.tokenizer_files
         same_tokens &= not has_images or other.hello.vision == self.hello.vision
+        same_tokens &= other.hello.text_task == self.hello.text_task
         if names_adapter and not any(engine.takes_adapters for engine in other.engines):
             return self
         return other if same_tokens and (same_weights or not has_output) else self

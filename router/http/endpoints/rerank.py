@@ -28,6 +28,7 @@ from router.errors import (
 )
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.sequences.remote_texts import Rows
 from router.fleet.tasks import models_for
 from router.openai.embeddings import audit
 from router.schemas.requests import Count, RequestBody
@@ -244,11 +245,20 @@ async def _cosines(
     found: EncodedTexts = await embed_texts(
         router, model, caller, texts, field="text_2", truncate=bool(body.truncate), size=2 * size
     )
-    firsts, seconds = found.rows[0::2], found.rows[1::2]
+    rows = found.rows
+    cosines = await router.work.run_large(
+        caller.tenant.name, lambda: _cosines_of(rows), rows.size * 4
+    )
+    return cosines, found.num_tokens
+
+
+def _cosines_of(rows: Rows) -> list[float]:
+    """Return the cosine of each two rows, (2 * pairs, dimensions)."""
+    firsts, seconds = rows[0::2], rows[1::2]
     lengths = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
     products = (firsts * seconds).sum(1)
     cosines: list[float] = (products / np.where(lengths > 0, lengths, 1)).tolist()
-    return cosines, found.num_tokens
+    return cosines
 
 
 def _caller(http: Request, priority: int | None) -> Caller:

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.soak.__main__ import soak
 from tests.e2e.soak.report import grows
 
-MINUTES = 0.75
+MINUTES = 0.3
 SLACK_BYTES = 64 * 2**20
 """Heaps and caches still fill up during so short a run."""
 
@@ -19,8 +19,8 @@ SLACK_BYTES = 64 * 2**20
 def test_a_short_time_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
     report = soak(tiny_model("llama"), MINUTES, slack_bytes=SLACK_BYTES)
     assert not report.findings, "\n".join(report.lines())
-    assert report.counts["answers"] > 60, report.lines()
-    assert report.counts["repeat greedy"] > 5, report.lines()
+    assert report.counts["answers"] > 25, report.lines()
+    assert report.counts["repeat greedy"] > 2, report.lines()
 
 
 def test_a_leak_is_growth_but_filling_up_is_not() -> None:

@@ -29,6 +29,7 @@ from shared.wire import (
     Refused,
     SamplingParams,
     Submit,
+    TextTask,
     Usage,
     Vision,
 )
@@ -221,6 +222,15 @@ def test_adapters_are_not_given_to_a_version_that_takes_none() -> None:
     assert before.version_for(has_output=False, names_adapter=True) is before
     after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
     assert before.version_for(has_output=False, names_adapter=True) is after
+
+
+def test_texts_are_not_given_to_a_version_with_other_vectors() -> None:
+    """Their tokens contain its prompt, and their rows have its width."""
+    before, after = (version(text_task=TextTask(dimensions=size)) for size in (64, 32))
+    before.successor = after
+    assert before.version_for(has_output=False) is before
+    after.hello = before.hello
+    assert before.version_for(has_output=False) is after
 
 
 def test_all_texts_of_a_request_are_of_the_same_weights() -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from router.images.decoder import DecodeJob
 from router.images.decoder_process import DecoderLost, DecoderProcess
+from router.images.metrics import ImageMetrics
+from router.images.preparing import ImagePreparer
+from shared.settings import Settings
 from tests.router.conftest import eventually
 from tests.router.images.pictures import VISION, encoded, picture, png_header
 from tests.vision_models import needs_mlx_vlm
@@ -52,6 +56,22 @@ def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: De
         process.prepare(job, encoded(picture()))
     assert not lost.value.is_late
     assert process.prepare(job, encoded(picture())).answer.reason is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_image_is_not_blamed_for_one_lost_process(
+    process: DecoderProcess, job: DecodeJob, number: signal.Signals
+) -> None:
+    preparer = ImagePreparer(Settings(), ImageMetrics(CollectorRegistry()))
+    process.prepare(job, encoded(picture()))
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    if number == signal.SIGKILL:
+        threading.Timer(0.2, os.kill, (pid, number)).start()
+    assert preparer._answer(process, job, encoded(picture())).answer.reason is None
+    assert process.pid != pid
+    preparer.close()
 
 
 def test_a_process_that_died_has_the_time_of_a_start_again(

@@ -43,6 +43,9 @@ ABANDON_EVERY_S = 0.5
 killed process takes longer than compiling most grammars."""
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Memory limit in addition to what the process has mapped when it is ready."""
+PROCESSES_LOST = 2
+"""Processes that a grammar may cost before it is rejected, which is remembered: the first may have
+been killed for another reason."""
 TRIED_TOKENS = 16
 
 
@@ -68,6 +71,18 @@ class GrammarChecker:
     def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Raise `GrammarError` if ``grammar`` is invalid or exceeds the limits, or once it is not
         wanted any more; `CheckerUnavailable`."""
+        for _ in range(PROCESSES_LOST):
+            answer = self._try(grammar, is_wanted)
+            if answer is not None:
+                break
+        else:
+            raise GrammarError("it is too deep or too large to compile")
+        message, param = msgspec.msgpack.decode(answer, type=tuple[str, str | None])
+        if message:
+            raise GrammarError(message, param=param)
+
+    def _try(self, grammar: Grammar, is_wanted: Callable[[], bool]) -> bytes | None:
+        """Return the reply, None if the process exited."""
         process = self._running_process()
         try:
             assert process.stdin is not None
@@ -81,10 +96,7 @@ class GrammarChecker:
             raise GrammarError(why, transient=True) from None
         if answer is None:
             self._kill()
-            raise GrammarError("it is too deep or too large to compile")
-        message, param = msgspec.msgpack.decode(answer, type=tuple[str, str | None])
-        if message:
-            raise GrammarError(message, param=param)
+        return answer
 
     def close(self) -> None:
         """Stop the process permanently, even while it compiles. Any thread may call it."""
@@ -131,13 +143,16 @@ class GrammarChecker:
     ) -> bytes | None:
         """Return the next reply, None if the process exited. Raises TimeoutError."""
         assert process.stdout is not None
-        deadline = time.monotonic() + limit_s
+        left, last = limit_s, time.monotonic()
         data = b""
         while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no answer within {limit_s:g} s")
-            if not select.select([process.stdout], [], [], min(left, ABANDON_EVERY_S))[0]:
+            ready = select.select([process.stdout], [], [], max(0, min(left, ABANDON_EVERY_S)))[0]
+            now = time.monotonic()
+            # A longer wait is a machine that slept, on which the process did not run either.
+            left, last = left - min(now - last, 2 * ABANDON_EVERY_S), now
+            if not ready:
+                if left <= 0:
+                    raise TimeoutError(f"no answer within {limit_s:g} s")
                 if not is_wanted():
                     raise TimeoutError("no request waits for it")
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -129,6 +130,20 @@ def test_a_killed_process_is_replaced(
     wait_until(lambda: checker.pid is None)
     checker.check(lark('start: "a"'))
     assert checker.pid not in (None, pid)
+
+
+def test_a_process_that_is_killed_while_it_compiles_rejects_no_grammar(
+    vocabulary: TokenizerSpec,
+) -> None:
+    checker = GrammarChecker(vocabulary)
+    checker.check(schema({"type": "object"}))
+    pid = checker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    checker.check(schema({"type": "object"}))
+    assert checker.pid not in (None, pid)
+    checker.close()
 
 
 def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(

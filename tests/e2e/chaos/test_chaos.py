@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.process import ROOT
 
-SECONDS = 30
+SECONDS = 15
 PATIENCE_S = 550
 
 

@@ -92,7 +92,7 @@ class Chaos:
             names = (*site.models, *site.adapters)
             questions = make_questions(names, self.seed)
             if self.seconds < LONG_S:  # learning would take longer than the run
-                questions = questions[::5]
+                questions = questions[::3]
             self.answers = await asyncio.to_thread(learn, site.url, f"sk-{KEYS[0]}", questions)
             print_line(f"{len(self.answers)} of {len(questions)} questions have clear answers")
             if missing := {*names} - {question.body["model"] for question, _ in self.answers}:

@@ -29,6 +29,7 @@ COMPARISONS = {
     "router": "router.alone",
     "fleet": "router.fleet",
     "agents": "serving.agents",
+    "batches": "serving.batches",
     "growth": "serving.growth",
     "profile": "serving.host_time",
     "restart": "serving.restart",

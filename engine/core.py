@@ -106,14 +106,23 @@ class EngineCore:
         """
         self._handle_messages(self._inbox.take(wait_s))
         if self._adapter_queue.is_waiting:
-            for placed in self._adapter_queue.take(self._scheduler.adapters):
-                self._submit_placed(placed)
+            self._place_adapters()
         worked = self._step()
         self._send_outputs()
         self._report_stats(worked)
         if not worked:
             self._on_idle()
         return worked
+
+    def _place_adapters(self) -> None:
+        """Submit the requests whose adapters have places now. Requests of batches give a place
+        back if another request needs it."""
+        queue, scheduler = self._adapter_queue, self._scheduler
+        for placed in queue.take(*scheduler.sequences.adapters):
+            self._submit_placed(placed)
+        if queue.wanted_place is not None:
+            for request, grammar in scheduler.withdraw(queue.wanted_place):
+                self._submit_placed(queue.add(request, grammar))
 
     def _handle_messages(self, items: list[InboxMessage]) -> None:
         for item in items:

@@ -52,6 +52,10 @@ class AdapterPlaces:
         per_column = sum(shape.inputs + shape.outputs for shape in self.shapes.values())
         return 4 * (self.count + 1 + MAX_AHEAD) * columns_of(self.max_rank) * per_column
 
+    def place_of(self, digest: str) -> int:
+        """Return the place of an adapter that has one."""
+        return self._places[digest]
+
     def find(self, digest: str) -> int | None:
         """Return the place of an adapter and mark it as used now; None if it has no place."""
         place = self._places.pop(digest, None)

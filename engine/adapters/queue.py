@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from engine.adapters.places import MAX_AHEAD, AdapterPlaces
 from shared import wire
 
 MAX_CHECKS = 16
+SWAP_SHARE = 0.2
+"""Max share of the time in which adapters are read and put in their places while other requests
+run: a client that alternates adapters must not slow others down."""
 
 
 class AdapterRead(NamedTuple):
@@ -21,6 +25,7 @@ class AdapterRead(NamedTuple):
     path: str
     outcome: AdapterWeights | AdapterError
     check: wire.CheckAdapter | None = None  # from a router, None for a request
+    seconds: float = 0.0  # that reading it took
 
 
 class AdapterReader:
@@ -38,13 +43,14 @@ class AdapterReader:
 
     def _read(self, path: str, check: wire.CheckAdapter | None) -> None:
         outcome: AdapterWeights | AdapterError
+        began = time.perf_counter()
         try:
             outcome = read(Path(path), self._shapes, self._max_rank)
         except AdapterError as error:
             outcome = error
         except Exception as error:  # such as too little memory: only this adapter fails
             outcome = AdapterError(f"the adapter in {path} cannot be read: {error!r}")
-        self._done(AdapterRead(path, outcome, check))
+        self._done(AdapterRead(path, outcome, check, time.perf_counter() - began))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -67,17 +73,26 @@ class AdapterQueue:
 
     Requests without an adapter, or with a loaded one, pass at once. If no place is free, an
     adapter replaces the least recently used one as soon as no request uses it; new requests for
-    the replaced adapter wait behind. Only the main thread uses this."""
+    the replaced adapter wait behind. Requests of batches wait behind all others, and give their
+    places back to them. Only the main thread uses this."""
 
-    def __init__(self, places: AdapterPlaces | None, reader: AdapterReader | None) -> None:
+    def __init__(
+        self,
+        places: AdapterPlaces | None,
+        reader: AdapterReader | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """If ``places`` or ``reader`` is None, every request for an adapter is refused."""
-        self._places, self._reader = places, reader
+        self._places, self._reader, self._clock = places, reader, clock
         self._waiting: list[tuple[wire.Submit, object]] = []
         self._reading: dict[str, str] = {}  # the expected digest, by path
-        self._ready: dict[str, AdapterWeights] = {}  # adapters waiting for a place, by digest
+        self._ready: dict[str, AdapterRead] = {}  # adapters waiting for a place, by digest
         self._closing: str | None = None
         """The adapter that will lose its place next."""
+        self._next_swap_at = 0.0
         self._checks = 0
+        self.wanted_place: int | None = None
+        """The place that the last `take` needs back from requests of batches."""
 
     @property
     def is_waiting(self) -> bool:
@@ -106,14 +121,18 @@ class AdapterQueue:
         self._read_ahead()
         return None
 
-    def take(self, used: Collection[int]) -> Iterator[PlacedOrRefused]:
+    def take(
+        self, used: Collection[int], withdrawable: Collection[int] = ()
+    ) -> Iterator[PlacedOrRefused]:
         """Yield the requests that no longer have to wait. ``used`` are the places of running
-        requests."""
-        self._closing = None
+        requests, of which those in ``withdrawable`` have requests of batches only. Afterwards
+        `wanted_place` is one of these if a request needs it."""
+        self._closing = self.wanted_place = None
         taken, left = {*used}, []
+        self._waiting.sort(key=lambda pair: pair[0].is_background)
         for request, grammar in self._waiting:
             try:
-                place = self._place_for(request.adapter_digest, taken)
+                place = self._place_for(request, taken, withdrawable)
             except AdapterError as error:
                 yield _refused(request, "full", str(error))
                 continue
@@ -123,8 +142,8 @@ class AdapterQueue:
                 taken.add(place)
                 yield PlacedRequest(request, grammar, place)
         self._waiting = left
-        wanted = {request.adapter_digest for request, _ in left}
-        self._ready = {digest: one for digest, one in self._ready.items() if digest in wanted}
+        first = [*dict.fromkeys(request.adapter_digest for request, _ in left)][:MAX_AHEAD]
+        self._ready = {digest: one for digest, one in self._ready.items() if digest in first}
         self._read_ahead()
 
     def on_read(self, done: AdapterRead) -> list[wire.Refused | wire.AdapterChecked]:
@@ -136,7 +155,7 @@ class AdapterQueue:
             return [_checked(done.check, outcome)]
         wanted = self._reading.pop(done.path)
         if isinstance(outcome, AdapterWeights) and outcome.digest == wanted:
-            self._ready[wanted] = outcome
+            self._ready[wanted] = done
             return []
         if isinstance(outcome, AdapterWeights):
             why = f"the adapter in {done.path} has changed since it was loaded: load it again"
@@ -156,7 +175,7 @@ class AdapterQueue:
         elif self._checks >= MAX_CHECKS:
             error = "too many adapters are being read"
         if error is not None:
-            return wire.AdapterChecked(name=asked.name, path=asked.path, error=error)
+            return _checked(asked, AdapterError(error))
         assert self._reader is not None
         self._checks += 1
         self._reader.start(asked.path, asked)
@@ -177,8 +196,10 @@ class AdapterQueue:
         if self._reader is not None:
             self._reader.close()
 
-    def _place_for(self, digest: str, used: set[int]) -> int | None:
-        places = self._places
+    def _place_for(
+        self, request: wire.Submit, used: set[int], withdrawable: Collection[int]
+    ) -> int | None:
+        places, digest = self._places, request.adapter_digest
         assert places is not None
         if self._closing is None or digest != self._closing:
             place = places.find(digest)
@@ -186,11 +207,29 @@ class AdapterQueue:
                 return place
         if digest not in self._ready or self._closing is not None:
             return None
-        place = places.put(self._ready[digest], used)
-        if place is None:
-            self._closing = places.digests[0]
+        if used and self._clock() < self._next_swap_at:
             return None
-        del self._ready[digest]
+        place = self._put(digest, used)
+        if place is not None:
+            return place
+        self._closing = places.digests[0]
+        if not request.is_background:
+            victim = places.victim(used.difference(withdrawable))
+            if victim is not None:
+                self._closing, self.wanted_place = victim, places.place_of(victim)
+        return None
+
+    def _put(self, digest: str, used: Collection[int]) -> int | None:
+        """Return the place that the read adapter now has, None if all are in ``used``."""
+        assert self._places is not None
+        done, began = self._ready[digest], self._clock()
+        assert isinstance(done.outcome, AdapterWeights)
+        place = self._places.put(done.outcome, used)
+        if place is not None:
+            del self._ready[digest]
+            ended = self._clock()
+            took_s = done.seconds + ended - began
+            self._next_swap_at = ended + took_s * (1 - SWAP_SHARE) / SWAP_SHARE
         return place
 
     def _read_ahead(self) -> None:
@@ -218,11 +257,13 @@ def _checked(
     check: wire.CheckAdapter, outcome: AdapterWeights | AdapterError
 ) -> wire.AdapterChecked:
     if isinstance(outcome, AdapterError):
-        return wire.AdapterChecked(name=check.name, path=check.path, error=str(outcome))
+        return wire.AdapterChecked(
+            name=check.name, path=check.path, number=check.number, error=str(outcome)
+        )
     found = wire.AdapterRef(
         name=check.name, path=check.path, digest=outcome.digest, rank=outcome.rank
     )
-    return wire.AdapterChecked(name=check.name, path=check.path, adapter=found)
+    return wire.AdapterChecked(name=check.name, path=check.path, number=check.number, adapter=found)
 
 
 def _refused(request: wire.Submit, reason: wire.RefusalReason, message: str) -> wire.Refused:

@@ -126,6 +126,15 @@ class Scheduler:
             self._counters.aborts += 1
             self._end(seq)
 
+    def withdraw(self, adapter: int) -> list[tuple[wire.Submit, object]]:
+        """End the requests with the adapter in this place. Return them with their grammars: if
+        submitted again, they continue after their last token."""
+        found = [seq for seq in self.sequences.live.values() if seq.adapter == adapter]
+        for seq in found:
+            self._end(seq)
+        self._counters.preemptions += len(found)
+        return [(seq.continuation, seq.grammar) for seq in found]
+
     def drop(self, requests: Collection[tuple[str, int]]) -> None:
         """Forget ``requests``, a set of (id, attempt), because their router is gone."""
         for request_id, attempt in requests:
@@ -260,11 +269,6 @@ class Scheduler:
     def live(self) -> list[wire.LiveRequest]:
         """Return every request with its progress."""
         return report.live_requests(self.sequences, self.planner.prefilling.passes, self.config)
-
-    @property
-    def adapters(self) -> set[int]:
-        """The adapter places of all requests."""
-        return {seq.adapter for seq in self.sequences.live.values()}
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes to this

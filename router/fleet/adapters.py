@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class Adapters:
         """``send`` sends a message to an engine, and returns False if it could not."""
         self._registry, self._supervised, self._send = registry, supervised, send
         self._lock = asyncio.Lock()
-        self._asked: tuple[str, str] = "", ""  # name and path of what engines read now
+        self._question = CheckAdapter(name="", path="")  # what engines read now
         self._answers: dict[Engine, asyncio.Future[AdapterChecked]] = {}
 
     @property
@@ -82,22 +82,25 @@ class Adapters:
         ]
         configured = [
             ListedAdapter(model.names[0], model.names, name)
-            for model in self._supervised.models.values()
+            for model in self._unloaded()
             for name in model.adapters
-            if model.names[0] not in models
         ]
         return [*served, *configured]
 
     def find(self, name: str) -> ServedAdapter | None:
-        """Return the adapter called ``name``, with or without its model's name before it. Raises
-        `ModelNotFound` if several models have one of that name."""
+        """Return the adapter called ``name``, with or without its model's name before it; None
+        if there is none, or if its model is not loaded. Raises `ModelNotFound` if several models
+        have one of that name, whether they are loaded or not."""
         base, separator, own = name.rpartition(SEPARATOR)
         model = self._registry.find_model(base) if separator else None
         if model is not None and own in model.adapters:
             return ServedAdapter(model, model.adapters[own])
-        models = [each for each in self._registry.models.values() if name in each.adapters]
-        if len(models) > 1:
-            choices = ", ".join(f"{each.id}{SEPARATOR}{name}" for each in models)
+        loaded = self._registry.models
+        models = [each for each in loaded.values() if name in each.adapters]
+        configured = [each.names[0] for each in self._configured_with(name)]
+        if len(models) + len(configured) > 1:
+            ids = [*(each.id for each in models), *configured]
+            choices = ", ".join(f"{each}{SEPARATOR}{name}" for each in ids)
             raise ModelNotFound(f"'{name}' is an adapter of several models: {choices}.")
         return ServedAdapter(models[0], models[0].adapters[name]) if models else None
 
@@ -152,7 +155,11 @@ class Adapters:
 
     def on_checked(self, engine: Engine, message: AdapterChecked) -> None:
         answer = self._answers.get(engine)
-        if answer is not None and not answer.done() and self._asked == (message.name, message.path):
+        asked = self._question
+        is_late = message.number not in (asked.number, 0)
+        if is_late or (message.name, message.path) != (asked.name, asked.path):
+            return
+        if answer is not None and not answer.done():
             answer.set_result(message)
 
     def on_decisions(self, engine: Engine, message: AdapterDecisions) -> None:
@@ -176,6 +183,15 @@ class Adapters:
             answer.set_exception(Unavailable(f"The engine {engine.name} was lost meanwhile."))
 
     # -- inside ----------------------------------------------------------------
+
+    def _unloaded(self) -> Iterator[ConfiguredModel]:
+        """Yield the configured models that are not loaded."""
+        loaded = self._registry.models
+        return (each for each in self._supervised.models.values() if each.names[0] not in loaded)
+
+    def _configured_with(self, name: str) -> list[ConfiguredModel]:
+        """Return the configured models that are not loaded and have an adapter called ``name``."""
+        return [each for each in self._unloaded() if name in each.adapters]
 
     def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
         """Decide for ``model``, and for its versions with the same weights, of which one may be
@@ -219,11 +235,12 @@ class Adapters:
         """Have all ``engines`` read an adapter. Raises `InvalidRequest` unless all find the same,
         and `Unavailable` if one does not answer."""
         loop = asyncio.get_running_loop()
-        self._asked = name, path
+        number = self._question.number + 1
+        question = self._question = CheckAdapter(name=name, path=path, number=number)
         self._answers = {engine: loop.create_future() for engine in engines}
         try:
             for engine in engines:
-                if not self._send(engine, CheckAdapter(name=name, path=path)):
+                if not self._send(engine, question):
                     raise Unavailable(f"The engine {engine.name} cannot be reached.")
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 answers = await asyncio.gather(*self._answers.values())

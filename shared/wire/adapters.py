@@ -29,6 +29,7 @@ class CheckAdapter(Message, frozen=True, tag="check_adapter"):
 
     name: str
     path: str  # a directory, where the engine is
+    number: int = 0  # tells it from earlier ones of the router
 
 
 class AdapterChecked(Message, frozen=True, tag="adapter_checked"):
@@ -36,6 +37,7 @@ class AdapterChecked(Message, frozen=True, tag="adapter_checked"):
 
     name: str
     path: str
+    number: int = 0  # that of the question; 0 from an engine of an older release
     adapter: AdapterRef | None = None
     error: str | None = None  # why it cannot be used
 

@@ -10,6 +10,7 @@ from shared.wire.adapters import AdapterChecked, AdapterDecisions, AdapterRef, C
 from shared.wire.codec import PROTOCOL_VERSION, Message
 from shared.wire.images import PROCESSOR_FILES, ImagePart, Vision
 from shared.wire.parts import (
+    BACKGROUND_PRIORITY,
     Delta,
     EngineStats,
     Grammar,
@@ -88,6 +89,11 @@ class Submit(Message, frozen=True, tag="submit"):
     def adapter_digest(self) -> str:
         """The digest of the adapter's content; empty without an adapter."""
         return "" if self.adapter is None else self.adapter.digest
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it belongs to a batch: it gives way to all other requests."""
+        return self.priority <= BACKGROUND_PRIORITY
 
     @property
     def waiting(self) -> LiveRequest:

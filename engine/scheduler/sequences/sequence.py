@@ -6,6 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from engine.plan import Payload, Slot
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.thinking import ThinkingProgress
@@ -153,7 +155,7 @@ class Sequence:
     def is_background(self) -> bool:
         """Whether it belongs to a batch: it gives up its row, its slot and its prompt's time to
         any other sequence that needs them."""
-        return self.request.priority <= wire.BACKGROUND_PRIORITY
+        return self.request.is_background
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -163,6 +165,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Number of known outputs, including those of earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def continuation(self) -> wire.Submit:
+        """A request for its remaining outputs."""
+        generated = self.token_ids[self.num_prompt_tokens :]
+        return msgspec.structs.replace(self.request, generated=generated, prompt_logprobs=None)
 
     @property
     def max_positions(self) -> int:

@@ -61,6 +61,19 @@ class SequenceTable:
     def count(self, *statuses: Status) -> int:
         return sum(len(self._by_status[status]) for status in statuses)
 
+    @property
+    def adapters(self) -> tuple[set[int], set[int]]:
+        """The adapter places of all sequences, also of those whose last blocks are being saved,
+        and the places whose sequences may all be withdrawn: those of batches. A sequence that
+        sends log-probabilities of its prompt stays, because they would be sent twice."""
+        used = {seq.adapter for seq in (*self.live.values(), *self.leaving)}
+        needed = {
+            seq.adapter
+            for seq in self.live.values()
+            if not seq.is_background or seq.needs_prompt_logprobs
+        }
+        return used, used - needed - {0}
+
     def has_foreground(self, *statuses: Status) -> bool:
         """Return whether any sequence with one of ``statuses`` is not a background sequence."""
         return any(not seq.is_background for each in statuses for seq in self._by_status[each])

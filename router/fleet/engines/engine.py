@@ -137,13 +137,13 @@ class ModelReplicas:
         self.decisions = DecisionTable()
         """What administrators have decided about their names."""
 
-    def add_adapters(self, hello: Hello) -> None:
-        """Take in the adapters of an engine's settings, but for names that an administrator has
-        decided on."""
-        for adapter in hello.adapters[:MAX_NAMED_ADAPTERS]:
-            sound = is_sound(AdapterDecision(name=adapter.name, adapter=adapter, version=1))
-            if sound and adapter.name not in self.decisions:
-                self.adapters[adapter.name] = adapter
+    def update_adapters(self) -> None:
+        """Name the adapters of the engines' settings, except where an administrator has decided
+        on a name. An adapter that no engine has in its settings any more loses its name."""
+        of_settings = [one for each in self.engines for one in _sound_adapters(each.hello)]
+        self.adapters = {one.name: one for one in of_settings if one.name not in self.decisions}
+        decided = (each.adapter for each in self.decisions.all)
+        self.adapters |= {one.name: one for one in decided if one is not None}
 
     def apply(self, decisions: Iterable[AdapterDecision]) -> bool:
         """Let names stand for what administrators have decided. Return whether any is new."""
@@ -243,6 +243,15 @@ class ModelReplicas:
         if names_adapter and not any(engine.takes_adapters for engine in other.engines):
             return self
         return other if same_tokens and (same_weights or not has_output) else self
+
+
+def _sound_adapters(hello: Hello) -> list[AdapterRef]:
+    """Return the adapters of an engine's settings that requests may name."""
+    return [
+        adapter
+        for adapter in hello.adapters[:MAX_NAMED_ADAPTERS]
+        if is_sound(AdapterDecision(name=adapter.name, adapter=adapter, version=1))
+    ]
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class Registry:
         self._unregistered.pop(peer, None)
         self._engines[peer] = engine
         model.engines.append(engine)
-        model.add_adapters(hello)
+        model.update_adapters()
         self._listener.on_engine_joined(engine)
         logger.info("engine %s joined: model %s", hello.engine, hello.model)
         # Makes it drop the requests of a router that is gone, in case it sent the `Hello` unasked.

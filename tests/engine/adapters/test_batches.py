@@ -15,8 +15,9 @@ import pytest
 from engine.adapters.checkpoint import Shape
 from engine.adapters.layers import linear_layers, shape_of
 from engine.backend.gpu_path import forced_gpu_path
-from engine.model.load import load
+from engine.model.load import load, resolve
 from shared.wire import AdapterRef
+from shared.wire.parts import BACKGROUND_PRIORITY
 from tests.engine.adapters.random_adapters import random_adapter
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE, Kind, make_quantized
@@ -78,7 +79,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
-def check(case: Case, asked: dict[str, tuple[list[int], int]]) -> None:
+def check(case: Case, asked: dict[str, tuple[list[int], int]], close: float = CLOSE) -> None:
     """Compare the answers to ``asked``, prompts and numbers of adapters, with mlx-lm's own."""
     for number in range(COUNT + 1):
         path = str(case.adapters[number]) if number < COUNT else None
@@ -92,9 +93,9 @@ def check(case: Case, asked: dict[str, tuple[list[int], int]]) -> None:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             theirs = mx.take_along_axis(logprobs, mx.array(text)[:, None], axis=-1)[:, 0]
             ours = [found.chosen for found in case.whole.logprobs[name]]
-            assert mx.max(mx.abs(mx.array(ours) - theirs)).item() < CLOSE, (name, number)
+            assert mx.max(mx.abs(mx.array(ours) - theirs)).item() < close, (name, number)
             best = mx.max(logprobs, axis=-1) - theirs
-            assert mx.max(best).item() < CLOSE, (name, number)
+            assert mx.max(best).item() < close, (name, number)
 
 
 def test_eight_adapters_mixed_with_none_are_each_as_mlx_lm_computes_it_alone(case: Case) -> None:
@@ -121,14 +122,19 @@ def mixed(count: int, seed: int = 5) -> dict[str, tuple[list[int], int]]:
     }
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(
+    ("bits", "kv_bits", "close"),
+    [(None, 16, CLOSE), (4, 16, CLOSE), (None, 8, 0.2)],
+    ids=["", "quantized weights", "quantized KV"],
+)
 def test_a_row_has_the_same_bits_whatever_adapters_are_in_its_batch(
-    tiny_model: Callable[..., Path], tmp_path: Path, bits: int | None
+    tiny_model: Callable[..., Path], tmp_path: Path, bits: int | None, kv_bits: int, close: float
 ) -> None:
     model = tiny_model("llama")
     if bits:
         model = make_quantized(model, tmp_path / "quantized", bits)
-    case = make_case(model, tmp_path, cpu_precision="compact" if bits else "auto")
+    precision = "compact" if bits else "auto"
+    case = make_case(model, tmp_path, cpu_precision=precision, kv_bits=kv_bits)
     assert case.whole.executor.deterministic
     asked = mixed(12)
     run_all(case, asked)
@@ -139,6 +145,18 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_in_its_batch(
         run_all(case, {name: one})
         texts[name], logprobs[name] = case.whole.texts[name], case.whole.logprobs[name]
     assert (texts, logprobs) == together
+    check(case, asked, close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"spec_decode": "ngram"}], ids=["", "drafts"])
+def test_eight_adapters_of_the_demo_are_each_as_mlx_lm_computes_it_alone(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    case = make_case(resolve("demo-fp32"), tmp_path, **settings)
+    asked = mixed(9 if settings else 18)
+    run_all(case, asked, 12)
+    assert {adapter for _, adapter in asked.values()} == set(range(COUNT + 1)) or settings
     check(case, asked)
 
 
@@ -193,6 +211,33 @@ def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
     assert "there is no such directory" in refused["r5"].message
     assert "has changed since it was loaded" in refused["r6"].message
     check(case, {name: one for name, one in asked.items() if name not in refused})
+
+
+def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = make_case(tiny_model("llama"), tmp_path, max_adapters=1, spec_decode="ngram")
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(3))}
+
+    def submit(name: str, tokens: int, **fields: Any) -> None:
+        prompt, adapter = asked[name]
+        case.whole.submit(name, prompt, tokens, logprobs=1, adapter=case.refs[adapter], **fields)
+
+    for name in ("r0", "r1"):
+        submit(name, 60, priority=BACKGROUND_PRIORITY)
+    while not any(len(case.whole.texts[name]) > 4 for name in ("r0", "r1")):
+        case.whole.turn()
+    submit("r2", 6)
+    while "r2" not in case.whole.ends:
+        case.whole.turn()
+        assert not {"r0", "r1"} & case.whole.ends.keys()
+    case.whole.run()
+    assert {name: len(text) for name, text in case.whole.texts.items()} == {
+        "r0": 60,
+        "r1": 60,
+        "r2": 6,
+    }
+    check(case, asked)
 
 
 def test_an_abort_while_an_adapter_is_read_leaves_the_others(

@@ -13,6 +13,9 @@ import mlx.core as mx
 from greenlet import greenlet
 from mlx import nn
 
+from engine.backend import graphs
+from engine.vision.host import HostLayers
+
 Arrays = dict[str, mx.array]
 
 
@@ -39,6 +42,15 @@ class VisionEncoder:
         self._gate = _Gate()
         self.layers = _divide(model, self._gate)
         """Number of parts of a pass that can be computed separately."""
+
+    def use_host(self) -> None:
+        """Compute layers outside of MLX from now on, if ONNX Runtime can be used here."""
+        if not graphs.unusable():
+            self._gate.host = HostLayers()
+
+    @property
+    def host(self) -> HostLayers | None:
+        return self._gate.host
 
     def begin(self, token_ids: Sequence[int], arrays: Arrays) -> EncoderPass:
         """Return the pass for a picture with ``token_ids`` in a prompt, and these ``arrays``."""
@@ -102,9 +114,10 @@ class EncoderPass:
 
 
 class _Gate:
-    """Holds the pass that is being computed."""
+    """Holds the pass that is being computed, and what computes layers in place of MLX."""
 
     current: EncoderPass | None = None
+    host: HostLayers | None = None
 
 
 class _TowerLayer(nn.Module):  # type: ignore[misc]
@@ -116,9 +129,12 @@ class _TowerLayer(nn.Module):  # type: ignore[misc]
         self._gate = gate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        host = self._gate.host
+        if host is not None and host.is_tracing:  # within another layer
+            return self.layer(*args, **kwargs)
         if (current := self._gate.current) is not None:
             current.enter_layer([*args, *kwargs.values()])
-        return self.layer(*args, **kwargs)
+        return self.layer(*args, **kwargs) if host is None else host.call(self.layer, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

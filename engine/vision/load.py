@@ -116,6 +116,7 @@ def _opened(
         setattr(model, name, None)
     if widen:
         model.set_dtype(mx.float32)
+        encoder.use_host()
     mx.eval(model.parameters())
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(PIXELS * room_bytes, merge))

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from mlx import nn
 
+from engine.backend import graphs
 from engine.backend.gpu_path import forced_gpu_path
+from engine.batch import device
 from engine.plan import Plan
 from engine.replica.vision import served_vision
 from shared.wire import SamplingParams
@@ -30,6 +32,8 @@ needs_mlx_vlm()
 
 TOKENS = 8
 SIZE = 4
+LAYERS_OF_MLX = ("gemma4", "kimi_vl")
+"""Families whose towers compute indices or complex numbers, which ONNX Runtime's graphs do not."""
 BLOCK_OF = {"block_size": SIZE, "no_ssd": True, "num_blocks": 800}
 
 
@@ -125,6 +129,10 @@ def test_answers_are_mlx_vlms(seeing: Callable[..., Seeing], family: str) -> Non
     for name, request in one.requests.items():
         one.assert_oracles(name, request)
     one.assert_same(*one.requests)
+    assert one.whole.replica.vision is not None
+    host = one.whole.replica.vision.encoder.host
+    assert (host is not None) == (device.uses_host() and not graphs.unusable())
+    assert host is None or bool(host.refused) == (family in LAYERS_OF_MLX)
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5", "kimi_vl"])

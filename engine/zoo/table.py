@@ -40,10 +40,6 @@ not right, or how the model is batched; Metal itself computes with other kernels
 The column "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two processes
 compute each of them on the CPU, through the same stages, and are compared with the whole model.
 
-Checkpoints of these model types take images, through mlx-vlm ([how](design/images.md)): {pictures}.
-Each is compared with mlx-vlm's logits (`tests/engine/replica/test_pictures.py`). The language model
-is batched and cached like its row here. Of any other model with a part for images, text is served.
-
 * On a CPU: {summary}.
 * As on a GPU: {summary_gpu}.
 * On 2 ranks: {divided} can be divided, {divided_right} right.
@@ -51,10 +47,21 @@ is batched and cached like its row here. Of any other model with a part for imag
 | architecture | served | batched | how | as on a GPU | 2 ranks | prefixes | INT8 | why not faster |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
+
+## Models that take images
+
+Checkpoints of these types take images, through mlx-vlm ([how](design/images.md)). A tiny random
+model of each is compared with mlx-vlm's logits, with text and images in one batch
+(`tests/engine/replica/test_pictures.py`). The columns are those of the architecture, above, whose
+code computes the language model. Of any other model with a part for images, text is served.
+
+{pictures}
 """
 
 
 RANKS = 2
+_REMAPPED = {"llava": "mistral3", "qwen2_5_vl": "qwen2_vl"}
+"""Model types that mlx-lm loads as another architecture (its `MODEL_REMAPPING`)."""
 
 Reports = Mapping[str, ArchitectureReport]
 """By name."""
@@ -65,22 +72,39 @@ def page(by_way: Mapping[Way, Reports]) -> str:
     reports, as_on_gpu = list(by_way[Way(False)].values()), by_way[Way(True)]
     on_ranks = by_way[Way(ranks=RANKS)]
     right = [report for report in reports if report.right]
+    rows = [_row(report, as_on_gpu[report.name], on_ranks.get(report.name)) for report in reports]
     return _PAGE.format(
         mlx_lm=version("mlx-lm"),
         mlx=version("mlx"),
         window=WINDOW,
         tolerance=TOLERANCE,
-        pictures=", ".join(f"`{name}`" for name in FAMILIES),
+        pictures=image_families(rows),
         worst=max((report.difference for report in right), default=0.0),
         worst_int8=max((report.int8_difference for report in right), default=0.0),
         summary=summary(reports),
         summary_gpu=summary(list(as_on_gpu.values())),
         divided=sum(report.loads for report in on_ranks.values()),
         divided_right=sum(report.right for report in on_ranks.values()),
-        rows="\n".join(
-            _row(report, as_on_gpu[report.name], on_ranks.get(report.name)) for report in reports
-        ),
+        rows="\n".join(rows),
     )
+
+
+def image_families(rows: Sequence[str]) -> str:
+    """Return the table of model types that take images, by the ``rows`` of architectures."""
+    by_name = {}
+    for row in rows:
+        name, *cells = (cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|"))
+        by_name[name] = cells
+    lines = [
+        "| model type | architecture | served | batched | how | as on a GPU | prefixes | INT8 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, family in FAMILIES.items():
+        name = family.text or _REMAPPED.get(kind, kind)
+        served, batched, how, gpu, _, prefixes, int8, *_ = by_name.get(name, [""] * 8)
+        cells = [kind, name, served, batched, how, gpu, prefixes, int8]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def summary(reports: Sequence[ArchitectureReport]) -> str:

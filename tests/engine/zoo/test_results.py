@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+from mlx_lm.utils import MODEL_REMAPPING
+
+from engine.model.multimodal import FAMILIES
 from engine.zoo.examine import ArchitectureReport
 from engine.zoo.farm import Way
 from engine.zoo.results import Results
-from engine.zoo.table import RANKS, page
+from engine.zoo.table import RANKS, image_families, page
+from tests import vision_models
 
 ON_RANKS = Way(ranks=RANKS)
 RIGHT = ArchitectureReport(name="llama", loads=True, batched=True, batching="ragged")
@@ -35,3 +39,15 @@ def test_the_page_says_how_models_are_divided() -> None:
     by_way[ON_RANKS] = divided | {"llama": wrong}
     assert "| WRONG: logits differ |" in page(by_way)
     assert "1 can be divided, 0 right." in page(by_way)
+
+
+def test_models_that_take_images_are_listed_by_their_language_models() -> None:
+    written = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    table, _, of_images = written.partition("## Models that take images")
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    listed = image_families(rows)
+    assert listed in of_images
+    for kind, family in FAMILIES.items():
+        name = family.text or MODEL_REMAPPING.get(kind, kind)
+        assert f"| {kind} | {name} | right | yes |" in listed
+    assert vision_models.FAMILIES.keys() == FAMILIES.keys()  # each is compared with mlx-vlm

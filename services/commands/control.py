@@ -98,6 +98,8 @@ def _status(options: argparse.Namespace) -> Outcome:
         lines.append(f"batches: {batches['unfinished']}, {done} lines, {running} running")
     rows: list[list[object]] = [["MODEL", "ENGINE", "STATE", "SEQUENCES", "KV BLOCKS", "QUEUED"]]
     for model in found["models"]:
+        if not model["engines"]:
+            rows.append([model["id"], "-", model["state"], "-", "-", model["queued"]])
         for engine in model["engines"]:
             blocks = engine["blocks"]
             rows.append(
@@ -162,9 +164,7 @@ def _wait(condition: Any) -> None:
 
 def _parser(name: str, help: str, *, admin: bool = True) -> argparse.ArgumentParser:
     codes = EXIT_CODES if admin else "Exit codes: 0 ready, 1 not ready, 3 no server responds."
-    parser = CommandParser(
-        prog=f"{_PROG} {name}", description=help[0].upper() + help[1:] + ".", epilog=codes
-    )
+    parser = CommandParser(prog=f"{_PROG} {name}", description=help, epilog=codes)
     add_server_flags(parser, admin=admin)
     add_json_flag(parser)
     return parser

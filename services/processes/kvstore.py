@@ -25,7 +25,8 @@ from shared.network.curve import CurveError, Gatekeeper
 from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 
-PROG = "services.processes.kvstore"
+PROG = "mlx-lm-server kvstore"
+ABOUT = "Run an SSD cache for the engines at --kvstore-socket."
 HEARTBEAT_EVERY_S = 3.0
 FLUSH_S = 10.0
 """Max time to write the queued blocks at exit."""
@@ -39,7 +40,7 @@ logger = logging.getLogger("kvstore")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
-    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
     raise_descriptor_limit()
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)

@@ -40,6 +40,7 @@ from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
+ABOUT = "Run a router for engines that join at --engine-socket."
 STARTING_HEARTBEAT_EVERY_S = 0.5
 MODELS_TIMEOUT_S = 10.0
 FLUSH_S = 5
@@ -52,7 +53,7 @@ logger = logging.getLogger("router")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
-    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
     raise_descriptor_limit()
     leave_out_mlx()
     remember_transformers()

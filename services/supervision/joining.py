@@ -31,11 +31,12 @@ from shared.rundir import RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
 
 PROG = "mlx-lm-server engine"
+ABOUT = "Run engines that join the routers at --engine-socket."
 
 
 def main(argv: Sequence[str]) -> int:
     """Run engines until told to stop; return the exit code."""
-    options, models = settings.parse_models(argv, os.environ, PROG)
+    options, models = settings.parse_models(argv, os.environ, PROG, about=ABOUT)
     raise_descriptor_limit()
     if not options.engine_socket:
         return fail(

@@ -63,31 +63,41 @@ __all__ = [
 ]
 
 
-NOT_SETTINGS = ("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH")
-"""Environment variables with the settings' prefix that engines read themselves."""
+NOT_SETTINGS = (
+    *("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH"),
+    "MLX_LM_SERVER_URL",
+)
+"""Environment variables with the settings' prefix that engines read themselves, and the one of
+commands that talk to a server."""
 COMMON_FLAGS = (
     *("model", "port", "api-key", "max-batch-size", "num-blocks", "kv-bits", "engines", "no-ssd"),
     *("max-concurrent-requests", "log-level"),
 )
 """The flags that ``--help`` and the README show."""
-_DESCRIPTION = "LLM serving on MLX. Precedence: flag, environment variable, --config file, default."
+_ABOUT = "Serve models over HTTP."
+_PRECEDENCE = "Precedence: flag, environment variable, --config file, default."
 
 
 def flag_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of all settings, for shell completion."""
-    return argument_parser(flags_of(Settings), prog, _DESCRIPTION, COMMON_FLAGS)
+    return argument_parser(flags_of(Settings), prog, _PRECEDENCE, COMMON_FLAGS)
 
 
 def parse(
-    argv: Sequence[str], environ: Mapping[str, str], prog: str, *, one_model: bool = False
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    prog: str,
+    *,
+    one_model: bool = False,
+    about: str = _ABOUT,
 ) -> Settings:
-    """Return the user's settings, without those of single models.
+    """Return the user's settings, without those of single models. ``--help`` begins with ``about``.
 
     Invalid settings are reported in one line on stderr before anything starts, and raise
     SystemExit(2). So is a file with ``[[model]]`` for a process of ``one_model``. Warnings go to
     stderr too, except in a child process, because its supervisor has already printed them.
     """
-    settings, models = parse_models(argv, environ, prog)
+    settings, models = parse_models(argv, environ, prog, about=about)
     if one_model and not models[0].alone:
         reason = "--config: a file with [[model]] works with `serve` only; an engine serves --model"
         raise SystemExit(fail(prog, reason, EXIT_USAGE))
@@ -95,11 +105,11 @@ def parse(
 
 
 def parse_models(
-    argv: Sequence[str], environ: Mapping[str, str], prog: str
+    argv: Sequence[str], environ: Mapping[str, str], prog: str, *, about: str = _ABOUT
 ) -> tuple[Settings, tuple[ModelEntry, ...]]:
     """Return the user's settings, and the server's models with their own settings, at least one."""
     try:
-        settings, models, warnings = read(argv, environ, prog)
+        settings, models, warnings = read(argv, environ, prog, about=about)
     except FlagError as error:
         raise SystemExit(fail(prog, error, EXIT_USAGE)) from None
     if LINK_VARIABLE not in environ:
@@ -109,7 +119,7 @@ def parse_models(
 
 
 def read(
-    argv: Sequence[str], environ: Mapping[str, str], prog: str
+    argv: Sequence[str], environ: Mapping[str, str], prog: str, *, about: str = _ABOUT
 ) -> tuple[Settings, tuple[ModelEntry, ...], list[str]]:
     """Return the settings, the models and warnings. Raises: `FlagError`."""
     settings, given, tables, warnings = resolve(
@@ -117,7 +127,7 @@ def read(
         argv,
         environ,
         prog=prog,
-        description=_DESCRIPTION,
+        description=f"{about} {_PRECEDENCE}",
         tables="model",
         other_variables=NOT_SETTINGS,
         common=COMMON_FLAGS,

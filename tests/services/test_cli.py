@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ def test_help_shows_the_commands_and_the_ten_common_flags(
     assert all(f"  {name} " in text for name in cli.COMMANDS)
     assert "--help-all shows all" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_help_of_a_command_names_it_and_says_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    said = {}
+    for name in cli.COMMANDS:
+        with suppress(SystemExit):
+            assert cli.main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        usage, _, rest = text.partition("\n\n")
+        shown = "usage: mlx-lm-server [" if name == "serve" else f"usage: mlx-lm-server {name}"
+        assert usage.startswith(shown)
+        said[name] = rest.splitlines()[0]
+        assert not said[name].endswith("..")
+    assert len(set(said.values())) == len(said), said
+    assert "--json" in said["doctor"]
 
 
 def test_help_all_shows_every_flag_at_the_width_of_the_terminal(

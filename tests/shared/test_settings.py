@@ -333,10 +333,11 @@ def test_an_error_in_a_file_names_file_and_key(
 def test_a_flag_without_effect_and_an_unknown_variable_are_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    environ = {"MLX_LM_SERVER_PROT": "1"}
+    environ = {"MLX_LM_SERVER_PROT": "1", "MLX_LM_SERVER_URL": "http://127.0.0.1:8000"}
     parse(["--draft-model-quantize", "4bit"], environ, "prog")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "prog: warning: $MLX_LM_SERVER_PROT is not a setting"
+    assert not any("MLX_LM_SERVER_URL" in line for line in lines)
     assert lines[1].startswith("prog: warning: --draft-model-quantize: deprecated")
 
 

@@ -196,7 +196,8 @@ def server_state(router: Router) -> tuple[HealthStatus, list[str]]:
         status = "overloaded"
     elif reasons or "degraded" in states or "overloaded" in states:
         status = "degraded"
-    return status, reasons or [trouble for model in models for trouble in model.troubles]
+    answering = (model for model in models if model.ready_engines)
+    return status, reasons or [trouble for model in answering for trouble in model.troubles]
 
 
 def model_states(router: Router) -> Iterator[ModelState]:

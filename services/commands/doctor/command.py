@@ -18,6 +18,7 @@ from shared.flags import FlagError
 from shared.settings import ModelEntry, Settings
 
 PROG = "mlx-lm-server doctor"
+ABOUT = "Check what a start with these flags needs, and suggest fixes. --json prints JSON."
 _JSON = "--json"
 
 
@@ -43,7 +44,7 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     options: Settings | None = None
     models: tuple[ModelEntry, ...] = ()
     try:
-        options, models, notes = settings.read(argv, os.environ, PROG)
+        options, models, notes = settings.read(argv, os.environ, PROG, about=ABOUT)
     except FlagError as error:
         yield bad("settings", str(error), "fix this first: the other settings were not checked")
     else:

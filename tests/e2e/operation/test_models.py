@@ -150,6 +150,18 @@ def test_the_file_is_read_again_on_sighup(models: Models, content: str) -> None:
     assert "broken" not in models.states
 
 
+def test_a_model_that_was_unloaded_is_no_problem_but_status_lists_it(
+    models: Models, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models.reload(content.partition('\n[[model]]\nid = "broken"')[0])
+    models.ask("c")  # takes the room of another one
+    models.wait_for(c="ready", b="unloaded")
+    assert models.server.client.get("/health").json()["reasons"] == []
+    assert cli.main(["status", "--once", f"--url=http://127.0.0.1:{models.server.port}"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["b", "-", "unloaded", "-", "-", "0"] in lines
+
+
 def test_new_weights_come_under_one_name_and_go_back(
     models: Models, content: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -42,6 +42,15 @@ _UNSUPPORTED_OF_OLLAMA = {
     "signout": "Accounts of Ollama's",
     "experimental": "Searches of the web",
 }
+_UNSUPPORTED_BELOW_SERVED = {
+    "/v1/chat/completions/{rest:path}": "Stored chat completions",
+    "/v1/responses/input_tokens": "Counts of input tokens without an answer",
+    "/v1/responses/compact": "Compacted conversations",
+    "/v1/messages/batches": "Batches of messages",
+    "/v1/messages/batches/{rest:path}": "Batches of messages",
+}
+"""Paths below those of endpoints. Otherwise ``POST /v1/responses/compact`` would be a wrong method
+of the response named "compact"."""
 _OF_BATCHES = ("files", "batches")
 _WITHOUT_VERSION = ("pooling", "classify")
 
@@ -68,8 +77,8 @@ def unsupported_routes(*, batches: bool) -> list[Route]:
     paths = {f"/v1/{name}": each for name, each in _UNSUPPORTED.items() if name not in left_out}
     paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}
     paths |= {f"/api/{name}": feature for name, feature in _UNSUPPORTED_OF_OLLAMA.items()}
+    whole = {path + rest: each for path, each in paths.items() for rest in ("", "/{rest:path}")}
     return [
-        Route(path + rest, UnsupportedEndpoint(feature))
-        for path, feature in paths.items()
-        for rest in ("", "/{rest:path}")
+        Route(path, UnsupportedEndpoint(feature))
+        for path, feature in (whole | _UNSUPPORTED_BELOW_SERVED).items()
     ]

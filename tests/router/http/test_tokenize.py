@@ -113,6 +113,24 @@ def test_an_unsupported_endpoint_is_a_501(server: Server, path: str, method: str
     assert answer.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/responses/input_tokens"),
+        ("POST", "/v1/responses/compact"),
+        ("GET", "/v1/chat/completions/chatcmpl-1"),
+        ("POST", "/v1/messages/batches"),
+        ("GET", "/v1/messages/batches/b-1/results"),
+    ],
+)
+def test_an_unsupported_endpoint_below_a_served_one_is_a_501(
+    server: Server, method: str, path: str
+) -> None:
+    answer = server.client.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code == 501
+    assert "not supported" in answer.json()["error"]["message"]
+
+
 def test_an_unknown_path_is_a_404(server: Server) -> None:
     for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings"):
         assert server.client.get(path).status_code == 404

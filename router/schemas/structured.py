@@ -35,12 +35,17 @@ class JsonSchemaFormat(Struct, frozen=True, kw_only=True):
 class ResponseFormat(Struct, frozen=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[
+        Schema | None, Meta(description="A schema for 'json_object', as llama.cpp takes it.")
+    ] = None
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of the answer. Raises `InvalidRequest`."""
         if self.type == "text":
             return None
         if self.type == "json_object":
+            if self.schema is not None:
+                return json_schema_grammar(self.schema, "response_format.schema")
             return json_object_grammar("response_format")
         if self.json_schema is None:
             raise InvalidRequest(

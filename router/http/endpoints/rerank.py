@@ -109,8 +109,10 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
     """One text and several others, or the same number of both."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
-    text_1: _Texts
-    text_2: _Texts
+    text_1: Annotated[_Texts | None, Meta(description="Required, under either name.")] = None
+    text_2: Annotated[_Texts | None, Meta(description="Required, under either name.")] = None
+    queries: Annotated[_Texts | None, Meta(description="Another name of text_1.")] = None
+    documents: Annotated[_Texts | None, Meta(description="Another name of text_2.")] = None
     truncate: Annotated[
         bool | None, Meta(description="Truncate texts that are too long instead of rejecting them.")
     ] = None
@@ -121,18 +123,28 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Raises `InvalidRequest` if the numbers of texts do not match."""
-        firsts = [self.text_1] if isinstance(self.text_1, str) else self.text_1
-        seconds = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        """Raises `InvalidRequest` if texts are missing, or their numbers do not match."""
+        first_name, firsts = self._texts("text_1", "queries")
+        second_name, seconds = self._texts("text_2", "documents")
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
             raise InvalidValue(
-                f"'text_1' has {len(firsts)} texts and 'text_2' {len(seconds)}: 'text_1' must "
-                "have one, or the same number.",
-                param="text_2",
+                f"'{first_name}' has {len(firsts)} texts and '{second_name}' {len(seconds)}: "
+                f"'{first_name}' must have one, or the same number.",
+                param=second_name,
             )
         return list(zip(firsts, seconds, strict=True))
+
+    def _texts(self, name: str, other_name: str) -> tuple[str, list[str]]:
+        """Return the name that was used, and the texts."""
+        given = {each: getattr(self, each) for each in (name, other_name)}
+        found = {each: texts for each, texts in given.items() if texts is not None}
+        if len(found) != 1:
+            reason = "is required" if not found else f"and '{other_name}' are the same field"
+            raise InvalidValue(f"'{name}' {reason}.", param=name)
+        ((used, texts),) = found.items()
+        return used, [texts] if isinstance(texts, str) else texts
 
 
 class Score(Struct, frozen=True, kw_only=True):

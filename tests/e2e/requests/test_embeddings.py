@@ -198,6 +198,8 @@ def test_documents_come_in_the_order_of_their_scores(server: Server, path: str) 
     ).json()["data"]
     for pair in pairs:
         assert math.isclose(pair["score"], by_index[pair["index"]]["relevance_score"])
+    renamed = {"queries": "what is", "documents": ["this is", "that was", "of the"]}
+    assert server.post("/v1/score", model="ranker", **renamed).json()["data"] == pairs
 
 
 def test_a_decoder_ranks_by_the_answer_to_its_prompt(server: Server) -> None:
@@ -226,6 +228,14 @@ def test_pairs_that_are_too_much_are_refused(server: Server) -> None:
     assert refused.json()["error"]["code"] == "request_too_large"
     uneven = server.post("/v1/score", model="ranker", text_1=["a", "b"], text_2=["c"])
     assert uneven.json()["error"]["param"] == "text_2"
+    for texts, named in (
+        ({"queries": ["a", "b"], "documents": ["c"]}, "documents"),
+        ({"text_2": ["c"]}, "text_1"),
+        ({"text_1": "a", "queries": "a", "documents": "c"}, "text_1"),
+    ):
+        refused = server.post("/v1/score", model="ranker", **texts)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == named
 
 
 def test_a_score_of_a_model_that_embeds_is_the_cosine(server: Server) -> None:

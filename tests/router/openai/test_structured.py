@@ -30,6 +30,12 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
             "response_format",
         ),
         (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            TEXT,
+            "response_format.schema",
+        ),
+        (
             {
                 "response_format": {
                     "type": "json_schema",

@@ -41,7 +41,7 @@ COMPARISONS = {
 }
 """Name -> module of `bench`, whose function of that name takes ``model`` and ``runs``."""
 WITH_MLX_LM = ("throughput", "prefix", "join", "ssd", "connects", "stack")
-"""Those of `bench.peers.mlx_lm`, which share one pair of servers."""
+"""Names in `bench.peers.mlx_lm`, which share one pair of servers."""
 WITH_FLAGS = {
     "grammars": "engine.grammars",
     "sampling": "engine.sampling",
@@ -52,10 +52,10 @@ WITH_FLAGS = {
     "distill": "speculation.distill",
     "store-index": "stores",
 }
-"""Name -> module of `bench`, a program with flags of its own (``NAME --help``)."""
+"""Name -> module of `bench`, a program with its own flags (``NAME --help``)."""
 DEFAULT = ("cpu", "ragged", "scheduling", "kv-bits", "kernels", "precision", "router", *WITH_MLX_LM)
-"""The others need a Mac, another program, an hour, Linux, 8 GB, an extra, or py-spy, or compare
-with nothing."""
+"""The others need a Mac, another program, an hour, Linux, 8 GB, an extra, or py-spy, or have no
+baseline."""
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="alternating runs (default: 5)")
     parser.add_argument("--model", default="demo-fp32")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
     chosen = options.names or DEFAULT
     for name in chosen:
         if name in COMPARISONS:

@@ -1,4 +1,4 @@
-"""Streams of the servers that are compared: `services.measuring.client` on this machine."""
+"""Streams from the compared servers: `services.measuring.client` on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Message = dict[str, str]
 
 
 async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> StreamedAnswer:
-    """Stream one greedy completion. A failure is in ``error``."""
+    """Stream one greedy completion. A failure is recorded in ``error``."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **fields}
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
         return await client.stream("/completions", body)
 
 
 async def chat(port: int, messages: list[Message], max_tokens: int) -> StreamedAnswer:
-    """Stream one greedy answer, with the log-probabilities of its tokens. A failure is in
-    ``error``."""
+    """Stream one greedy answer with the log-probabilities of its tokens. A failure is recorded
+    in ``error``."""
     body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": True}
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
         return await client.stream("/chat/completions", body)

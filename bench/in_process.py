@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these import mlx
 
 
 class InProcessEngine:
-    """The replica that `services.processes.engine` would serve with, driven by a plain loop."""
+    """The replica that `services.processes.engine` would serve, driven by a plain loop."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class InProcessEngine:
         precision: Literal["exact", "compact", "fast", "auto"] = "auto",
         **others: Any,
     ) -> None:
-        """``others`` are more settings of the server. Without any nothing is drafted."""
+        """``others`` are further settings of the server. By default nothing is drafted."""
         load_fast_blas()
         from engine.batch import device
         from engine.model.load import load, resolve
@@ -55,11 +55,11 @@ class InProcessEngine:
 
     @property
     def own_type_bytes(self) -> int:
-        """Bytes of one number in the type that the model computes in."""
+        """Bytes of one number in the model's compute type."""
         return int(self.loaded.model.model.norm.weight.dtype.size)
 
     def use_grammars(self) -> None:
-        """Take requests with grammars from now on."""
+        """Accept requests with grammars from now on."""
         from engine.grammar.cache import GrammarCache
         from engine.replica.grammars import tokenizer_spec_of
         from engine.sampling.masks import GrammarMasker
@@ -71,7 +71,7 @@ class InProcessEngine:
             self.replica.draft_model.use_grammars(self._grammars)
 
     def renew(self, speculator: Speculator | None, **config: Any) -> None:
-        """Begin anew, nothing cached, with changes of the scheduler's own ``config``."""
+        """Start again with an empty cache and changes to the scheduler's ``config``."""
         from engine.scheduler import Scheduler
 
         self.replica.executor.reset()
@@ -79,21 +79,21 @@ class InProcessEngine:
         self.replica = replace(self.replica, scheduler=Scheduler(changed, speculator=speculator))
 
     def encode(self, text: str, *, is_chat: bool) -> list[int]:
-        """Return the tokens of ``text``, as a question in the model's template with ``is_chat``."""
+        """Return the tokens of ``text``; with ``is_chat``, as a question in the model's
+        template."""
         if not is_chat:
             return list(self.loaded.tokenizer.encode(text))
         messages = [{"role": "user", "content": text}]
         return list(self.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
     def step(self) -> list[Delta]:
-        """Run one step and return what it sends."""
+        """Run one step and return its messages."""
         return self._step()[1]
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
         """Return the tokens per second of greedy completions of ``texts``.
 
-        The first one starts alone, as at a server: others arrive while its prompt is computed.
-        """
+        The first one starts alone, as in a server: others arrive while its prompt is computed."""
         encode = self.loaded.tokenizer.encode
         started = time.perf_counter()
         tokens = 0
@@ -166,13 +166,13 @@ class InProcessEngine:
         return list(found.values())
 
     def expected(self, token_ids: list[int]) -> list[int]:
-        """Return the most likely token after each of ``token_ids`` but the last."""
+        """Return the most likely token after each of ``token_ids`` except the last."""
         self.submit(token_ids, 1, prompt_logprobs=1)
         scores = [score for delta in self._finish() for score in delta.prompt_logprobs or ()]
         return [score.top_ids[0] for score in scores]
 
     def block(self, text: str) -> tuple[bytes | memoryview, ...]:
-        """Return the payload of the first block of ``text``, as it is sent to the kvstore."""
+        """Return the payload of the first block of ``text``, as sent to the kvstore."""
         from engine.plan import Chunk, Evict, Plan, Save, SlabSpec, Slot
 
         number, tokens = 1 << 30, self.loaded.tokenizer.encode(text)
@@ -204,8 +204,8 @@ class InProcessEngine:
         place: int = 0,
         **fields: Any,
     ) -> str:
-        """Submit a request, greedy unless ``fields`` of `Submit` say otherwise, with the adapter in
-        ``place``; return its id."""
+        """Submit a request, greedy unless ``fields`` of `Submit` specify otherwise, with the
+        adapter in ``place``; return its id."""
         self._number += 1
         submit = Submit(
             request_id=str(self._number),
@@ -222,7 +222,7 @@ class InProcessEngine:
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:
-        """Run the next plan, and wait for it, or with look-ahead for the one before.
+        """Run the next plan and wait for it, or with look-ahead for the previous one.
 
         Return the rows of a plan of decodes only, and the deltas."""
         replica = self.replica

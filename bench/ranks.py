@@ -48,14 +48,14 @@ SHAPE: dict[str, Any] = {
 }
 ON_RANKS = ("--distributed-mode", "ring", "--num-local-ranks", str(RANKS))
 MEMORY_GBS = 819.0
-"""Of an M3 Ultra, the Mac of all that MLX has published of JACCL."""
+"""Memory bandwidth of an M3 Ultra, the Mac of all published figures of MLX with JACCL."""
 LINKS = {"ring over TCP": (300.0, 4.0), "JACCL": (50.0, 6.5)}
-"""The latency of a sum in us and GB/s over Thunderbolt 5. Apple has said less than 50 us and 50 to
-60 Gbps of JACCL, and an order of magnitude more latency of the ring."""
+"""The latency of a sum in us and GB/s over Thunderbolt 5. Apple states less than 50 us and 50 to
+60 Gbps for JACCL, and ten times the latency for the ring."""
 
 
 class OnPaper(NamedTuple):
-    """A model of which only a step's reading of weights and sums are counted."""
+    """A model of which only the time to read weights, and sums, are counted."""
 
     name: str
     gigabytes: float
@@ -63,7 +63,8 @@ class OnPaper(NamedTuple):
     width: int
 
     def step_s(self, macs: int, rows: int, link: str) -> float:
-        """Return the seconds of a step of ``rows``: two sums in each layer, and that of tokens."""
+        """Return the seconds of a step of ``rows``: two sums in each layer, and one for the
+        tokens."""
         latency_us, speed = LINKS[link]
         sum_s = latency_us / 1e6 + rows * self.width * 2 / (speed * 1e9)
         sums_s = 0.0 if macs == 1 else 2 * self.layers * sum_s + latency_us / 1e6
@@ -89,8 +90,8 @@ def ranks(model: str, runs: int) -> None:
 
 
 def ranks_restart(model: str, runs: int) -> None:
-    """Print what the SSD gives back to two ranks that are restarted. The model is that of `ranks`,
-    with fewer layers."""
+    """Print what two restarted ranks get back from the SSD. The model is that of `ranks`, with
+    fewer layers."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         path = make_model(Path(scratch, "model"), num_hidden_layers=4)
         for run in range(runs):
@@ -98,7 +99,8 @@ def ranks_restart(model: str, runs: int) -> None:
 
 
 def on_paper() -> None:
-    """Print the speed of Macs over one, from what is published, for what nobody has run here."""
+    """Print the predicted speed of several Macs relative to one, from published figures, because
+    this was never run."""
     for link in LINKS:
         for model in PAPER:
             for rows in (1, ROWS):
@@ -139,8 +141,8 @@ def speed(model: str, runs: int) -> float:
 
 
 def _step_s(port: int, streams: int, seed: int) -> float:
-    """Return the seconds of a step with ``streams`` decodes: of many tokens, less that of a few.
-    (Not every token of a random model brings text.)"""
+    """Return the seconds of a step with ``streams`` decodes: the time of many tokens minus that
+    of a few. (Not every token of a random model produces text.)"""
     took = []
     for number, tokens in enumerate((FEW, TOKENS)):
         texts = [prompts.ids(seed + 2 * i + number, PROMPT_TOKENS) for i in range(streams)]
@@ -203,7 +205,7 @@ _SAMPLING = SamplingParams(seed=1)
 
 
 def messages(model: str) -> None:
-    """Print the messages between ranks in a step of `ROWS`, as MLX is asked for them."""
+    """Print the messages between ranks in a step of `ROWS`, as passed to MLX."""
     with tempfile.TemporaryDirectory() as folder:
         hosts = Path(folder, "hosts.json")
         port = 20_000 + os.getpid() % 9000
@@ -227,7 +229,7 @@ def messages(model: str) -> None:
 
 
 def _messages_of(path: str) -> list[int]:
-    """Return the bytes of each sum in a decode step of `ROWS`, in order, as one rank of two."""
+    """Return the bytes of each sum in a decode step of `ROWS`, in order, for one of two ranks."""
     import mlx.core as mx
 
     from engine.parallel.group import RankGroup

@@ -1,4 +1,4 @@
-"""Starts the servers that are compared, and stops them with their child processes."""
+"""Starts the compared servers, and stops them with their child processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
 def llama_server(
     program: str, gguf: Path, streams: int, threads: int, context: int = CONTEXT_TOKENS
 ) -> Iterator[int]:
-    """Run llama.cpp's server with so many slots of ``context`` tokens; yield its port."""
+    """Run llama.cpp's server for ``streams`` streams of ``context`` tokens; yield its port."""
     command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--no-webui"]
     command += ["--parallel", str(streams), "--ctx-size", str(streams * context)]
     command += ["--threads", str(threads), "--threads-batch", str(threads)]
@@ -81,7 +81,7 @@ def running(
 ) -> Iterator[tuple[int, int]]:
     """Run a server until it answers at the path ``probe``; yield its port and its process id.
 
-    What it writes is shown if something fails, and kept in ``log``."""
+    Its output is shown on failure, and kept in ``log``."""
     (port,) = free_ports(1)
     with tempfile.TemporaryFile() as scratch:
         written = log or scratch
@@ -111,10 +111,10 @@ def running(
 
 @contextmanager
 def ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Have ``process``, a session of its own, ended with its children if we are killed meanwhile.
+    """Make ``process``, a session of its own, end with its children if this process is killed
+    meanwhile.
 
-    Another process waits for the end of a pipe that only we have open.
-    """
+    Another process waits for the end of a pipe that only this process has open."""
     command = [sys.executable, "-c", _END_WITH_STDIN, str(process.pid)]
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert watching.stdin is not None

@@ -1,8 +1,7 @@
-"""One side of a comparison in a process of its own: `python -m bench.side`.
+"""One side of a comparison in its own process: `python -m bench.side`.
 
-It reads calls, a line of JSON each, and answers with seconds. Both sides have the same weights
-and the same fast BLAS; mlx-lm is otherwise unchanged.
-"""
+It reads calls, one line of JSON each, and answers with seconds. Both sides have the same weights
+and the same fast BLAS; mlx-lm is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -31,11 +30,12 @@ class Side(ABC):
 
     @abstractmethod
     def decode(self, lengths: Sequence[int], steps: int) -> float:
-        """Return the seconds of the median step of sequences with so many tokens."""
+        """Return the seconds of the median step of sequences with these lengths."""
 
     @abstractmethod
     def generate(self, lengths: Sequence[int], steps: int) -> float:
-        """As `decode`, through what a server calls: with the scheduler, or `BatchGenerator`."""
+        """Like `decode`, through the layer that a server calls: with the scheduler, or
+        `BatchGenerator`."""
 
 
 class OurSide(Side):
@@ -58,7 +58,7 @@ class OurSide(Side):
 
     def read(self) -> float:
         """Return the seconds of reading as many bytes as the checkpoint's weights have, once, on
-        all cores: the least that a decode step can take."""
+        all cores: the minimum for a decode step."""
         import numpy as np
 
         from engine.backend.threads import in_parallel, num_threads
@@ -72,7 +72,7 @@ class OurSide(Side):
         return time.perf_counter() - begun
 
     def products(self, rows: int) -> float:
-        """Return the seconds of all that a decode step computes outside of attention."""
+        """Return the seconds of everything in a decode step except attention."""
         batches: Any = self._executor
         decoder = batches.batch_class.decoder
         given = [(stretch, stretch.zeros(rows)) for stretch in decoder.stretches]
@@ -95,7 +95,7 @@ class MlxLmSide(Side):
         self._model: Any = mlx_lm.load(str(resolve(model)))[0]
 
     def _caches(self, rows: int, length: int, room: int) -> list[Any]:
-        """Return caches of noise, as they are after ``length`` tokens."""
+        """Return caches filled with noise, as after ``length`` tokens."""
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -165,7 +165,7 @@ def _read(array: Any) -> None:
 
 
 class RemoteSide:
-    """A side in a process of its own."""
+    """A side in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -204,7 +204,7 @@ def side(
 
 
 def answer(make: Callable[[], Side]) -> None:
-    """Answer calls of the side that ``make`` returns, in a process of its own."""
+    """Answer calls to the side that ``make`` returns, in its own process."""
     from engine.backend.blas import load_fast_blas
 
     load_fast_blas()

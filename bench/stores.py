@@ -1,8 +1,7 @@
 """`python -m bench store-index`: the start of a kvstore whose directory has many blocks.
 
 Prints the time from the start of the process to its first answer, how long answers take while it
-builds its index, how long that takes, and the memory that each block takes in it.
-"""
+builds its index, how long that takes, and the memory per block of the index."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def main() -> int:
 
 
 def _make_blocks(root: Path, count: int) -> None:
-    """Make files with the names of blocks; an index does not look into them."""
+    """Create files with the names of blocks; an index does not read them."""
     for number in range(count):
         name = (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128).to_bytes(16, "big").hex()
         folder = root / NAMESPACE / "rank_0" / name[:2]
@@ -49,7 +48,7 @@ def _make_blocks(root: Path, count: int) -> None:
 
 
 def _measure(root: Path, private: Path, count: int) -> tuple[int, str]:
-    """Return the resident memory of a kvstore on ``root`` once it knows all blocks, and a line
+    """Return the resident memory of a kvstore on ``root`` once its index is complete, and a line
     about its start."""
     endpoint = f"ipc://{private}/kvstore"
     command = [sys.executable, "-m", "services.processes.kvstore", "--ssd-max-size-gb", "0"]

@@ -1,4 +1,4 @@
-"""Decode steps of rows that have adapters of their own, beside the same steps without any."""
+"""Decode steps of rows with different adapters, beside the same steps without any."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ WIDE: dict[str, Any] = {
 }
 """Four layers of TinyLlama 1.1B, with random weights and the demo's vocabulary."""
 _TARGETS = {"attention": ("q_proj", "v_proj"), "all layers": ("",)}
-"""The layers that the adapters are of: those of mlx-lm's and PEFT's first examples, and all."""
+"""Layers with adapters: those in mlx-lm's and PEFT's first examples, and all."""
 
 
 def adapters(model: str, runs: int) -> None:
-    """Print a step of 8 rows without adapters, with one for all, and with 8, in turn; and a step of
-    an engine that takes no adapters. With ``--model wide`` a random model with wide layers."""
+    """Print a step of 8 rows without adapters, with one for all, and with 8, in turn; and a step
+    of an engine without adapter support. With ``--model wide``, use a random model with wide
+    layers."""
     if model != "wide":
         _steps(model, runs, model)
         return
@@ -83,7 +84,7 @@ def _ratio(times: dict[str, list[float]], way: str) -> float:
 
 
 def _fill(places: AdapterPlaces, ends: tuple[str, ...]) -> None:
-    """Give each place a small random adapter of the layers whose names end so."""
+    """Put a small random adapter into each place, for layers whose names end with ``ends``."""
     random = np.random.default_rng(0)
     assert places.store is not None
     for place in range(1, places.count + 1):

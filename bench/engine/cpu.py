@@ -32,9 +32,10 @@ def cpu(model: str, runs: int) -> None:
 
 
 def _beside_reading(ours: RemoteSide, rows: int, runs: int) -> None:
-    """Print the shortest decode step, and how often it could have read the weights.
+    """Print the shortest decode step, and how often the weights could have been read in that
+    time.
 
-    Both are short, and are taken in turn: other programs only add time."""
+    Both are the shortest of several, measured in turn: other programs only add time."""
     steps, readings = [], []
     for _ in range(4 * runs):
         steps.append(ours.call("decode", [CONTEXT_TOKENS] * rows, STEPS))
@@ -62,7 +63,8 @@ def ragged(model: str, runs: int) -> None:
 
 
 def _compare(what: str, sides: Sequence[RemoteSide], runs: int, call: str, *given: object) -> None:
-    """Print medians, and the median of the pairs' ratios; a ratio over 1 is in our favour."""
+    """Print medians, and the median of the pairs' ratios; a ratio over 1 means that this server
+    is faster."""
     times: tuple[list[float], list[float]] = ([], [])
     for run in range(runs):
         for which in (0, 1) if run % 2 == 0 else (1, 0):

@@ -20,17 +20,17 @@ SIDES = (
     *(("demo-4bit", precision) for precision in ("exact", "compact", "fast")),
 )
 PAIR = 2
-"""Rows that one row of codes takes, to have the same bits as among others."""
+"""Rows computed for a single row of codes, so that it has the same bits as among others."""
 ROWS = (1, 4, 8, 16)
 CONTEXT_TOKENS, STEPS, CHUNK_TOKENS = 200, 8, 256
 PROGRAM = "llama-batched-bench"
 
 
 def decode(model: str, runs: int) -> None:
-    """Print the shortest and the median step, in turn: other programs only add time.
+    """Print the shortest and the median step, measured in turn: other programs only add time.
 
-    Below are those of all that a step computes outside of attention. The model is the demo,
-    whatever ``model`` says: the one that is there in all precisions."""
+    Below are the times of everything in a step except attention. The model is always the demo,
+    the only one available in all precisions."""
     with ExitStack() as stack:
         sides = [stack.enter_context(side("ours", *each)) for each in SIDES]
         names = ["fp32", *(f"4 bits, {precision}" for _, precision in SIDES[1:]), "reading fp32"]
@@ -72,7 +72,7 @@ def decode(model: str, runs: int) -> None:
 
 
 def _llama(program: Path, runs: int) -> None:
-    """Print the steps of llama.cpp's own benchmark, each a mean, with the demo's own codes."""
+    """Print the steps of llama.cpp's own benchmark (means), with the demo's own codes."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [str(program), "-m", str(demo_gguf(Path(scratch))), "-c", "8192"]
         command += ["-npp", str(CONTEXT_TOKENS), "-ntg", str(3 * STEPS)]

@@ -84,8 +84,8 @@ _ASK = (
 
 
 def embeddings(model: str, runs: int) -> None:
-    """Texts a second with 1 and 32 clients; a short text beside 2,048 others; a stream beside
-    them."""
+    """Print texts per second with 1 and 32 clients, a short text beside 2,048 others, and a
+    stream beside them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as private:
         folder = make_base(Path(private) / "base")
         _throughput(folder, runs)
@@ -139,7 +139,7 @@ def make_base(path: Path) -> Path:
 
 
 def product_rate(rows: int) -> float:
-    """Return the texts a second if nothing but the products of the layers took time."""
+    """Return the texts per second if only the products of the layers took time."""
     total = 0.0
     for out, width in ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)):
         graph = Graph()
@@ -217,7 +217,7 @@ def _embed(port: int, texts: list[list[int]], key: str = "") -> float:
 
 
 def _rate(port: int, clients: int, model: str) -> float:
-    """Return the texts a second of so many clients with a text each."""
+    """Return the texts per second of ``clients`` clients with one text each."""
     arguments = [str(each) for each in (port, clients, SECONDS, TOKENS, model)]
     command = [sys.executable, "-c", _CLIENTS, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
@@ -225,7 +225,7 @@ def _rate(port: int, clients: int, model: str) -> float:
 
 
 def _beside_many(folder: Path) -> None:
-    """Print how long single texts of one key take alone, and beside 2,048 texts of another."""
+    """Print how long single texts of one key take alone, and beside 2,048 texts of another key."""
     keys = ("--api-key", "many", "--api-key", "single")
     flags = ("--model", str(folder), "--served-model-name", "base", *keys)
     with _served(folder, *flags) as port:
@@ -272,7 +272,7 @@ def _stream(port: int) -> list[float]:
 
 @contextmanager
 def _meanwhile(port: int, texts: list[list[int]], key: str = "") -> Iterator[None]:
-    """Ask for ``texts`` meanwhile, and leave then."""
+    """Send ``texts`` inside this context, and disconnect at its end."""
     body = {"model": "base", "input": texts, "encoding_format": "base64"}
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{port}/v1/embeddings"

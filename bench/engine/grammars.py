@@ -102,7 +102,7 @@ class _TimedMasker(GrammarMasker):
 
 
 def _share_of_a_step(model: str, rows: int) -> float:
-    """Return the time of a step's masks as a part of the whole step."""
+    """Return the time of masks as a fraction of the step."""
     engine = InProcessEngine(model, kv_bits=8)
     loaded, replica = engine.loaded, engine.replica
     masker = _TimedMasker(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)

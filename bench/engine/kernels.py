@@ -1,8 +1,7 @@
-"""The size of the graph that one step builds on a GPU, beside that of mlx-lm's batch cache.
+"""The size of the graph of one step on a GPU, beside that of mlx-lm's batch cache.
 
-Graphs are built and not evaluated, so this runs on any machine. Slots are given to rows as the
-scheduler does on a GPU. Sampling is left out on both sides.
-"""
+Graphs are built but not evaluated, so this runs on any machine. Rows get slots as from the
+scheduler on a GPU. Sampling is left out on both sides."""
 
 from __future__ import annotations
 
@@ -37,17 +36,17 @@ BLOCK_SIZE = 16
 
 
 class GraphCost(NamedTuple):
-    """What it takes to build the graph of one step."""
+    """The cost of building the graph of one step."""
 
     per_layer: float  # primitives that are not views
-    build_ms: float  # time of the processor, the shortest
-    build_ratio: float  # to the first step that was measured: the median of pairs
+    build_ms: float  # shortest CPU time
+    build_ratio: float  # relative to the first measured step: the median of pairs
 
 
 Build = Callable[[], Sequence[mx.array]]
-"""Builds the graph of a step, once, and returns the arrays that the step evaluates."""
+"""Builds the graph of a step once, and returns the arrays that the step evaluates."""
 Prepare = Callable[[], Build]
-"""Brings the caches to where the step begins. Not part of a step, and so not timed."""
+"""Brings the caches to the start of the step. Not part of a step, so not timed."""
 
 
 def kernels(model: str, runs: int) -> None:
@@ -81,10 +80,10 @@ def mixed_lengths(rows: int) -> list[int]:
 
 
 def measure(steps: Sequence[Prepare], layers: int, runs: int) -> list[GraphCost]:
-    """Count the primitives of each of ``steps``, and time how long they take to build, in turn.
+    """Count the primitives of each of ``steps``, and time building them, in turn.
 
-    Other programs on the machine slow down neighbouring builds alike, and so change ratios of
-    pairs less than times. The graph is freed after that, as a step that was evaluated has none."""
+    Other programs on the machine slow down consecutive builds alike, so they change ratios of
+    pairs less than times. The graph is freed afterwards, because an evaluated step has none."""
     with fused_functions(), _no_garbage_collection():
         primitives = [count_primitives(prepare()()).total() for prepare in steps]
         seconds: list[list[float]] = [[] for _ in steps]
@@ -169,7 +168,7 @@ def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Pr
 
 def _allocate(layout: Layout, lengths: Sequence[int]) -> tuple[Slabs, list[Any]]:
     """Return slots for sequences of ``lengths`` tokens, and their slabs, as the scheduler would
-    give them to sequences that come one after the other."""
+    assign them to sequences that arrive one after the other."""
     memory = Memory(_config(layout, len(lengths)))
     slots, slabs = [], Slabs()
     for length in lengths:
@@ -197,7 +196,7 @@ def _config(layout: Layout, rows: int) -> SchedulerConfig:
 
 
 def _figures(figures: Sequence[float], ratios: Sequence[float] | None = None) -> str:
-    """Return the figures of mlx-lm, of 16 and of 8 bits, with ratios to mlx-lm's."""
+    """Return the figures of mlx-lm, and of 16 and 8 bits with their ratios to mlx-lm."""
     ratios = ratios or [each / figures[0] for each in figures]
     others = zip(figures[1:], ratios[1:], strict=True)
     return f"{figures[0]:8.1f}" + "".join(f"{each:8.1f}{ratio:8.2f}" for each, ratio in others)

@@ -37,7 +37,8 @@ QUESTIONS = (
 
 
 def kv_bits(model: str, runs: int) -> None:
-    """Measure bytes of blocks and files, agreement of the most likely tokens, time of steps."""
+    """Measure bytes of blocks and files, agreement of the most likely tokens, and times of
+    steps."""
     drivers: dict[int, InProcessEngine] = {b: InProcessEngine(model, kv_bits=b) for b in BITS}
     _sizes(drivers)
     _agreement(drivers)
@@ -63,7 +64,7 @@ def _sizes(drivers: dict[int, InProcessEngine]) -> None:
 
 
 def _agreement(drivers: dict[int, InProcessEngine]) -> None:
-    """Compare the most likely tokens at every position of the answers that 16 bits give."""
+    """Compare the most likely tokens at every position of the 16-bit answers."""
     asked, answers = drivers[16].answers(QUESTIONS, ANSWER_TOKENS)
     expected: list[list[int]] = []
     for bits, driver in drivers.items():

@@ -1,6 +1,6 @@
-"""Decode steps of a random model of Qwen3-4B's shape and size with codes of 4 bits, on a CPU.
+"""Decode steps of a random model with the shape and size of Qwen3-4B and 4-bit codes, on a CPU.
 
-Its layers are not proven here, which would take longer than all of this."""
+Its layers are not proven, which would take longer than the benchmark."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {
 def large(model: str, runs: int) -> None:
     """Print steps beside reading the checkpoint once, the process's memory, and MLX's products.
 
-    The tokenizer is that of the demo, whatever ``model`` says."""
+    The tokenizer is always the demo's."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         size = _write(Path(scratch))
         print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
@@ -95,14 +95,14 @@ class LargeSide(OurSide):
         self._as_weights = None
 
     def resident_bytes(self) -> float:
-        """Return the bytes of memory that the process has."""
+        """Return the resident memory of the process in bytes."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * 4096
 
     def allocated_bytes(self) -> float:
-        """Return the bytes that the heap has lent out since before the model was loaded. It keeps
-        more for what comes. Nan on systems other than Linux."""
+        """Return the heap bytes in use since before the model was loaded. The heap keeps more
+        for reuse. NaN on systems other than Linux."""
         return _allocated_bytes() - self._before
 
     def stock_layers(self) -> float:
@@ -144,8 +144,8 @@ def _allocated_bytes() -> float:
 
 
 class _MallInfo(ctypes.Structure):
-    """glibc's struct mallinfo2: ``uordblks`` are bytes lent out of the heap, ``hblkhd`` those of
-    mappings of their own."""
+    """glibc's struct mallinfo2: ``uordblks`` are heap bytes in use, ``hblkhd`` bytes of separate
+    mappings."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -178,7 +178,7 @@ def _write(path: Path) -> int:
 
 
 def _matrices() -> Iterator[tuple[str, int, int]]:
-    """Yield name, rows and columns of each."""
+    """Yield the name, rows and columns of each."""
     hidden, inner, dim = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
     queries, keys = SHAPE["num_attention_heads"] * dim, SHAPE["num_key_value_heads"] * dim
     yield "model.embed_tokens", SHAPE["vocab_size"], hidden

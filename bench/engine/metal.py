@@ -1,8 +1,7 @@
 """A page about one machine with a GPU: correctness, speed and memory beside mlx-lm.
 
-Run once on a Mac, it says what no other machine can. Without a GPU it computes on the CPU what
-a GPU would be given: that shows that the page can be trusted, and says nothing of a GPU's speed.
-"""
+Run once on a Mac, it gives figures that no other machine can. Without a GPU, the CPU follows the
+GPU's code path: that shows that the page is correct, and says nothing about a GPU's speed."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ REFERENCE_STEPS = 5
 TEXTS = 8
 TEXT_TOKENS = 32
 MOST_PARTINGS = 3
-"""So many texts that differ are looked into, which takes a pass for each of their tokens."""
+"""Max number of different texts to analyse: each takes one pass per token."""
 DECODE_ROWS = (1, 8, 16)
 DECODE_PROMPT_TOKENS = 128
 DECODE_STEPS = 32
@@ -53,7 +52,7 @@ KVBits = Literal[8, 16]
 
 
 def metal(model: str, runs: int) -> None:
-    """Print the page. Ends the process with code 1 if something is wrong."""
+    """Print the page. Exits with code 1 if something is wrong."""
     path = str(resolve(model))
     gpu = mx.default_device() == mx.gpu
     wrong: list[str] = []
@@ -80,7 +79,7 @@ def metal(model: str, runs: int) -> None:
 
 
 class _NoEnd:
-    """Stands in for a tokenizer, so that mlx-lm's texts have the length that is asked for."""
+    """Replaces a tokenizer, so that mlx-lm's texts have the requested length."""
 
     eos_token_ids: tuple[int, ...] = ()
 
@@ -89,12 +88,12 @@ class _NoEnd:
 
 
 class _Parting(NamedTuple):
-    """Where a text parts from mlx-lm's."""
+    """The position where a text differs from mlx-lm's."""
 
     text: int
     token: int
-    gap: float  # between mlx-lm's two best logits there
-    noise: float  # the largest difference of mlx-lm's own two ways there
+    gap: float  # between mlx-lm's two most likely logits there
+    noise: float  # the largest difference between mlx-lm's own two ways there
 
     @property
     def is_tie(self) -> bool:
@@ -131,7 +130,7 @@ class _Page:
     # -- correctness -----------------------------------------------------------
 
     def print_logits(self) -> None:
-        """Compare all logits with mlx-lm's, in every situation that a scheduler makes."""
+        """Compare all logits with mlx-lm's, in every situation that a scheduler creates."""
         vocab_size = self._engine.loaded.vocab_size
         references = [
             make_reference(self._model, length, REFERENCE_STEPS, vocab_size, seed)
@@ -152,7 +151,8 @@ class _Page:
             self._wrong.append(f"logits differ by {found:.2g}")
 
     def print_texts(self) -> None:
-        """Compare greedy texts of prompts that run at once with those that mlx-lm gives alone."""
+        """Compare greedy texts of simultaneous prompts with those that mlx-lm gives for each
+        alone."""
         prompts = [self._prompt(5 + 19 * number) for number in range(TEXTS)]
         ours = self._engine.texts(prompts, TEXT_TOKENS)
         alone = [self._alone(prompt) for prompt in prompts]
@@ -239,7 +239,7 @@ class _Page:
         return sum(map(len, prompts)) / (time.perf_counter() - started)
 
     def print_memory(self, bits: KVBits) -> None:
-        """Compare what MLX holds, at most, with what the scheduler's ledger says."""
+        """Compare MLX's peak memory with the scheduler's ledger."""
         length = min(MEMORY_TOKENS, self._longest)
         prompts = [self._prompt(length) for _ in range(MEMORY_ROWS)]
         ledger = self._engine.replica.scheduler.memory.ledger
@@ -270,7 +270,7 @@ class _Page:
         print(f"* `mlx_lm.batch_generate`: {theirs / MB:,.1f} MB at most", flush=True)
 
     def print_graph(self) -> None:
-        """Count the primitives of a decode step, each of which is a kernel or more on a GPU."""
+        """Count the primitives of a decode step, each of which is at least one kernel on a GPU."""
         layout = probe_layout(self._model)
         if not layout.layers or layout.states:
             return
@@ -301,5 +301,5 @@ def _their_prefill(model: Any, prompts: list[list[int]]) -> float:
 
 
 def _own_distance(one: Reference) -> float:
-    """Return how far the two expected ways of computing ``one`` are from each other."""
+    """Return the distance between the two expected ways of computing ``one``."""
     return max(logits_distance(a, b) for a, b in zip(*one.expected, strict=True))

@@ -1,6 +1,6 @@
 """The cost of ``--cpu-precision`` in answers: perplexity and most likely tokens against fp32.
 
-The text is the language reference that Python brings along (``pydoc_data.topics``)."""
+The text is Python's language reference (``pydoc_data.topics``)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engine.backend.blas import load_fast_blas
 
 WINDOWS_OF_A_RUN, WINDOW_TOKENS = 4, 256
 MOST_PERPLEXITY, LEAST_AGREEMENT = 0.005, 0.98
-"""``auto`` may be ``fast`` if its perplexity is at most this much higher, and at least this part
-of the most likely tokens is the same."""
+"""``auto`` may be ``fast`` if its perplexity is higher by at most this fraction, and at least
+this fraction of the most likely tokens are the same."""
 
 
 class _Found(NamedTuple):
     """The results for one window of text."""
 
-    loss: float  # the mean of -log p of the tokens that follow
+    loss: float  # mean of -log p of the next tokens
     best: Any  # the most likely token at each position
 
 
@@ -55,7 +55,7 @@ def precision(model: str, runs: int) -> None:
 
 
 def _prepared(model: Any, name: str) -> Any:
-    """Return ``model`` with its codes in products of this precision, or without codes."""
+    """Return ``model`` with its products in this precision, or in fp32."""
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
@@ -72,7 +72,7 @@ def _windows(tokenizer: Any, count: int) -> Iterator[list[int]]:
     from pydoc_data.topics import topics
 
     ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
-    step = len(ids) // count  # all through the text
+    step = len(ids) // count  # spread over the whole text
     for number in range(count):
         yield ids[number * step : number * step + WINDOW_TOKENS + 1]
 

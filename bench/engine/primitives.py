@@ -1,8 +1,8 @@
-"""Counts the primitives in a graph of MLX that was built and not evaluated.
+"""Counts the primitives of an MLX graph that was built but not evaluated.
 
-On a GPU each primitive that is not a view is at least one kernel. On a CPU the functions of
-`mx.fast` decompose into many primitives. So while counting, one primitive stands in for each.
-"""
+On a GPU, each primitive that is not a view is at least one kernel. On a CPU, the functions of
+`mx.fast` decompose into many primitives, so each is replaced with a single primitive while
+counting."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ VIEWS = frozenset(
     "AsStrided Broadcast BroadcastAxes ExpandDims Flatten Reshape Slice Split Squeeze "
     "StopGradient Transpose Unflatten View".split()
 )
-"""Primitives that launch nothing. `Reshape` copies an array whose axes were transposed; that is
-left out, since a graph does not show it."""
+"""Primitives that launch nothing. `Reshape` copies an array whose axes were transposed; this is
+ignored, because a graph does not show it."""
 
 _NODE = re.compile(r'(\d+) \[label ="(\w+)", shape=rectangle')
 _INPUT = re.compile(r"-> (\d+)\n")
@@ -30,8 +30,8 @@ _INPUT = re.compile(r"-> (\d+)\n")
 def count_primitives(outputs: Sequence[mx.array]) -> Counter[str]:
     """Return the number of primitives that ``outputs`` still need, by name, without views.
 
-    What MLX compiled into one is one. A concatenation copies each of its inputs by a kernel, and
-    counts as many."""
+    A compiled function counts as one. A concatenation copies each of its inputs with one kernel,
+    and counts once per input."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *outputs)
     inputs = Counter(_INPUT.findall(graph.getvalue()))
@@ -44,9 +44,9 @@ def count_primitives(outputs: Sequence[mx.array]) -> Counter[str]:
 
 @contextmanager
 def fused_functions() -> Iterator[None]:
-    """Put one primitive in the place of each function of `mx.fast` that is a kernel on a GPU.
+    """Replace each function of `mx.fast` that is a kernel on a GPU with one primitive.
 
-    What they return has the right shape and must not be evaluated: it is the first argument."""
+    The result has the right shape but must not be evaluated: it is the first argument."""
     with ExitStack() as stack:
         for name in ("rms_norm", "layer_norm", "rope"):
             stack.enter_context(patch.object(mx.fast, name, _one_primitive))

@@ -1,4 +1,4 @@
-"""JSON schemas whose answers have an end: random ones, and some like those of clients."""
+"""JSON schemas whose answers end: random ones, and some like those of clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = "low high red green open closed north south one two ja 未知".split()
 
 @dataclass(frozen=True)
 class Sizes:
-    """The depth of nesting, and the most properties, items and characters of a schema."""
+    """The nesting depth, and the max number of properties, items and characters of a schema."""
 
     depth: int = 3
     properties: int = 4

@@ -30,7 +30,7 @@ _NO_LIMIT_S = 1e9
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
     ends, complete = time.monotonic() + options.seconds, True
     for peer in (peer for peer in PEERS if peer.name in options.only):
         if options.again:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    """Return what to do; ``cells`` are those that were chosen."""
+    """Return the options; ``cells`` are the chosen ones."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers",
         description="Install other servers, and measure them beside this one. What was measured is "

@@ -66,11 +66,11 @@ CELLS = (
     *(Cell("multi-turn", clients, _TURNS) for clients in (1, 16)),
     *(Cell("long-join", clients, _JOIN) for clients in (1, 8)),
 )
-"""In the order in which they are measured; each has its own prompts by its place."""
+"""In the order of measurement; the position of each determines its prompts."""
 
 
 class Pair(NamedTuple):
-    """What both servers did in one cell of one run."""
+    """The results of both servers in one cell of one run."""
 
     ours: LoadReport
     theirs: LoadReport
@@ -85,7 +85,7 @@ def file_of(peer: Peer, run: int, cell: Cell, side: str) -> Path:
 
 
 def measured(peer: Peer) -> dict[Cell, list[Pair]]:
-    """Return all pairs that were measured."""
+    """Return all measured pairs."""
     found: dict[Cell, list[Pair]] = {}
     for cell in CELLS:
         for run in range(100):
@@ -96,8 +96,8 @@ def measured(peer: Peer) -> dict[Cell, list[Pair]]:
 
 
 def measure(peer: Peer, cells: Sequence[Cell], runs: int, ends: float) -> bool:
-    """Measure what is missing; begin no cell after ``ends`` (of time.monotonic). Return whether
-    all is there. Raises `PeerUnavailable`, also where the server does not run."""
+    """Measure what is missing; start no cell after ``ends`` (of time.monotonic). Return whether
+    everything is measured. Raises `PeerUnavailable`, also if the server does not run."""
     missing = [
         (run, cell)
         for run in range(runs)
@@ -155,8 +155,8 @@ def serving(peer: Peer) -> Iterator[int]:
 
 
 def ask(peer: Peer, port: int) -> str:
-    """Return the first right answer of ``peer`` to one of `QUESTIONS`. Raises `PeerUnavailable` if
-    there is none."""
+    """Return the first correct answer of ``peer`` to one of `QUESTIONS`. Raises
+    `PeerUnavailable` if there is none."""
     wrong = []
     for question, right in QUESTIONS.items():
         answer = asyncio.run(_answer(peer, port, question))
@@ -180,7 +180,7 @@ async def _answer(peer: Peer, port: int, question: str) -> StreamedAnswer:
 
 
 def _measure(file: Path, server: list[str], run: int, cell: Cell) -> None:
-    """Run `bench serve` on a server, which flags name. No two cells have the same prompts."""
+    """Run `bench serve` on a server identified by flags. No two cells have the same prompts."""
     seed = 10_000 * (run + 1) + 100 * CELLS.index(cell)
     command = [sys.executable, "-m", "mlx_lm_server", "bench", "serve", *server, *cell.flags]
     command += [f"--workload={cell.workload}", f"--concurrency={cell.clients}", f"--seed={seed}"]

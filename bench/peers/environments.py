@@ -1,4 +1,4 @@
-"""The other servers: how each is installed, into a folder of its own, and started."""
+"""The other servers: how each is installed, into its own folder, and started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.backend.threads import num_threads
 from shared.paths import user_cache
 
 LLAMA_VARIABLE = "LLAMA_SERVER"
-"""Environment variable: llama.cpp's program llama-server, if it is there already."""
+"""Environment variable: path of llama.cpp's llama-server, if it is already installed."""
 LLAMA_SLOTS, LLAMA_SLOT_TOKENS = 16, 4096
 _DONE, _FAILED = "installed.txt", "failed.txt"
 _ERROR_LINES = 3
@@ -36,16 +36,16 @@ class Peer(NamedTuple):
     name: str
     packages: tuple[str, ...]
     command: Callable[[Path, Path], list[str]]
-    """Of the folder that it is installed in, and of the weights. A port is added."""
+    """The command for an installation folder and weights. A port is appended."""
     reads: str = "demo-fp32"
-    """The model that this server has meanwhile: the same weights."""
+    """The model that this server runs in the comparison: the same weights."""
     probe: str = "/v1/models"
     model: str = ""
-    """What requests call it; empty for the first that the server names."""
+    """The model's name in requests; empty for the first one that the server lists."""
     install: Callable[[Path], None] | None = None
-    """In the place of its ``packages``."""
+    """Installs it, instead of its ``packages``."""
     flags: tuple[str, ...] = ()
-    """Of this server meanwhile, to compute as it does."""
+    """Flags for this server, so that it computes in the same way."""
 
 
 def folder_of(peer: Peer) -> Path:
@@ -53,9 +53,9 @@ def folder_of(peer: Peer) -> Path:
 
 
 def install(peer: Peer) -> Path:
-    """Return the folder of ``peer``, which is installed if it is not there.
+    """Return the folder of ``peer``, which is installed if it is missing.
 
-    Raises `PeerUnavailable`, also if a reason is kept there (`keep_reason`)."""
+    Raises `PeerUnavailable`, also if a reason is stored (`keep_reason`)."""
     folder = folder_of(peer)
     if reason := kept_reason(peer):
         raise PeerUnavailable(reason)
@@ -68,13 +68,14 @@ def install(peer: Peer) -> Path:
 
 
 def keep_reason(peer: Peer, reason: PeerUnavailable) -> None:
-    """Keep why ``peer`` does not run: what takes minutes is not tried at each call."""
+    """Store the reason why ``peer`` does not run: attempts that take minutes are not repeated at
+    each call."""
     folder_of(peer).mkdir(parents=True, exist_ok=True)
     (folder_of(peer) / _FAILED).write_text(str(reason))
 
 
 def kept_reason(peer: Peer) -> str:
-    """Return why ``peer`` did not run when that was last tried, or nothing."""
+    """Return the stored reason why ``peer`` did not run, if any."""
     file = folder_of(peer) / _FAILED
     return file.read_text() if file.exists() else ""
 
@@ -84,7 +85,7 @@ def forget_reason(peer: Peer) -> None:
 
 
 def version(peer: Peer, folder: Path) -> str:
-    """Return the versions of what was installed."""
+    """Return the installed versions."""
     if not peer.packages:
         return (
             "llama.cpp of llama-cpp-python" if not os.environ.get(LLAMA_VARIABLE) else "llama.cpp"
@@ -101,8 +102,8 @@ def version(peer: Peer, folder: Path) -> str:
 
 
 def environment(peer: Peer, home: Path) -> Mapping[str, str]:
-    """Return the variables of its process: MLX gets the BLAS that this server has. In an empty
-    ``home`` it finds no prefixes that it kept before, as rapid-mlx does."""
+    """Return the variables of its process: MLX gets the same BLAS as in this server. In an empty
+    ``home`` it finds no stored prefixes (rapid-mlx stores them)."""
     blas = load_fast_blas()
     fast = {"LD_PRELOAD": blas} if blas and peer.packages else {}
     own = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
@@ -118,9 +119,9 @@ def _install_packages(folder: Path, packages: tuple[str, ...]) -> None:
     _run([*pip, "--upgrade", "pip", "uv"])
     uv = [str(folder / "bin" / "uv"), "pip", *quietly, "--python", python]
     try:
-        _run([*uv, *packages])  # in a tenth of the time, and large files are there once
+        _run([*uv, *packages])  # in a tenth of the time, and large files exist once
     except PeerUnavailable:
-        _run([*pip, *packages])  # which may be set up to look elsewhere
+        _run([*pip, *packages])  # which may be configured to look elsewhere
 
 
 def _install_llama(folder: Path) -> None:
@@ -179,7 +180,7 @@ PEERS = (
             *(str(folder / "bin" / "python"), "-m", "mlx_lm", "server"),
             *("--model", str(weights), "--log-level", "ERROR"),
         ],
-        model="default_model",  # it names all that lie in the hub's cache
+        model="default_model",  # it lists all models in the hub's cache
     ),
     Peer(
         "vllm-mlx",
@@ -214,4 +215,4 @@ PEERS = (
         flags=("--cpu-precision", "fast"),
     ),
 )
-"""Each with the defaults that its command line has, but for batching, which is on."""
+"""Each with its default flags, except that batching is enabled."""

@@ -1,9 +1,8 @@
-"""The picture of README.md: tokens a second and first tokens beside the other MLX servers.
+"""The picture in README.md: tokens per second and first tokens beside the other MLX servers.
 
-It is drawn from the tables that `bench.peers` writes into docs/benchmarks.md, so a picture never
-shows a figure that no table has: ``python -m bench.peers.front`` writes it, and
-tests/test_docs.py fails where the two differ.
-"""
+It is drawn from the tables that `bench.peers` writes into docs/benchmarks.md, so it never shows
+a figure that is not in a table. ``python -m bench.peers.front`` writes it, and
+tests/test_docs.py fails if the two differ."""
 
 from __future__ import annotations
 
@@ -26,14 +25,13 @@ _PANEL = (330, 200)  # of the plot itself, in pixels
 _TOP, _LEFTS = 62, (60, 500)
 
 Lines = Mapping[str, Sequence[tuple[int, float]]]
-"""For each server the number of clients and the figure there."""
+"""For each server, the number of clients and the figure there."""
 
 
 def figures(text: str, title: str) -> Lines:
     """Return the lines of the table below ``title`` for `WORKLOAD`.
 
-    Each cell is "ours / theirs = ratio", measured in turn. Ours is the median of its row.
-    """
+    Each cell is "ours / theirs = ratio", measured in turn. Ours is the median of its row."""
     table = text.split(f"\n{title}", 1)[1].split("\n\n")[1].splitlines()
     head = _cells(table[0])
     lines: dict[str, list[tuple[int, float]]] = {name: [] for name in (OURS, *PEERS)}

@@ -61,8 +61,8 @@ _numbers = count()
 
 
 def images(model: str, runs: int) -> None:
-    """First tokens and tokens a second of 1, 4 and 8 clients, each with an image of its own, and
-    first tokens when the same images are asked about again."""
+    """Print first tokens and tokens per second of 1, 4 and 8 clients, each with its own image,
+    and first tokens when the same images are sent again."""
     python = os.environ.get(MLX_VLM_VARIABLE)
     if not python:
         sys.exit(f"{MLX_VLM_VARIABLE} has to be a Python that has mlx-vlm with its server")
@@ -70,7 +70,7 @@ def images(model: str, runs: int) -> None:
         folder = make_model(Path(private) / "model")
         with ours(str(folder)) as mine, _mlx_vlm(python, folder) as theirs:
             ports = {"ours": mine, "mlx-vlm": theirs}
-            for port in ports.values():  # processes that decode images start when all are busy
+            for port in ports.values():  # decoder processes start on demand
                 _ask_all(port, folder, max(CLIENTS))
             print(f"median of {runs} runs in turn; {TOKENS} tokens each")
             print("clients               first token   again   tokens/s")
@@ -108,7 +108,7 @@ def _compare(ports: dict[str, int], folder: Path, clients: int, runs: int) -> No
 def _ask_all(
     port: int, folder: Path, clients: int, number: int = 0
 ) -> tuple[list[StreamedAnswer], list[StreamedAnswer]]:
-    """Have so many clients ask about an image each at once, and then again."""
+    """Let ``clients`` clients each ask about an image at the same time, and then again."""
     asks = [_messages(1000 * number + 100 * clients + each) for each in range(clients)]
     both = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The demo model's codes here and in llama.cpp's server, whose program ``LLAMA_SERVER`` names.
+"""The demo model's codes here and in llama.cpp's server, given as ``LLAMA_SERVER``.
 
 The sources are in the sdist of the package llama-cpp-python (``vendor/llama.cpp``):
 
@@ -54,7 +54,8 @@ def llama_cpp(model: str, runs: int) -> None:
 
 
 def _compare(what: str, ports: list[int], runs: int, measure: Measure) -> None:
-    """Print medians, and medians of ratios to llama.cpp; over 1 is in our favour."""
+    """Print medians, and medians of ratios to llama.cpp; over 1 means that this server is
+    faster."""
     rates: list[list[float]] = []
     for run in range(runs):
         order = range(len(ports)) if run % 2 == 0 else reversed(range(len(ports)))
@@ -77,7 +78,7 @@ def _decode(streams: int) -> Measure:
 
 
 def _answers(port: int, seed: int, streams: int) -> float:
-    """Return the tokens per second of answers to so many new prompts at once."""
+    """Return the tokens per second of answers to ``streams`` new prompts at once."""
     texts = [prompts.text(100 * seed + i, PROMPT_TOKENS) for i in range(streams)]
     answers = [_checked(each) for each in asyncio.run(complete_all(port, texts, TOKENS))]
     return sum(each.completion_tokens for each in answers) / max(each.total_s for each in answers)

@@ -21,11 +21,11 @@ from services.measuring.answers import StreamedAnswer
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 STACK_PAIRS = 3
-"""The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
+"""Pairs per run of `stack`. Its difference is small compared with the machine's own noise."""
 
 
 def compare(names: Sequence[str], model: str, runs: int) -> None:
-    """Start both servers, and run those of `BENCHES` that ``names`` has."""
+    """Start both servers, and run the `BENCHES` in ``names``."""
     with ExitStack() as stack:
         flags = ("--max-batch-size", "16", "--completion-batch-size", "32")
         our_port = stack.enter_context(ours(model, *flags))
@@ -128,7 +128,7 @@ def ssd(ports: Ports, runs: int) -> None:
 
 
 def connects(ports: Ports, runs: int) -> None:
-    """64 clients connect at the same moment: errors, and times to first tokens."""
+    """Connect 64 clients at the same moment: errors, and times to first tokens."""
     for which, name in enumerate(NAMES):
         texts = [prompts.text(100_000 + i, 8) for i in range(64)]
         streams = asyncio.run(complete_all(ports[which], texts, 4))

@@ -32,7 +32,7 @@ def write(
     versions: Mapping[Peer, str],
     reasons: Mapping[str, str],
 ) -> None:
-    """Write the section in ``path`` between its marks, and the pictures beside it."""
+    """Write the section between its marks in ``path``, and the pictures next to it."""
     pictures = path.parent / "pictures"
     for reads, name in (("demo-fp32", "peers"), ("demo-4bit", "peers-codes")):
         peers = [peer for peer in found if peer.reads == reads]
@@ -59,7 +59,7 @@ def draw(found: Mapping[Peer, Measured], path: Path) -> None:
 
 
 def _joined(label: str, cells: Mapping[Cell, Sequence[LoadReport]]) -> LoadReport:
-    """Return one report of all levels, each that of the run whose rate is in the middle."""
+    """Return one report of all levels, each from the run with the median rate."""
     levels, some = [], None
     for runs in cells.values():
         if runs:
@@ -171,7 +171,7 @@ _TABLES: tuple[tuple[str, tuple[str, ...], Value, bool], ...] = (
 
 
 def machine() -> str:
-    """Return what this machine is, in words."""
+    """Return a description of this machine."""
     name, cores = platform.processor() or platform.machine(), 0
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,1 +1,1 @@
-"""How soon prompts have their first token, and what others feel of it."""
+"""Times to first tokens of prompts, and their effect on others."""

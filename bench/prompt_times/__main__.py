@@ -28,7 +28,7 @@ def main() -> int:
         "--lengths", default="", help="of 'alone' and 'llama'; one for 'joins' and 'newcomer'"
     )
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
     options = Options(
         runs=1 if given.check else given.runs,
         check=given.check,

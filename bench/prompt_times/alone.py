@@ -50,7 +50,7 @@ def alone(options: Options) -> None:
                 for size in chunks
             }
             for tokens in lengths:
-                with options.turn():
+                with options.locked():
                     before = product_rate()
                 found = options.in_turn(
                     {
@@ -58,7 +58,7 @@ def alone(options: Options) -> None:
                         for size, port in ports.items()
                     }
                 )
-                with options.turn():
+                with options.locked():
                     rate = (before + product_rate()) / 2
                 _show(tokens, rate, operations(config, tokens) / rate, found)
 
@@ -85,7 +85,7 @@ def _show(tokens: int, rate: float, least_s: float, found: dict[int, list[float]
 
 
 def operations(config: dict[str, Any], tokens: int) -> float:
-    """Return the floating-point operations of a prompt in the layers of a Llama."""
+    """Return the floating-point operations of a prompt in the layers of a Llama model."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -96,8 +96,8 @@ def operations(config: dict[str, Any], tokens: int) -> float:
 
 
 def product_rate() -> float:
-    """Return the operations a second of large products in ONNX Runtime, with all threads: the
-    best of some shapes and of some times."""
+    """Return the operations per second of large products in ONNX Runtime with all threads: the
+    best of several shapes and attempts."""
     random = np.random.default_rng(0)
     best = 0.0
     for rows, columns, inner in _SHAPES:

@@ -1,7 +1,7 @@
-"""A long prompt of a mixture of experts, whose chunks each read nearly all experts.
+"""A long prompt for a mixture of experts, each chunk of which reads nearly all experts.
 
-The model is random, in codes of 4 bits. It has as many experts as Qwen3-30B-A3B, of a quarter of
-the width, in a twelfth of the layers."""
+The model is random, with 4-bit codes. It has as many experts as Qwen3-30B-A3B, a quarter of the
+width, and a twelfth of the layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
 }
 PASSES = "prefill_passes_total"
 _HEARTBEATS_S = 1.5
-"""Counters come with heartbeats: so long after a prompt they have all of it."""
+"""Counters arrive with heartbeats: this long after a prompt they are complete."""
 
 
 def experts(options: Options) -> None:
@@ -118,7 +118,7 @@ def write(path: Path, config: dict[str, Any]) -> int:
         ),
     )
     arrays, weights = {}, 0
-    for name, shaped in tree_flatten(model.parameters()):  # nothing of it is computed
+    for name, shaped in tree_flatten(model.parameters()):  # nothing is computed with it
         scale = 0.1 * config["hidden_size"] ** -0.5
         if shaped.dtype == mx.uint32:
             array = mx.array(rng.integers(0, 1 << 32, shaped.shape, np.uint32))

@@ -33,22 +33,22 @@ STREAMS, JOINER_TOKENS = 4, 4000
 SHARES = ("0.5", "0.2")
 LONG_TOKENS, SHORT_TOKENS = 7500, 32
 ARRIVALS = (0.1, 0.35, 0.6, 0.85)
-"""Of the time that the long prompt takes alone."""
+"""Arrival times, as fractions of the time that the long prompt takes alone."""
 CLIENTS, PREFIX_TOKENS, END_TOKENS = 8, 1000, 8
 _ALONE_S, _AFTER_S = 3.0, 1.0
 
 
 class Join(NamedTuple):
-    """What one joining prompt did."""
+    """The effects of one joining prompt."""
 
     step_s: float  # between the streams' texts before
     gaps_s: list[float]  # and while it was computed
-    rate: float  # texts a second meanwhile, as a part of those before
-    first: float  # its time to the first token, by that of the same length alone
+    rate: float  # texts per second meanwhile, as a fraction of those before
+    first: float  # its time to the first token, relative to the same length alone
 
 
 def joins(options: Options) -> None:
-    """Print what a prompt that joins 4 streams costs them, and what they cost it."""
+    """Print how much a joining prompt slows down 4 streams, and how much they slow it down."""
     (tokens, *_) = options.lengths or (1000 if options.check else JOINER_TOKENS,)
     known = "streams_share" in {each.name for each in dataclasses.fields(Settings)}
     cases = {share: ("--streams-share", share) for share in SHARES} if known else {"": ()}
@@ -64,7 +64,7 @@ def joins(options: Options) -> None:
         found: dict[str, list[Join]] = {share: [] for share in ports}
         for run in range(options.runs):
             for share in ports if run % 2 == 0 else reversed(list(ports)):
-                with options.turn():
+                with options.locked():
                     found[share].append(asyncio.run(_join(ports[share], 1000 * run, tokens)))
     print(
         "share   step alone   between tokens: median, 99 %      in steps    "
@@ -96,20 +96,20 @@ async def _join(port: int, seed: int, tokens: int) -> Join:
 
 
 def newcomer(options: Options) -> None:
-    """Print how long a short prompt waits that comes while a long one is computed."""
+    """Print how long a short prompt waits if it arrives while a long one is computed."""
     (tokens, *_) = options.lengths or (2000 if options.check else LONG_TOKENS,)
     print(f"--model {MODEL} {' '.join(FLAGS)} --kv-bits 16: {SHORT_TOKENS} after {tokens} tokens")
     with ExitStack() as stack:
         port = options.start(stack, ours(MODEL, *FLAGS))
-        with options.turn():
+        with options.locked():
             alone_s = statistics.median(first_s(port, 100 + i, SHORT_TOKENS) for i in range(5))
             step = asyncio.run(_step_alone(port))
-        with options.turn():
+        with options.locked():
             long_s = first_s(port, 1, tokens)
         waits: list[list[float]] = [[] for _ in ARRIVALS]
         longs = []
         for run in range(options.runs):
-            with options.turn():
+            with options.locked():
                 firsts, took_s = asyncio.run(_newcomers(port, 1000 * (run + 1), tokens, long_s))
             longs.append(took_s / long_s)
             for found, first in zip(waits, firsts, strict=True):
@@ -140,7 +140,8 @@ async def _step_alone(port: int) -> float:
 
 
 async def _newcomers(port: int, seed: int, tokens: int, long_s: float) -> tuple[list[float], float]:
-    """Return the times to first tokens of those that come at `ARRIVALS`, and of the long one."""
+    """Return the times to first tokens of prompts that arrive at `ARRIVALS`, and of the long
+    one."""
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
         begun = time.perf_counter()
         task = asyncio.create_task(ask(client, prompts.text(seed, tokens)))

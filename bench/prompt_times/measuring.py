@@ -1,4 +1,4 @@
-"""What the parts of `bench.prompt_times` have in common: options, clients, figures."""
+"""The shared parts of `bench.prompt_times`: options, clients, figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = ("--no-ssd", "--max-generation-tokens", "8000")
 STREAM_PROMPT_TOKENS, STREAM_TOKENS = 40, 6000
 TURN_S = 30.0
 WARM_UP_TOKENS = (300, 32)
-"""Of prompts from which a server learns its first chunks."""
+"""Length of prompts from which a server learns its first chunks."""
 
 Name = TypeVar("Name")
 
@@ -39,10 +39,10 @@ class Options:
 
     runs: int = 3
     check: bool = False
-    """Whether it is only shown that the part works: one run, short prompts, fewer cases."""
+    """Whether to check only that the part works: one run, short prompts, fewer cases."""
     lock: Path | None = None
-    """A file that is locked while something is timed, so that several programs take turns. Servers
-    are started under a lock that is shared."""
+    """A file that is locked while something is timed, so that several programs take turns.
+    Servers are started under a shared lock."""
     cases: tuple[str, ...] = ()
     """Of `alone`."""
     lengths: tuple[int, ...] = ()
@@ -50,16 +50,17 @@ class Options:
     """Of `alone`: the fixed lengths of chunks."""
 
     @contextmanager
-    def turn(self, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-        """Hold the lock meanwhile."""
+    def locked(self, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+        """Hold the lock inside this context."""
         with nullcontext() if self.lock is None else self.lock.open("ab") as file:
             if file is not None:
                 fcntl.flock(file, kind)
             yield
 
     def start(self, stack: ExitStack, server: AbstractContextManager[int]) -> int:
-        """Start a server, ask it for what it prepares only once, and return its port."""
-        with self.turn(fcntl.LOCK_SH):
+        """Start a server, send a request for everything that it prepares only once, and return
+        its port."""
+        with self.locked(fcntl.LOCK_SH):
             port = stack.enter_context(server)
             for number, tokens in enumerate(WARM_UP_TOKENS):
                 first_s(port, 900_000 + number, tokens)
@@ -68,7 +69,7 @@ class Options:
     def in_turn(self, measures: Mapping[Name, Callable[[int], float]]) -> dict[Name, list[float]]:
         """Call each of ``measures`` with the number of each run; every second run backwards.
 
-        The lock is given back after `TURN_S`."""
+        The lock is released after `TURN_S`."""
         found: dict[Name, list[float]] = {name: [] for name in measures}
         with ExitStack() as turn:
             ends = 0.0
@@ -76,7 +77,7 @@ class Options:
                 for name in measures if run % 2 == 0 else reversed(list(measures)):
                     if time.monotonic() > ends:
                         turn.close()
-                        turn.enter_context(self.turn())
+                        turn.enter_context(self.locked())
                         ends = time.monotonic() + TURN_S
                     found[name].append(measures[name](run))
         return found
@@ -103,7 +104,7 @@ async def ask(client: ApiClient, prompt: str) -> float:
 
 @asynccontextmanager
 async def streams(port: int, count: int, seed: int) -> AsyncIterator[list[StreamedAnswer]]:
-    """Run ``count`` answers, all of which have begun, and cut them at the end."""
+    """Run ``count`` answers, all of which have begun, and cancel them at the end."""
     answers = [StreamedAnswer() for _ in range(count)]
     begun = [asyncio.Event() for _ in answers]
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
@@ -136,7 +137,8 @@ async def streams(port: int, count: int, seed: int) -> AsyncIterator[list[Stream
 
 
 def gaps_s(answers: Sequence[StreamedAnswer], since: float, until: float) -> list[float]:
-    """Return the times between texts that overlap the time between two of time.perf_counter."""
+    """Return the times between texts that overlap the interval between two times of
+    time.perf_counter."""
     return [
         after - before
         for answer in answers
@@ -146,12 +148,12 @@ def gaps_s(answers: Sequence[StreamedAnswer], since: float, until: float) -> lis
 
 
 def texts_in(answers: Sequence[StreamedAnswer], since: float, until: float) -> int:
-    """Return how many texts came between two times of time.perf_counter."""
+    """Return the number of texts that arrived between two times of time.perf_counter."""
     return sum(since < answer.began + at <= until for answer in answers for at in answer.times)
 
 
 async def step_s(answers: Sequence[StreamedAnswer], seconds: float) -> tuple[float, float]:
-    """Return the median time between texts, and the texts a second, of the next ``seconds``."""
+    """Return the median time between texts, and the texts per second, of the next ``seconds``."""
     begun = time.perf_counter()
     await asyncio.sleep(seconds)
     ended = time.perf_counter()

@@ -1,9 +1,8 @@
-"""`python -m bench prompts`: how soon prompts have their first token, and what others feel of it.
+"""`python -m bench prompts`: times to first tokens of prompts, and their effect on others.
 
-Real servers are asked over HTTP. What is compared is measured in turn, and ratios are medians of
-pairs. `python -m bench.prompt_times --help` has parts, a short check, and a lock to take turns with
-other programs on the machine.
-"""
+Real servers are measured over HTTP. The compared sides are measured in turn, and ratios are
+medians of pairs. `python -m bench.prompt_times --help` lists parts, a short check, and a lock
+for taking turns with other programs on the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ PARTS: dict[str, Callable[[Options], None]] = {
 
 
 def prompts(model: str, runs: int) -> None:
-    """Run all parts. Each has its own models, whatever ``model`` says."""
+    """Run all parts. Each has its own models, regardless of ``model``."""
     run_parts(tuple(PARTS), Options(runs=runs))
 
 

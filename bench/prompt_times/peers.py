@@ -23,9 +23,9 @@ from shared.paths import python_path
 PRECISIONS, LLAMA = ("fast", "exact"), "llama.cpp"
 LENGTHS, CHECK_LENGTHS, CONTEXT_TOKENS = (512, 2000, 7500), (512,), 8192
 CLIENTS, REQUESTS = (4, 8, 16), 2
-"""Each client has so many requests."""
+"""Number of requests per client."""
 MODELS = {"mlx_lm.server": "default_model"}
-"""What a server is asked for that does not name its model, or also names others."""
+"""Model names for servers that do not list their model, or list others too."""
 BATCH = ("--max-batch-size", "16", "--completion-batch-size", "32")
 LOAD = ("--workload=mixed", "--input-tokens=16:1024", "--output-tokens=16:64", "--timeout-s=300")
 
@@ -63,7 +63,7 @@ def _first(run: int, port: int, tokens: int) -> float:
 
 
 def percentiles(options: Options) -> None:
-    """Print times between texts, and tokens a second, of a mixed load beside mlx-lm's server."""
+    """Print times between texts, and tokens per second, of a mixed load beside mlx-lm's server."""
     print(
         f"--model demo-fp32 {' '.join((*FLAGS, *BATCH))} --kv-bits 16; bench serve {' '.join(LOAD)}"
     )
@@ -80,7 +80,7 @@ def percentiles(options: Options) -> None:
             found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ports}
             for run in range(options.runs):
                 for name in ports if run % 2 == 0 else reversed(list(ports)):
-                    with options.turn():
+                    with options.locked():
                         found[name].append(_figures(_load(name, ports[name], clients, run)))
             middle = {
                 name: [statistics.median(each) for each in zip(*rows, strict=True)]
@@ -99,7 +99,7 @@ def percentiles(options: Options) -> None:
 
 
 def _load(name: str, port: int, clients: int, run: int) -> LoadReport:
-    """Put the load of so many clients on a server, from a process of its own."""
+    """Put a load of ``clients`` clients on a server, from a separate process."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         file = Path(scratch) / "report.json"
         command = [sys.executable, "-m", "mlx_lm_server", "bench", "serve", *LOAD]
@@ -116,8 +116,8 @@ def _load(name: str, port: int, clients: int, run: int) -> LoadReport:
 
 
 def _figures(report: LoadReport) -> tuple[float, float, float, float]:
-    """Return median and 99th percentile of the times between texts, that of the first tokens, all
-    in ms, and tokens a second."""
+    """Return median and 99th percentile of the times between texts and of first tokens, all in
+    ms, and tokens per second."""
     (level,) = report.levels
     if level.failed or level.itl_ms is None or level.ttft_ms is None:
         sys.exit(f"requests failed: {level.errors}")

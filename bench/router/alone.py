@@ -1,8 +1,7 @@
 """The router alone, with fake engines, beside a bare Starlette application.
 
-Both stream the same bytes to the same clients at the same rate, in turn. What the router does more
-is what a token costs in it: the wire, detokenizing, stop strings, parsing, JSON, limits, metrics.
-"""
+Both stream the same bytes to the same clients at the same rate, in turn. The difference is the
+router's cost per token: the wire, detokenizing, stop strings, parsing, JSON, limits, metrics."""
 
 from __future__ import annotations
 
@@ -27,31 +26,31 @@ from engine.model.load import resolve
 from shared.descriptors import raise_descriptor_limit
 
 NUM_EVENTS = 100
-"""What the bare application repeats, so many events of the router."""
+"""Number of events of the router that the bare application repeats."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the router has to do."""
+    """The load on the router."""
 
     streams: int = 1000
     engines: int = 50
     models: int = 20
     rate: float = 20.0
-    """Tokens a second of each stream."""
+    """Tokens per second of each stream."""
     seconds: float = 15.0
-    """For each measurement."""
+    """Duration of each measurement."""
     settle_s: float = 2.0
-    """The time after the last stream has begun in which nothing is measured."""
+    """Time after the last stream has begun in which nothing is measured."""
 
 
 @dataclass
 class Measured:
-    """What one server did in some seconds."""
+    """The result of one server for an interval."""
 
     tokens: int
     events: int
-    """Those that arrived in that time: fewer where several tokens came at once."""
+    """Events that arrived in that time: fewer if several tokens came at once."""
     cpu_s: float
     seconds: float
     memory_mb: float
@@ -103,7 +102,7 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
 
 @contextmanager
 def running_router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, int]]:
-    """Run a router with its engines until every model can be asked; yield its port and its pid."""
+    """Run a router with its engines until every model is ready; yield its port and its pid."""
     address = f"ipc://{private}/engines"
     command = [
         sys.executable,
@@ -185,7 +184,7 @@ def _ps(column: str, pid: int) -> str:
 
 
 def _generated(port: int) -> int:
-    """Return how many tokens the router has got; 0 for the bare application."""
+    """Return how many tokens the router has received; 0 for the bare application."""
     try:
         return int(_metric(port, 'key_generated_tokens_total{key=""}'))
     except urllib.error.HTTPError:

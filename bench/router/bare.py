@@ -1,8 +1,7 @@
-"""What the router is compared with: `python -m bench.router.bare EVENTS_FILE --port PORT`.
+"""The baseline of the router: `python -m bench.router.bare EVENTS_FILE --port PORT`.
 
-A Starlette application of one handler, on uvicorn as it comes. It streams events that are in its
-memory already, at the rate of the engines.
-"""
+A Starlette application with one handler, on uvicorn with its defaults. It streams events from
+memory, at the rate of the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many streams at once, read by one thread that costs little."""
+"""Many streams at once, read by one thread at low cost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 
 HOST = "127.0.0.1"
 OPEN_AT_ONCE = 50
-"""So many streams are begun before the first of them has answered."""
+"""Number of streams started before the first of them has answered."""
 PATIENCE_S = 120.0
 EVENT = b"data: {"
 
 
 class Streams:
-    """Streamed chats on one server. ``counts`` has the events that each has got."""
+    """Streamed chats on one server. ``counts`` has the number of events that each has received."""
 
     def __init__(self, port: int, models: int, max_tokens: int = 30_000) -> None:
         self._port, self._models, self._max_tokens = port, models, max_tokens
@@ -24,14 +24,14 @@ class Streams:
         self._sockets: list[socket.socket] = []
         self.counts: list[int] = []
         self.first = bytearray()
-        """What the first stream has got."""
+        """The data of the first stream."""
         self.gaps_s: list[float] = []
-        """The times between two pieces of one stream, while `read` looks for them."""
+        """The times between two pieces of one stream, while `read` records them."""
         self._last: list[bytes] = []
         self._last_at: list[float] = []
 
     def open(self, count: int) -> None:
-        """Begin ``count`` streams, and return when each has got events."""
+        """Start ``count`` streams, and return when each has received events."""
         deadline = time.monotonic() + PATIENCE_S
         for number in range(count):
             self._begin(number)
@@ -96,8 +96,8 @@ class Streams:
 
 
 def events_of(received: bytes) -> list[str]:
-    """Return the events in the chunked body of a streamed answer, its head included, without the
-    first, which has no text."""
+    """Return the events in the chunked body of a streamed answer, including its head, except the
+    first event, which has no text."""
     found: list[str] = []
     _, _, rest = received.partition(b"\r\n\r\n")
     while True:

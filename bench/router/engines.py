@@ -1,9 +1,8 @@
 """Engines without a model: `python -m bench.router.engines ADDRESS MODEL_DIRECTORY`.
 
-They speak the real wire protocol over ZeroMQ sockets, one each. Every sequence gets a token a step,
-at a steady rate, out of a text that is repeated; each engine's step is one message, as in a real
-one. All run in one process, since it is the router that is measured.
-"""
+They speak the real wire protocol over ZeroMQ sockets, one each. Every sequence gets one token
+per step, at a steady rate, from a repeated text; each engine's step is one message, as in a real
+one. All run in one process, because only the router is measured."""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ class FakeEngine:
 
 
 def _stats(heartbeats: int, running: int) -> wire.EngineStats:
-    """Return figures that change with each heartbeat, as those of a busy engine do."""
+    """Return figures that change with each heartbeat, as in a busy engine."""
     return wire.EngineStats(
         running=running,
         steps_total=10 * heartbeats,
@@ -154,7 +153,7 @@ def _delta(
 
 
 def run(address: str, directory: Path, engines: int, models: int, rate: float) -> None:
-    """Serve until the process is ended. The steps of engines are spread over their interval."""
+    """Serve until the process is stopped. The steps of engines are spread over their interval."""
     names = [name for name in wire.TOKENIZER_FILES if (directory / name).is_file()]
     files = {name: (directory / name).read_bytes() for name in names}
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,8 +1,8 @@
-"""Many engines behind several routers, on paper: what each part costs, and which is full first.
+"""Many engines behind several routers, by arithmetic: what each part costs, and which reaches
+its limit first.
 
-The costs are measured: a router's CPU time for a token and for the heartbeats of engines, and the
-time to choose an engine for a prompt. The rest is arithmetic.
-"""
+The costs are measured: a router's CPU time for a token and for the heartbeats of engines, and
+the time to choose an engine for a prompt. The rest is arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.hashing import block_hashes
 ENGINES, ROUTERS = 100, 10
 PROMPT_TOKENS, ANSWER_TOKENS = 8_000, 250
 BATCHES = ((8, 20.0), (64, 40.0))
-"""Of an engine: sequences at once, and tokens a second of each."""
+"""Of an engine: number of sequences, and tokens per second of each."""
 IDLE_S = 10.0
 CHOICES = 200
 
@@ -37,7 +37,7 @@ class Costs:
 
     token_s: float
     heartbeats_s: float
-    """For a second of all engines' heartbeats."""
+    """For one second of all engines' heartbeats."""
     choice_s: float
     """To choose among all engines, on the event loop."""
     hashes_s: float
@@ -45,7 +45,7 @@ class Costs:
 
 
 def fleet(model: str, runs: int) -> None:
-    """What 100 engines and 10 routers cost, and where that ends."""
+    """Print what 100 engines and 10 routers cost, and where the limit is."""
     raise_descriptor_limit()
     directory = resolve(model)
     idle, busy = (
@@ -67,7 +67,7 @@ def fleet(model: str, runs: int) -> None:
     for each in tokens:
         print(each.line("router"))
     token_s = statistics.median(each.us_per_token for each in tokens) / 1e6
-    # The heartbeats were there too.
+    # Heartbeats are included.
     token_s -= (
         heartbeats_s
         * busy.engines
@@ -84,7 +84,7 @@ def fleet(model: str, runs: int) -> None:
 
 
 def placement() -> tuple[float, float]:
-    """Return the seconds of a choice among engines that know half of the prompt each, and of the
+    """Return the seconds of a choice among engines that each have half of the prompt, and of the
     prompt's hashes."""
     namespace = os.urandom(16)
     tokens = list(range(PROMPT_TOKENS))
@@ -113,11 +113,12 @@ def placement() -> tuple[float, float]:
 
 
 def table_row(costs: Costs, sequences: int, rate: float) -> str:
-    """Say how much of a router's core engines take with so many sequences of this rate."""
+    """Return the share of a router's core that engines take with this many sequences of this
+    rate."""
     tokens = sequences * rate
     requests = tokens / ANSWER_TOKENS
     by_engine = tokens * costs.token_s / ROUTERS + costs.heartbeats_s / ENGINES
-    # A choice looks at each engine, so that its cost grows with their number too.
+    # A choice visits each engine, so its cost grows with their number too.
     by_pair = requests / ROUTERS * costs.choice_s / ENGINES
     used = ENGINES * by_engine + ENGINES**2 * by_pair
     most = (((by_engine**2 + 4 * by_pair) ** 0.5) - by_engine) / (2 * by_pair)

@@ -1,8 +1,7 @@
 """Recorded sessions of coding agents, replayed: how much of each prompt is found in the cache.
 
-What could be found is what a prompt has in common with an earlier one of the same conversation.
-It is computed here from the tokens of both, whatever the server says of it.
-"""
+The baseline is the common prefix of a prompt and an earlier one of the same conversation. It is
+computed here from the tokens of both, independently of the server."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from router.tokens.templates import TOKEN_BREAK, ChatTemplate, tool_schema
 from shared.settings import Settings
 
 LAYERS = 1
-"""Of the demo model: a session has 30 prompts of up to 20,000 tokens."""
+"""Layers of the demo model: a session has 30 prompts of up to 20,000 tokens."""
 FLAGS = (
     *("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000"),
     *("--reasoning-key", sessions.REASONING_KEY),
@@ -58,9 +57,9 @@ class Turn(NamedTuple):
     prompt: int
     cached: int
     known: int
-    """In common with an earlier prompt of the same line."""
+    """Tokens in common with an earlier prompt of the same line."""
     before: int
-    """Of the prompt before it in the line; more than ``known`` where that is not its beginning."""
+    """Tokens of the previous prompt in the line; more than ``known`` if that is not a prefix."""
     first_s: float
     why: str
     """The answer's x-debug-cache."""
@@ -72,18 +71,18 @@ class Turn(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What the turns of a session found in the cache."""
+    """How much of the turns of a session was found in the cache."""
 
     least: float
-    """The smallest share of what was known, of all turns that have at least a block of it."""
+    """The smallest fraction of known tokens found, over all turns with at least a block of them."""
     known: float
-    """Of all tokens that were known."""
+    """The fraction of all known tokens."""
     prompts: float
-    """Of all tokens of prompts."""
+    """The fraction of all prompt tokens."""
 
 
 def agents(model: str, runs: int) -> None:
-    """Replay each session on both servers: in RAM, and here after a restart too."""
+    """Replay each session on both servers: from RAM, and here also after a restart."""
     with tempfile.TemporaryDirectory(prefix="bench-") as private:
         path = Path(model)
         if model.startswith("demo"):
@@ -116,8 +115,9 @@ def replay(
     as_chat: bool = False,
     again: bool = False,
 ) -> list[Turn]:
-    """Post all ``requests``, one after the other, for one token each. ``tokens`` are those of their
-    prompts. ``as_chat``: to `/v1/chat/completions`. ``again``: all of them have been there."""
+    """Post all ``requests``, one after the other, for one token each. ``tokens`` are the tokens
+    of their prompts. ``as_chat``: to `/v1/chat/completions`. ``again``: all of them were sent
+    before."""
     turns = []
     earlier: dict[str, list[list[int]]] = {}
     for request, prompt in zip(requests, tokens, strict=True):
@@ -136,7 +136,7 @@ def replay(
 
 
 def share(turns: Sequence[Turn]) -> Share:
-    """Return what was found of the blocks that were known."""
+    """Return the fraction found of the blocks that were known."""
     known = [turn for turn in turns if turn.known_in_blocks]
     return Share(
         min((turn.cached / turn.known_in_blocks for turn in known), default=1.0),
@@ -160,7 +160,7 @@ def chat_body(request: Request) -> dict[str, Any]:
 
 
 def prompt_tokens(model: Path, requests: Sequence[Request]) -> list[list[int]]:
-    """Return the tokens of each prompt, by the template of the model in ``model``."""
+    """Return the tokens of each prompt, rendered with the template of the model in ``model``."""
     from mlx_lm.utils import load_tokenizer
 
     tokenizer = load_tokenizer(model)
@@ -186,7 +186,7 @@ def _translated(request: Request) -> ChatRequest:
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> tuple[tuple[int, int], str, str]:
-    """Return (tokens of the prompt, those found), x-debug-cache and what went wrong."""
+    """Return (prompt tokens, cached tokens), x-debug-cache and the error."""
     body = {name: value for name, value in body.items() if name not in _LIMITS.values()}
     body = {**body, "stream": False, _LIMITS[path]: 1, "temperature": 0}
     body.pop("stream_options", None)

@@ -1,8 +1,7 @@
 """Where CPU time goes in a whole server under load, and how it grows.
 
-One layer of the demo model computes, so that what is not the model is most of it. Each process's
-CPU time is set in proportion to the tokens that were generated meanwhile.
-"""
+Only one layer of the demo model is computed, so that most of the time is spent outside the
+model. Each process's CPU time is divided by the tokens generated meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from services.measuring.client import ApiClient
 PARTS = ("router", "engine", "kvstore", "local")
 """Modules of services/ that processes run; `local` is the supervisor."""
 PHASES = ("schedule", "build", "sample", "emit")
-"""What an engine's host does for a step."""
+"""Phases of a step in an engine's host."""
 COUNTERS = (
     *("key_generated_tokens_total", "steps_total", "batch_rows_total", "step_seconds_total"),
     *(f"{phase}_seconds_total" for phase in PHASES),
@@ -93,7 +92,7 @@ def _serving(path: Path, folder: Path, case: LoadCase) -> Iterator[tuple[int, in
 
 
 async def _measured(port: int, pid: int, case: LoadCase) -> dict[str, float]:
-    """Return the tokens a second, and each part's CPU seconds a token."""
+    """Return the tokens per second, and each part's CPU seconds per token."""
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
         models = await client.models()
         bodies = [
@@ -154,7 +153,7 @@ def processes_of(pid: int) -> dict[str, list[int]]:
 
 
 def counters_of(port: int, names: Sequence[str] = COUNTERS) -> dict[str, float]:
-    """Return some counters, each the sum over its labels; 0 for one that there is not."""
+    """Return some counters, each summed over its labels; 0 for a counter that does not exist."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     found = dict.fromkeys(names, 0.0)

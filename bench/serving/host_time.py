@@ -1,9 +1,8 @@
 """Where the router and an engine spend their time in Python under load, by function.
 
-py-spy samples the thread that holds the interpreter's lock (it cannot tell threads that wait from
-those that compute everywhere). What compiled code computes without it, such as a forward pass, is
-in the processor time of all. One layer of the demo model computes, as in `growth`.
-"""
+py-spy samples the thread that holds the interpreter's lock (it cannot distinguish waiting
+threads from computing ones everywhere). Compiled code without the lock, such as a forward pass,
+counts in the CPU time of all. Only one layer of the demo model is computed, as in `growth`."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def _own(frame: str) -> str:
 
 
 def read_stacks(text: str) -> Stacks:
-    """Return what py-spy has written with ``--format raw``."""
+    """Return the stacks that py-spy wrote with ``--format raw``."""
     found: Stacks = Counter()
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
@@ -123,7 +122,7 @@ def _recorded(program: str, pids: dict[str, int], folder: Path) -> dict[str, Sta
 
 @contextmanager
 def _load(port: int, flags: Sequence[str] = LOAD) -> Iterator[None]:
-    """Have clients ask the server at ``port``; begin when it answers."""
+    """Let clients send requests to the server at ``port``; start when it answers."""
     command = [*COMMAND[:3], "bench", "serve", f"--url=http://127.0.0.1:{port}", *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as load:
         try:

@@ -12,13 +12,13 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def template(name: str) -> str:
-    """Return the chat template ``name``. What it renders ends where a reply begins."""
+    """Return the chat template ``name``. Its rendered text ends where a reply begins."""
     return (_TEMPLATES / f"{name}.jinja").read_text().rstrip("\n")
 
 
 def make_short_demo(demo: Path, path: Path, layers: int) -> Path:
     """Write the first ``layers`` layers of the demo model into the directory ``path``, with
-    Qwen3's template. Return ``path``. Its text means nothing, but takes time as a model's does."""
+    Qwen3's template. Return ``path``. Its text means nothing, but takes as long as a model's."""
     path.mkdir(parents=True, exist_ok=True)
     weights = mx.load(str(demo / "model.safetensors"))
     assert isinstance(weights, dict)

@@ -23,7 +23,7 @@ READY = re.compile(r"ready: \S+, after (.*)")
 def restart(model: str, runs: int) -> None:
     """Kill the engine of a stream, and print the longest gap between two of its tokens.
 
-    Its successor finds the proof of the first start, as after any death but the first start's."""
+    Its successor finds the stored proof, as after any crash except during the first start."""
     command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
     gaps = []
     with tempfile.TemporaryDirectory(prefix="bench-") as cache, tempfile.TemporaryFile() as log:

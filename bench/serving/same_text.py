@@ -29,13 +29,13 @@ from services.measuring.answers import StreamedAnswer
 
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
 KILLED_AFTER = 0.4
-"""The part of a crowd's usual time after which its engine is killed."""
+"""The fraction of a crowd's usual time after which its engine is killed."""
 MOST_AT_ONCE = 48
-"""Questions that are asked at once, at most: fewer than a server takes by default."""
+"""Max number of questions at once: fewer than a server accepts by default."""
 SAVED_S = 2.0
 """Seconds for the last blocks to reach the SSD."""
 LITTLE_BLOCKS = 96
-"""Blocks of KV cache that a crowd of `--max-batch-size` sequences does not fit into."""
+"""Blocks of a KV cache too small for a crowd of `--max-batch-size` sequences."""
 
 Asked = list[Message]
 Answers = list[StreamedAnswer]
@@ -76,7 +76,7 @@ def _asking(
 
 
 def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
-    """Ask all at once, and kill the engine meanwhile."""
+    """Ask everything at once, and kill the engine meanwhile."""
     begun = time.perf_counter()
     all_at_once(server, [[*each[:-1], _user(f"{each[-1]['content']} ")] for each in asked], tokens)
     usual_s = time.perf_counter() - begun
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--answers", type=Path, help="file of first answers, for other calls too")
     parser.add_argument("flags", nargs="*", help="of the servers, after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
     same = compare(
         options.model,
         options.questions,

@@ -1,9 +1,9 @@
 """Recorded sessions of coding agents, as small files.
 
-The form of each request is whole, and so are short texts. A long text is an agent's own work: of
-it there are only the lengths and digests of its pieces, and words of those lengths take its place.
-So what is the same in two requests is the same here, and what differs differs at the same place.
-"""
+The structure of each request is complete, and so are short texts. A long text is an agent's own
+work: only the lengths and digests of its pieces are stored, and words of the same lengths
+replace it. Thus equal parts of two requests are equal here, and different parts differ in the
+same place."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from services.measuring.workloads import WORDS
 
 DIRECTORY = Path(__file__).parent / "sessions"
 REASONING_KEY = "recorded"
-"""The `--reasoning-key` with which the reasoning in them is sealed."""
+"""The `--reasoning-key` with which their reasoning is sealed."""
 _TEXT, _PART = "$text", "$part"
 _SHORT_CHARS = 120
 """Texts up to this length stay as they are."""
 _PIECE_CHARS = 1500
 _PART_CHARS = 60
-"""Values that take more in JSON, and occur more than once, are written once."""
+"""Values that are longer in JSON, and occur more than once, are written once."""
 _VERBATIM = ("arguments", "encrypted_content", "signature", "pattern")
-"""Fields whose content has a form."""
+"""Fields whose content has a syntax."""
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 _HEX = re.compile(r"\b[0-9a-f]{32,}\b")
 
@@ -56,8 +56,8 @@ def read(name: str) -> list[Request]:
 
 
 def with_titles(requests: Sequence[Request], every: int = 5) -> list[Request]:
-    """Return ``requests`` with one for a title after each ``every``: without tools, on the first
-    question. Agents at a terminal ask for titles; at work without one, only opencode does."""
+    """Return ``requests`` with a title request after each ``every``: without tools, on the first
+    question. Agents in a terminal request titles; in scripted use, only opencode does."""
     titled = []
     for number, request in enumerate(requests, 1):
         titled.append(request)
@@ -131,7 +131,7 @@ def _expand(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def _words(digest: str, chars: str) -> str:
-    """Return words, of ``chars`` characters together."""
+    """Return words, ``chars`` characters in total."""
     rng = random.Random(digest)
     text = f"{digest} "
     while len(text) < int(chars):
@@ -143,13 +143,13 @@ def _count(value: Any, counts: Counter[str]) -> None:
     if isinstance(value, dict | list):
         text = _json(value)
         counts[text] += 1
-        if counts[text] == 1:  # what is within a shared part is written once with it
+        if counts[text] == 1:  # values inside a shared part are written once with it
             for each in value.values() if isinstance(value, dict) else value:
                 _count(each, counts)
 
 
 def _pack(value: Any, shared: set[str], parts: list[Any], places: dict[str, int]) -> Any:
-    """Return ``value`` with what is ``shared`` in ``parts``."""
+    """Return ``value`` with ``shared`` values replaced by references to ``parts``."""
     if not isinstance(value, dict | list):
         return value
     text = _json(value)

@@ -1,1 +1,1 @@
-"""Drafts: tokens a second with them, rules of other servers, the same text."""
+"""Drafts: tokens per second with them, and equal texts."""

@@ -55,7 +55,7 @@ QUESTIONS = [
 random.Random(0).shuffle(QUESTIONS)
 ANSWERS, HELD_OUT, TOKENS, AT_ONCE = 480, 24, 96, 32
 LIKELY = 16
-"""Tokens that are kept of each distribution."""
+"""Number of tokens kept of each distribution."""
 LAYERS, VOCABULARY = (0, 1, 28, 29), 49_152
 STEPS, BATCH, RATE, WARM_UP = 120, 8, 8e-4, 10
 OTHERS = 2048
@@ -64,7 +64,7 @@ softmax is over."""
 
 
 class TaughtAnswer(msgspec.Struct, frozen=True):
-    """An answer of the demo model, and the most likely tokens in the place of each of its own."""
+    """An answer of the demo model, and the most likely tokens at each of its positions."""
 
     number: int  # of the question
     prompt: list[int]
@@ -74,7 +74,7 @@ class TaughtAnswer(msgspec.Struct, frozen=True):
 
 
 def collect(path: Path, ends: float) -> list[TaughtAnswer]:
-    """Add answers to the lines of ``path`` until all are there or it is ``ends``."""
+    """Add answers to the lines of ``path`` until all are there or the time is ``ends``."""
     known = _read(path)
     missing = sorted(set(range(ANSWERS)) - {each.number for each in known})
     engine = InProcessEngine(MODEL) if missing else None
@@ -159,7 +159,7 @@ class Student:
             shutil.copy(self._source / name, folder)
 
     def train(self, answers: Sequence[TaughtAnswer], ends: float) -> None:
-        """Make steps until there are `STEPS` or it is ``ends``."""
+        """Train until there are `STEPS` steps or the time is ``ends``."""
         step = nn.value_and_grad(self.model, _loss)
         pick = random.Random(self.step)
         losses: list[float] = []
@@ -180,7 +180,7 @@ class Student:
                 print(f"step {self.step}: loss {np.mean(losses[-10:]):.3f}", flush=True)
 
     def agreement(self, answers: Sequence[TaughtAnswer]) -> float:
-        """Return how often its most likely token is that of the demo model."""
+        """Return how often its most likely token is the demo model's."""
         right = total = 0
         for answer in answers:
             text = mx.array([[*answer.prompt, *answer.tokens[:-1]]])

@@ -35,11 +35,11 @@ from shared.wire import DraftStats, Submit  # noqa: E402
 BATCHES, TOKENS = (1, 4, 16), 128
 MISSES, NOTHING = "misses", "nothing"
 CONTEXT_TOKENS, PROMPT_TOKENS, MOST = 32_000, 20_000, 16
-"""Of the index whose cost is measured."""
+"""For measuring the cost of the index."""
 
 
 class TimedRun:
-    """Requests that an engine computes, step by step, and what its steps took."""
+    """Requests that an engine computes, step by step, and the times of its steps."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TimedRun:
 
 
 class AlwaysWrong(DraftSource):
-    """Proposes other tokens than those that come, and claims to be sure."""
+    """Proposes tokens other than the next ones, and claims to be certain."""
 
     def __init__(self, right: Sequence[int], num_prompt_tokens: int) -> None:
         self._right, self._first = right, num_prompt_tokens
@@ -126,7 +126,7 @@ class Comparison:
         for engine in (self.plain, self.engine):
             engine.use_grammars()
         gc.collect()
-        gc.freeze()  # as an engine does: or a collection of all there is falls into some step
+        gc.freeze()  # as in an engine: otherwise a collection of everything falls into some step
         self._tokens = tokens
         self._known: dict[int, list[int]] = {}
 
@@ -187,7 +187,7 @@ def compare(
     """Print the ratios. ``settings`` are further settings of the server."""
     both = Comparison(model, tokens, **settings)
     speculators = {name: both.speculator(name) for name in names}
-    for name in names:  # the first requests of a server: costs are learned
+    for name in names:  # first requests of a server: it learns costs
         both.pair(name, 1, speculators[name], 0)
     print(
         "workload   requests   without      with   ratio   CPU  (each)            accepted  texts"
@@ -215,7 +215,7 @@ def compare(
 
 
 def index_cost() -> None:
-    """Print what our index costs at 32,000 tokens."""
+    """Print the cost of the n-gram index at 32,000 tokens."""
     pick = random.Random(0)
     tokens = [pick.randrange(3000) for _ in range(CONTEXT_TOKENS)]
     source = NgramSource(1, 4, first=0, expected_tokens=CONTEXT_TOKENS)
@@ -237,7 +237,7 @@ def index_cost() -> None:
 
 
 def _accepted(before: DraftStats, after: DraftStats) -> str:
-    """Return how many drafts were accepted of those that were verified between two moments."""
+    """Return how many of the drafts verified between two points were accepted."""
 
     def total(stats: DraftStats) -> tuple[int, int]:
         counts = stats.sources.values()

@@ -41,7 +41,7 @@ EACH = {
 }
 SAMPLED = ("chat", "story", "poem", "email", "explanation", "list of ideas")
 TOKENS = (64, 256, 64)
-"""The most of the answers to the three prompts of each kind."""
+"""Max tokens of the answers to the three prompts of each kind."""
 
 
 def _sampled(number: int) -> dict[str, Any]:

@@ -45,9 +45,9 @@ SOURCES: dict[str, dict[str, Any]] = {
     "auto": {"spec_decode": "auto"},
     "unpredicted": {"spec_decode": "auto"},
 }
-"""Settings. All requests of ``auto`` have a prediction too, wrong in places."""
+"""Settings. All requests of ``auto`` also have a prediction, which is wrong in places."""
 SHORT = 120
-"""Characters of a text to repeat: long prompts would cost more than what is compared."""
+"""Characters of a text to repeat: long prompts would cost more than the comparison."""
 TEXTS: dict[str, Callable[[int], str]] = {
     "code edit": partial(code_edit, most=SHORT),
     "quoting": partial(quote, most=SHORT),
@@ -66,12 +66,12 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)  # of `Submit`
     config: dict[str, Any] = field(default_factory=dict)  # of the scheduler
     kv_bits: int = 16
-    resumed: bool = False  # whether each answer goes on after its first half
-    slots: int = 0  # memory for so many long sequences only, if it is not 0
+    resumed: bool = False  # whether each answer is resumed after its first half
+    slots: int = 0  # memory for only this many long sequences, if it is not 0
 
     @property
     def plain(self) -> Case:
-        """What of it the text depends on."""
+        """The part of it that determines the text."""
         fields = {name: value for name, value in self.fields.items() if name != "logprobs"}
         return Case(self.sampling, fields, kv_bits=self.kv_bits)
 
@@ -112,7 +112,7 @@ class PlainPiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class ComparedPiece(msgspec.Struct, frozen=True, tag=True):
-    """What came of one piece of the prompts in one case, with drafts of one source."""
+    """The result of one piece of the prompts in one case, with drafts from one source."""
 
     case: str
     source: str
@@ -181,7 +181,7 @@ class Checker:
         known: Mapping[int, list[int]] | None = None,
         predicts: bool = False,
     ) -> dict[int, list[int]]:
-        """Return the tokens of the answers to prompts ``numbers``. With those ``known`` they come
+        """Return the tokens of the answers to prompts ``numbers``. With those ``known`` they run
         in batches of 1 to 8 and may be resumed or preempted."""
         engine = self._engine
         config = dict(case.config)
@@ -223,7 +223,7 @@ def _batches(numbers: range, varied: bool) -> Iterator[range]:
 
 
 def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
-    """Return ``tokens`` with some of them replaced, left out, or twice."""
+    """Return ``tokens`` with some of them replaced, omitted, or repeated."""
     pick = random.Random(seed)
     changes: list[list[int]] = [[], [7], [5, 6]]
     nested = (pick.choice(changes) if pick.random() < 0.1 else [token] for token in tokens)
@@ -231,7 +231,7 @@ def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
 
 
 class ComparedPieces:
-    """What is known of one model, in memory and in a file if there is a ``path``."""
+    """The known results for one model, in memory and in a file if there is a ``path``."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -263,8 +263,8 @@ def check(
     seconds: float = math.inf,
     draft_model: str | None = None,
 ) -> int:
-    """Compare what the record at ``path`` lacks, for ``seconds`` at most. Print the outcome of each
-    case, and return how many answers differ."""
+    """Compare what is missing in the record at ``path``, for at most ``seconds``. Print the
+    outcome of each case, and return how many answers differ."""
     record = ComparedPieces(path)
     sources = [source for source in SOURCES if draft_model or source != "draft"]
     checkers: dict[int, Checker] = {}

@@ -1,4 +1,4 @@
-"""Texts whose answers repeat what was said, and some that do not: for `bench speculation`."""
+"""Texts whose answers repeat earlier text, and some that do not: for `bench speculation`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Workload:
 
 
 def code_edit(number: int, most: int | None = None) -> str:
-    """Ask for a change of a file, ``most`` characters of it."""
+    """Ask for a change to a file, ``most`` characters of which are given."""
     name, code = CODE[number % len(CODE)]
     return (
         f"The file before:\n\n```python\n{code[:most]}```\n\n"
@@ -66,7 +66,7 @@ def code_edit(number: int, most: int | None = None) -> str:
 
 
 def quote(number: int, most: int | None = None) -> str:
-    """Ask for a text once more, ``most`` characters of it."""
+    """Ask to repeat a text, ``most`` characters of it."""
     text = QUOTES[number % len(QUOTES)][:most]
     return f"The text:\n\n{text}\n\nThe same text once more, word for word:\n\n"
 

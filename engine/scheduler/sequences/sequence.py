@@ -232,7 +232,7 @@ class Sequence:
         self, run: SequenceOf[int], eos_token_ids: SequenceOf[int]
     ) -> wire.FinishReason | None:
         """Append the outputs of a decode, all accepted drafts except the last one. Return the
-        reason if ``seq`` ends with them, else None."""
+        reason if the sequence ends with them, else None."""
         self.token_ids += run
         # Otherwise it restarts. A READY sequence has lost its row.
         if self.status in (Status.READY, Status.DECODING, Status.ENDING):

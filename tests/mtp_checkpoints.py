@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,21 @@ def add_likely_head(kind: Kind, path: Path, seed: int = 0) -> None:
     head[names[joined]] = mx.concatenate(halves[::-1] if kind == "mimo" else halves, axis=1)
     head[names[last]] = weights["model.norm.weight"] - from_zero
     mx.save_safetensors(str(path / HEAD_FILE), head, {"format": "pt"})
+
+
+def models_with_heads(
+    add: Callable[[Kind, Path], object], plain: Callable[[Kind], Path], root: Path
+) -> Callable[[Kind], Path]:
+    """Return a function for the directory, in ``root``, of a ``plain`` model with a head from
+    ``add``."""
+
+    def make(kind: Kind) -> Path:
+        path = root / kind
+        if not path.exists():
+            add(kind, shutil.copytree(plain(kind), path))
+        return path
+
+    return make
 
 
 def prefix_of(kind: Kind, config: dict[str, Any]) -> str:

@@ -125,20 +125,21 @@ def make_tiny(kind: Kind, path: Path, seed: int = 0, **changes: Any) -> Path:
         str(path / "model.safetensors"), _weights(config, seed), metadata={"format": "mlx"}
     )
     byte_tokenizer().save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_max_length": CONTEXT,
-                "clean_up_tokenization_spaces": False,
-                "bos_token": SPECIAL_TOKENS[1],
-                "eos_token": SPECIAL_TOKENS[EOS],
-                "pad_token": SPECIAL_TOKENS[0],
-                "chat_template": CHAT_TEMPLATE,
-            }
-        )
-    )
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(CHAT_TEMPLATE)))
     return path
+
+
+def tokenizer_config(template: str) -> dict[str, Any]:
+    """Return the tokenizer_config.json of `byte_tokenizer` with a chat ``template``."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[EOS],
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": template,
+    }
 
 
 def _weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from PIL import Image
 from tokenizers import AddedToken
 
-from tests.tiny_models import CONTEXT, EOS, SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
+from tests.tiny_models import CONTEXT, EOS, VOCAB_SIZE, byte_tokenizer, tokenizer_config
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -416,15 +416,7 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
     tokenizer.save(str(path / "tokenizer.json"))
-    named = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": SPECIAL_TOKENS[1],
-        "eos_token": SPECIAL_TOKENS[EOS],
-        "pad_token": SPECIAL_TOKENS[0],
-        "chat_template": TEMPLATE.replace("IMAGE", made.placeholder.join(made.around)),
-    }
+    named = tokenizer_config(TEMPLATE.replace("IMAGE", made.placeholder.join(made.around)))
     for name, content in (
         ("tokenizer_config.json", named | made.tokenizer),
         ("processor_config.json", made.processor),

@@ -9,12 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.agents.scripts import Agent
-
-_INSTALL_S = 1200
-
-
-class NotInstalled(Exception):
-    """The agent could not be installed. The message says why."""
+from tests.installing import NotInstalled, run
 
 
 def install(agent: Agent, root: Path) -> Path:
@@ -26,13 +21,13 @@ def install(agent: Agent, root: Path) -> Path:
         return found
     directory.mkdir(parents=True, exist_ok=True)
     if agent.from_pypi:
-        _run(sys.executable, "-m", "venv", "--clear", str(directory / ".venv"))
-        _run(str(found / "python"), "-m", "pip", "install", "--quiet", agent.package)
+        run(sys.executable, "-m", "venv", "--clear", str(directory / ".venv"))
+        run(str(found / "python"), "-m", "pip", "install", "--quiet", agent.package)
         return found
     if shutil.which("npm") is None:
         raise NotInstalled("there is no npm here")
     quiet = ("--silent", "--no-audit", "--no-fund", "--prefix", str(directory))
-    _run("npm", "install", *quiet, agent.package)
+    run("npm", "install", *quiet, agent.package)
     return found
 
 
@@ -47,13 +42,3 @@ def version(agent: Agent, found: Path) -> str:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     number = re.search(r"\d+\.\d+\.\d+", shown)
     return number[0] if number else "?"
-
-
-def _run(*command: str) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
-    except subprocess.TimeoutExpired:
-        raise NotInstalled(f"installing took more than {_INSTALL_S} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it failed without a message"]
-        raise NotInstalled(f"could not be installed: {lines[-1]}")

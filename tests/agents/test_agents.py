@@ -9,9 +9,10 @@ import pytest
 
 from tests.agents.__main__ import acting
 from tests.agents.formats import FORMATS
-from tests.agents.installing import NotInstalled, binaries, install
+from tests.agents.installing import binaries, install
 from tests.agents.scripts import AGENTS
 from tests.agents.trial import Trial
+from tests.installing import NotInstalled
 
 CODEX = AGENTS[0]
 

@@ -20,7 +20,7 @@ load_fast_blas()  # before anything imports MLX
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.clients.caller import make_caller  # noqa: E402
 from tests.clients.environments import SCENARIOS as SCRIPTS  # noqa: E402
-from tests.clients.environments import NotInstalled, command_for  # noqa: E402
+from tests.clients.environments import command_for  # noqa: E402
 from tests.clients.matrix import (  # noqa: E402
     CLIENTS,
     EMBEDDING_CLIENTS,
@@ -35,6 +35,7 @@ from tests.clients.matrix import (  # noqa: E402
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
+from tests.installing import NotInstalled  # noqa: E402
 from tests.page_tables import write_tables  # noqa: E402
 from tests.text_models import make_text_model  # noqa: E402
 

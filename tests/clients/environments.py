@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.clients.matrix import Client
+from tests.installing import NotInstalled, run
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-_INSTALL_S = 1200
-
-
-class NotInstalled(Exception):
-    """The client could not be installed. The message says why."""
 
 
 def command_for(client: Client, root: Path) -> list[str]:
@@ -27,8 +22,8 @@ def command_for(client: Client, root: Path) -> list[str]:
 def _python(client: Client, directory: Path) -> list[str]:
     python = directory / "bin" / "python"
     if not (directory / "installed").exists():
-        _run(sys.executable, "-m", "venv", "--clear", str(directory))
-        _run(str(python), "-m", "pip", "install", "--quiet", *client.packages)
+        run(sys.executable, "-m", "venv", "--clear", str(directory))
+        run(str(python), "-m", "pip", "install", "--quiet", *client.packages)
         (directory / "installed").touch()
     return [str(python), str(SCENARIOS / client.script)]
 
@@ -39,18 +34,8 @@ def _node(client: Client, directory: Path) -> list[str]:
     if not (directory / "installed").exists():
         directory.mkdir(parents=True, exist_ok=True)
         npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(directory)]
-        _run(*npm, *client.packages)
+        run(*npm, *client.packages)
         (directory / "installed").touch()
     for script in SCENARIOS.glob("*.mjs"):  # Node looks for packages beside a script
         shutil.copy(script, directory)
     return ["node", str(directory / client.script)]
-
-
-def _run(*command: str) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
-    except subprocess.TimeoutExpired:
-        raise NotInstalled(f"installing took more than {_INSTALL_S} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it failed without a message"]
-        raise NotInstalled(f"could not be installed: {lines[-1]}")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from tokenizers import Tokenizer
 
 from shared.network.curve import EngineKeys
 from shared.wire import (
@@ -206,6 +207,11 @@ class ScriptedEngine:
 
     def got(self, kind: type[M]) -> list[M]:
         return [message for message in list(self.received) if isinstance(message, kind)]
+
+    def last_prompt(self, tokenizer: Tokenizer) -> str:
+        """Return the text of the last prompt that the engine received."""
+        submit = self.got(Submit)[-1]
+        return str(tokenizer.decode(submit.token_ids, skip_special_tokens=False))
 
     @property
     def running(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,7 +30,7 @@ from engine.plan import (
 from engine.sampling.sampler import sample_tokens
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
-from tests.mtp_checkpoints import HEAD_KINDS, add_head
+from tests.mtp_checkpoints import HEAD_KINDS, add_head, models_with_heads
 from tests.tiny_models import VOCAB_SIZE, Kind
 
 CAPACITY = 64
@@ -120,15 +119,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def with_head(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function for the directory of a tiny model with a head."""
-    root = tmp_path_factory.mktemp("heads")
-
-    def make(kind: Kind) -> Path:
-        path = root / kind
-        if not path.exists():
-            add_head(kind, shutil.copytree(tiny_model(kind), path))
-        return path
-
-    return make
+    return models_with_heads(add_head, tiny_model, tmp_path_factory.mktemp("heads"))
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -14,7 +14,7 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.replica.test_drafts import REQUESTS, prompt
 from tests.engine.whole import Whole
-from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head
+from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head, models_with_heads
 from tests.tiny_models import Kind
 
 NAMES = ("greedy", "sampled", "penalized", "scored", "bound")
@@ -29,15 +29,7 @@ def start(whole: Whole, *names: str) -> None:
 @pytest.fixture(scope="module")
 def path_of(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function for the directory of a tiny model with a head that is often right."""
-    root = tmp_path_factory.mktemp("heads")
-
-    def make(kind: Kind) -> Path:
-        path = root / kind
-        if not path.exists():
-            add_likely_head(kind, shutil.copytree(tiny_model(kind), path))
-        return path
-
-    return make
+    return models_with_heads(add_likely_head, tiny_model, tmp_path_factory.mktemp("heads"))
 
 
 class Headed:

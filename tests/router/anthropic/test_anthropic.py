@@ -45,11 +45,6 @@ def streamed(server: Server, messages: list[Any] | None = None, **fields: Any) -
     return events(answer.text)
 
 
-def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    """Return the last prompt that the engine received."""
-    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
-
-
 def test_an_answer_is_a_message(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.cached_tokens = 5
     answer = ask(server, system="be kind", model="tiny")
@@ -83,7 +78,7 @@ def test_a_last_assistant_message_is_continued(
     answer = ask(server, [*HI, {"role": "assistant", "content": "{"}])
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"][0]["text"] == '"a": 1}'
-    assert last_prompt(engine, tokenizer).endswith("<|assistant|>{")
+    assert engine.last_prompt(tokenizer).endswith("<|assistant|>{")
 
 
 def test_a_stream_has_anthropics_event_order(server: Server, engine: ScriptedEngine) -> None:
@@ -173,7 +168,7 @@ def test_blocks_become_the_messages_of_a_conversation(
     system = [{"type": "text", "text": "zero", **cached}, {"type": "text", "text": "more"}]
     answer = ask(server, messages, system=system, cache_control={"type": "ephemeral"})
     assert answer.status_code == 200, answer.text
-    assert last_prompt(engine, tokenizer) == (
+    assert engine.last_prompt(tokenizer) == (
         "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two"
         '{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n'
         "<|tool|>three\n<|tool|>Error: four\n<|user|>five\n\nsix\n<|assistant|>"

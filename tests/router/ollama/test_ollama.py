@@ -74,10 +74,6 @@ def lines(answer: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
-
-
 def refused(answer: httpx.Response, status: int = 400) -> str:
     """Check that the answer is an error in Ollama's shape, and return its text."""
     assert answer.status_code == status, answer.text
@@ -140,11 +136,11 @@ def test_a_call_comes_whole(
     assert [c["function"] for c in whole["message"]["tool_calls"]] == [
         call["function"] for call in calls
     ]
-    assert '"Adds."' in last_prompt(engine, tokenizer)
+    assert '"Adds."' in engine.last_prompt(tokenizer)
     engine.behaviour.script = says("3")
     result = {"role": "tool", "content": "3", "tool_name": "add"}
     post(server, "chat", messages=[*HI, whole["message"], result], tools=[ADD])
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert '{"name": "add", "arguments": {"a": 2}}' in prompt
     assert f"{START}tool\n[add] 3{END}" in prompt
 
@@ -161,9 +157,9 @@ def test_thinking_is_apart_and_may_be_turned_off(
         *parts, _ = lines(post(server, path, think="max", **fields))
         shown = [part.get("message", part) for part in parts]
         assert "".join(part.get("thinking", "") for part in shown).strip() == "hm"
-        assert last_prompt(engine, tokenizer).endswith("(effort high)")
+        assert engine.last_prompt(tokenizer).endswith("(effort high)")
     post(server, "chat", think=False, messages=HI)
-    assert last_prompt(engine, tokenizer).endswith("<think>\n\n</think>\n\n")
+    assert engine.last_prompt(tokenizer).endswith("<think>\n\n</think>\n\n")
     assert "'think'" in refused(post(server, "chat", think="a lot", messages=HI))
 
 
@@ -269,7 +265,7 @@ def test_num_ctx_bounds_prompt_and_answer_together(
     ]
     conversation = [system, *turns, {"role": "user", "content": "last"}]
     assert post(server, "chat", messages=conversation, options={"num_ctx": 250}).status_code == 200
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert "SYSTEM" in prompt and "last" in prompt and "user0" not in prompt
     assert len(engine.got(Submit)[-1].token_ids) < 250
     whole = {"messages": conversation, "truncate": False}
@@ -299,9 +295,9 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(
     body = post(server, "generate", prompt="hi", system="be kind", stream=False).json()
     assert body["response"] == "hello world"
     templated = f"{START}system\nbe kind{END}\n{START}user\nhi{END}\n{START}assistant\n"
-    assert last_prompt(engine, tokenizer) == templated
+    assert engine.last_prompt(tokenizer) == templated
     raw = post(server, "generate", prompt="hi", raw=True, stream=False).json()
-    assert last_prompt(engine, tokenizer) == "hi" and "context" not in raw
+    assert engine.last_prompt(tokenizer) == "hi" and "context" not in raw
     for fields in ({"system": "x"}, {"context": [1]}):
         assert "'raw'" in refused(post(server, "generate", prompt="hi", raw=True, **fields))
 
@@ -325,7 +321,7 @@ def test_a_last_message_of_the_assistant_is_continued(
 ) -> None:
     begun = {"role": "assistant", "content": "It"}
     assert post(server, "chat", messages=[*HI, begun]).status_code == 200
-    assert last_prompt(engine, tokenizer).endswith(f"{START}assistant\nIt")
+    assert engine.last_prompt(tokenizer).endswith(f"{START}assistant\nIt")
 
 
 def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine) -> None:
@@ -387,9 +383,9 @@ def test_images_become_notes_where_they_are_to_be_skipped(
     engine = start_engine(server, script=says("ok"))
     server.wait_ready()
     post(server, "chat", messages=[{**HI[0], "images": ["aGk="]}])
-    assert "was removed" in last_prompt(engine, tokenizer)
+    assert "was removed" in engine.last_prompt(tokenizer)
     post(server, "generate", prompt="hi", images=["aGk="])
-    assert "was removed" in last_prompt(engine, tokenizer)
+    assert "was removed" in engine.last_prompt(tokenizer)
 
 
 def test_curl_needs_no_media_type_and_a_page_of_another_site_does(

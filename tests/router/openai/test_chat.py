@@ -73,12 +73,6 @@ def deltas_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
     return [event["choices"][0] for event in events(answer.text) if event["choices"]]
 
 
-def prompt_of(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    submit = engine.got(Submit)[-1]
-    assert isinstance(submit, Submit)
-    return tokenizer.decode(submit.token_ids, skip_special_tokens=False)
-
-
 def grammar_of(engine: ScriptedEngine) -> Grammar:
     grammar = engine.got(Submit)[-1].grammar
     assert grammar is not None
@@ -254,7 +248,7 @@ def test_tools_reach_the_template_as_data(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     assert ask(server, tools=[ADD, SUB]).status_code == 200
-    prompt = prompt_of(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     told = prompt.split("Tools:\n")[1].split("<|im_end|>\n<|im_start|>user")[0].split("\n")
     first, second = [json.loads(each)["function"] for each in told]
     assert first == ADD["function"]
@@ -283,7 +277,7 @@ def test_the_template_gets_tools_that_may_not_be_called_only_if_a_grammar_exclud
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, choice: Any, there: list[str]
 ) -> None:
     assert ask(server, tools=[ADD, SUB], tool_choice=choice).status_code == 200
-    prompt = prompt_of(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert [name for name in ("add", "sub") if f'"name": "{name}"' in prompt] == there
 
 
@@ -362,7 +356,7 @@ def test_a_conversation_with_calls_and_results_is_rendered(
         tools=[ADD],
     )
     assert answer.status_code == 200
-    assert prompt_of(engine, tokenizer).endswith(
+    assert engine.last_prompt(tokenizer).endswith(
         "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n<think>\nso\n</think>\n\n"
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
         "<|im_start|>tool\n[add] 3<|im_end|>\n<|im_start|>assistant\n"
@@ -390,7 +384,7 @@ def test_the_template_decides_about_thinking(
 ) -> None:
     engine.behaviour.script = says("so</think>it is")
     message = message_of(ask(server, **fields))
-    assert prompt_of(engine, tokenizer).endswith(end)
+    assert engine.last_prompt(tokenizer).endswith(end)
     opened = end == "<think>\n"
     assert message["content"] == ("it is" if opened else "so</think>it is")
     assert message.get("reasoning") == ("so" if opened else None)
@@ -455,7 +449,7 @@ def test_control_tokens_in_messages_are_text(
     assert isinstance(submit, Submit)
     for control, count in (("<|im_end|>", 3), ("<|im_start|>", 4)):
         assert submit.token_ids.count(tokenizer.token_to_id(control)) == count
-    assert evil.replace("\ufdd0", "") in prompt_of(engine, tokenizer)
+    assert evil.replace("\ufdd0", "") in engine.last_prompt(tokenizer)
 
 
 def test_control_tokens_in_plain_prompts_are_control_tokens(
@@ -601,7 +595,7 @@ def test_a_changed_reply_is_tokenized_again_and_the_change_is_reported(
     assert debug["earlier"]["text"] == " wor" and debug["now"]["text"] == " "
     assert debug["before"].endswith("assistant\nhello")
     assert debug["block"] == debug["token"] // 16
-    assert prompt_of(engine, tokenizer).endswith(
+    assert engine.last_prompt(tokenizer).endswith(
         "hello there<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     )
 

@@ -49,11 +49,6 @@ def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
     return events(answer.text)
 
 
-def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    """Return the last prompt that the engine received."""
-    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
-
-
 def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.cached_tokens = 5
     body = ask(server, instructions="be kind", metadata={"a": "b"}, temperature=0.5).json()
@@ -139,7 +134,7 @@ def test_items_become_the_messages_of_a_conversation(
     ]
     answer = ask(server, items, instructions="be kind")
     assert answer.status_code == 200, answer.text
-    assert last_prompt(engine, tokenizer) == (
+    assert engine.last_prompt(tokenizer) == (
         "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two"
         '{"name": "f", "arguments": {"a": 1}}\n'
         "<|tool|>three\n<|system|>four\n<|user|>five\n<|assistant|>"
@@ -152,12 +147,12 @@ def test_a_response_continues_an_earlier_one(
     first = ask(server, "one", instructions="be kind").json()
     second = ask(server, "two", previous_response_id=first["id"]).json()
     assert second["previous_response_id"] == first["id"]
-    assert last_prompt(engine, tokenizer) == (
+    assert engine.last_prompt(tokenizer) == (
         "<|user|>one\n<|assistant|>hello world\n<|user|>two\n<|assistant|>"
     )
     server.client.delete("/v1/responses/" + first["id"])
     assert ask(server, "three", previous_response_id=second["id"]).status_code == 200
-    assert last_prompt(engine, tokenizer).startswith(
+    assert engine.last_prompt(tokenizer).startswith(
         "<|user|>one\n<|assistant|>hello world\n<|user|>two"
     )
     items = server.client.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()
@@ -177,7 +172,7 @@ def test_an_item_can_be_referenced(
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     answer = ask(server, [reference, {"role": "user", "content": "two"}])
     assert answer.status_code == 200, answer.text
-    assert last_prompt(engine, tokenizer) == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
+    assert engine.last_prompt(tokenizer) == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
     lost = ask(server, [{"id": "msg_nobody"}])
     assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input[0].id")
 
@@ -261,7 +256,7 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
     assert refused.json()["error"]["param"] == "input"
     answer = ask(server, items, truncation="auto", max_output_tokens=20, instructions="be kind")
     assert answer.status_code == 200, answer.text
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert prompt.startswith("<|system|>be kind\n<|user|>5 xxx")
     assert len(engine.got(Submit)[-1].token_ids) <= 512 - 20
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from router.responses.sealing import ReasoningSeal
 from shared.wire import Submit
 from tests.router.conftest import Server
-from tests.router.responses.test_responses import events, last_prompt
+from tests.router.responses.test_responses import events
 from tests.router.scripted_engine import ScriptedEngine
 
 SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
@@ -74,7 +74,7 @@ def test_a_call_in_a_namespace_carries_it_and_comes_back_with_it(
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
     answer = ask(server, TEAM, input=[{"role": "user", "content": "hi"}, item, result])
     assert answer.status_code == 200, answer.text
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert '{"name": "team__spawn", "arguments": {}}' in prompt
     assert "[team__spawn] done" in prompt
 
@@ -91,7 +91,7 @@ def test_a_custom_tool_takes_text(
     output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "applied"}
     answer = ask(server, PATCH, input=[{"role": "user", "content": "hi"}, item, output])
     assert answer.status_code == 200, answer.text
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert '{"input": "say \\"hi\\"\\n"}' in prompt
     assert "[patch] applied" in prompt
 
@@ -115,7 +115,7 @@ def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
         definition,
         "tools[0].format.definition",
     )
-    assert definition in last_prompt(engine, tokenizer)
+    assert definition in engine.last_prompt(tokenizer)
     large = {**bound, "definition": definition + " " * 40_000}
     refused = ask(server, {**PATCH, "format": large})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, part.param)
@@ -202,7 +202,7 @@ def test_a_shell_and_patches_are_calls_of_their_own_type(
     user = {"role": "user", "content": "hi"}
     answer = ask(server, {"type": tool}, input=[user, item, output])
     assert answer.status_code == 200, answer.text
-    prompt = last_prompt(engine, tokenizer)
+    prompt = engine.last_prompt(tokenizer)
     assert json.dumps({"name": tool, "arguments": arguments}) in prompt
     assert f"[{tool}] did it" in prompt
     assert ("(exit code 2)" in prompt) == (tool == "shell")
@@ -215,7 +215,7 @@ def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
     answer = ask(server, {"type": "web_search", "external_web_access": False}, SPAWN)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-left-out-tools"] == "web_search"
-    assert "web_search" not in last_prompt(engine, tokenizer)
+    assert "web_search" not in engine.last_prompt(tokenizer)
     assert [tool["type"] for tool in answer.json()["tools"]] == ["web_search", "function"]
     forced = ask(server, {"type": "web_search"}, tool_choice={"type": "web_search"})
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice")
@@ -289,7 +289,7 @@ def test_a_client_carries_reasoning_that_it_cannot_read(
         items = [{"role": "user", "content": "hi"}, item, message]
         answer = ask(server, input=items, chat_template_kwargs={"keep_reasoning": True}, **fields)
         assert answer.status_code == 200, answer.text
-        assert ("the secret" in last_prompt(engine, tokenizer)) == expected
+        assert ("the secret" in engine.last_prompt(tokenizer)) == expected
 
 
 def test_the_key_of_sealed_reasoning_outlives_a_process(

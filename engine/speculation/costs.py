@@ -92,7 +92,7 @@ class StepCosts:
 
     def at_least_s(self, tokens: int) -> float:
         """Return the recent time of steps of at most ``tokens``, exactly as measured, however
-        rarely: for callers that must not overestimate. 0 if nothing is known."""
+        rarely: for callers that must not underestimate. 0 if nothing is known."""
         if not self._predicted and self._known:
             self._predict()
         place = bisect_right(self._known, tokens)

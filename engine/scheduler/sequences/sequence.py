@@ -16,7 +16,7 @@ from shared import wire
 from shared.hashing import Picture, block_hash, pictures_in
 
 ARRIVALS_PER_PRIORITY = 256
-"""Number of later arrivals that one step of priority overtakes."""
+"""Number of arrivals by which one step of priority moves a sequence forward."""
 MAX_PRIORITY = 16
 """Priorities are clamped to this range, up and down."""
 _BEHIND_ALL = 2**60

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.agents.scripts import Agent
-from tests.installing import NotInstalled, run
+from tests.e2e.installing import NotInstalled, run
 
 
 def install(agent: Agent, root: Path) -> Path:

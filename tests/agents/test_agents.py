@@ -12,7 +12,7 @@ from tests.agents.formats import FORMATS
 from tests.agents.installing import binaries, install
 from tests.agents.scripts import AGENTS
 from tests.agents.trial import Trial
-from tests.installing import NotInstalled
+from tests.e2e.installing import NotInstalled
 
 CODEX = AGENTS[0]
 

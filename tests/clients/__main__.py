@@ -34,8 +34,8 @@ from tests.clients.matrix import (  # noqa: E402
     tests_table,
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
+from tests.e2e.installing import NotInstalled  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
-from tests.installing import NotInstalled  # noqa: E402
 from tests.page_tables import write_tables  # noqa: E402
 from tests.text_models import make_text_model  # noqa: E402
 

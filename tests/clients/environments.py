@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.clients.matrix import Client
-from tests.installing import NotInstalled, run
+from tests.e2e.installing import NotInstalled, run
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 

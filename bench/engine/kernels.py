@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from bench.engine.primitives import count_primitives, fused_functions
+from bench.primitives import count_primitives, fused_functions
 from engine.batch import ragged
 from engine.batch.gpu import GPUBatch
 from engine.batch.ragged import Row

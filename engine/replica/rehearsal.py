@@ -15,8 +15,9 @@ from dataclasses import replace
 from engine.executor.base import Executor, PendingStep
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.batch_costs import BatchCosts
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import MOST_TOKENS, SpeculationOptions, Speculator
+from engine.speculation.speculator import MOST_TOKENS, Speculator
 from shared.wire import SamplingParams, Submit
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from engine.speculation.accounts import DraftAccounts
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.executor_guesses import ExecutorGuesses
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource, num_common
 from engine.speculation.regret import SequenceAccount, SourceAccount, VerifiedStep
 from engine.speculation.sharing import shared_lengths
@@ -37,18 +38,6 @@ ASSUMED_RATE = 0.6
 SourceMaker = Callable[[Submit, object], DraftSource | None]
 """Creates the source of one sequence from its request and its compiled grammar; None if it could
 not propose anything."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationOptions:
-    """Settings that decide how much is drafted; ``--help`` describes them."""
-
-    tokens: int = 5  # max drafts of one sequence
-    largest_batch: int = 8  # number of decoding sequences above which nothing is drafted
-    least_rate: float = 0.3  # acceptance rate below which a sequence stops
-    adapts: bool = True  # whether rates and costs decide; otherwise the maximum is drafted
-    by_sequence: bool = True  # whether each sequence has its own rates
-    protects: bool = False  # whether drafts of others must not slow down any sequence
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from bench.engine.primitives import count_primitives, fused_functions
+from bench.primitives import count_primitives, fused_functions
 from bench.router import alone as router
 from bench.serving import host_time
 from bench.side import SIDES, side

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import SpeculationOptions, Speculator
+from engine.speculation.speculator import Speculator
 from shared import wire
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.engine.primitives import count_primitives
+from bench.primitives import count_primitives
 from engine.cache.quantization import (
     KERNEL_GROUPS,
     UNQUANTIZED,

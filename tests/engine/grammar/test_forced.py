@@ -9,8 +9,9 @@ from llguidance import LLTokenizer
 
 from engine.grammar.compiled import CompiledGrammar, compile_grammar
 from engine.grammar.forced import ForcedSource
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
+from engine.speculation.speculator import DraftRow, Speculator
 from shared import wire
 from shared.wire import Grammar
 

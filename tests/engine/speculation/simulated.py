@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
 from engine.speculation.speculator import (
     DraftRow,
     SequenceDrafts,
-    SpeculationOptions,
     Speculator,
 )
 from shared import wire

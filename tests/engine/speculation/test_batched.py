@@ -8,8 +8,9 @@ import pytest
 
 from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.batched import CALLS_WITHOUT
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
-from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
+from engine.speculation.speculator import DraftRow, Speculator
 from shared import wire
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.speculation.executor_guesses import ExecutorGuesses
-from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
+from engine.speculation.options import SpeculationOptions
+from engine.speculation.speculator import DraftRow, Speculator
 from tests.engine.guesses import guessing
 from tests.engine.scheduler.harness import Engine, config, request
 

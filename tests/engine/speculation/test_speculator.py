@@ -10,12 +10,12 @@ import pytest
 
 from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
 from engine.speculation.costs import StepCosts
+from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import DraftSource, Proposal
 from engine.speculation.speculator import (
     PROBE_TOKENS,
     DraftRow,
-    SpeculationOptions,
     Speculator,
 )
 from shared import wire

@@ -189,7 +189,7 @@ def _part(array: Array, low: int, high: int, stored: int) -> Array:
         part: Array = np.zeros((high - low, array.shape[1]), np.float32)
         part[: stored - low] = array[low:stored]
     else:
-        part = array[low:high]
+        part = np.ascontiguousarray(array[low:high])  # its address is used
     return part
 
 

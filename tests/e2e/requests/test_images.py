@@ -61,7 +61,7 @@ def cached(found: dict[str, Any]) -> int:
     return tokens
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / request.param
     return make_vision_model(request.param, path)
@@ -73,6 +73,7 @@ def server(model: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.parametrize("model", ["idefics3", "qwen3_vl"], indirect=True)
 def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
     first = answer(server, asked("what is ", 1, " here?"))
     server.wait_metric(ENCODED)
@@ -90,6 +91,7 @@ def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
     assert cached(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
 
 
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3", "qwen3_5"], indirect=True)
 def test_a_stream_with_a_picture_outlives_its_engine(server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4)
     expected = text_of(answer(server, messages, 300))

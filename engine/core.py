@@ -105,24 +105,26 @@ class EngineCore:
         Return False if there was nothing to run.
         """
         self._handle_messages(self._inbox.take(wait_s))
-        if self._adapter_queue.is_waiting:
-            self._place_adapters()
+        used = self._place_adapters() if self._adapter_queue.is_waiting else None
         worked = self._step()
+        if used is not None and used != self._scheduler.sequences.adapters[0]:
+            worked = True  # a step without a plan has freed a place for which a request waits
         self._send_outputs()
         self._report_stats(worked)
         if not worked:
             self._on_idle()
         return worked
 
-    def _place_adapters(self) -> None:
+    def _place_adapters(self) -> set[int]:
         """Submit the requests whose adapters have places now. Requests of batches give a place
-        back if another request needs it."""
+        back if another request needs it. Return the places that are in use then."""
         queue, scheduler = self._adapter_queue, self._scheduler
         for placed in queue.take(*scheduler.sequences.adapters):
             self._submit_placed(placed)
         if queue.wanted_place is not None:
             for request, grammar in scheduler.withdraw(queue.wanted_place):
                 self._submit_placed(queue.add(request, grammar))
+        return scheduler.sequences.adapters[0]
 
     def _handle_messages(self, items: list[InboxMessage]) -> None:
         for item in items:

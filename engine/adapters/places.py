@@ -87,6 +87,10 @@ class AdapterPlaces:
         is none."""
         return next((d for d, place in self._places.items() if place not in used), None)
 
+    @property
+    def has_free(self) -> bool:
+        return len(self._places) < self.count
+
     def _free(self) -> Iterator[int]:
         taken = set(self._places.values())
         return (place for place in range(1, self.count + 1) if place not in taken)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class AdapterRead(NamedTuple):
     path: str
     outcome: AdapterWeights | AdapterError
     check: wire.CheckAdapter | None = None  # from a router, None for a request
-    seconds: float = 0.0  # that reading it took
+    seconds: float = 0.0  # of the processor, for reading it
 
 
 class AdapterReader:
@@ -43,14 +43,14 @@ class AdapterReader:
 
     def _read(self, path: str, check: wire.CheckAdapter | None) -> None:
         outcome: AdapterWeights | AdapterError
-        began = time.perf_counter()
+        began = time.thread_time()  # time spent waiting for the disk slows nobody down
         try:
             outcome = read(Path(path), self._shapes, self._max_rank)
         except AdapterError as error:
             outcome = error
         except Exception as error:  # such as too little memory: only this adapter fails
             outcome = AdapterError(f"the adapter in {path} cannot be read: {error!r}")
-        self._done(AdapterRead(path, outcome, check, time.perf_counter() - began))
+        self._done(AdapterRead(path, outcome, check, time.thread_time() - began))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -95,6 +95,10 @@ class AdapterQueue:
         """The place that the last `take` needs back from requests of batches."""
 
     @property
+    def is_reading(self) -> bool:
+        return bool(self._reading)
+
+    @property
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
@@ -122,7 +126,7 @@ class AdapterQueue:
         return None
 
     def take(
-        self, used: Collection[int], withdrawable: Collection[int] = ()
+        self, used: Collection[int], withdrawable: Set[int] = frozenset()
     ) -> Iterator[PlacedOrRefused]:
         """Yield the requests that no longer have to wait. ``used`` are the places of running
         requests, of which those in ``withdrawable`` have requests of batches only. Afterwards
@@ -140,6 +144,7 @@ class AdapterQueue:
                 left.append((request, grammar))
             else:
                 taken.add(place)
+                withdrawable = withdrawable - {place}
                 yield PlacedRequest(request, grammar, place)
         self._waiting = left
         first = [*dict.fromkeys(request.adapter_digest for request, _ in left)][:MAX_AHEAD]
@@ -197,7 +202,7 @@ class AdapterQueue:
             self._reader.close()
 
     def _place_for(
-        self, request: wire.Submit, used: set[int], withdrawable: Collection[int]
+        self, request: wire.Submit, used: set[int], withdrawable: Set[int]
     ) -> int | None:
         places, digest = self._places, request.adapter_digest
         assert places is not None
@@ -207,7 +212,7 @@ class AdapterQueue:
                 return place
         if digest not in self._ready or self._closing is not None:
             return None
-        if used and self._clock() < self._next_swap_at:
+        if used and not places.has_free and self._clock() < self._next_swap_at:
             return None
         place = self._put(digest, used)
         if place is not None:

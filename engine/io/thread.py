@@ -35,7 +35,7 @@ from shared.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S, IDLE_HEARTBEAT_INTERVAL_S = 0.5, 1.5
+HEARTBEAT_INTERVAL_S, IDLE_HEARTBEAT_INTERVAL_S = 0.5, 1.0
 """While there are requests, and while there are none."""
 ROUTER_GONE_S = 10.0
 """A router without a connection for this long has given its requests to others, or is gone."""

@@ -2,8 +2,9 @@
 
 MLX computes everything except products on one core there. A layer is traced by MLX's own export,
 and each of its primitives becomes an ONNX operator. Weights are inputs of the graph, so that
-layers of a tower share a session, and nothing is copied. A layer with a primitive that has no
-operator stays with MLX, and so does one whose first result differs from MLX's.
+layers of a tower share a session, and nothing is copied. A class of layers with a primitive that
+has no operator stays with MLX, and so does a size of image for which the first result differs from
+MLX's, or no session can be made.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.backend.graphs import Graph, Session, Unsupported
+from engine.backend.threads import num_threads
 from engine.vision.operators import add_operator
 
 logger = logging.getLogger(__name__)
 
-MOST_SESSIONS = 32
-"""A session belongs to one size of image."""
+MOST_SESSIONS = max(8, min(32, 256 // num_threads()))
+"""A session belongs to one size of image, and has threads of its own."""
+MOST_NODES = 1500
+"""Of a graph. Building larger ones takes seconds, and an image of the same size may never come."""
 MOST_LAYERS = 4096
 """Of all sizes."""
 ALLOWED = 1e-4
@@ -34,8 +38,10 @@ class HostLayers:
     """Calls layers of towers. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, Session] = {}
-        self._by_layer: dict[tuple[int, str], Session] = {}
+        self._sessions: dict[bytes, Session | None] = {}
+        """By signature, the one that was used last at the end; None if MLX computes it."""
+        self._signatures: dict[tuple[int, str], bytes] = {}
+        """By layer and arguments."""
         self._weights: dict[int, list[Any]] = {}
         """Of each layer, as NumPy's views."""
         self.refused: set[type] = set()
@@ -46,19 +52,25 @@ class HostLayers:
     @property
     def sessions(self) -> int:
         """How many graphs there are: one for each kind of layer and size of image."""
-        return len(self._sessions)
+        return sum(session is not None for session in self._sessions.values())
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``layer`` returns. Its inputs are evaluated."""
         if type(layer) not in self.refused:
             try:
-                return self._computed(layer, args, kwargs)
+                found = self._computed(layer, args, kwargs)
             except Unsupported as reason:
                 self.refused.add(type(layer))
                 logger.info("%s is computed by MLX: %s", type(layer).__name__, reason)
+            else:
+                if found is not None:
+                    return found
         return layer(*args, **kwargs)
 
-    def _computed(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _computed(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> mx.array | None:
+        """Return the result, or None if MLX computes it. Raises: Unsupported."""
         given = args, tuple(kwargs.items())
         inputs: list[mx.array] = []
         _replace(given, lambda array: inputs.append(array) if _is_input(array) else None)
@@ -68,29 +80,52 @@ class HostLayers:
             weights = [_in_numpy(array) for _, array in tree_flatten(layer.parameters())]
             self._weights[id(layer)] = weights
         feeds = [*map(_in_numpy, inputs), *weights]
-        if (session := self._by_layer.get(key)) is not None:
-            return mx.array(session(*feeds)[0])
-        if len(self._by_layer) >= MOST_LAYERS or len(self._sessions) >= MOST_SESSIONS:
-            self._by_layer.clear()
-            self._sessions.clear()
-        self.is_tracing = True
+        if key not in self._signatures or self._signatures[key] not in self._sessions:
+            if len(self._signatures) >= MOST_LAYERS:
+                self._signatures.clear()
+            self.is_tracing = True
+            try:
+                trace = _Trace(layer, given, inputs)
+                if trace.signature not in self._sessions:
+                    made = self._made(
+                        trace, feeds, lambda: layer(*args, **kwargs), type(layer).__name__
+                    )
+                    self._keep(trace.signature, made)
+            finally:
+                self.is_tracing = False
+            self._signatures[key] = trace.signature
+        session = self._sessions[self._signatures[key]]
+        self._keep(self._signatures[key], session)
+        return None if session is None else mx.array(session(*feeds)[0])
+
+    def _keep(self, signature: bytes, session: Session | None) -> None:
+        """Keep ``session`` for longer than those that were used before."""
+        self._sessions.pop(signature, None)
+        while len(self._sessions) >= MOST_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        self._sessions[signature] = session
+
+    def _made(
+        self, trace: _Trace, feeds: list[Any], compute: Callable[[], mx.array], name: str
+    ) -> Session | None:
+        """Return the session of a layer called ``name``, with the result that ``compute`` returns;
+        None if there is none. Raises: Unsupported."""
+        if trace.size > MOST_NODES:
+            logger.info("%s is computed by MLX at a size: %d operators", name, trace.size)
+            return None
         try:
-            trace = _Trace(layer, given, inputs)
-            if (session := self._sessions.get(trace.signature)) is None:
-                session = trace.session()
-                _check(session(*feeds)[0], layer(*args, **kwargs))
-                self._sessions[trace.signature] = session
-        finally:
-            self.is_tracing = False
-        self._by_layer[key] = session
-        return mx.array(session(*feeds)[0])
-
-
-def _check(found: Any, computed: mx.array) -> None:
-    """Raises: Unsupported, if ``found`` is not what MLX ``computed``."""
-    expected = np.asarray(computed)
-    if not np.abs(found - expected).max() <= ALLOWED * np.abs(expected).max():
-        raise Unsupported("ONNX Runtime's result differs")
+            session = trace.session()
+            found = session(*feeds)[0]
+        except Unsupported:
+            raise
+        except Exception as error:  # of ONNX Runtime, for lack of memory or threads for instance
+            logger.warning("%s is computed by MLX at a size: %s", name, error)
+            return None
+        expected = np.asarray(compute())
+        if not np.abs(found - expected).max() <= ALLOWED * np.abs(expected).max():
+            logger.warning("%s is computed by MLX at a size: results differ", name)
+            return None
+        return session
 
 
 class _Trace:
@@ -106,17 +141,22 @@ class _Trace:
             rest = iter(traced)
             args, kwargs = _replace(given, lambda one: next(rest) if _is_input(one) else one)
             layer.update(tree_unflatten(list(zip(names, rest, strict=True))))
-            return layer(*args, **dict(kwargs))
+            found = layer(*args, **dict(kwargs))
+            if not isinstance(found, mx.array):
+                raise Unsupported("it does not return one array")
+            return found
 
         try:
             mx.export_function(self._take, call, *inputs, *weights)
+            self._constants = [
+                (name, np.asarray(array)) for name, array in self._parts["constants"]
+            ]
         except Exception as error:  # of MLX, or of code that reads values while it is traced
             raise Unsupported(f"{type(error).__name__}: {error}") from error
         finally:
             layer.update(tree_unflatten(list(zip(names, weights, strict=True))))
         if len(self._parts["outputs"]) != 1:
             raise Unsupported("it has several results")
-        self._constants = [(name, np.asarray(array)) for name, array in self._parts["constants"]]
         described = repr((self._parts["inputs"], self._parts["outputs"], self._nodes))
         values = [name.encode() + array.tobytes() for name, array in self._constants]
         self.signature = described.encode() + b"".join(values)
@@ -127,8 +167,13 @@ class _Trace:
         else:
             self._parts[part["type"]] = part.get(part["type"])
 
+    @property
+    def size(self) -> int:
+        """The number of primitives."""
+        return len(self._nodes)
+
     def session(self) -> Session:
-        """Raises: Unsupported."""
+        """Raises: Unsupported, and what ONNX Runtime raises."""
         graph = Graph()
         values = {
             name: graph.constant(array.astype(np.int64) if array.dtype.kind in "iu" else array)
@@ -139,24 +184,26 @@ class _Trace:
             values[name] = graph.input(name, *shape, dtype=kind)
         broadcast: dict[str, str] = {}
         for node in self._nodes:
-            add_operator(graph, node, values, broadcast)
+            try:
+                add_operator(graph, node, values, broadcast)
+            except (AssertionError, LookupError, TypeError, ValueError) as error:
+                raise Unsupported(f"an operator of another form: {error!r}") from error
         ((name, shape, dtype),) = self._parts["outputs"]
         if dtype != mx.float32:
             raise Unsupported(f"its result is in {dtype}")
         graph.output(graph.node("Identity", values[name]), *shape)
-        try:
-            return graph.session()
-        except Exception as error:  # of ONNX Runtime
-            raise Unsupported(str(error)) from error
+        return graph.session()
 
 
 def _replace(value: Any, each: Callable[[mx.array], Any]) -> Any:
     """Return ``value`` with each array in it, also within tuples and lists, replaced."""
     if isinstance(value, mx.array):
         return each(value)
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(_replace(one, each) for one in value)
-    return value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise Unsupported(f"it has an argument of {type(value).__name__}")
 
 
 def _is_input(array: mx.array) -> bool:
@@ -167,6 +214,8 @@ def _is_input(array: mx.array) -> bool:
 def _described(array: mx.array) -> Any:
     if _is_input(array):
         return str(array.dtype), tuple(array.shape)
+    if array.dtype == mx.bfloat16:
+        raise Unsupported("it has arguments in bfloat16")
     return str(array.dtype), tuple(array.shape), np.asarray(array).tobytes()
 
 

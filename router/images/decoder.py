@@ -51,6 +51,7 @@ class DecodedImage(msgspec.Struct, frozen=True, kw_only=True):
     expansion: list[int] = []
     specs: list[ArraySpec] = []
     seconds: float = 0.0
+    processor_s: float = 0.0  # used by the process until now
 
 
 def main() -> None:
@@ -83,6 +84,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes])
         except Exception as error:  # a bug: later images may still work
             text = f"could not be prepared ({type(error).__name__})."
             answer = DecodedImage(reason="unusable", text=text)
+        answer = msgspec.structs.replace(answer, processor_s=time.process_time())
         write_frames(answers, msgspec.msgpack.encode(answer), *frames)
         del content, frames, answer
 

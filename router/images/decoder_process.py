@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -29,9 +30,12 @@ MAX_PROCESSORS = 4
 class DecoderLost(Exception):
     """The process ended, or was killed because it took too long."""
 
-    def __init__(self, *, is_late: bool) -> None:
+    def __init__(self, *, is_late: bool, used_s: float = 0.0) -> None:
+        """``used_s`` is the processor time that it used for the image."""
         super().__init__()
         self.is_late = is_late
+        self.may_succeed = used_s < TIME_LIMIT_S / 2
+        """Whether another process may succeed: this one was killed or stopped, or short of time."""
 
 
 class DecoderAnswer(NamedTuple):
@@ -51,6 +55,8 @@ class DecoderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._folders: set[str] = set()
         """The models whose processors the process has loaded."""
+        self._used_s = 0.0
+        """The processor time of the process until its last answer."""
         self._closed = False
 
     @property
@@ -82,12 +88,13 @@ class DecoderProcess:
             self._end()
             raise DecoderLost(is_late=False) from None
         except TimeoutError:
-            self._end()
-            raise DecoderLost(is_late=True) from None
+            before_s = self._used_s
+            raise DecoderLost(is_late=True, used_s=self._end() - before_s) from None
         except BaseException:  # the rest of its reply would be read as the next image's
             self._end()
             raise
         self._folders.add(job.folder)
+        self._used_s = answer.processor_s
         return DecoderAnswer(answer, frames)
 
     def close(self) -> None:
@@ -113,15 +120,24 @@ class DecoderProcess:
         os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
 
-    def _end(self) -> None:
+    def _end(self) -> float:
+        """End the process, if there is one. Return the processor time that it used, as far as the
+        system knows it."""
         process, self._process = self._process, None
         self._folders.clear()
+        self._used_s = used_s = 0.0
         if process is not None:
-            process.kill()
+            if process.poll() is None:
+                process.kill()
+                with suppress(ChildProcessError):  # it was waited for elsewhere
+                    _, status, usage = os.wait4(process.pid, 0)
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    used_s = usage.ru_utime + usage.ru_stime
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+        return used_s
 
     def _read_frame(
         self, process: subprocess.Popen[bytes], most_bytes: int, deadline: float

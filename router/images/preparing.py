@@ -209,14 +209,14 @@ class ImagePreparer:
         return ModelImage(answer.digest, answer.expansion, answer.specs, frames)
 
     def _answer(self, process: DecoderProcess, job: DecodeJob, content: bytes) -> DecoderAnswer:
-        """Raises OSError, and `DecoderLost` if the image has cost a second process too: the first
-        may have been killed or stopped for another reason."""
+        """Raises OSError, and `DecoderLost` if the image has used up the time of a process, or has
+        cost a second one too: the first may have been killed or stopped for another reason."""
         for is_last in (False, True):
             try:
                 return process.prepare(job, content)
-            except DecoderLost:
+            except DecoderLost as error:
                 self._metrics.lost()
-                if is_last:
+                if is_last or not error.may_succeed:
                     raise
         raise AssertionError
 

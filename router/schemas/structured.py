@@ -44,7 +44,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            if self.schema is not None:
+            if self.schema:
                 return json_schema_grammar(self.schema, "response_format.schema")
             return json_object_grammar("response_format")
         if self.json_schema is None:

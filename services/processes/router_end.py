@@ -76,7 +76,8 @@ class RouterEnd:
             await asyncio.sleep(0.05)
         for listening in server.servers:
             listening.close()
-        state.default_headers.append((b"connection", b"close"))
+        server.config.encoded_headers.append((b"connection", b"close"))
+        await server.on_tick(0)  # which sets the headers of all answers, as each later tick does
         await asyncio.sleep(0.1)  # the connections accepted last are known by then
         loop = asyncio.get_running_loop()
         now = loop.time()

@@ -36,7 +36,7 @@ class Supervisor:
 
     ``on_ready`` is called once, when all children that announce readiness are ready for the first
     time. ``on_stopping`` is called once, before the first child is told to stop. ``on_tick`` is
-    called several times per second until then. ``on_exit`` is called with each process that has
+    called at least once per second until then. ``on_exit`` is called with each process that has
     exited. ``on_hang_up`` is called on SIGHUP.
     """
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 GRACE_S = 3600.0
+_TOLERANCE_S = 60.0
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Counts while the machine sleeps, as CLOCK_MONOTONIC does on macOS."""
 
@@ -14,8 +15,9 @@ class ExpiryClock:
     """Compares with times that are on disk as wall time, although the wall clock may be wrong.
 
     While the router runs, wall time counts only as far as time has passed. Thus a clock that is set
-    far ahead ends no batch and deletes no file. It may also be wrong when the router starts, so
-    what has expired by then is kept for another `GRACE_S`, in which it may be corrected.
+    far ahead ends no batch and deletes no file, unless it stays so for `GRACE_S`: then it was
+    behind before, for instance when the machine started. It may also be wrong when the router
+    starts, so what has expired by then is kept for another `GRACE_S`, in which it may be corrected.
     """
 
     def __init__(
@@ -25,9 +27,20 @@ class ExpiryClock:
     ) -> None:
         self._wall, self._elapsed = wall, elapsed
         self._started_at, self._started = wall(), elapsed()
+        self._corrected_s = 0.0
+        self._ahead_since: float | None = None
 
     def now(self) -> float:
-        return min(self._wall(), self._started_at + self._ran_s)
+        wall, now = self._wall(), self._elapsed()
+        ahead_s = wall - (self._started_at + self._ran_s + self._corrected_s)
+        if ahead_s < _TOLERANCE_S:
+            self._ahead_since = None
+        elif self._ahead_since is None:
+            self._ahead_since = now
+        elif now - self._ahead_since > GRACE_S:
+            self._corrected_s += ahead_s
+            self._ahead_since, ahead_s = None, 0.0
+        return wall - max(0.0, ahead_s)
 
     def left_s(self, expires_at: float) -> float:
         """Return the seconds until ``expires_at``; not positive: it has expired."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
 REMOVE_AFTER_S = 600.0
-_REPLACED_AFTER_S = 3.25
+_REPLACED_AFTER_S = 2.5
 """Longer than two heartbeats of an idle engine."""
 _MAX_UNREGISTERED = 1000
 _MAX_REJECTED = 1000

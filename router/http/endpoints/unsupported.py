@@ -43,7 +43,8 @@ _UNSUPPORTED_OF_OLLAMA = {
     "experimental": "Searches of the web",
 }
 _UNSUPPORTED_BELOW_SERVED = {
-    "/v1/chat/completions/{rest:path}": "Stored chat completions",
+    "/v1/chat/completions/{id}": "Stored chat completions",
+    "/v1/chat/completions/{id}/{rest:path}": "Stored chat completions",
     "/v1/responses/input_tokens": "Counts of input tokens without an answer",
     "/v1/responses/compact": "Compacted conversations",
     "/v1/messages/batches": "Batches of messages",

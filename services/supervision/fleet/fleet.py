@@ -30,7 +30,7 @@ SHORTEST_STAY_S = 10.0
 
 
 class EngineFleet:
-    """The engines of all models. `update` is called several times per second."""
+    """The engines of all models. `update` is called at least once per second."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import pytest
 from mlx import nn
 
 from engine.backend import graphs
-from engine.vision.host import HostLayers
+from engine.vision.host import HostLayers, _Trace
 
 pytestmark = pytest.mark.skipif(bool(graphs.unusable()), reason=graphs.unusable())
 
@@ -83,9 +83,37 @@ def test_other_layers_stay_with_mlx(last: Callable[..., Any]) -> None:
 
 
 def test_a_layer_with_several_results_stays_with_mlx() -> None:
-    host, layer, x = HostLayers(), Layer(lambda x: (x, 2 * x)), rows(1)
-    found, expected = host.call(layer, (x,), {}), layer(x)
-    assert all(map(mx.array_equal, found, expected))
+    several: tuple[Callable[..., Any], ...] = (lambda x: (x, 2 * x)), (lambda x: (x,))
+    for last in several:
+        host, layer, x = HostLayers(), Layer(last), rows(1)
+        found, expected = host.call(layer, (x,), {}), layer(x)
+        assert isinstance(found, tuple) and all(map(mx.array_equal, found, expected))
+
+
+def test_a_layer_with_arguments_of_unknown_kinds_stays_with_mlx() -> None:
+    host, layer, x = HostLayers(), Layer(lambda x, by: x * by["factor"]), rows(1)
+    for factor in (1.0, 2.0):
+        given = x, {"factor": mx.array(factor)}
+        assert mx.array_equal(host.call(layer, given, {}), layer(*given))
+    assert host.refused == {Layer}
+
+
+def test_the_sizes_that_were_used_last_keep_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    build = _Trace.session
+
+    def noted(trace: Any) -> Any:
+        made.append("a graph")
+        return build(trace)
+
+    monkeypatch.setattr("engine.vision.host.MOST_SESSIONS", 2)
+    monkeypatch.setattr(_Trace, "session", noted)
+    host, layers = HostLayers(), [Layer(), Layer()]
+    for count, graphs_made in ((5, 1), (6, 2), (5, 2), (7, 3), (5, 3), (6, 4)):
+        for layer in layers:
+            x = rows(1, count)
+            assert_same(host.call(layer, (x,), {}), layer(x))
+        assert (host.sessions, len(made)) == (min(2, graphs_made), graphs_made)
 
 
 def test_a_layer_whose_results_differ_from_the_traced_ones_stays_with_mlx() -> None:
@@ -97,4 +125,4 @@ def test_a_layer_whose_results_differ_from_the_traced_ones_stays_with_mlx() -> N
 
     host, x = HostLayers(), rows(1)
     host.call(Layer(count), (x,), {})
-    assert host.refused == {Layer}
+    assert not host.refused and not host.sessions

@@ -300,7 +300,8 @@ def test_every_error_has_anthropics_shape(
 ) -> None:
     client = server.client
     kinds = {
-        404: client.post("/v1/messages/batches", json={}),
+        404: client.post("/v1/messages/nothing", json={}),
+        501: client.post("/v1/messages/batches", json={}),
         405: client.get("/v1/messages"),
         413: ask(server, [{"role": "user", "content": "x" * 30_000}]),
         415: client.post("/v1/messages", content="x", headers={"content-type": "text/plain"}),

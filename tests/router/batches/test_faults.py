@@ -152,6 +152,18 @@ def test_a_clock_that_is_set_ends_no_batch() -> None:
     assert (clock.left_s(2000), clock.oldest) == (0, 0)
 
 
+def test_a_clock_that_was_behind_when_the_router_started_counts_after_an_hour() -> None:
+    wall, elapsed = 1000.0, 0.0
+    clock = ExpiryClock(lambda: wall, lambda: elapsed)
+    wall, elapsed = 1e9, 60.0
+    assert clock.now() == 1060
+    for step_s in (GRACE_S - 1, 2):
+        wall, elapsed = wall + step_s, elapsed + step_s
+        now = clock.now()
+    assert now == wall
+    assert clock.left_s(wall + HOUR_S) == HOUR_S
+
+
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_batch_expires_while_the_machine_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validated: bool

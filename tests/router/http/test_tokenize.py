@@ -132,5 +132,5 @@ def test_an_unsupported_endpoint_below_a_served_one_is_a_501(
 
 
 def test_an_unknown_path_is_a_404(server: Server) -> None:
-    for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings"):
+    for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings", "/v1/chat/completions/"):
         assert server.client.get(path).status_code == 404

@@ -30,6 +30,12 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
             "response_format",
         ),
         (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "json_schema",
+            '{"type":"object"}',
+            "response_format",
+        ),
+        (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
             "json_schema",
             TEXT,

@@ -129,17 +129,19 @@ class Chaos:
         batches = Batches(site, self.judge, self.answers, seed)
         self.hostile = Hostile(site, self.judge, seed)
         async with asyncio.TaskGroup() as group:
-            for each in clients:
-                group.create_task(each.run(CLIENTS_A_KEY))
-            group.create_task(batches.run(pace))
-            group.create_task(asyncio.to_thread(self.hostile.run, pace))
-            calm_s = self.seconds / 3 if self.seconds >= LONG_S else 0
-            await self.saboteur.run(ends - calm_s)
-            if calm_s:
-                await self._watch_memory(ends)
-            batches.is_over = self.hostile.is_over = True
-            for each in clients:
-                each.is_over = True
+            try:
+                for each in clients:
+                    group.create_task(each.run(CLIENTS_A_KEY))
+                group.create_task(batches.run(pace))
+                group.create_task(asyncio.to_thread(self.hostile.run, pace))
+                calm_s = self.seconds / 3 if self.seconds >= LONG_S else 0
+                await self.saboteur.run(ends - calm_s)
+                if calm_s:
+                    await self._watch_memory(ends)
+            finally:  # also after an error: no thread can be cancelled
+                batches.is_over = self.hostile.is_over = True
+                for each in clients:
+                    each.is_over = True
         for each in clients:
             await each.close()
 

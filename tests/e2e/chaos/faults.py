@@ -61,7 +61,9 @@ class Saboteur:
                         self.recovered_s[name].append(seconds)
                 await asyncio.sleep(self._pace * self._chance.uniform(0, 3))
 
-        await asyncio.gather(go_on(), go_on())
+        async with asyncio.TaskGroup() as group:  # after an error in one, the other ends too
+            group.create_task(go_on())
+            group.create_task(go_on())
 
     def lines(self) -> list[str]:
         rows = [f"{self.done.total()} faults"]

@@ -127,7 +127,9 @@ class Clients:
 
     async def run(self, count: int) -> None:
         """Send requests, ``count`` at once, until it is over."""
-        await asyncio.gather(*(self._one_client() for _ in range(count)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(self._one_client())
 
     async def _one_client(self) -> None:
         while not self.is_over:

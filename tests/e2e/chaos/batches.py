@@ -17,7 +17,13 @@ from tests.e2e.chaos.site import KEYS, Site
 
 LINES = 16
 ENDS_WITHIN_S = 400.0
+ANSWERED_WITHIN_S = 240.0
+"""Of a request to create or read something, tried again while the router is away."""
 ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchError(Exception):
+    """A request about a batch was not answered, or with an error."""
 
 
 class Batches:
@@ -36,11 +42,15 @@ class Batches:
 
     async def run(self, pause_s: float) -> None:
         while not self.is_over:
-            await self._one()
+            try:
+                await self._one()
+            except BatchError as error:
+                self._judge.find(str(error))
             await asyncio.sleep(pause_s)
         await self._client.aclose()
 
     async def _one(self) -> None:
+        """Raises: `BatchError`."""
         asked = {str(number): self._chance.choice(self._answers) for number in range(LINES)}
         lines = (
             {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": question.body}
@@ -82,15 +92,22 @@ class Batches:
         return [json.loads(line) for line in content.splitlines()]
 
     async def _send(self, method: str, path: str, *, is_text: bool = False, **fields: Any) -> Any:
-        """Return the answer. Try again while the router is away or has no room."""
-        while True:
+        """Return the answer. Try again while the router is away or has no room.
+
+        Raises: `BatchError`."""
+        deadline = awake_s() + ANSWERED_WITHIN_S
+        last = ""
+        while awake_s() < deadline:
             try:
                 answer = await self._client.request(method, path, **fields)
-            except httpx.HTTPError:
+            except httpx.HTTPError as error:
+                last = repr(error)
                 await asyncio.sleep(1)
                 continue
             if answer.is_success:
                 return answer.text if is_text else answer.json()
+            last = f"{answer.status_code} {answer.text}"
             if answer.status_code not in (429, 503):
-                self._judge.find(f"{path}: {answer.status_code} {answer.text}")
+                raise BatchError(f"{method} {path}: {last}")
             await asyncio.sleep(1)
+        raise BatchError(f"{method} {path}: not done within {ANSWERED_WITHIN_S:g} s: {last}")

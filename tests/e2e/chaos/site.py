@@ -27,6 +27,8 @@ LIMITED, HOSTILE = "dave", "mallory"
 """A key with few requests a minute, and the key of clients that mean no good."""
 ADMIN = {"authorization": "Bearer boss"}
 LOG_LATE_S = 10.0
+SETTLED_WITHIN_S = 180.0
+"""For the end of a process, or the start of the second router."""
 DISK_BYTES = 24 * 2**20
 FILE = """
 num_blocks = 512
@@ -177,8 +179,10 @@ class Site:
         self.second.popen.kill()
         await asyncio.to_thread(self.second.popen.wait)
         self.start_second_router()
+        deadline = awake_s() + SETTLED_WITHIN_S
         async with httpx.AsyncClient(base_url=self.second_endpoint.url, timeout=10) as client:
             while True:
+                assert awake_s() < deadline, ("no second router", self.second.log[-30:])
                 with suppress(httpx.HTTPError):
                     if (await client.get("/livez")).is_success:
                         break
@@ -195,18 +199,22 @@ class Site:
         return str(runtime)
 
     def leave(self) -> list[int]:
-        """Let the engine from elsewhere and the second router end; return their exit codes."""
+        """Let the engine from elsewhere and the second router end; return their exit codes, which
+        is -SIGKILL for one that did not end."""
         codes = []
         for process in (self.joined, self.second):
             process.popen.send_signal(signal.SIGTERM)
             try:
-                codes.append(process.popen.wait(60))
-            finally:
+                process.popen.wait(60)
+            except subprocess.TimeoutExpired:
                 process.popen.kill()
+            codes.append(process.popen.wait())
         return codes
 
     async def wait_ended(self, pids: Sequence[int]) -> None:
+        deadline = awake_s() + SETTLED_WITHIN_S
         while left := [pid for pid in pids if is_running(pid)]:
+            assert awake_s() < deadline, f"still running: {left}"
             send_signal(left, signal.SIGCONT)  # another fault may have stopped it
             await asyncio.sleep(0.1)
 

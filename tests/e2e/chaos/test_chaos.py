@@ -28,6 +28,10 @@ def test_every_answer_under_chaos_is_right_or_a_documented_error() -> None:
     )
     try:
         printed, _ = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=60)
+        pytest.fail(f"still running after {PATIENCE_S} s:\n{printed[-6000:]}")
     finally:
         if process.poll() is None:  # supervisors are in its group, and their children end with them
             os.killpg(process.pid, signal.SIGKILL)

@@ -28,12 +28,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
+
 from services.commands.cache import main as cache_command
 from tests.e2e.awake import awake_s
 from tests.e2e.chaos.batches import Batches
 from tests.e2e.chaos.faults import RECOVERED_WITHIN_S, Saboteur
 from tests.e2e.chaos.hostile import Hostile
-from tests.e2e.chaos.load import Clients, Judge, learn
+from tests.e2e.chaos.load import HUNG_S, Clients, Judge, learn
 from tests.e2e.chaos.questions import Question, Reply, make_questions
 from tests.e2e.chaos.site import (
     KEYS,
@@ -102,6 +104,7 @@ class Chaos:
             await self._disturb()
             if await site.wait_whole(RECOVERED_WITHIN_S) is None:
                 judge.find(f"not whole again: {site.server.client.get('/health').text}")
+            await self._load_seldom()
             wrong = judge.outcomes.total() - judge.outcomes["right"]
             await self._ask_all()
             if judge.outcomes.total() - judge.outcomes["right"] != wrong:
@@ -165,6 +168,26 @@ class Chaos:
         for role, sizes in self.memory.items():
             if grows(sizes):
                 self.judge.find(f"the memory of {role} grows")
+
+    async def _load_seldom(self) -> None:
+        """Ask `SELDOM` until it answers. Its engine may have failed often, and wait for its next
+        start; `Site.wait_whole` does not wait for it."""
+        asked = [each for each, _ in self.answers if each.body["model"] == SELDOM]
+        if not asked:
+            return  # a finding already
+        headers = {"authorization": f"Bearer sk-{KEYS[0]}"}
+        deadline = awake_s() + RECOVERED_WITHIN_S
+        async with httpx.AsyncClient(
+            base_url=self.site.url, timeout=HUNG_S, headers=headers
+        ) as client:
+            while True:
+                answer = await client.post(asked[0].path, json=asked[0].body)
+                if answer.status_code == 200:
+                    return
+                if awake_s() > deadline:
+                    self.judge.find(f"{SELDOM} is not loaded again: {answer.text}")
+                    return
+                await asyncio.sleep(1)
 
     async def _ask_all(self) -> None:
         """Ask every question once, several at a time."""

@@ -26,7 +26,7 @@ class Saboteur:
         """``pace`` is a factor of the pauses between faults."""
         self._site, self._pace = site, pace
         self._chance = random.Random(seed)
-        self._losing = {role: asyncio.Lock() for role in ("machine", "second router")}
+        self._losing = {role: asyncio.Lock() for role in ("machine", "router", "second router")}
         self.done: Counter[str] = Counter()
         self.recovered_s: defaultdict[str, list[float]] = defaultdict(list)
         self._faults: dict[Callable[[], Awaitable[str]], int] = {
@@ -92,13 +92,16 @@ class Saboteur:
         self._say(f"{role} gets {signal.Signals(number).name}: {pids}")
         if number == signal.SIGSTOP:
             await asyncio.sleep(HUNG_FOR_S)
+            if role == "image decoder":  # it is killed only if an image waits for it
+                send_signal(pids, signal.SIGCONT)
         return f"{role} {'killed' if number == signal.SIGKILL else 'hung'}"
 
     async def replace_router(self) -> str:
         """Nobody may notice this."""
-        pids = self._site.send("router", signal.SIGTERM)
-        self._say(f"the router is told to end: {pids}")
-        await self._site.wait_ended(pids)
+        async with self._losing["router"]:  # SIGTERM twice would end it at once
+            pids = self._site.send("router", signal.SIGTERM)
+            self._say(f"the router is told to end: {pids}")
+            await self._site.wait_ended(pids)
         return "router replaced"
 
     async def stop_for_a_while(self) -> str:
@@ -107,8 +110,10 @@ class Saboteur:
         seconds = self._chance.uniform(0.2, 6)
         stopped = self._site.send(role, signal.SIGSTOP)
         self._say(f"{role} stands still for {seconds:.1f} s: {stopped}")
-        await asyncio.sleep(seconds)
-        send_signal(stopped, signal.SIGCONT)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            send_signal(stopped, signal.SIGCONT)
         return f"{role} stopped"
 
     async def cut(self) -> str:

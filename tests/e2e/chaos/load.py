@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.awake import within
+from tests.e2e.awake import awake_s, within
 from tests.e2e.chaos.questions import CHAT, CLEAR_GAP, Question, Reply
 from tests.e2e.chaos.site import Endpoint
 from tests.e2e.process import ROOT
@@ -236,7 +236,12 @@ def learn(url: str, key: str, questions: Sequence[Question]) -> list[tuple[Quest
             if question.is_compared_by_gaps:
                 is_chat = question.path == CHAT
                 body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
-            answer = client.post(question.path, json=body)
+            deadline = awake_s() + HUNG_S
+            while True:  # a model that is loaded on demand may be late
+                answer = client.post(question.path, json=body)
+                if answer.status_code not in TEMPORARY or awake_s() > deadline:
+                    break
+                time.sleep(1)
             assert answer.status_code == 200, (question, answer.text)
             reply = Reply()
             reply.add(answer.json())

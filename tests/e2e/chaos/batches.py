@@ -47,6 +47,10 @@ class Batches:
             except BatchError as error:
                 self._judge.find(str(error))
             await asyncio.sleep(pause_s)
+        try:
+            await self._wait_for_all()
+        except BatchError as error:
+            self._judge.find(str(error))
         await self._client.aclose()
 
     async def _one(self) -> None:
@@ -83,6 +87,28 @@ class Batches:
             reply.add(line["response"]["body"])
             self._judge.kinds["line of a batch"] += 1
             self._judge.right(question, reply, expected)
+
+    async def _wait_for_all(self) -> None:
+        """Wait for all batches that the server has. There are more than those of `_one`: a batch is
+        created twice if its first answer was lost. Raises: `BatchError`."""
+        deadline = awake_s() + ENDS_WITHIN_S
+        while left := [each for each in await self._all() if each["status"] not in ENDED]:
+            if awake_s() > deadline:
+                raise BatchError(f"batches do not end: {left}")
+            await asyncio.sleep(1)
+        for batch in await self._all():
+            if batch["status"] != "completed":
+                self._judge.find(f"a batch is not completed: {batch}")
+
+    async def _all(self) -> list[dict[str, Any]]:
+        """Raises: `BatchError`."""
+        found: list[dict[str, Any]] = []
+        page = await self._send("GET", "/v1/batches?limit=100")
+        found += page["data"]
+        while page["has_more"]:
+            page = await self._send("GET", f"/v1/batches?limit=100&after={page['last_id']}")
+            found += page["data"]
+        return found
 
     async def _lines(self, batch: dict[str, Any], name: str) -> list[dict[str, Any]]:
         file = batch[f"{name}_file_id"]

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from services.commands.admin_client import add_server_flags
 from services.commands.parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
 
@@ -152,9 +153,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"{', '.join(sorted(AGENTS))}; arguments after the flags below are passed to the "
         "agent",
     )
-    made.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="server URL (default: %(default)s)"
-    )
+    add_server_flags(made, admin=False)
     made.add_argument("--model", help="model (default: the server's first model)")
     made.add_argument(
         "--api-key",

@@ -56,9 +56,9 @@ def commands(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(commands: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": str(commands), "ANTHROPIC_API_KEY": "theirs"}
-    environment.pop("MLX_LM_SERVER_API_KEY", None)
+def run(commands: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
+    environment = {**outside, "PATH": str(commands), "ANTHROPIC_API_KEY": "theirs", **variables}
     command = [sys.executable, "-m", "services.commands.cli", "agent", *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -72,6 +72,13 @@ def test_claude_gets_its_settings_by_the_environment(url: str, commands: Path) -
     assert environment["ANTHROPIC_MODEL"] == "a"
     assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "10000"
     assert "ANTHROPIC_API_KEY" not in environment
+
+
+def test_the_server_may_be_named_by_the_environment(url: str, commands: Path) -> None:
+    done = run(commands, "claude", "--api-key=k", MLX_LM_SERVER_URL=url)
+    assert json.loads(done.stdout)[1]["ANTHROPIC_BASE_URL"] == url
+    other = run(commands, "claude", "--url", url, "--api-key=k", MLX_LM_SERVER_URL="http://x")
+    assert json.loads(other.stdout)[1]["ANTHROPIC_BASE_URL"] == url
 
 
 def test_codex_gets_its_settings_by_flags(url: str, commands: Path) -> None:

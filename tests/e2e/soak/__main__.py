@@ -24,6 +24,7 @@ from tests.e2e.soak.load import ANSWER_TOKENS, Load
 from tests.e2e.soak.report import GROWTH_BYTES, MORE_FILES, Report, grows, print_line
 
 ROUND_S = 30.0
+"""At most: a short run has three rounds, so that a last third can be compared with a second."""
 SAMPLE_EVERY_S = 1.0
 IDLE_WITHIN_S = 30.0
 CLEAR_GAP = 5e-3
@@ -43,8 +44,8 @@ IDLE_METRICS = (
 )
 
 
-def clear_prompts(model: Path, seed: int) -> list[list[int]]:
-    """Return prompts whose greedy answers do not depend on rounding.
+def clear_prompts(model: Path, seed: int, count: int) -> list[list[int]]:
+    """Return ``count`` prompts whose greedy answers do not depend on rounding.
 
     The best token leads clearly at every position. Some prompts are short, some long, and some
     share a prefix.
@@ -71,7 +72,7 @@ def clear_prompts(model: Path, seed: int) -> list[list[int]]:
             tokens = [int(mx.argmax(logits).item())]
         if gap > CLEAR_GAP:
             found.append(prompt)
-        if len(found) == 12:
+        if len(found) == count:
             break
     return found
 
@@ -139,11 +140,15 @@ def soak(
     ssd_gb: float = 0.02,
     clients: int = 6,
     seed: int = 0,
+    num_prompts: int = 12,
     slack_bytes: int = GROWTH_BYTES,
 ) -> Report:
-    """Run the load on a new server, which must still serve at the end and stop cleanly."""
+    """Run the load on a new server, which must still serve at the end and stop cleanly.
+
+    ``num_prompts`` is the number of prompts that are repeated.
+    """
     report = Report(minutes * 60)
-    prompts = clear_prompts(model, seed)
+    prompts = clear_prompts(model, seed, num_prompts)
     flags = (*FLAGS, "--ssd-max-size-gb", str(ssd_gb))
     with serving(model, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
         asyncio.run(_rounds(server, prompts, report, clients, seed))
@@ -171,8 +176,9 @@ async def _rounds(
     load = Load(str(server.client.base_url), prompts, report, seed)
     began, printed = time.monotonic(), 0
     end = began + report.seconds
+    round_s = min(ROUND_S, report.seconds / 3)
     while (now := time.monotonic()) < end:
-        await load.run(clients, min(now + ROUND_S, end))
+        await load.run(clients, min(now + round_s, end))
         await watch.wait_idle()
         watch.measure_idle()
         watch.check_processes()

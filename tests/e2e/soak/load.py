@@ -85,7 +85,10 @@ class Load:
         text = await self._complete(
             self._prompts[number], ANSWER_TOKENS, temperature=0, ignore_eos=True
         )
-        if text is not None and text != self._answers.setdefault(number, text):
+        if text is None:
+            return
+        self._report.counts["repeated answers"] += number in self._answers
+        if text != self._answers.setdefault(number, text):
             self._report.add_finding(f"prompt {number}: {text!r} after {self._answers[number]!r}")
 
     async def share_prefix(self) -> None:

@@ -11,16 +11,18 @@ from tests.e2e.soak.__main__ import soak
 from tests.e2e.soak.report import grows
 
 MINUTES = 0.3
+NUM_PROMPTS = 3
+"""So few that some are repeated."""
 SLACK_BYTES = 64 * 2**20
 """Heaps and caches still fill up during so short a run."""
 
 
 @pytest.mark.slow
 def test_a_short_time_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
-    report = soak(tiny_model("llama"), MINUTES, slack_bytes=SLACK_BYTES)
+    report = soak(tiny_model("llama"), MINUTES, num_prompts=NUM_PROMPTS, slack_bytes=SLACK_BYTES)
     assert not report.findings, "\n".join(report.lines())
     assert report.counts["answers"] > 25, report.lines()
-    assert report.counts["repeat greedy"] > 2, report.lines()
+    assert report.counts["repeated answers"] > 0, report.lines()
 
 
 def test_a_leak_is_growth_but_filling_up_is_not() -> None:

@@ -64,8 +64,8 @@ def _prompts(name: str, count: int) -> Prompts:
 
 
 def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
-    """Return how many texts after ``prompts`` are others among `ROWS` than alone; None if the
-    architecture has no batches, or no keys and values of so many ``bits``."""
+    """Return how many continuations of ``prompts`` differ between a batch of `ROWS` and a sequence
+    alone; None if the architecture has no batches, or no keys and values of so many ``bits``."""
     from engine.batch import device
     from engine.cache.quantization import Precision
     from engine.proving.choose import choose_executor

@@ -76,7 +76,7 @@ def _stream(client: httpx.Client) -> Stream:
 
 @contextmanager
 def _batch(client: httpx.Client) -> Iterator[None]:
-    """Run a batch meanwhile, whose lines outlast it, and cancel it then."""
+    """Run a batch inside this context, with enough lines to outlast it. Cancel it at the end."""
     body = {"max_tokens": LINE_TOKENS, "temperature": 0, "ignore_eos": True}
     lines = (
         {
@@ -104,5 +104,5 @@ def _batch(client: httpx.Client) -> Iterator[None]:
 
 
 def _prompt() -> str:
-    """Return a text that no other prompt begins like."""
+    """Return a prompt that shares no prefix with another one."""
     return " ".join(f"{next(_numbers)} word" for _ in range(PROMPT_WORDS // 2))

@@ -5,8 +5,8 @@ Each prompt is answered by two engines of the same model, a step of each in turn
 prompt with other seeds where it is sampled. Ratios are of tokens a second while all of them decode,
 and of tokens a second of the processor.
 
-``--record FILE`` keeps what was measured, and the next call goes on behind it; ``--seconds`` ends
-one. All that is there is shown at the end.
+``--record FILE`` stores results; the next call continues from them. ``--seconds`` ends one. All
+stored results are printed at the end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Time during which this process ran: limits measured in it hold when the machine sleeps, or when
-all programs of a test are stopped for minutes."""
+"""A clock that stops while this process is suspended, so that limits hold when the machine sleeps
+or all programs of a test are stopped for minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 _EVERY_S = 0.1
 _MOST_S = 1.0
-"""A longer step is a standstill, of which this much counts."""
+"""Max time counted per step: a longer one means that the process was suspended."""
 
 
 class _Clock:

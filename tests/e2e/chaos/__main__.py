@@ -3,7 +3,7 @@
 
 Six models (one with adapters and drafts, one with recurrent layers, one that embeds, one that takes
 images, one on two ranks, one loaded on demand) serve the clients of several keys, batches, and
-clients that mean no good. One model has another engine elsewhere, which serves a second router too.
+hostile clients. One model has another engine elsewhere, which serves a second router too.
 Every answer must be the one that the undisturbed server gave, or a documented error. Nothing may
 hang, nothing be answered twice, and nothing be left at the end. In the last third of a long run
 nothing is disturbed, and the memory of no process may grow.
@@ -58,13 +58,13 @@ LONG_S = 600.0
 """A run of this length has a part without faults, in which memory is measured."""
 SAMPLE_EVERY_S = 2.0
 OPTIONAL = (f"engine {SELDOM}", "image decoder")
-"""Roles that there may be no process for, or several."""
+"""Roles with any number of processes, including none."""
 SUPERVISORS = ("supervisor", "supervisor elsewhere")
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
 GROWTH_BYTES, MORE_FILES = 64 * 2**20, 16
-"""What a process may take more of at the end than at the begin."""
+"""Allowed growth of a process between the first and the last check: memory, and open files."""
 ROUTER_GROWTH_BYTES = 400 * 2**20
-"""The same for a router, which has read what hostile clients sent."""
+"""The same for a router, whose heap has held hostile requests."""
 
 
 class Chaos:
@@ -273,7 +273,7 @@ class Chaos:
             )
         lines.append(
             f"longest pause in a stream {judge.longest_pause_s:.1f} s,"
-            f" longest wait for an answer's begin {judge.longest_wait_s:.1f} s"
+            f" longest wait for a first byte {judge.longest_wait_s:.1f} s"
         )
         lines += [f"WRONG: {each}" for each in judge.findings]
         return [*lines, f"{len(judge.findings)} findings"]
@@ -295,7 +295,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def chaos(directory: Path, seconds: float, seed: int, pace: float) -> Chaos:
-    """Run in ``directory``, and return what came of it."""
+    """Run in ``directory``, and return the finished run."""
     kinds: dict[str, Kind] = {
         SHARED: "llama",
         "b": "qwen3_next",

@@ -20,7 +20,7 @@ HUNG_FOR_S = 13.0
 
 
 class Saboteur:
-    """Does what the chaos does, one fault after the other; several may be at work at once."""
+    """Injects faults, one after the other in two loops, so that two can overlap."""
 
     def __init__(self, site: Site, seed: int, pace: float) -> None:
         """``pace`` is a factor of the pauses between faults."""
@@ -44,8 +44,8 @@ class Saboteur:
         }
 
     async def run(self, until: float) -> None:
-        """Do each kind once, however long that takes, then kinds by chance, two at a time. Wait for
-        the recovery of half."""
+        """Inject each kind once, then random kinds until ``until``, two at a time. Wait for
+        recovery after half of them."""
         each_once = [kind for kind, weight in self._faults.items() if weight]
         self._chance.shuffle(each_once)
 

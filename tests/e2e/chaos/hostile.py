@@ -1,4 +1,4 @@
-"""Clients that mean no good, beside those of `tests.e2e.chaos`."""
+"""Hostile clients, beside those of `tests.e2e.chaos`."""
 
 from __future__ import annotations
 

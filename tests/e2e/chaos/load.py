@@ -43,7 +43,7 @@ class AnswerError(Exception):
 
 
 class Judge:
-    """Counts what came of requests, and finds what must not be."""
+    """Counts outcomes of requests, and records violations."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Judge:
         self.longest_pause_s = 0.0
         """Between two events of a stream."""
         self.longest_wait_s = 0.0
-        """For the begin of an answer."""
+        """Until the first byte of an answer."""
         self._documented = documented_errors()
         self._ids: set[str] = set()
 
@@ -115,7 +115,8 @@ class Clients:
         await self._client.aclose()
 
     def _new_client(self) -> httpx.AsyncClient:
-        """No connection is used twice: it may always be closed just then."""
+        """Return a client without keep-alive, because a reused connection may be closed at that
+        moment."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.AsyncClient(
             base_url=self._endpoint.url,

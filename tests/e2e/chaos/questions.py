@@ -1,4 +1,4 @@
-"""The requests of `tests.e2e.chaos`, and what their answers have in common each time."""
+"""The requests of `tests.e2e.chaos`, and the comparison of their answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Question:
     path: str
     body: dict[str, Any]
     is_compared_by_gaps: bool = False
-    """Whether rounding could change the answer, and its log-probabilities tell."""
+    """Whether rounding could change the answer; log-probabilities then show how close it is."""
 
     @property
     def can_stream(self) -> bool:

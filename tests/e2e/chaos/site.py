@@ -24,7 +24,7 @@ from tests.e2e.server import Server, descendants, is_running, serving
 
 KEYS = ("alice", "bob", "carol")
 LIMITED, HOSTILE = "dave", "mallory"
-"""A key with few requests a minute, and the key of clients that mean no good."""
+"""A key with few requests a minute, and the key of hostile clients."""
 ADMIN = {"authorization": "Bearer boss"}
 LOG_LATE_S = 10.0
 SETTLED_WITHIN_S = 180.0
@@ -53,7 +53,7 @@ name = "{name}"
 path = "{path}"
 """
 SELDOM = "seldom"
-"""The model that is unloaded when nobody asks for it."""
+"""The model that is unloaded when idle."""
 SHARED = "a"
 """The model that has an engine elsewhere, which two routers share."""
 SETTINGS = {
@@ -69,7 +69,7 @@ class Endpoint:
 
     url: str
     losses: Callable[[], int]
-    """How often it has ended without being told to."""
+    """Number of unplanned exits."""
     is_down: bool = False
 
     async def has_lost_router(self, losses: int) -> bool:
@@ -102,7 +102,7 @@ class Site:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the processes, but for the engine from elsewhere and its router."""
+        """Run all processes except the remote engine and its router."""
         self.disk.mkdir(exist_ok=True)
         entries = {name: self._entry(name) for name in self.models}
         file = self._write("server.toml", FILE, *entries.values())
@@ -322,7 +322,7 @@ def send_signal(pids: Sequence[int], number: int) -> None:
 
 
 def mount_small_disk(directory: Path) -> bool:
-    """Mount a small disk of memory, in a mount namespace of our own. Return whether that went."""
+    """Mount a small tmpfs in this mount namespace. Return whether it succeeded."""
     directory.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)]
     return subprocess.run(command, capture_output=True).returncode == 0

@@ -308,7 +308,7 @@ def test_every_error_has_anthropics_shape(
     }
     kinds |= {400: client.post("/v1/messages", content=b"{")}
     unknown = ask(server, model="nobody")
-    types = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
+    types = {404: "not_found_error", 413: "request_too_large", 501: "api_error"}
     for status, answer in [*kinds.items(), (404, unknown)]:
         assert answer.status_code == status
         error = answer.json()["error"]

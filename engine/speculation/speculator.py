@@ -144,10 +144,10 @@ class Speculator:
             return None
         drafts, proposals = row.drafts, []
         drafts.predicted = ()
-        for source in drafts.sources:
-            if _is_silent(row, source):
-                continue
-            if (found := self._ask(source, row, limit, num_rows)) is None:
+        asked = (source for source in drafts.sources if not _is_silent(row, source))
+        # All are asked first: what is possible depends on what a grammar has seen by then.
+        for found in [self._ask(source, row, limit, num_rows) for source in asked]:
+            if found is None:
                 continue
             possible = possible_part(found, drafts.sources)
             if possible.source == PredictionSource.NAME:

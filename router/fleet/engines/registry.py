@@ -304,8 +304,6 @@ class Registry:
         model = self._model_of.pop(engine, None)
         if model is not None:
             model.engines.remove(engine)
-            if model.engines:  # without any, names are kept for its successor
-                model.update_adapters()
 
     def _is_gone(self, model: ModelReplicas, now: float) -> bool:
         if model.engines or model.unready_for_s(now) <= self._settings.restart_wait_s:

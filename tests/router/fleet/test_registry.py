@@ -7,13 +7,11 @@ import gc
 import hashlib
 from pathlib import Path
 
-import msgspec
-
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
-from shared.wire import AdapterRef, Files
+from shared.wire import Files
 from tests.router.scripted_engine import make_hello
 
 
@@ -53,23 +51,3 @@ def test_the_garbage_collector_does_not_look_at_what_a_tokenizer_needs(model_dir
         assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
-
-
-def test_an_adapter_of_an_engine_that_left_has_no_name_if_others_serve_the_model() -> None:
-    async def names() -> list[set[str]]:
-        registry = Registry(
-            parse([], {}, "test"), "id", TokenizerFileStore(None), lambda *_: True, _Listener()
-        )
-        for name, adapters in {"old": ["gone", "kept"], "new": ["kept"]}.items():
-            found = [AdapterRef(name=one, path="/a", digest="d", rank=4) for one in adapters]
-            hello = msgspec.structs.replace(make_hello(name), incarnation=name, adapters=found)
-            registry.on_hello(name.encode(), msgspec.structs.replace(hello, max_adapters=2))
-        seen = []
-        for leaving in ("none", "old", "new"):
-            left = leaving.__eq__
-            registry.expel(lambda engine: left(engine.hello.engine))  # noqa: B023
-            seen.append(set(registry.versions[0].adapters))
-        registry.close()
-        return seen
-
-    assert asyncio.run(names()) == [{"gone", "kept"}, {"kept"}, {"kept"}]

@@ -18,7 +18,7 @@ from engine.backend.graphs import Graph, Session
 from engine.batch.cpu import single_tokens
 from engine.batch.cpu.pieces import How, Numbers, RowsPiece
 from engine.batch.cpu.single_tokens import Kind, Rows, rows_of
-from engine.batch.cpu.tiles import FEWEST, TILE, before_scores, scores_of, shares_of, tiled
+from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, shares_of, tiled
 from engine.cache.rounding import Array
 
 MOST_COPIED_BYTES = 2 << 20
@@ -144,7 +144,7 @@ class Call:
         self._bound.output(0, np.float32, self._found.shape, self._found.ctypes.data)
         self._arguments: list[Any] = []
         if how.sinks is not None:
-            self._add(self._before(how.sinks))
+            self._add(before_scores_of_rows(how.sinks, *self._found.shape[1:3]))
         for place, ends, (low, high) in zip(places, piece.ends[members], spans, strict=True):
             bias = np.repeat(_bias(ends, low, high, how.window), group, axis=0)
             self._add(np.repeat(bias, queries // len(bias), axis=0)[None, None])
@@ -161,12 +161,6 @@ class Call:
         self._arguments.append(kept)
         self._bound.input(number, kept.dtype, kept.shape, kept.ctypes.data)
 
-    def _before(self, sinks: Array) -> Array:
-        """Return ``sinks`` (heads, group, 1, 1) as (1, heads, queries, `TILE`)."""
-        heads, queries = self._found.shape[1:3]
-        before = before_scores(sinks, queries // sinks.shape[1]).swapaxes(2, 3)
-        return before.reshape(1, heads, queries, TILE)
-
     def __call__(
         self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
     ) -> None:
@@ -174,7 +168,7 @@ class Call:
         ``sinks``."""
         rows, width, heads, group = self._shape
         if sinks is not None:  # different in each layer
-            self._arguments[0][...] = self._before(sinks)
+            self._arguments[0][...] = before_scores_of_rows(sinks, *self._found.shape[1:3])
         tokens = self._tokens
         given = asked[tokens, :, :, 0].reshape(rows, width, heads, group, -1).swapaxes(1, 2)
         queries = given.reshape(rows, heads, width * group, -1)

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.backend.graphs import Bound, Graph, Session
 from engine.batch.cpu.pieces import Numbers
-from engine.batch.cpu.tiles import FEWEST, TILE, before_scores, scores_of, softmax_of
+from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, softmax_of
 from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
@@ -153,9 +153,7 @@ class Rows:
     ) -> None:
         """Write to ``out`` the result of the queries ``asked`` in a layer with these ``sinks``."""
         if sinks is not None:
-            count = self._queries.shape[2] // sinks.shape[1]
-            before = before_scores(sinks, count).swapaxes(2, 3)
-            self._sinks[...] = before.reshape(self._sinks.shape)
+            self._sinks[...] = before_scores_of_rows(sinks, *self._sinks.shape[1:3])
         places = [array.__array_interface__["data"][0] for array in kept]
         key = (*places, len(kept[0]), kept[0].shape[2])
         bound = self._bound.get(key)

@@ -160,6 +160,13 @@ def before_scores(sinks: Array, count: int) -> Array:
     return before
 
 
+def before_scores_of_rows(sinks: Array, heads: int, queries: int) -> Array:
+    """Return ``sinks`` (heads, group, 1, 1) as the first scores of the ``queries`` of rows:
+    (1, heads, queries, `TILE`)."""
+    before = before_scores(sinks, queries // sinks.shape[1]).swapaxes(2, 3)
+    return before.reshape(1, heads, queries, TILE)
+
+
 def _mask(
     scores: Array, start: int, low: int, window: int | None, span: tuple[int, int] | None
 ) -> None:

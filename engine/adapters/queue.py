@@ -95,10 +95,6 @@ class AdapterQueue:
         """The place that the last `take` needs back from requests of batches."""
 
     @property
-    def is_reading(self) -> bool:
-        return bool(self._reading)
-
-    @property
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 

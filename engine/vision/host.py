@@ -80,27 +80,25 @@ class HostLayers:
             weights = [_in_numpy(array) for _, array in tree_flatten(layer.parameters())]
             self._weights[id(layer)] = weights
         feeds = [*map(_in_numpy, inputs), *weights]
-        if key not in self._signatures or self._signatures[key] not in self._sessions:
-            if len(self._signatures) >= MOST_LAYERS:
-                self._signatures.clear()
+        signature = self._signatures.get(key)
+        if signature not in self._sessions:
             self.is_tracing = True
             try:
                 trace = _Trace(layer, given, inputs)
                 if trace.signature not in self._sessions:
-                    made = self._made(
-                        trace, feeds, lambda: layer(*args, **kwargs), type(layer).__name__
-                    )
-                    self._keep(trace.signature, made)
+                    name = type(layer).__name__
+                    made = self._made(trace, feeds, lambda: layer(*args, **kwargs), name)
+                    self._add(trace.signature, made)
             finally:
                 self.is_tracing = False
-            self._signatures[key] = trace.signature
-        session = self._sessions[self._signatures[key]]
-        self._keep(self._signatures[key], session)
+            if len(self._signatures) >= MOST_LAYERS:
+                self._signatures.clear()
+            signature = self._signatures[key] = trace.signature
+        session = self._sessions[signature] = self._sessions.pop(signature)  # to the end
         return None if session is None else mx.array(session(*feeds)[0])
 
-    def _keep(self, signature: bytes, session: Session | None) -> None:
-        """Keep ``session`` for longer than those that were used before."""
-        self._sessions.pop(signature, None)
+    def _add(self, signature: bytes, session: Session | None) -> None:
+        """Keep ``session`` instead of the one that has not been used for the longest time."""
         while len(self._sessions) >= MOST_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[signature] = session

@@ -29,6 +29,7 @@ PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
 _MAX_WAIT_S = 1.0
 _SUSPENDED_S = 2.0
 """A wait that was longer than this means that the supervisor was suspended."""
+_KILL_AGAIN_S = 2.0
 
 
 class Supervisor:
@@ -233,7 +234,7 @@ class Supervisor:
         """Kill a process that is silent, or that has not exited in time."""
         if child.retired_until is not None and now > child.retired_until:
             logger.error("%s did not exit in time: killed", child.name)
-            child.retired_until = now + _SUSPENDED_S
+            child.retired_until = now + _KILL_AGAIN_S
             process.stop(at_once=True)
         elif limit_s := child.silent_too_long_s(self._limits, now):
             child.excused_at = now  # do not kill it twice

@@ -233,7 +233,7 @@ def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
         assert not {"r0", "r1"} & case.whole.ends.keys()
     while len(case.whole.ends) < 3:
         # All are read by now: the engine would sleep until the next message otherwise.
-        assert case.whole.turn() or case.whole.adapter_queue.is_reading
+        assert case.whole.turn() or case.whole.adapter_queue._reading
     assert {name: len(text) for name, text in case.whole.texts.items()} == {
         "r0": 60,
         "r1": 60,

@@ -33,6 +33,8 @@ class Connection(HttpToolsProtocol):
 
     _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _in_body = False
+    """Whether the body of the last request is incomplete."""
     _refusal: ApiError | None = None
     """The reason why the parser was stopped; None if the input is not HTTP."""
     _answered: RequestResponseCycle | None = None
@@ -64,7 +66,9 @@ class Connection(HttpToolsProtocol):
             return
         if self._headers_timer is None:
             if not self._responding:
-                self._expect_headers()  # only blank lines arrived
+                self._expect_headers()  # only blank lines arrived, or more of an unread body
+            return
+        if self._in_body:
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
@@ -87,6 +91,7 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.max_header_bytes:
             self._stop_parser(self._headers_too_large)
+        self._in_body = True
         super().on_headers_complete()
         if self.pipeline:
             # uvicorn stops reading here, and would not notice that the client disconnects.
@@ -96,6 +101,14 @@ class Connection(HttpToolsProtocol):
         if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             self._stop_parser(InvalidRequest("A pipelined request has a large body."))
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if self._headers_timer is not None:
+            # The response came first, and the timer was for the rest of the body.
+            self._cancel_headers_timer()
+            self._expect_headers()
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         not_http = InvalidRequest("This is not valid HTTP.", code="invalid_http")

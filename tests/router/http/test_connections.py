@@ -64,7 +64,8 @@ async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
             yield b"part\n"
             await asyncio.sleep(TIMEOUT_S / 4 if scope["path"] == "/slow" else 0)
 
-    while scope["method"] == "POST" and (await receive()).get("more_body"):
+    reads = scope["method"] == "POST" and scope["path"] != "/unread"
+    while reads and (await receive()).get("more_body"):
         pass
     await StreamingResponse(parts())(scope, receive, send)
 
@@ -103,6 +104,14 @@ def read_to_end(client: socket.socket) -> bytes:
     return found
 
 
+def read_answer(client: socket.socket) -> bytes:
+    found = b""
+    while not found.endswith(b"0\r\n\r\n"):
+        assert (received := client.recv(65536)), found
+        found += received
+    return found
+
+
 def error_code(answer: bytes, status: int) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
@@ -127,8 +136,7 @@ def test_headers_that_do_not_end_are_a_408(client: socket.socket) -> None:
 
 def test_blank_lines_do_not_keep_a_connection_open(client: socket.socket) -> None:
     client.sendall(REQUEST)
-    while not (found := client.recv(65536)).endswith(b"0\r\n\r\n"):
-        assert found
+    read_answer(client)
     client.sendall(b"\r\n")
     assert read_to_end(client) == b""
 
@@ -163,10 +171,24 @@ def test_an_answer_may_take_longer_than_headers(client: socket.socket) -> None:
 def test_a_connection_serves_several_requests(client: socket.socket) -> None:
     for _ in range(3):
         client.sendall(REQUEST)
-        found = b""
-        while not found.endswith(b"0\r\n\r\n"):
-            found += client.recv(65536)
-        assert found.startswith(b"HTTP/1.1 200")
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_may_arrive_after_its_answer(client: socket.socket) -> None:
+    size = 10 * MAX_BYTES
+    head = b"POST /unread HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+    for _ in range(2):
+        client.sendall(head)
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+        for _ in range(10):
+            client.sendall(bytes(size // 10))
+            time.sleep(0.01)
+        client.sendall(REQUEST)
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+    client.sendall(head)
+    assert read_answer(client).startswith(b"HTTP/1.1 200")
+    client.sendall(b"the rest never comes")
+    assert read_to_end(client) == b""
 
 
 def test_a_flood_of_headers_is_a_431_also_in_one_piece(client: socket.socket) -> None:

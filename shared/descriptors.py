@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import resource
 
-_MOST = 1 << 20
-_MAC_MOST = 10_240
+_MAX = 1 << 20
+_MAC_MAX = 10_240
 """macOS's OPEN_MAX: higher values are refused there, even if the hard limit is "unlimited"."""
 
 
@@ -18,8 +18,8 @@ def raise_descriptor_limit() -> int:
     Hard limits of a billion are capped, because some programs allocate tables of that size.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-    for limit in (most, min(most, _MAC_MOST)):
+    most = _MAX if hard == resource.RLIM_INFINITY else min(hard, _MAX)
+    for limit in (most, min(most, _MAC_MAX)):
         if soft != resource.RLIM_INFINITY and soft >= limit:
             return soft
         try:

@@ -115,7 +115,7 @@ class SupervisorLink:
         """
         self._writer.write({"phase": phase, **facts})
 
-    def tell(self, **message: object) -> bool:
+    def send(self, **message: object) -> bool:
         """Send a message other than a heartbeat; return whether it was sent."""
         return self._writer.write(message)
 

@@ -68,9 +68,9 @@ def test_every_generated_part_is_in_a_document() -> None:
         assert texts.count(f"<!-- generated: {name} -->") == 1, name
 
 
-@pytest.mark.parametrize(("name", "most_bytes"), [("README.md", 8_000), ("ARCHITECTURE.md", 8_000)])
-def test_what_is_read_first_is_short(name: str, most_bytes: int) -> None:
-    assert len((ROOT / name).read_bytes()) <= most_bytes
+@pytest.mark.parametrize(("name", "max_bytes"), [("README.md", 8_000), ("ARCHITECTURE.md", 8_000)])
+def test_what_is_read_first_is_short(name: str, max_bytes: int) -> None:
+    assert len((ROOT / name).read_bytes()) <= max_bytes
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

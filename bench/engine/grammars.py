@@ -33,8 +33,8 @@ from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
 from engine.sampling.masks import GrammarMasker, TokenMasks  # noqa: E402
 from shared.wire import Grammar, SamplingParams  # noqa: E402
 
-LEAST_ENDED = 0.95
-MOST_OF_A_STEP = 0.10
+MIN_ENDED = 0.95
+MAX_SHARE_OF_STEP = 0.10
 PROMPT = "Here is an example of the JSON that the program wrote:\n\n"
 
 
@@ -56,7 +56,7 @@ def main() -> int:
     valid = len(ended) - len(wrong)
     print(f"{len(schemas)} schemas: {dict(ends)}; {valid} valid {wrong[:3] or ''}")
     share = _share_of_a_step(options.model, options.batch)
-    return int(len(ended) < LEAST_ENDED * len(schemas) or bool(wrong) or share > MOST_OF_A_STEP)
+    return int(len(ended) < MIN_ENDED * len(schemas) or bool(wrong) or share > MAX_SHARE_OF_STEP)
 
 
 async def _answers(

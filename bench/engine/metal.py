@@ -35,7 +35,7 @@ REFERENCE_TOKENS = (49, 3, 17, 1, 38)
 REFERENCE_STEPS = 5
 TEXTS = 8
 TEXT_TOKENS = 32
-MOST_PARTINGS = 3
+MAX_PARTINGS = 3
 """Max number of different texts to analyse: each takes one pass per token."""
 DECODE_ROWS = (1, 8, 16)
 DECODE_PROMPT_TOKENS = 128
@@ -163,7 +163,7 @@ class _Page:
         different = [(number, each) for number, each in pairs if each[1] != each[2]]
         partings = [
             self._parting(number, prompt, mine, theirs)
-            for number, (prompt, mine, theirs) in different[:MOST_PARTINGS]
+            for number, (prompt, mine, theirs) in different[:MAX_PARTINGS]
         ]
         same = sum(a == b for a, b in zip(batched, alone, strict=True))
         print(f"\n### Texts, {TEXT_TOKENS} greedy tokens after random ones\n")

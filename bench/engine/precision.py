@@ -13,7 +13,7 @@ import numpy as np
 from engine.backend.blas import load_fast_blas
 
 WINDOWS_OF_A_RUN, WINDOW_TOKENS = 4, 256
-MOST_PERPLEXITY, LEAST_AGREEMENT = 0.005, 0.98
+MAX_PERPLEXITY, MIN_AGREEMENT = 0.005, 0.98
 """``auto`` may be ``fast`` if its perplexity is higher by at most this fraction, and at least
 this fraction of the most likely tokens are the same."""
 
@@ -46,7 +46,7 @@ def precision(model: str, runs: int) -> None:
         more = _perplexity(found[name]) / plain - 1
         pairs = zip(found[name], found["fp32"], strict=True)
         agreed = sum(int((a.best == b.best).sum()) for a, b in pairs) / tokens
-        suits = more <= MOST_PERPLEXITY and agreed >= LEAST_AGREEMENT
+        suits = more <= MAX_PERPLEXITY and agreed >= MIN_AGREEMENT
         print(
             f"{name:7}  perplexity {more:+.3%}, the same most likely token in {agreed:.2%}"
             f"{'' if name == 'compact' else '; auto may be fast' if suits else '; auto is exact'}",

@@ -30,7 +30,7 @@ from services.measuring.answers import StreamedAnswer
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
 KILLED_AFTER = 0.4
 """The fraction of a crowd's usual time after which its engine is killed."""
-MOST_AT_ONCE = 48
+MAX_AT_ONCE = 48
 """Max number of questions at once: fewer than a server accepts by default."""
 SAVED_S = 2.0
 """Seconds for the last blocks to reach the SSD."""
@@ -65,8 +65,8 @@ def all_at_once(server: AskedServer, asked: list[Asked], tokens: int) -> Answers
 def _asking(
     server: AskedServer, asked: list[Asked], tokens: int
 ) -> list[asyncio.Task[StreamedAnswer]]:
-    """Ask `MOST_AT_ONCE` at a time."""
-    room = asyncio.Semaphore(MOST_AT_ONCE)
+    """Ask `MAX_AT_ONCE` at a time."""
+    room = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(messages: Asked) -> StreamedAnswer:
         async with room:

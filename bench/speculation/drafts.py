@@ -27,7 +27,7 @@ load_fast_blas()  # before anything imports mlx
 from bench.in_process import InProcessEngine  # noqa: E402
 from bench.speculation.repetitive import WORKLOADS, Workload  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
-from engine.speculation.ngram import MOST_AT_ONCE, NgramSource  # noqa: E402
+from engine.speculation.ngram import MAX_AT_ONCE, NgramSource  # noqa: E402
 from engine.speculation.source import DraftSource, Proposal  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import DraftStats, Submit  # noqa: E402
@@ -220,7 +220,7 @@ def index_cost() -> None:
     tokens = [pick.randrange(3000) for _ in range(CONTEXT_TOKENS)]
     source = NgramSource(1, 4, first=0, expected_tokens=CONTEXT_TOKENS)
     text, pieces = tokens[:PROMPT_TOKENS], []
-    for _ in range(PROMPT_TOKENS // MOST_AT_ONCE + 1):
+    for _ in range(PROMPT_TOKENS // MAX_AT_ONCE + 1):
         began = time.thread_time()
         source.propose(text, MOST)
         pieces.append(time.thread_time() - began)

@@ -38,7 +38,7 @@ from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
 
-PROMPTS, TOKENS, MOST_AT_ONCE, PIECE = 200, 32, 8, 36
+PROMPTS, TOKENS, MAX_AT_ONCE, PIECE = 200, 32, 8, 36
 SOURCES: dict[str, dict[str, Any]] = {
     "ngram": {"spec_decode": "ngram", "spec_decode_dynamic": False, "num_speculative_tokens": 16},
     "draft": {"spec_decode": "draft", "spec_decode_dynamic": False},
@@ -214,7 +214,7 @@ class Checker:
 
 
 def _batches(numbers: range, varied: bool) -> Iterator[range]:
-    sizes = cycle(range(1, MOST_AT_ONCE + 1) if varied else [2 * MOST_AT_ONCE])
+    sizes = cycle(range(1, MAX_AT_ONCE + 1) if varied else [2 * MAX_AT_ONCE])
     first = numbers.start
     while first < numbers.stop:
         batch = range(first, min(numbers.stop, first + next(sizes)))

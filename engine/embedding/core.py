@@ -40,7 +40,7 @@ _MAX_OPEN = 2
 """Passes at once: one, and one between two of its layers."""
 MUCH_SHORTER = 4
 """A text overtakes a pass that has at least this many times as many tokens."""
-MOST_LEAD_S = 0.5
+MAX_LEAD_S = 0.5
 """How much more time overtaking passes get than the overtaken one. After that they alternate."""
 
 Rows = NDArray[np.float32]
@@ -185,7 +185,7 @@ class EmbeddingCore:
     def _next(self) -> _Pass:
         """Return the open pass to compute next."""
         outer, inner = self._open[0], self._open[-1]
-        has_turn = self._lead_s >= MOST_LEAD_S and inner.priority == outer.priority
+        has_turn = self._lead_s >= MAX_LEAD_S and inner.priority == outer.priority
         return outer if has_turn else inner
 
     def _pass_of(self, texts: dict[Text, str]) -> _Pass:

@@ -33,7 +33,7 @@ States = list[Array]
 """The hidden states of each text, (tokens, hidden)."""
 _SCORES_AT_ONCE = 1 << 20
 """Max size of the scores of all heads in a piece of work: 4 MB."""
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 """Number of queries of a text that justify a piece of work."""
 
 
@@ -105,7 +105,7 @@ def attend(
     pieces: list[tuple[int, int, int, int]] = []
     threads = num_threads()
     for start, end in cuts:  # a single text has work for all threads
-        share = max(_LEAST_ROWS, -(-(end - start) // threads))
+        share = max(_MIN_ROWS, -(-(end - start) // threads))
         rows = max(16, min(share, _SCORES_AT_ONCE // (heads * (end - start))))
         pieces += [(start, end, at, min(at + rows, end)) for at in range(start, end, rows)]
 

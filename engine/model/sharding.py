@@ -52,7 +52,7 @@ def indivisible(path: Path, ranks: int) -> str | None:
     return None
 
 
-def most_ranks(path: Path, ranks: int) -> int:
+def max_ranks(path: Path, ranks: int) -> int:
     """Return the max number of ranks, up to ``ranks``, by which the model in ``path`` can be
     divided."""
     return next(count for count in range(ranks, 0, -1) if indivisible(path, count) is None)

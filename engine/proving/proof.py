@@ -30,7 +30,7 @@ bfloat16 exceed that in models with logits above 16, and a smaller one would be 
 wrong rows in float16. One step at the largest logit always counts as noise, because both ways may
 happen to use the same kernels."""
 
-MOST_NOISE = {mx.float16: 0.5, mx.bfloat16: 1.0}
+MAX_NOISE = {mx.float16: 0.5, mx.bfloat16: 1.0}
 """Max noise ever allowed: wrong rows differ by 1 to 6 in most models. If mlx-lm's two ways differ
 by more, that is not rounding."""
 
@@ -47,7 +47,7 @@ QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
 next. Little is left to compare: that it runs, and that logits are similar. Everything else is
 proven without quantization, through the same code."""
 
-ROUNDINGS, MOST_ROUNDING = 2.0, 1.0
+ROUNDINGS, MAX_ROUNDING = 2.0, 1.0
 """How much farther two ways of computing with activations in 8 bits may be from each other than one
 of them is from activations in fp32. A different last bit changes some codes, and these the
 following codes; in the end, both sets of codes are as different as if rounded independently. Each
@@ -86,7 +86,7 @@ def rounding_of_activations(given: Sequence[Reference], exact: Sequence[Referenc
         for one, whole in zip(given, exact, strict=True)
         for step, logits in enumerate(one.expected[0])
     ]
-    return min(ROUNDINGS * max(found), MOST_ROUNDING)
+    return min(ROUNDINGS * max(found), MAX_ROUNDING)
 
 
 def prove(
@@ -121,7 +121,7 @@ def _is_rounding(difference: float, model: Any, layout: Layout, given: Sequence[
     # Some models cast their last logits to fp32.
     dtypes = {given[0].expected[0].dtype, *(layer.dtype for layer in layout.layers)}
     coarsest = max(dtypes, key=lambda dtype: mx.finfo(dtype).eps)
-    if not difference <= MOST_NOISE.get(coarsest, 0.0):
+    if not difference <= MAX_NOISE.get(coarsest, 0.0):
         return False
     step = max(one.largest_step(coarsest) for one in given)
     if difference <= NOISE_MULTIPLE * step:

@@ -30,7 +30,7 @@ from engine.cache.quantization import Precision
 
 logger = logging.getLogger(__name__)
 
-MOST_RECORDS = 256
+MAX_RECORDS = 256
 """The oldest are deleted above this number. A record of 30 layers has 4 KB."""
 PACKAGES = ("mlx", "mlx-lm", "mlx-metal", "numpy", "onnx", "onnxruntime", "transformers")
 PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
@@ -164,7 +164,7 @@ def code_digest(files: Iterable[Path]) -> str:
 
 def _forget_oldest(folder: Path) -> None:
     records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-    for path in records[:-MOST_RECORDS]:
+    for path in records[:-MAX_RECORDS]:
         _remove(path)
 
 

@@ -33,7 +33,7 @@ from engine.replica.rehearsal import rehearse
 from engine.replica.speculation import make_speculator
 from engine.replica.vision import served_vision, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation.speculator import MOST_TOKENS, Speculator
+from engine.speculation.speculator import MAX_DRAFT_TOKENS, Speculator
 from engine.vision.load import ServedVision
 from shared.hashing import namespace_root
 from shared.settings import Settings
@@ -238,7 +238,7 @@ def longest_pass(settings: Settings) -> int:
     """Return the max tokens of a sequence in one pass: a chunk, or drafts to verify."""
     chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
     size = settings.block_size
-    return -(-chunk_tokens // size) * size + MOST_TOKENS
+    return -(-chunk_tokens // size) * size + MAX_DRAFT_TOKENS
 
 
 def _log_sizes(

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 60.0
 """Min interval between writes, except the last one."""
-MOST_RECORDS = 256
+MAX_RECORDS = 256
 """The oldest files are deleted above this number."""
-LONGEST_STEP_S, MOST_TOKENS = 600.0, 1 << 16
+LONGEST_STEP_S, MAX_TOKENS = 600.0, 1 << 16
 """Values outside this range are not valid costs."""
 
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> Mapping[int, Mapping[int, float]]:
         seconds = [one for each in known.values() for one in each.values()]
         if not all(0 < one < LONGEST_STEP_S for one in seconds):
             raise ValueError("invalid times of steps")
-        if not all(0 <= one < MOST_TOKENS for one in counts) or 0 in known:
+        if not all(0 <= one < MAX_TOKENS for one in counts) or 0 in known:
             raise ValueError("invalid numbers of tokens")
         return known
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _write(path: Path, body: bytes) -> None:
         scratch.write_bytes(body)
         scratch.replace(path)
         records = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
-        for old in records[:-MOST_RECORDS]:
+        for old in records[:-MAX_RECORDS]:
             old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("cannot store the costs of steps: %s", error)

@@ -17,12 +17,12 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import MOST_TOKENS, Speculator
+from engine.speculation.speculator import MAX_DRAFT_TOKENS, Speculator
 from shared.wire import SamplingParams, Submit
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (0, 1, 2, 4, 8, MOST_TOKENS)
+LENGTHS = (0, 1, 2, 4, 8, MAX_DRAFT_TOKENS)
 """Numbers of drafts in the steps. Each is used for some tokens in turn."""
 STEPS_EACH = 4
 PROMPT_TOKENS = 32
@@ -64,7 +64,7 @@ def rehearse(executor: Executor, config: SchedulerConfig, costs: BatchCosts) -> 
 
 def _run(executor: Executor, config: SchedulerConfig, costs: BatchCosts, until: float) -> None:
     executor.reset()
-    options = SpeculationOptions(tokens=MOST_TOKENS, adapts=False)
+    options = SpeculationOptions(tokens=MAX_DRAFT_TOKENS, adapts=False)
     source = _Varied()
     speculator = Speculator(options, [lambda request, grammar: source], costs=costs)
     scheduler = Scheduler(replace(config, store_enabled=False), speculator=speculator)
@@ -72,7 +72,9 @@ def _run(executor: Executor, config: SchedulerConfig, costs: BatchCosts, until: 
         request_id="rehearsal",
         attempt=0,
         token_ids=[1] * min(PROMPT_TOKENS, config.context_length // 4),
-        max_tokens=min((MOST_TOKENS + 1) * len(LENGTHS) * STEPS_EACH, config.context_length // 4),
+        max_tokens=min(
+            (MAX_DRAFT_TOKENS + 1) * len(LENGTHS) * STEPS_EACH, config.context_length // 4
+        ),
         sampling=SamplingParams(seed=0),
         stop_token_ids=[],
     )

@@ -12,7 +12,7 @@ from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import BatchSource, DraftSource
 from engine.speculation.speculator import (
-    MOST_TOKENS,
+    MAX_DRAFT_TOKENS,
     SourceMaker,
     Speculator,
 )
@@ -36,11 +36,11 @@ def make_speculator(
         logger.log(level, why, spec.batching)
         return None
     options = SpeculationOptions(
-        tokens=MOST_TOKENS if is_auto else settings.num_speculative_tokens,
+        tokens=MAX_DRAFT_TOKENS if is_auto else settings.num_speculative_tokens,
         largest_batch=settings.max_batch_size
         if is_auto
         else settings.spec_decode_disable_batch_size,
-        least_rate=settings.spec_decode_acceptance_threshold,
+        min_rate=settings.spec_decode_acceptance_threshold,
         adapts=settings.spec_decode_dynamic or is_auto,
         by_sequence=settings.adaptive_k,
         protects=is_auto,

@@ -25,9 +25,9 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Max size of cached embeddings."""
-MOST_SHARE = 1 / 16
+MAX_SHARE = 1 / 16
 """The same as a fraction of the engine's memory."""
 
 
@@ -35,14 +35,14 @@ def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> Sched
     """Return ``config`` with the scheduler's settings for pictures."""
     if served is None:
         return config
-    most_tokens = 0
+    max_tokens = 0
     if served.encoder.attends_both_ways:
         chunk_tokens = config.prefill_chunk_tokens or config.max_chunk_tokens
         # Rings have no room for longer chunks.
-        most_tokens = chunk_tokens if config.rings else max(chunk_tokens, config.max_chunk_tokens)
+        max_tokens = chunk_tokens if config.rings else max(chunk_tokens, config.max_chunk_tokens)
     return replace(
         config,
-        whole_picture_tokens=most_tokens,
+        whole_picture_tokens=max_tokens,
         image_token_id=served.vision.image_token_id,
         picture_token_bytes=served.embedding_bytes,
         picture_layers=served.encoder.layers,
@@ -76,7 +76,7 @@ def served_vision(
         logger.warning("the model is served without pictures: %s", reason)
         return None
     embedded = embedding_of(loaded.model)(mx.zeros((1, 1), mx.int32))
-    room_bytes = min(MOST_BYTES, int(memory_bytes * MOST_SHARE))
+    room_bytes = min(MAX_BYTES, int(memory_bytes * MAX_SHARE))
     served = open_vision(loaded, embedded, room_bytes, widen=device.uses_host())
     if served is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.speculation.costs import WORTH_IT, StepCosts
 
-LEARNS, MOST_DIFFERENCE = 0.1, 0.3
+LEARNS, MAX_DIFFERENCE = 0.1, 0.3
 """How far the typical time follows a new time, and the max relative difference that counts: a
 step that something else delayed says little."""
 PLAIN_FIRST, PLAIN_EVERY = 3, 64
@@ -40,7 +40,7 @@ class _Typical:
         if self.times == 1:
             self.seconds = elapsed_s
             return
-        most = MOST_DIFFERENCE * self.seconds
+        most = MAX_DIFFERENCE * self.seconds
         difference = min(max(elapsed_s - self.seconds, -most), most)
         self.seconds += max(LEARNS, 1 / self.times) * difference
 
@@ -144,7 +144,7 @@ class BatchCosts:
         elapsed_s = min(elapsed_s, most * self.predict_s(rows, drafted) or elapsed_s)
         return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
 
-    def most_drafts(self, rows: int) -> int:
+    def max_drafts(self, rows: int) -> int:
         """Return the max number of drafts of a step, according to measurements."""
         costs = self._of_rows.get(rows)
         own = 0 if costs is None else costs.largest - 1
@@ -155,17 +155,17 @@ class BatchCosts:
         no more than ``room_s`` together."""
         if room_s < 0:
             return 0
-        count, paid = min(count, self.most_drafts(rows)), 0
+        count, paid = min(count, self.max_drafts(rows)), 0
         while paid < count and rows * self.excess_s(rows, paid + 1) <= room_s:
             paid += 1
         return paid
 
     def best_lengths(
-        self, rows: int, gains: Sequence[Sequence[float]], most_s: float | None = None
+        self, rows: int, gains: Sequence[Sequence[float]], max_s: float | None = None
     ) -> list[int]:
         """Return how many drafts to verify for each sequence that has some, in a step of
         ``rows`` sequences: the numbers with the most tokens per second that make the step at
-        most ``most_s`` longer.
+        most ``max_s`` longer.
 
         ``gains`` are, for each sequence, the chances that each draft and all before it are
         accepted, which decrease from one draft to the next."""
@@ -175,10 +175,10 @@ class BatchCosts:
         lengths, best = [0] * len(gains), 0
         expected = float(rows)
         best_rate = WORTH_IT * expected / (self.predict_s(rows) or 1.0)
-        most = self.most_drafts(rows)
+        most = self.max_drafts(rows)
         for number, (gain, _) in enumerate(order[:most], 1):
             expected += gain
-            if most_s is not None and self.excess_s(rows, number) > most_s:
+            if max_s is not None and self.excess_s(rows, number) > max_s:
                 break
             rate = expected / (self.predict_s(rows, number) or 1.0)
             if rate > best_rate or (gain >= PROBED and most == number == 1):

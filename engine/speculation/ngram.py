@@ -31,7 +31,7 @@ LIKELY = tuple(
 """Assumed acceptance rate of each kind."""
 FEW_TOKENS = 16
 """Above this number of new tokens, NumPy adds them."""
-MOST_AT_ONCE = 2_048
+MAX_AT_ONCE = 2_048
 """Tokens of a long prompt are added in several calls of less than a millisecond each, before
 anything is proposed."""
 MIN_BITS = 8
@@ -59,8 +59,8 @@ class NgramIndex:
         self.tokens = array("i")
         self._entered = 0  # n-grams that end before this index are in the tables
         self._sizes = range(smallest, largest + 1)
-        most_bits = (MAX_SOURCE_BYTES // 4 // len(self._sizes)).bit_length() - 1
-        bits = min(max(MIN_BITS, (2 * expected_tokens).bit_length()), most_bits)
+        max_bits = (MAX_SOURCE_BYTES // 4 // len(self._sizes)).bit_length() - 1
+        bits = min(max(MIN_BITS, (2 * expected_tokens).bit_length()), max_bits)
         self._shift = 64 - bits
         self._arrays: list[Any] = [np.zeros(2**bits, np.int32) for _ in self._sizes]
         """By size, for each n-gram: 4 times the index after it, plus 0, 1 or 2 for its last two
@@ -180,8 +180,8 @@ class NgramSource(DraftSource):
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         index = self._index
         begin = self._first + len(index.tokens)
-        index.extend(tokens[begin : begin + MOST_AT_ONCE])
-        if begin + MOST_AT_ONCE < len(tokens):
+        index.extend(tokens[begin : begin + MAX_AT_ONCE])
+        if begin + MAX_AT_ONCE < len(tokens):
             return None
         match = index.find(index.tokens)
         if match is None:

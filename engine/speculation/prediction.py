@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from engine.speculation.ngram import LIKELY, LONGEST_KIND, MOST_AT_ONCE, NgramIndex, kinds_after
+from engine.speculation.ngram import LIKELY, LONGEST_KIND, MAX_AT_ONCE, NgramIndex, kinds_after
 from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
@@ -42,7 +42,7 @@ class PredictionSource(DraftSource):
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         known = len(self._index.tokens)
-        self._index.extend(self._text[known : known + MOST_AT_ONCE])
+        self._index.extend(self._text[known : known + MAX_AT_ONCE])
         self._follow(tokens)
         drafts = () if self._lost else tuple(self._text[self._next : self._next + count])
         if not drafts:

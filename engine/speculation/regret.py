@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST_STEPS, MOST_SHARE = 1.25, 0.02
+MAX_STEPS, MAX_SHARE = 1.25, 0.02
 """A sequence loses at most two steps without drafts, or 3 % of the time its steps would have
 taken without drafts, whichever is larger. The limits below are lower than that, because steps
 may take longer than predicted."""
 FIRST_STEPS, LATER_SHARE = 0.4, 1 / 200
 """The same for one source and its own drafts: less than 2 % of 64 tokens and less than 1 % of
 256, with a margin for steps that take longer than predicted."""
-MOST_SAVED_STEPS = 3.0
+MAX_SAVED_STEPS = 3.0
 """Max savings of a source that may pay for later drafts. A source that becomes wrong after
 hundreds of correct tokens thus stops as soon as any other."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024
@@ -45,7 +45,7 @@ class SequenceAccount:
 
     def room_s(self, plain_s: float) -> float:
         """Return how much longer than ``plain_s`` the next step may take."""
-        return max(MOST_STEPS * plain_s, MOST_SHARE * self.without_s) - self.lost_s
+        return max(MAX_STEPS * plain_s, MAX_SHARE * self.without_s) - self.lost_s
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class SourceAccount:
         """Record the costs and savings of drafts, in steps of ``plain_s``."""
         self.is_new = False
         balance_s = self.balance_s - cost_s + saved_s
-        self.balance_s = min(balance_s, MOST_SAVED_STEPS * plain_s)
+        self.balance_s = min(balance_s, MAX_SAVED_STEPS * plain_s)
         if self.balance_s > 0:
             self.silence = FIRST_SILENCE
 

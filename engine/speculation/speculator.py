@@ -26,9 +26,9 @@ from engine.speculation.source import (
 )
 from shared.wire import DraftStats, Submit
 
-MOST_TOKENS = 16
+MAX_DRAFT_TOKENS = 16
 """Max drafts of a sequence in a step, regardless of the settings."""
-LEAST_CHANCE = 0.01
+MIN_CHANCE = 0.01
 """Drafts with a lower chance are not considered: no step is cheap enough for them."""
 PROBE_TOKENS = 48
 """After this many outputs, a sequence whose drafts are rarely accepted tries again."""
@@ -229,7 +229,7 @@ class Speculator:
         for kind, count in by_kind.items():
             for rate in self._rates_of(drafts, proposal, kind):
                 rate.observe(count, right[kind])
-        if drafts.rate.rate() < self.options.least_rate:
+        if drafts.rate.rate() < self.options.min_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
 
     def observe_step(
@@ -360,12 +360,12 @@ class Speculator:
     def _has_stopped(self, row: DraftRow) -> bool:
         if not self.options.adapts or not self.options.by_sequence:
             return False
-        low = row.drafts.rate.rate() < self.options.least_rate
+        low = row.drafts.rate.rate() < self.options.min_rate
         return low and len(row.tokens) < row.drafts.next_probe
 
     def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
         """Return the chance that each token of ``proposal`` and all before it are accepted, down
-        to `LEAST_CHANCE`."""
+        to `MIN_CHANCE`."""
         chances, chance = [], 1.0
         rates: dict[int, float] = {}
         for index in range(len(proposal.tokens)):
@@ -374,7 +374,7 @@ class Speculator:
                 by_sequence = self.options.by_sequence
                 rates[kind] = own.rate(common.rate()) if by_sequence else common.rate()
             chance *= rates[kind]
-            if chance < LEAST_CHANCE:
+            if chance < MIN_CHANCE:
                 break
             chances.append(chance)
         return chances

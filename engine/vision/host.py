@@ -24,11 +24,11 @@ from engine.vision.operators import add_operator
 
 logger = logging.getLogger(__name__)
 
-MOST_SESSIONS = max(8, min(32, 256 // num_threads()))
+MAX_SESSIONS = max(8, min(32, 256 // num_threads()))
 """A session belongs to one size of image, and has threads of its own."""
-MOST_NODES = 1500
+MAX_NODES = 1500
 """Of a graph. Building larger ones takes seconds, and an image of the same size may never come."""
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 """Of all sizes."""
 ALLOWED = 1e-4
 """The difference of the first result of a session from MLX's, as a part of the largest element."""
@@ -91,7 +91,7 @@ class HostLayers:
                     self._add(trace.signature, made)
             finally:
                 self.is_tracing = False
-            if len(self._signatures) >= MOST_LAYERS:
+            if len(self._signatures) >= MAX_LAYERS:
                 self._signatures.clear()
             signature = self._signatures[key] = trace.signature
         session = self._sessions[signature] = self._sessions.pop(signature)  # to the end
@@ -99,7 +99,7 @@ class HostLayers:
 
     def _add(self, signature: bytes, session: Session | None) -> None:
         """Keep ``session`` instead of the one that has not been used for the longest time."""
-        while len(self._sessions) >= MOST_SESSIONS:
+        while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[signature] = session
 
@@ -108,7 +108,7 @@ class HostLayers:
     ) -> Session | None:
         """Return the session of a layer called ``name``, with the result that ``compute`` returns;
         None if there is none. Raises: Unsupported."""
-        if trace.size > MOST_NODES:
+        if trace.size > MAX_NODES:
             logger.info("%s is computed by MLX at a size: %d operators", name, trace.size)
             return None
         try:

@@ -31,7 +31,7 @@ PIXELS = 2
 patches of pixels in fp32 are about as large as their embeddings."""
 
 
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 """Max length of a reason: some list every weight of a checkpoint."""
 
 
@@ -99,7 +99,7 @@ def _opened(
         model = load_model(loaded.path, lazy=True)
     except LOAD_ERRORS as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise VisionUnusable(why[:MOST_CHARACTERS]) from error
+        raise VisionUnusable(why[:MAX_CHARACTERS]) from error
     vision = _vision(model, loaded, family)
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
     merge = 0

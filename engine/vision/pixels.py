@@ -23,12 +23,12 @@ class PixelStore:
     """Arrays by digest. They stay until their request ends, because a restarted request needs
     them again."""
 
-    def __init__(self, most_bytes: int, merge: int = 0) -> None:
-        """``most_bytes`` limits the arrays of all requests together, in host memory. ``merge``:
+    def __init__(self, max_bytes: int, merge: int = 0) -> None:
+        """``max_bytes`` limits the arrays of all requests together, in host memory. ``merge``:
         side length, in patches, of the square behind one embedding, if positions have axes;
         otherwise 0."""
         self._merge = merge
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._by_digest: dict[bytes, Pixels] = {}
         self._holders: dict[RequestKey, frozenset[bytes]] = {}
         self.nbytes = 0
@@ -42,11 +42,11 @@ class PixelStore:
             for image in request.images
             if image.arrays
         }
-        if sum(map(_nbytes, own.values())) > self._most_bytes:
-            raise TooLarge(f"the pictures take more than {self._most_bytes / 1e6:.0f} MB")
+        if sum(map(_nbytes, own.values())) > self._max_bytes:
+            raise TooLarge(f"the pictures take more than {self._max_bytes / 1e6:.0f} MB")
         new = own.keys() - self._by_digest.keys()
         size = sum(_nbytes(own[digest]) for digest in new)
-        if size and self.nbytes + size > self._most_bytes:
+        if size and self.nbytes + size > self._max_bytes:
             return False
         self._by_digest.update((digest, own[digest]) for digest in new)
         self._holders[request.request_id, request.attempt] = frozenset(own)

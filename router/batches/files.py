@@ -40,7 +40,7 @@ from router.fleet.tenants.tenant import Tenant
 
 _MB = 1_000_000
 _SILENCE_S = 30.0
-_LEAST_BYTES_S = 8000
+_MIN_BYTES_S = 8000
 """Min speed of an upload. A slower one is aborted after this long, because it occupies one of
 few places."""
 _DISCARD_S = 2.0
@@ -157,7 +157,7 @@ class FileEndpoints:
                 async with asyncio.timeout(min(_SILENCE_S, _SILENCE_S + ahead_s)):
                     chunk = await anext(chunks, None)
                 took_s = time.monotonic() - began
-                ahead_s = min(_SILENCE_S, ahead_s + len(chunk or b"") / _LEAST_BYTES_S - took_s)
+                ahead_s = min(_SILENCE_S, ahead_s + len(chunk or b"") / _MIN_BYTES_S - took_s)
                 if chunk:
                     parts.append(chunk)
                     size += len(chunk)
@@ -169,7 +169,7 @@ class FileEndpoints:
                     return
         except TimeoutError:
             raise BodyTimeout(
-                f"Nothing of the file came for {_SILENCE_S:g} s, or fewer than {_LEAST_BYTES_S}"
+                f"Nothing of the file came for {_SILENCE_S:g} s, or fewer than {_MIN_BYTES_S}"
                 " bytes a second."
             ) from None
         except ClientDisconnect:

@@ -140,10 +140,10 @@ class DecoderProcess:
         return used_s
 
     def _read_frame(
-        self, process: subprocess.Popen[bytes], most_bytes: int, deadline: float
+        self, process: subprocess.Popen[bytes], max_bytes: int, deadline: float
     ) -> memoryview:
         (length,) = LENGTH.unpack(_read(process, LENGTH.size, deadline))
-        if length > most_bytes:
+        if length > max_bytes:
             raise EOFError("its reply is too large")
         return _read(process, length, deadline)
 

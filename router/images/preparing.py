@@ -133,7 +133,7 @@ class ImagePreparer:
                     code="image_too_large",
                 )
 
-    async def _fetch(self, image: SentImage, most_bytes: int, key: str) -> bytes:
+    async def _fetch(self, image: SentImage, max_bytes: int, key: str) -> bytes:
         scheme = image.source[:8].partition(":")[0].lower()
         if self._fetcher is None or scheme != "https":
             text = "has a URL that is not a data: URL; send it as a data: URL."
@@ -144,7 +144,7 @@ class ImagePreparer:
                 )
             raise self._refused(image, "host", text, code="invalid_image_url")
         try:
-            return await self._fetcher.fetch(image.source, most_bytes, key)
+            return await self._fetcher.fetch(image.source, max_bytes, key)
         except NotFetched as error:
             reason = "host" if error.is_forbidden else "fetch"
             raise self._refused(image, reason, str(error), code="invalid_image_url") from None

@@ -33,11 +33,11 @@ KeepAlive = Annotated[
 
 MAX_IMAGES = 256
 """Roles of a message."""
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 # Some clients send integers as floats (4096.0).
-Natural = Annotated[int, Meta(ge=0, le=_MOST)] | Annotated[float, Meta(ge=0, le=_MOST)]
-Limit = Annotated[int, Meta(ge=-2, le=_MOST)] | Annotated[float, Meta(ge=-2, le=_MOST)]
-Extent = Annotated[int, Meta(ge=-1, le=_MOST)] | Annotated[float, Meta(ge=-1, le=_MOST)]
+Natural = Annotated[int, Meta(ge=0, le=_MAX)] | Annotated[float, Meta(ge=0, le=_MAX)]
+Limit = Annotated[int, Meta(ge=-2, le=_MAX)] | Annotated[float, Meta(ge=-2, le=_MAX)]
+Extent = Annotated[int, Meta(ge=-1, le=_MAX)] | Annotated[float, Meta(ge=-1, le=_MAX)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(ge=-1, le=2**53)]
 
 
@@ -180,7 +180,7 @@ class OllamaEmbedRequest(OllamaModelUse, frozen=True, kw_only=True):
 
     input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] = ""
     truncate: bool | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=_MOST)] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=_MAX)] | None = None
 
     @property
     def texts(self) -> list[str]:

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_MOST_TOKENS = 64
+_MAX_TOKENS = 64
 _CONTEXT_TOKENS = 16
 """How many tokens of a line are decoded again with the next token, and how many are kept after
 trimming. Spaces depend on the previous token, and a character has at most four tokens."""
@@ -58,7 +58,7 @@ class LineDecoder:
         detokenizer = self._detokenizer
         detokenizer.add_token(token)
         segment: str = detokenizer.last_segment
-        if len(detokenizer.tokens) > _MOST_TOKENS:
+        if len(detokenizer.tokens) > _MAX_TOKENS:
             detokenizer._current_tokens = detokenizer._current_tokens[-_CONTEXT_TOKENS:]
             detokenizer._text = detokenizer._current_text = ""
             detokenizer.offset = len(detokenizer.text)

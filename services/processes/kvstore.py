@@ -33,7 +33,7 @@ FLUSH_S = 10.0
 ORPHAN_FLUSH_S = 2.0
 """The same if the supervisor is gone: shorter, because the other processes exit too."""
 
-_MOST_SERVERS = 8
+_MAX_SERVERS = 8
 _DAY_S = 86400.0
 logger = logging.getLogger("kvstore")
 
@@ -105,7 +105,7 @@ def _open_directory(settings: Settings) -> BlockDirectory:
     Raises: `DirectoryInUse` and OSError.
     """
     first = settings.ssd_cache_dir
-    others = () if "ssd_cache_dir" in settings.given else range(2, _MOST_SERVERS + 1)
+    others = () if "ssd_cache_dir" in settings.given else range(2, _MAX_SERVERS + 1)
     for path in (first, *(first.with_name(f"{first.name}-{number}") for number in others)):
         try:
             directory = BlockDirectory(path)

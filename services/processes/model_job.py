@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _delete(name)
     except (ModelUnavailable, ModelJobError, OSError) as error:
         if link is not None:
-            link.tell(reason=" ".join(str(error).split()))
+            link.send(reason=" ".join(str(error).split()))
         return EXIT_FAILED
     return EXIT_OK
 
@@ -57,7 +57,7 @@ def _pull(name: str, link: SupervisorLink | None) -> None:
         now = time.monotonic()
         if link is not None and now - told_at > _TELL_EVERY_S:
             told_at = now
-            link.tell(completed=completed, total=total)
+            link.send(completed=completed, total=total)
 
     is_local = Path(name).exists() or not HUB_ID.fullmatch(name)
     path = resolve(name) if is_local else download(name, report)

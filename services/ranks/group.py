@@ -87,7 +87,7 @@ def divided(options: Settings, path: Path) -> Settings:
     reason = sharding.indivisible(path, options.ranks)
     if reason is None:
         return options
-    most = sharding.most_ranks(path, options.ranks)
+    most = sharding.max_ranks(path, options.ranks)
     if options.distributed_strict:
         raise ModelUnavailable(
             f"{options.model} cannot be divided across {options.ranks} ranks: {reason}. Use "

@@ -72,7 +72,7 @@ class LaunchedProcess(Protocol):
     def take_messages(self) -> list[Mapping[str, Any]]:
         """Return, once, the messages that arrived between heartbeats."""
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         """Send ``message`` to the process, without waiting; return whether it was sent."""
 
     def stop(self, *, at_once: bool = False) -> None:

@@ -132,7 +132,7 @@ class LocalProcess:
         taken, self._messages = self._messages, []
         return taken
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         return self._writer.write(message)
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -159,7 +159,7 @@ class LocalProcess:
             "arguments": spec.command[len(spec.spare) :],
             "environment": dict(spec.environment),
         }
-        return self.is_alive() and self.tell(order)
+        return self.is_alive() and self.send(order)
 
     def end(self) -> None:
         """Kill the process, and wait until it has exited."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-MOST_HOSTS = 64
-MOST_BYTES = 1 << 20
+MAX_HOSTS = 64
+MAX_BYTES = 1 << 20
 _ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
 _DEVICE = re.compile("[A-Za-z][A-Za-z0-9_.-]*")
 Device = str | list[str] | None
@@ -64,7 +64,7 @@ def read_whole(path: Path) -> Hostfile:
     """Return the content of the hostfile ``path``. Raises: `HostfileError`."""
     try:
         with path.open("rb") as file:
-            whole = _decoded(json.loads(file.read(MOST_BYTES)))
+            whole = _decoded(json.loads(file.read(MAX_BYTES)))
         hosts = whole.hosts
     except OSError as error:
         raise HostfileError(f"{path} cannot be read: {error.strerror}") from error
@@ -73,8 +73,8 @@ def read_whole(path: Path) -> Hostfile:
             f"{path} is not a hostfile like "
             f'[{{"ssh": "mac1", "ips": ["10.0.0.1"]}}, ...]: {" ".join(str(error).split())}'
         ) from error
-    if not 2 <= len(hosts) <= MOST_HOSTS:
-        raise HostfileError(f"{path} names {len(hosts)} hosts, expected 2 to {MOST_HOSTS}")
+    if not 2 <= len(hosts) <= MAX_HOSTS:
+        raise HostfileError(f"{path} names {len(hosts)} hosts, expected 2 to {MAX_HOSTS}")
     for host in hosts:
         if not host.ips:
             raise HostfileError(f"{path}: {host.ssh} has no ips")

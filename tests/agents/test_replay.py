@@ -30,10 +30,10 @@ def check(
     ssd: Path,
     names: Sequence[str],
     requests: int | None = None,
-    least_prompt: int = 0,
+    min_prompt: int = 0,
 ) -> None:
     """Play sessions on a server, and again after a restart: then all is on the SSD. Of prompts of
-    less than ``least_prompt`` tokens nothing need be found."""
+    less than ``min_prompt`` tokens nothing need be found."""
     played = {name: sessions.with_titles(sessions.read(name)[:requests]) for name in names}
     tokens = {name: prompt_tokens(model, requests) for name, requests in played.items()}
     flags = ("--ssd-cache-dir", str(ssd), "--ssd-policy", "write_through")
@@ -43,7 +43,7 @@ def check(
                 turns = replay(server.port, played[name], tokens[name], again=again)
                 assert not [turn.error for turn in turns if turn.error]
                 assert [turn.prompt for turn in turns] == list(map(len, tokens[name]))
-                turns = [turn for turn in turns if turn.prompt >= least_prompt]
+                turns = [turn for turn in turns if turn.prompt >= min_prompt]
                 assert turns
                 assert not [turn for turn in turns if turn.cached < LEAST * turn.known_in_blocks]
             if again:
@@ -82,4 +82,4 @@ def test_whole_sessions_of_agents_are_found(
 @pytest.mark.slow
 def test_a_hybrid_finds_a_session_up_to_its_snapshots(tmp_path: Path) -> None:
     # The state of a short prompt's only block is not kept for long.
-    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 12, least_prompt=64)
+    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 12, min_prompt=64)

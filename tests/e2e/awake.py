@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 _EVERY_S = 0.1
-_MOST_S = 1.0
+_MAX_S = 1.0
 """Max time counted per step: a longer one means that the process was suspended."""
 
 
@@ -25,7 +25,7 @@ class _Clock:
         while True:
             time.sleep(_EVERY_S)
             now = time.monotonic()
-            self.seconds += min(now - last, _MOST_S)
+            self.seconds += min(now - last, _MAX_S)
             last = now
 
 

@@ -35,7 +35,7 @@ class FaultyDisk(Disk):
         self.hidden_quota = False
         """Whether the free space that the disk tells of is not to be had."""
         self.foreign_bytes = 0
-        self.most_bytes = 0
+        self.peak_bytes = 0
         self.kill_after: int | None = None
         """Number of system calls after which the process is killed."""
         self.sizes: dict[Path, int] = {}
@@ -127,7 +127,7 @@ class FaultyDisk(Disk):
 
     def _wrote(self, path: Path, size: int, durable: bool) -> None:
         self.sizes[path] = size
-        self.most_bytes = max(self.most_bytes, sum(self.sizes.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
         self._unsynced_content.discard(path)
         if not durable:
             self._unsynced_content.add(path)

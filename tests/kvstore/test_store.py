@@ -266,9 +266,9 @@ def test_room_is_made_before_a_block_is_written(tmp_path: Path) -> None:
     disk = FaultyDisk()
     directory = BlockDirectory(tmp_path, disk)
     store = loaded(directory, max_bytes=3 * SIZE)
-    clock_bytes, disk.most_bytes = sum(disk.sizes.values()), 0
+    clock_bytes, disk.peak_bytes = sum(disk.sizes.values()), 0
     put(store, *range(9))
-    assert disk.most_bytes <= clock_bytes + 3 * SIZE
+    assert disk.peak_bytes <= clock_bytes + 3 * SIZE
     with pytest.raises(BlockTooLarge):
         store.put(key_of(99), file_of(99, 10 * SIZE), durable=False)
     assert there(store, *range(9)) == {6, 7, 8}  # nothing was evicted in vain

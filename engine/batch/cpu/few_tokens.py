@@ -21,7 +21,7 @@ from engine.batch.cpu.single_tokens import Kind, Rows, rows_of
 from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, shares_of, tiled
 from engine.cache.rounding import Array
 
-MOST_COPIED_BYTES = 2 << 20
+MAX_COPIED_BYTES = 2 << 20
 """Max total size of a row's keys and values for which all heads are copied at once. Longer rows
 copy one head at a time."""
 ROWS_AT_ONCE = 8
@@ -214,7 +214,7 @@ def _calls(
 ) -> list[Call | Rows]:
     dims = kept[0].shape[3], kept[1].shape[3]
     kind = Kind(heads, group, *dims, how.softcap, how.sinks is not None)
-    most = MOST_COPIED_BYTES // (4 * heads * sum(dims))
+    most = MAX_COPIED_BYTES // (4 * heads * sum(dims))
     by_kind: dict[str, list[int]] = {"whole": [], "tiles": [], "by head": []}
     may_be_whole = piece.width == 1 and how.window is None and single_tokens.same_bits(kind)
     members = list(range(len(piece.places)))

@@ -46,7 +46,7 @@ SAME_BITS_WORTH_THREADS = 1_500
 """The same if single queries have the bits of a chunk, which takes longer."""
 FEW_TOKENS = 17
 """Rows with at most this many tokens, such as those with drafts, attend together."""
-MOST_SCORES = 65_536
+MAX_SCORES = 65_536
 """Max number of scores of a head for rows of several tokens to attend together, because all
 heads are computed at once."""
 
@@ -84,7 +84,7 @@ class HostBatch(RaggedBatch):
         # For this pass only: MLX would copy a slab that a view still refers to.
         self._views: dict[tuple[Slab, int], Array] = {}
         self._shared: dict[tuple[int, int], _Work] = {}
-        few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
+        few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MAX_SCORES
         self.by_token = self.decoding or few
         """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token
         were a row; otherwise there is one array per row."""
@@ -142,7 +142,7 @@ class HostBatch(RaggedBatch):
                         if run.first <= number <= run.last
                     ]
                     scores = (run.last - run.first + 1) * run.length
-                    pieces = parts if width == 1 else max(parts, scores // MOST_SCORES + 1)
+                    pieces = parts if width == 1 else max(parts, scores // MAX_SCORES + 1)
                     work += [self._rows_piece(stretch, cut) for cut in _cut(inside, pieces)]
         return work
 

@@ -22,10 +22,10 @@ from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_o
 from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
-MOST_KEPT = 32
+MAX_KEPT = 32
 """Groups of rows whose arguments are kept for a slab, the last ones used. Sequences that begin and
 end make new groups."""
-MOST_BOUND = 256
+MAX_BOUND = 256
 """Layers of a group of rows, and places in memory that its slab had before."""
 _TRIED = (*range(FEWEST, FEWEST + 2 * TILE), 255, 256, 257, 511, 512, 513, 1000)
 """Numbers of positions, with all remainders of a tile and those around blocks of products."""
@@ -159,7 +159,7 @@ class Rows:
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bind(kept, places, has_sinks=sinks is not None)
-            if len(self._bound) >= MOST_BOUND:
+            if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
             self._bound[key] = bound
         self._queries[...] = asked[self._tokens, :, :, 0]
@@ -190,7 +190,7 @@ def rows_of(slab: Slab, slots: tuple[int, ...], kind: Kind) -> Rows:
     with _keeping:
         groups = _kept.setdefault(slab, {})
         rows = groups.pop(key, None) or Rows(slots, kind)
-        while len(groups) >= MOST_KEPT:
+        while len(groups) >= MAX_KEPT:
             del groups[next(iter(groups))]
         groups[key] = rows
     return rows

@@ -27,7 +27,7 @@ TILE = 64
 FEWEST = 128
 """Min number of keys: with wide heads, fewer keys would be summed in other blocks."""
 
-MOST_SCORES = 1 << 21
+MAX_SCORES = 1 << 21
 """Max scores of a product with more than `FEWEST_QUERIES` queries, so that they stay in the
 processor's last-level cache."""
 FEWEST_QUERIES = 32
@@ -42,7 +42,7 @@ def cut(row: Row, heads: int, group: int) -> list[tuple[int, int]]:
 
     All threads get equally many products if possible: 9 take two threads as long as 10."""
     threads = num_threads()
-    most = min(max(MOST_SCORES // (group * row.end), FEWEST_QUERIES), QUERIES_AT_ONCE)
+    most = min(max(MAX_SCORES // (group * row.end), FEWEST_QUERIES), QUERIES_AT_ONCE)
     parts = max(-(-row.width // most), min(row.width, -(-threads // heads)))
     step = threads // gcd(heads, threads)
     even = -(-parts // step) * step

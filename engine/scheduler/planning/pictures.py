@@ -148,12 +148,12 @@ class WholePictures:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._size = config.block_size
-        self._most_tokens = config.whole_picture_tokens
+        self._max_tokens = config.whole_picture_tokens
 
     def restorable_blocks(self, seq: Sequence, blocks: int) -> int:
         """Return how many of the first ``blocks`` blocks of ``seq`` may be restored. A picture
         cannot be continued without its beginning."""
-        while self._most_tokens and (cut := _cut_by(seq, blocks * self._size)) is not None:
+        while self._max_tokens and (cut := _cut_by(seq, blocks * self._size)) is not None:
             blocks = cut.first // self._size
         return blocks
 
@@ -163,10 +163,10 @@ class WholePictures:
         A chunk that would cut a picture ends after it, or before it if the chunk would be too
         long. The end may lie within a block: with many pictures, each may begin where the
         previous one ends."""
-        if not self._most_tokens or (cut := _cut_by(seq, end)) is None:
+        if not self._max_tokens or (cut := _cut_by(seq, end)) is None:
             return end
         start = seq.num_computed_tokens
-        if cut.last - start <= self._most_tokens or cut.first <= start:
+        if cut.last - start <= self._max_tokens or cut.first <= start:
             return cut.last
         return cut.first
 

@@ -24,7 +24,7 @@ MUCH_SHORTER = 4
 """A prompt overtakes one with this many times as many tokens left."""
 MIN_SHARED = 16
 """Prompts with fewer tokens left count as this long if chunks share a pass."""
-MOST_LEAD_S = 0.5
+MAX_LEAD_S = 0.5
 """Max extra time of overtaking prompts over the overtaken one. Beyond it they alternate."""
 
 
@@ -97,7 +97,7 @@ class Prefilling:
         """Return the next of ``candidates``, which are in order: the first one, or a much
         shorter one whose priority is not lower."""
         first = candidates[0]
-        if self._lead_s >= MOST_LEAD_S:
+        if self._lead_s >= MAX_LEAD_S:
             return first
         chosen = first
         for seq in candidates[1:]:

@@ -15,7 +15,7 @@ from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 
-LEAST_COPIED = 4
+MIN_COPIED = 4
 """Fewer positions than this are computed instead of copied."""
 
 
@@ -86,7 +86,7 @@ class PrefixCache:
         if seq.needs_prompt_logprobs or seq.pictures:
             return
         before = slice(number - 1, number)
-        end, best = start + LEAST_COPIED - 1, None
+        end, best = start + MIN_COPIED - 1, None
         for source in self._sequences.ordered(*statuses):
             if source.pictures or source.block_hashes[before] != seq.block_hashes[before]:
                 continue

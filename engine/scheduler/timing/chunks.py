@@ -13,7 +13,7 @@ STREAMING_UNIT_PASSES = 1.0
 EXPERTS_UNIT_S = 0.25
 """The same for models with experts while no stream runs. A chunk reads all experts of a layer,
 so longer chunks read them less often."""
-LEAST_UNIT_S = 0.03
+MIN_UNIT_S = 0.03
 """Min of the same in seconds: nobody notices such a wait."""
 STREAMING_TARGET_S = 0.4
 """Max time of an indivisible chunk while others wait for their next token."""
@@ -63,7 +63,7 @@ class ChunkPolicy:
         self._max_tokens = max_tokens
         self._shared_tokens = shared_tokens
         self.layers = layers
-        self._alone_unit_s = EXPERTS_UNIT_S if has_experts else LEAST_UNIT_S
+        self._alone_unit_s = EXPERTS_UNIT_S if has_experts else MIN_UNIT_S
         self._base_s = 3e-3
         self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
@@ -89,7 +89,7 @@ class ChunkPolicy:
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""
         if streaming:
-            return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), LEAST_UNIT_S)
+            return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), MIN_UNIT_S)
         return max(UNIT_PASSES * self.pass_s, self._alone_unit_s)
 
     def predict_s(self, start: int, tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 DEFAULT_STREAMS_SHARE = 0.5
 BACKGROUND_PART = 0.25
 """Fraction of other prompts' share of the streams' time that background prompts get."""
-MOST_OWED_S = 2.0
+MAX_OWED_S = 2.0
 """Max debt of either side. Anything beyond it is forgotten."""
 
 
@@ -34,12 +34,12 @@ class TimeShare:
         The totals of both sides are never equal. After a decode step, half of the stretch must be
         available, after another stretch all of it, so that two in a row, which streams notice, are
         rare."""
-        return self.owed_s >= min(stretch_s if self._prompts_last else stretch_s / 2, MOST_OWED_S)
+        return self.owed_s >= min(stretch_s if self._prompts_last else stretch_s / 2, MAX_OWED_S)
 
     def decoded(self, seconds: float) -> None:
         """Record a decode step that was computed while prompts waited."""
         ratio = self._ratio * (BACKGROUND_PART if self.of_background else 1)
-        self._balance_s = min(self._balance_s + seconds * ratio, MOST_OWED_S)
+        self._balance_s = min(self._balance_s + seconds * ratio, MAX_OWED_S)
         self._prompts_last = False
 
     def planned(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class TimeShare:
     def computed(self, seconds: float, planned_s: float) -> None:
         """Record the time of a stretch while streams waited. ``planned_s`` was predicted for it."""
         self._planned_s = max(0.0, self._planned_s - planned_s)
-        self._balance_s = max(self._balance_s - seconds, -MOST_OWED_S)
+        self._balance_s = max(self._balance_s - seconds, -MAX_OWED_S)
         self._prompts_last = True
 
     def clear(self) -> None:

@@ -56,7 +56,7 @@ class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
 class SupervisorChannel(Protocol):
     """Receives the messages; for example, `shared.supervisor_link.SupervisorLink`."""
 
-    def tell(self, **message: object) -> bool:
+    def send(self, **message: object) -> bool:
         """Send a message; return whether it was sent."""
 
 
@@ -113,7 +113,7 @@ class Supervised:
     def restart(self, target: str | None = None) -> bool:
         """Restart the engine or the engines of the model ``target``, or all engines, one at a time.
         Return False if there is no supervisor to do it."""
-        return self._channel is not None and self._channel.tell(do="restart", target=target)
+        return self._channel is not None and self._channel.send(do="restart", target=target)
 
     def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
         """Unload ``model`` after ``keep_s`` without a request; infinity: never, None: as
@@ -123,7 +123,7 @@ class Supervised:
         if keep_s != 0:
             self._used_at[name] = time.monotonic()
         if self._channel is not None and (keep_s is not None or model.kept_s is not None):
-            self._channel.tell(do="keep", target=name, keep_s=sent_s)
+            self._channel.send(do="keep", target=name, keep_s=sent_s)
 
     def idle_s(self, model: ConfiguredModel) -> float:
         """Return the seconds since the last request that used ``model``."""
@@ -142,7 +142,7 @@ class Supervised:
         ended = before.number if before is not None and before.has_ended else -1
         if self._channel is None:
             raise EndpointNotSupported("This router cannot manage its models.")
-        if not self._channel.tell(do=kind, target=name):
+        if not self._channel.send(do=kind, target=name):
             raise Unavailable("The supervisor accepts no messages now.", retry_after_s=1)
         deadline = time.monotonic() + _BEGIN_S
         last: RemoteJob | None = None
@@ -172,7 +172,7 @@ class Supervised:
             if not self._followers[name]:
                 del self._followers[name]
                 if kind == "pull" and (last is None or not last.has_ended):
-                    self._channel.tell(do="cancel pull", target=name)
+                    self._channel.send(do="cancel pull", target=name)
 
     # -- demand ----------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import msgspec
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
 
-_MOST = 10**12  # of requests or tokens
+_MAX = 10**12  # of requests or tokens
 _UNNAMED = "key-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TABLES = re.compile(r"^\s*\[\[?\s*\w+", re.MULTILINE)
@@ -97,8 +97,8 @@ def _tenant(entry: _KeyEntry, key: bytes, settings: Settings, origin: str) -> Te
             f"and it must not begin with '{_UNNAMED}'"
         )
     for field in ("rpm", "tpm", "concurrency"):
-        if not 0 <= (getattr(entry, field) or 0) <= _MOST:
-            raise KeyFileError(f"{origin}: {field} must be between 0 and {_MOST}")
+        if not 0 <= (getattr(entry, field) or 0) <= _MAX:
+            raise KeyFileError(f"{origin}: {field} must be between 0 and {_MAX}")
     if entry.models is not None and not all(entry.models):
         raise KeyFileError(f"{origin}: models has an empty name")
     rpm = settings.rate_limit_requests if entry.rpm is None else entry.rpm

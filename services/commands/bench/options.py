@@ -26,7 +26,7 @@ from services.measuring.workloads import (
 
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 CONCURRENCY = (1, 2, 4, 8, 16)
-LEAST_REQUESTS = 8
+MIN_REQUESTS = 8
 PER_CLIENT = 4
 OPEN_S = 30
 """Duration of an open loop without a flag."""
@@ -71,8 +71,8 @@ class ServeOptions:
         if self.duration_s is not None:
             return None
         if self.request_rate is not None:
-            return math.ceil(max(LEAST_REQUESTS, load * OPEN_S))
-        return math.ceil(max(LEAST_REQUESTS, load * PER_CLIENT) / self.shape.turns)
+            return math.ceil(max(MIN_REQUESTS, load * OPEN_S))
+        return math.ceil(max(MIN_REQUESTS, load * PER_CLIENT) / self.shape.turns)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields added to every request."""
@@ -245,7 +245,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=count,
         metavar="N",
-        help=f"requests per level (default: {PER_CLIENT} per client, at least {LEAST_REQUESTS}; "
+        help=f"requests per level (default: {PER_CLIENT} per client, at least {MIN_REQUESTS}; "
         f"{OPEN_S} s of an open loop; {JOINS} joins)",
     )
     group.add_argument(

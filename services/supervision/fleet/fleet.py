@@ -81,7 +81,7 @@ class EngineFleet:
 
     def _tell_of_end(self, child: ManagedChild, *, planned: bool) -> None:
         if self._router is not None:
-            self._router.tell({"ended": child.joins_as, "planned": planned})
+            self._router.send({"ended": child.joins_as, "planned": planned})
 
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
         """From now on serve ``entries`` and the pulled models: load new models, unload removed
@@ -173,7 +173,7 @@ class EngineFleet:
         message = {"models": models, "restarting": not self._restart.is_idle}
         if self._jobs is not None:
             message["jobs"] = self._jobs.describe()
-        if message != self._sent_models and self._router.tell(message):
+        if message != self._sent_models and self._router.send(message):
             self._sent_models = message
 
     def restart(self, target: str | None) -> None:

@@ -20,7 +20,7 @@ DARWIN_SHARE = 0.75
 OVERLAP_SHARE = 0.7
 """While engines are restarted, the weights of all of them may use this fraction of the memory."""
 _WEIGHTS_FACTOR = 1.5
-_LEAST_BESIDE_WEIGHTS = 2 << 30
+_MIN_BESIDE_WEIGHTS = 2 << 30
 
 
 def weights_bytes(model: str) -> int | None:
@@ -97,7 +97,7 @@ def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total:
         elif all_fit:
             found.append(size + (total - needed) // engines)
         else:
-            least = size + _LEAST_BESIDE_WEIGHTS
+            least = size + _MIN_BESIDE_WEIGHTS
             found.append(min(total, max(int(size * _WEIGHTS_FACTOR), least)))
     return found
 
@@ -109,4 +109,4 @@ def placed_bytes(entry: ModelEntry, weights: int | None) -> int:
         return int(entry.settings.memory_gb * 1e9)
     if weights is None:
         return 0
-    return max(int(weights * _WEIGHTS_FACTOR), weights + _LEAST_BESIDE_WEIGHTS)
+    return max(int(weights * _WEIGHTS_FACTOR), weights + _MIN_BESIDE_WEIGHTS)

@@ -18,10 +18,10 @@ Kind = Literal["pull", "delete"]
 StartJob = Callable[[Kind, str], LaunchedProcess]
 """Starts the process of a job for the model with this path or id. Raises: OSError."""
 
-MOST_AT_ONCE = 4
+MAX_AT_ONCE = 4
 KEPT_S = 30.0
 """How long the result of a job is reported."""
-MOST_KEPT = 64
+MAX_KEPT = 64
 _REASON_CHARS = 500
 
 
@@ -61,12 +61,12 @@ class ModelJobs:
             return
         running = [job for job in self._jobs.values() if job.state == "running"]
         ended = [job for job in self._jobs.values() if job.state != "running"]
-        for old in ended[: max(0, len(ended) - MOST_KEPT)]:
+        for old in ended[: max(0, len(ended) - MAX_KEPT)]:
             del self._jobs[old.name]
         self._number += 1
         self._jobs.pop(name, None)  # the newest is last
         job = self._jobs[name] = ModelJob(kind, name, path, self._number)
-        if not refusal and len(running) >= MOST_AT_ONCE:
+        if not refusal and len(running) >= MAX_AT_ONCE:
             refusal = f"{len(running)} models are already being pulled or deleted"
         if refusal:
             self._end(job, refusal)

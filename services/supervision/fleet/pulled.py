@@ -13,7 +13,7 @@ from shared.settings.adapters import AdapterSettings
 from shared.settings.groups import ModelSettings
 from shared.settings.speculation import SpeculationSettings
 
-MOST_PULLED = 64
+MAX_PULLED = 64
 
 
 def pull_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
@@ -26,8 +26,8 @@ def pull_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[Model
     for entry in served:
         if entry.settings.model.casefold() == name.casefold():
             return f"{name} is already served here as {entry.id}"
-    if len(list(pulled)) >= MOST_PULLED:
-        return f"{MOST_PULLED} models have been pulled already; delete one first"
+    if len(list(pulled)) >= MAX_PULLED:
+        return f"{MAX_PULLED} models have been pulled already; delete one first"
     return ""
 
 

@@ -25,7 +25,7 @@ FOR_GOOD = (EXIT_OK, EXIT_CONFIG, EXIT_USAGE)
 """Exit codes after which a restart would not help."""
 Said = list[tuple[Literal["beat", "log", "exit"], Any]]
 _READ_S = 1.0
-_MOST_BYTES = 256 * 1024
+_MAX_BYTES = 256 * 1024
 
 
 class EngineHost:
@@ -74,7 +74,7 @@ class EngineHost:
         """
         said: Said = []
         for key, _ in self._selector.select(_READ_S):
-            data = os.read(key.fd, _MOST_BYTES)
+            data = os.read(key.fd, _MAX_BYTES)
             if data:
                 said.append((key.data, data))
             else:

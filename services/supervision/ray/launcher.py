@@ -98,7 +98,7 @@ class RayProcess:
         taken, self._messages = self._messages, []
         return taken
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         self._actor.write.remote(json.dumps(message).encode() + b"\n")
         return True
 

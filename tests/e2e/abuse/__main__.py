@@ -42,7 +42,7 @@ LAG_S = 0.1
 FIRST_TOKEN_FACTOR = 1.5
 GREEDY_FACTOR = 2
 """The same while another key uses all that it may."""
-LEAST_FIRST_TOKEN_S = 0.02
+MIN_FIRST_TOKEN_S = 0.02
 """A tiny model has its first token before other processes have had their turn."""
 PROBE_EVERY_S = 0.05
 BASELINE_S = 4.0
@@ -219,7 +219,7 @@ def _findings(
 ) -> Iterator[str]:
     if during.usual_livez_s > LIVEZ_S * slack or max(during.livez_s) > LIVEZ_WORST_S * slack:
         yield f"/livez waited: {during.line()}"
-    usual_s = max(before.median_first_token_s, LEAST_FIRST_TOKEN_S)
+    usual_s = max(before.median_first_token_s, MIN_FIRST_TOKEN_S)
     if during.median_first_token_s > factor * usual_s:
         yield f"first tokens waited: {during.line()}, before: {before.line()}"
     if during.stalls > during.machine_stalls:

@@ -67,7 +67,7 @@ class Engine:
             self._socket.close()
             self._socket, self.peer = mine
 
-    def tell(self, command: str) -> str:
+    def command(self, command: str) -> str:
         """Make the main thread run ``command``; return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
@@ -76,8 +76,8 @@ class Engine:
 
     def serve(self) -> None:
         """Tell the engine that its model is loaded."""
-        self.tell("introduce")
-        self.tell("phase ready")
+        self.command("introduce")
+        self.command("phase ready")
 
     def send(self, message: wire.Message) -> None:
         self.send_raw(*wire.encode(message))
@@ -147,7 +147,7 @@ def engine(socket_dir: Path) -> Iterator[Engine]:
 
 def test_an_engine_ends_itself_if_its_main_thread_hangs_with_requests(engine: Engine) -> None:
     engine.serve()
-    engine.tell("live")
+    engine.command("live")
     began = time.monotonic()
     assert engine.ends() == EXIT_STUCK
     assert STALL_S < time.monotonic() - began < STALL_S + 60
@@ -164,8 +164,8 @@ def test_an_engine_ends_itself_if_its_main_thread_takes_no_messages(engine: Engi
 def test_heartbeats_report_the_seconds_without_progress(engine: Engine) -> None:
     engine.serve()
     engine.send(submit())
-    assert engine.tell("take") == "Submit:r"
-    engine.tell("live")
+    assert engine.command("take") == "Submit:r"
+    engine.command("live")
     while (heartbeat := engine.hear(wire.Heartbeat)).stalled_s < STALL_S / 4:
         pass
     assert heartbeat.stalled_s <= STALL_S
@@ -185,8 +185,8 @@ def test_the_time_before_a_request_came_is_no_stall(engine: Engine) -> None:
 
 @pytest.mark.parametrize("phase", ["loading", "warming"])
 def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
-    engine.tell(f"phase {phase}")
-    engine.tell("live")
+    engine.command(f"phase {phase}")
+    engine.command("live")
     assert engine.lives_for(2 * STALL_S)
     assert engine.hear(wire.Heartbeat).phase == phase
 
@@ -195,12 +195,12 @@ def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> Non
     engine.serve()
     assert engine.lives_for(1.5 * STALL_S)
     engine.send(submit())
-    assert engine.tell("take") == "Submit:r"
-    engine.tell("live")
+    assert engine.command("take") == "Submit:r"
+    engine.command("live")
     for _ in range(10):
-        engine.tell("progress")
+        engine.command("progress")
         assert engine.lives_for(STALL_S / 4)
-    engine.tell("idle")
+    engine.command("idle")
     assert engine.lives_for(1.5 * STALL_S)
 
 
@@ -210,14 +210,14 @@ def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> Non
 def test_a_signal_drains_an_engine_whose_main_thread_is_busy(engine: Engine) -> None:
     engine.serve()
     engine.signal()
-    assert engine.tell("take") == "Drain"
+    assert engine.command("take") == "Drain"
     assert engine.process.poll() is None
 
 
 def test_a_second_signal_ends_at_once(engine: Engine) -> None:
     engine.serve()
     engine.signal()
-    assert engine.tell("take") == "Drain"
+    assert engine.command("take") == "Drain"
     engine.signal()
     assert engine.ends() == EXIT_OK
     assert "draining took" not in engine.log
@@ -226,7 +226,7 @@ def test_a_second_signal_ends_at_once(engine: Engine) -> None:
 def test_an_engine_ends_if_draining_takes_too_long(engine: Engine) -> None:
     engine.serve()
     engine.signal()
-    assert engine.tell("take") == "Drain"
+    assert engine.command("take") == "Drain"
     assert engine.ends() == EXIT_OK
     assert "draining took longer than 1 s" in engine.log
 
@@ -251,22 +251,22 @@ def test_two_routers_have_their_own_requests_and_one_that_restarts_loses_only_it
         engine.hear(wire.Hello)
         engine.send(submit("b"))
         engine.send(wire.Abort(request_id="a", attempt=3))  # of the first router
-        told = ""
-        while "Submit:b" not in told:
-            told += engine.tell("take") + " "
-        assert "Abort" not in told
-        engine.tell("live a b")
+        taken = ""
+        while "Submit:b" not in taken:
+            taken += engine.command("take") + " "
+        assert "Abort" not in taken
+        engine.command("live a b")
         while not (heartbeat := engine.hear(wire.Heartbeat)).live:
             pass
         assert [one.request_id for one in heartbeat.live] == ["b"]
-        engine.tell("tokens a b")
+        engine.command("tokens a b")
         assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["b"]
-        engine.tell("progress")
+        engine.command("progress")
         engine.send(wire.Ping(router_id="other, again"))
         engine.hear(wire.Hello)
-        assert engine.tell("take") == "NewRouter:b"
-        engine.tell("progress")
-        engine.tell("tokens a b")
+        assert engine.command("take") == "NewRouter:b"
+        engine.command("progress")
+        engine.command("tokens a b")
         engine.send(wire.Ping(router_id="other, again"))
         while not isinstance(heard := engine.hear(wire.Message), wire.Hello):
             assert not isinstance(heard, wire.Tokens)
@@ -280,17 +280,17 @@ def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engin
         engine.send(wire.Ping(router_id=router_id))
         assert engine.hear(wire.Hello) == HELLO
     engine.send(wire.Abort(request_id="last", attempt=0))
-    told = ""
-    while "Abort" not in told:
-        told += engine.tell("take") + " "
-    assert told.split() == ["NewRouter:", "NewRouter:", "Abort"]
+    taken = ""
+    while "Abort" not in taken:
+        taken += engine.command("take") + " "
+    assert taken.split() == ["NewRouter:", "NewRouter:", "Abort"]
     assert "new router" in engine.log
 
 
 def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engine: Engine) -> None:
     engine.send(wire.Ping(router_id="one"))
     assert engine.hears_no(wire.Hello)
-    engine.tell("introduce")
+    engine.command("introduce")
     assert engine.hear(wire.Hello) == HELLO
 
 

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from engine.model import load
 from engine.model.errors import ModelUnavailable
-from engine.model.sharding import indivisible, most_ranks
+from engine.model.sharding import indivisible, max_ranks
 from services.ranks.group import divided
 from shared.settings import Settings
 from tests.tiny_models import make_tiny
@@ -77,7 +77,7 @@ def test_heads_of_the_text_part_count(tmp_path: Path) -> None:
 
 def test_the_most_ranks_that_divide_are_found(tmp_path: Path) -> None:
     path = model(tmp_path, **DEMO)
-    assert [most_ranks(path, ranks) for ranks in (1, 2, 3, 4, 8)] == [1, 1, 3, 3, 3]
+    assert [max_ranks(path, ranks) for ranks in (1, 2, 3, 4, 8)] == [1, 1, 3, 3, 3]
 
 
 def test_strict_ranks_refuse_and_others_start_fewer(tmp_path: Path) -> None:

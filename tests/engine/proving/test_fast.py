@@ -75,6 +75,6 @@ def test_fast_batches_differ_by_no_more_than_two_roundings(
     monkeypatch.setattr("engine.proving.choose.rounding_of_activations", noted)
     monkeypatch.setattr(Trial, "run_short", run_short)
     found = choose_executor(model, VOCAB_SIZE, 16)
-    assert 1e-3 < bounds[0] < proof.MOST_ROUNDING
+    assert 1e-3 < bounds[0] < proof.MAX_ROUNDING
     assert isinstance(found.executor, BatchedExecutor if batched else SerialExecutor)
     assert ("logits differ" in found.reason) != batched

@@ -136,7 +136,7 @@ def test_damaged_records_are_ignored_and_replaced(damage: bytes, tmp_path: Path)
 
 
 def test_the_oldest_records_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST_RECORDS", 3)
+    monkeypatch.setattr(remembered, "MAX_RECORDS", 3)
     proven = ProvenBatches.of(Layout, probe_layout(build("llama")), "", "")
     for number in range(5):
         for path in tmp_path.iterdir():  # each is older than the next

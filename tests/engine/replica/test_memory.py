@@ -77,8 +77,8 @@ class Watch:
 
     def __init__(self, whole: Whole, allowed_bytes: int = 0) -> None:
         self.worst = 0.0
-        self.most_bytes = 0
-        self.most_numpy_bytes = 0
+        self.peak_bytes = 0
+        self.peak_numpy_bytes = 0
         self._steps = 0
         self._whole, self._allowed_bytes = whole, allowed_bytes
         whole.after_step = self
@@ -91,10 +91,10 @@ class Watch:
         known = scheduler.memory.ledger.used_bytes - scheduler.memory.pass_bytes
         open_tokens = sum(one.tokens for one in scheduler.planner.prefilling.passes)
         open_bytes = open_tokens * scheduler.config.pass_token_bytes
-        self.most_bytes = max(self.most_bytes, known)
+        self.peak_bytes = max(self.peak_bytes, known)
         self._steps += 1
         if tracemalloc.is_tracing() and self._steps % self.numpy_every_steps == 0:
-            self.most_numpy_bytes = max(self.most_numpy_bytes, numpy_bytes() - open_bytes)
+            self.peak_numpy_bytes = max(self.peak_numpy_bytes, numpy_bytes() - open_bytes)
         unknown = whole.kept_bytes - known
         if not whole.executor.spec.look_ahead:
             # Otherwise what is reserved for a slab is taken by its first write, a step later.
@@ -114,7 +114,7 @@ def test_the_ledger_accounts_for_all_memory(
     watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
     load_with(whole, 24, seed=0)
     whole.run()
-    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
     assert watch.worst < 0.02
 
 
@@ -135,8 +135,8 @@ def test_the_ledger_accounts_for_the_memory_of_numpy(
     load_with(whole, 9, seed=5, longest=500, outputs=20)
     before_bytes = numpy_bytes()
     whole.run()
-    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
-    assert watch.most_numpy_bytes - before_bytes < 0.02 * (watch.most_bytes + whole.weight_bytes)
+    assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.peak_numpy_bytes - before_bytes < 0.02 * (watch.peak_bytes + whole.weight_bytes)
 
 
 def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]) -> None:
@@ -166,7 +166,7 @@ def test_the_ledger_accounts_for_the_memory_of_a_real_model(
     watch = Watch(whole)
     load_with(whole, 6, seed=1, longest=90, outputs=12)
     whole.run()
-    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
     assert watch.worst < 0.005
 
 

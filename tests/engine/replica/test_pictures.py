@@ -437,12 +437,12 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
     assert one.whole.replica.vision is not None
     sizes = {name: sum(map(len, r.frames)) for name, r in one.requests.items()}
     most = max(sizes["one"], sizes["two"])
-    monkeypatch.setattr(one.whole.replica.vision.pixels, "_most_bytes", most)
+    monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", most)
     one.start("one", "two")
     one.whole.run()
     assert one.whole.refused["two"].reason == "full"
     one.assert_same("one")
-    monkeypatch.setattr(one.whole.replica.vision.pixels, "_most_bytes", sizes["two"] - 1)
+    monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", sizes["two"] - 1)
     one.submit("more", one.requests["two"])
     one.whole.run()
     assert one.whole.refused["more"].reason == "too_large"

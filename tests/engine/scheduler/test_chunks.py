@@ -6,9 +6,9 @@ import pytest
 
 from engine.scheduler.timing.chunks import (
     ALONE_TARGET_S,
-    LEAST_UNIT_S,
     MAX_TOKENS,
     MIN_TOKENS,
+    MIN_UNIT_S,
     STREAMING_TARGET_S,
     UNIT_PASSES,
     ChunkPolicy,
@@ -84,7 +84,7 @@ def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) 
     policy.observe_decodes(pass_s)
     for _ in range(20):
         policy.observe_chunks([(0, 500)], pass_s + 1)
-    wanted_s = max(UNIT_PASSES * pass_s, LEAST_UNIT_S)
+    wanted_s = max(UNIT_PASSES * pass_s, MIN_UNIT_S)
     assert policy.unit_s(streaming=False) == wanted_s
     tokens = policy.budget(streaming=False).take(0, 50_000)
     assert 0.4 * wanted_s <= policy.predict_layer_s([(0, tokens)]) <= wanted_s

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.timing.chunks import LEAST_UNIT_S
-from engine.scheduler.timing.time_share import MOST_OWED_S, TimeShare
+from engine.scheduler.timing.chunks import MIN_UNIT_S
+from engine.scheduler.timing.time_share import MAX_OWED_S, TimeShare
 from tests.engine.scheduler.harness import Client, Engine, config, request
 
 LAYERS = 30
@@ -45,7 +45,7 @@ def test_a_long_prompt_is_computed_a_few_layers_at_a_time(look_ahead: bool) -> N
     ends = ends_of(made, begun.step)
     assert ends == sorted(set(ends)) and ends[-1] == LAYERS
     # 0.4 s of this executor, in pieces that nobody notices.
-    assert 0.4 / LEAST_UNIT_S / 2 <= len(ends) <= LAYERS
+    assert 0.4 / MIN_UNIT_S / 2 <= len(ends) <= LAYERS
     made.assert_right(client)
     made.assert_nothing_left()
 
@@ -71,7 +71,7 @@ def test_streams_get_their_share_of_the_time(look_ahead: bool, share: float) -> 
     taken_s = made.now_s - began_s
     decodes = sum(len(plan.decodes) for plan in made.plans[first:])
     # A decode takes 1 ms here. What is owed at the end is a stretch, or what one took too much.
-    assert decodes * 0.001 == pytest.approx(share * taken_s, rel=0.1, abs=2 * LEAST_UNIT_S)
+    assert decodes * 0.001 == pytest.approx(share * taken_s, rel=0.1, abs=2 * MIN_UNIT_S)
     assert taken_s == pytest.approx(1.2 / (1 - share), rel=0.15)
     made.run()
     for client in (*streams, long):
@@ -102,7 +102,7 @@ def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: 
     assert 0 < ends_of(made, begun)[-1] < LAYERS, "the pass of the long one is open"
     own_s = 0.033
     # A stretch of the long one, and with look-ahead another one that is planned already.
-    assert made.now_s - arrived_s <= own_s + (2 + 2 * look_ahead) * LEAST_UNIT_S
+    assert made.now_s - arrived_s <= own_s + (2 + 2 * look_ahead) * MIN_UNIT_S
     made.run()
     made.assert_right(long)
     made.assert_nothing_left()
@@ -244,7 +244,7 @@ def test_prompts_have_a_turn_although_a_layer_takes_longer_than_what_they_may_be
     share = TimeShare(0.5)
     for _ in range(100):
         share.decoded(0.1)
-    assert share.is_turn_of_prompts(3 * MOST_OWED_S)
+    assert share.is_turn_of_prompts(3 * MAX_OWED_S)
 
 
 def test_with_look_ahead_time_that_is_owed_is_spent_once() -> None:
@@ -270,6 +270,6 @@ def test_a_stretch_that_nobody_waited_for_is_no_debt() -> None:
     while not any(plan.chunks or plan.stretches for plan in made.plans[number:]):
         made.turn()
     # One stretch of the first prompt took some tens of decode steps of 1 ms.
-    assert sum(len(plan.decodes) for plan in made.plans[number:]) < 0.6 * LEAST_UNIT_S / 0.001 + 2
+    assert sum(len(plan.decodes) for plan in made.plans[number:]) < 0.6 * MIN_UNIT_S / 0.001 + 2
     made.run()
     made.assert_right(second)

@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
-from engine.scheduler.planning.prefilling import MOST_LEAD_S
+from engine.scheduler.planning.prefilling import MAX_LEAD_S
 from shared import wire
 from tests.engine.scheduler.fake_executor import expected, sample
 from tests.engine.scheduler.harness import Engine, config, request
@@ -282,7 +282,7 @@ def test_short_prompts_wait_for_one_chunk_of_a_long_one_which_goes_on(look_ahead
     # A chunk of the long one, its own, its decode. At the end the long one is not much longer.
     assert statistics.median(waits) <= 3 + look_ahead and max(waits) <= 12
     # Its own time is 0.19 s. Those that overtake get as much, and what they may be ahead.
-    assert engine.now_s <= 2 * 0.19 + 2 * MOST_LEAD_S
+    assert engine.now_s <= 2 * 0.19 + 2 * MAX_LEAD_S
     engine.run()
     engine.assert_right(long)
 

@@ -8,7 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.ngram import MOST_AT_ONCE, ONCE, OTHER, SAME, NgramIndex, NgramSource
+from engine.speculation.ngram import MAX_AT_ONCE, ONCE, OTHER, SAME, NgramIndex, NgramSource
 from engine.speculation.source import MAX_SOURCE_BYTES
 
 
@@ -55,7 +55,7 @@ def test_what_follows_repeats_itself_beyond_the_end() -> None:
 
 
 def test_a_long_prompt_is_entered_in_several_calls_before_anything_is_proposed() -> None:
-    tokens = [*range(2 * MOST_AT_ONCE), 5, 6]
+    tokens = [*range(2 * MAX_AT_ONCE), 5, 6]
     source = NgramSource(1, 4, first=0, expected_tokens=10_000)
     assert source.propose(tokens, 2) is None
     assert source.propose(tokens, 2) is None

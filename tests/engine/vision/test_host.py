@@ -106,7 +106,7 @@ def test_the_sizes_that_were_used_last_keep_their_graphs(monkeypatch: pytest.Mon
         made.append("a graph")
         return build(trace)
 
-    monkeypatch.setattr("engine.vision.host.MOST_SESSIONS", 2)
+    monkeypatch.setattr("engine.vision.host.MAX_SESSIONS", 2)
     monkeypatch.setattr(_Trace, "session", noted)
     host, layers = HostLayers(), [Layer(), Layer()]
     for count, graphs_made in ((5, 1), (6, 2), (5, 2), (7, 3), (5, 3), (6, 4)):

@@ -252,7 +252,7 @@ def test_an_upload_that_only_trickles_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.files._SILENCE_S", 0.2)
-    monkeypatch.setattr("router.batches.files._LEAST_BYTES_S", 10_000)
+    monkeypatch.setattr("router.batches.files._MIN_BYTES_S", 10_000)
 
     async def pieces(size: int, wait_s: float, count: int) -> AsyncIterator[bytes]:
         for _ in range(count):

@@ -14,7 +14,7 @@ class Channel:
     def __init__(self) -> None:
         self.told: list[dict[str, object]] = []
 
-    def tell(self, **message: object) -> bool:
+    def send(self, **message: object) -> bool:
         self.told.append(message)
         return True
 

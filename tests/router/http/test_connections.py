@@ -107,7 +107,8 @@ def read_to_end(client: socket.socket) -> bytes:
 def read_answer(client: socket.socket) -> bytes:
     found = b""
     while not found.endswith(b"0\r\n\r\n"):
-        assert (received := client.recv(65536)), found
+        received = client.recv(65536)
+        assert received, found
         found += received
     return found
 

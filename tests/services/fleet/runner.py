@@ -31,7 +31,7 @@ class PretendedProcess:
         taken, self.messages = self.messages, []
         return taken
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         self.told.append(message)
         return True
 

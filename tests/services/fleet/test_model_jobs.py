@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.supervision.fleet import model_jobs
-from services.supervision.fleet.model_jobs import MOST_AT_ONCE
+from services.supervision.fleet.model_jobs import MAX_AT_ONCE
 from services.supervision.fleet.pulled import pulled_entry
 from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
@@ -73,10 +73,10 @@ def test_a_failed_download_serves_nothing_and_says_why() -> None:
 def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
     run = FleetRun(3 * GB, [entry("a")])
     run.settle()
-    for number in range(MOST_AT_ONCE):
+    for number in range(MAX_AT_ONCE):
         for _ in range(2):
             ask(run, "pull", f"me/{number}")
-    assert len(run.job_processes) == MOST_AT_ONCE
+    assert len(run.job_processes) == MAX_AT_ONCE
     ask(run, "pull", "me/more")
     assert "already" in run.jobs["me/more"]["reason"]
     ask(run, "cancel pull", "me/0")
@@ -148,7 +148,7 @@ def test_a_model_whose_files_another_is_served_from_by_path_is_not_deleted(
 def test_a_model_that_is_not_deleted_after_all_is_served_as_before() -> None:
     run = FleetRun(4 * GB, [entry("a")])
     pulled(run, "me/b")
-    for number in range(MOST_AT_ONCE):
+    for number in range(MAX_AT_ONCE):
         ask(run, "pull", f"me/more{number}")
     ask(run, "delete", "me/b")
     run.settle()
@@ -273,9 +273,9 @@ def test_a_model_is_not_deleted_while_it_is_pulled_again() -> None:
 def test_no_more_results_are_kept_than_a_message_holds() -> None:
     run = FleetRun(3 * GB, [entry("a")])
     run.settle()
-    for number in range(3 * model_jobs.MOST_KEPT):
+    for number in range(3 * model_jobs.MAX_KEPT):
         ask(run, "pull", f"{number}" + "x" * 500)
-    assert len(run.jobs) <= model_jobs.MOST_KEPT + 1
+    assert len(run.jobs) <= model_jobs.MAX_KEPT + 1
     assert len(json.dumps(run.router.told[-1])) < 256 * 1024
 
 

@@ -171,7 +171,7 @@ def test_long_rows_are_copied_head_by_head_and_have_the_same_bits(
 ) -> None:
     text = Text(CASES[what])
     whole = text.whole(Exact)
-    monkeypatch.setattr(few_tokens, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(few_tokens, "MAX_COPIED_BYTES", 0)
     found = text.computed(Exact, {0: (200, 201), 1: (LENGTH - 3, LENGTH), 3: (90, 92)})
     assert np.array_equal(found[0], _cut(whole[0], 200, 201))
     assert np.array_equal(found[1], _cut(whole[1], LENGTH - 3, LENGTH))
@@ -214,7 +214,7 @@ def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_slab(
     text = Text(CASES["three"])
     text.whole(Exact)
     slab, kept = text.slabs[0], single_tokens._kept
-    monkeypatch.setattr(single_tokens, "MOST_KEPT", 5)
+    monkeypatch.setattr(single_tokens, "MAX_KEPT", 5)
     for count in range(1, ROWS + 1):
         for numbers in combinations(range(ROWS), count):
             text.computed(Exact, dict.fromkeys(numbers, (200, 201)))

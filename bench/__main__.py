@@ -16,7 +16,6 @@ COMPARISONS = {
     "cpu": "engine.cpu",
     "ragged": "engine.cpu",
     "decode": "engine.decode",
-    "large": "engine.large",
     "precision": "engine.precision",
     "same-bits": "engine.same_bits",
     "parted-texts": "engine.parted_texts",
@@ -27,7 +26,6 @@ COMPARISONS = {
     "kv-bits": "engine.kv_bits",
     "embeddings": "engine.embeddings",
     "router": "router.alone",
-    "fleet": "router.fleet",
     "agents": "serving.agents",
     "batches": "serving.batches",
     "growth": "serving.growth",
@@ -49,12 +47,10 @@ WITH_FLAGS = {
     "speculation": "speculation.drafts",
     "every-kind": "speculation.every_kind",
     "lossless": "speculation.lossless",
-    "distill": "speculation.distill",
-    "store-index": "stores",
 }
 """Name -> module of `bench`, a program with its own flags (``NAME --help``)."""
 DEFAULT = ("cpu", "ragged", "scheduling", "kv-bits", "kernels", "precision", "router", *WITH_MLX_LM)
-"""The others need a Mac, another program, an hour, Linux, 8 GB, an extra, or py-spy, or have no
+"""The others need a Mac, another program, an hour, Linux, an extra, or py-spy, or have no
 baseline."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -33,3 +35,17 @@ async def complete_all(
 ) -> list[StreamedAnswer]:
     """Stream completions of all ``prompts`` at once."""
     return await asyncio.gather(*(complete(port, p, max_tokens, **fields) for p in prompts))
+
+
+def checked(answers: Sequence[StreamedAnswer]) -> Sequence[StreamedAnswer]:
+    """Return ``answers``. Exits if one of them failed."""
+    for answer in answers:
+        if answer.error:
+            sys.exit(f"a request failed: {answer.error} {answer.detail}")
+    return answers
+
+
+def token_rate(answers: Sequence[StreamedAnswer]) -> float:
+    """Return the tokens per second of ``answers`` that began at the same time."""
+    tokens = sum(answer.completion_tokens for answer in checked(answers))
+    return tokens / max(answer.total_s for answer in answers)

@@ -6,12 +6,13 @@ import random
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from bench.side import SIDES, RemoteSide, side
+from bench.turns import in_turn, median_ratio
 
 CHUNK_TOKENS = 256
 STEPS = 8
-CONTEXT_TOKENS = 200
 RAGGED_ROWS = 16
 RAGGED_TOKENS = (50, 2000)
 
@@ -27,25 +28,6 @@ def cpu(model: str, runs: int) -> None:
             for length in (50, 1000):
                 what = f"decode, {rows} x {length} tokens"
                 _compare(what, sides, runs, "decode", [length] * rows, STEPS)
-        for rows in (1, 8, 16):
-            _beside_reading(sides[SIDES.index("ours")], rows, runs)
-
-
-def _beside_reading(ours: RemoteSide, rows: int, runs: int) -> None:
-    """Print the shortest decode step, and how often the weights could have been read in that
-    time.
-
-    Both are the shortest of several, measured in turn: other programs only add time."""
-    steps, readings = [], []
-    for _ in range(4 * runs):
-        steps.append(ours.call("decode", [CONTEXT_TOKENS] * rows, STEPS))
-        readings.append(ours.call("read"))
-    what = f"decode, {rows} x {CONTEXT_TOKENS} tokens"
-    step, reading = 1e3 * min(steps), 1e3 * min(readings)
-    print(
-        f"{what:34} {step:7.1f} ms, reading {reading:6.1f} ms: {step / reading:.2f} times reading",
-        flush=True,
-    )
 
 
 def ragged(model: str, runs: int) -> None:
@@ -65,10 +47,11 @@ def ragged(model: str, runs: int) -> None:
 def _compare(what: str, sides: Sequence[RemoteSide], runs: int, call: str, *given: object) -> None:
     """Print medians, and the median of the pairs' ratios; a ratio over 1 means that this server
     is faster."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for run in range(runs):
-        for which in (0, 1) if run % 2 == 0 else (1, 0):
-            times[which].append(sides[which].call(call, *given))
+
+    def measure(one: RemoteSide, run: int) -> float:
+        return one.call(call, *given)
+
+    times = in_turn([partial(measure, one) for one in sides], runs)
     ours, theirs = (1e3 * statistics.median(each) for each in times)
-    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+    ratio = median_ratio(times[1], times[0])
     print(f"{what:34} {ours:7.1f} ms, mlx-lm {theirs:7.1f} ms: {ratio:.2f} x as fast", flush=True)

@@ -1,19 +1,11 @@
-"""Decode steps on a CPU in every precision, beside reading the weights, and beside llama.cpp."""
+"""Decode steps on a CPU in every precision, beside reading the weights."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 
-from bench.peers.llama_cpp import VARIABLE
 from bench.side import side
-from engine.backend.threads import num_threads
-from engine.model.demo import demo_gguf
 
 SIDES = (
     ("demo-fp32", "exact"),
@@ -23,7 +15,6 @@ PAIR = 2
 """Rows computed for a single row of codes, so that it has the same bits as among others."""
 ROWS = (1, 4, 8, 16)
 CONTEXT_TOKENS, STEPS, CHUNK_TOKENS = 200, 8, 256
-PROGRAM = "llama-batched-bench"
 
 
 def decode(model: str, runs: int) -> None:
@@ -66,26 +57,6 @@ def decode(model: str, runs: int) -> None:
             [one.call("prefill", 0, CHUNK_TOKENS) for _ in range(max(2, runs))] for one in sides
         ]
         _print("prompt", chunks)
-    server = os.environ.get(VARIABLE)
-    if server and (program := Path(server).with_name(PROGRAM)).exists():
-        _llama(program, runs)
-
-
-def _llama(program: Path, runs: int) -> None:
-    """Print the steps of llama.cpp's own benchmark (means), with the demo's own codes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [str(program), "-m", str(demo_gguf(Path(scratch))), "-c", "8192"]
-        command += ["-npp", str(CONTEXT_TOKENS), "-ntg", str(3 * STEPS)]
-        command += ["-npl", ",".join(map(str, ROWS)), "--output-format", "jsonl"]
-        command += [part for flag in ("-t", "-tb") for part in (flag, str(num_threads()))]
-        times: dict[int, list[float]] = {rows: [] for rows in ROWS}
-        for _ in range(max(1, runs // 2)):
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
-                found = json.loads(line)
-                times[found["pl"]].append(found["t_tg"] / found["tg"])
-    for rows, each in times.items():
-        _print(f"llama {rows}", [each])
 
 
 def _print(what: str, times: list[list[float]]) -> None:

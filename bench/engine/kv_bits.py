@@ -5,35 +5,19 @@ The baseline is the same engine with ``--kv-bits 16``."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Literal
 
 from bench import prompts
 from bench.in_process import InProcessEngine
+from bench.speculation.repetitive import QUESTIONS
+from bench.turns import in_turn, median_ratio
 from shared import blockfile
 
 BITS: tuple[Literal[16, 8, 4], ...] = (16, 8, 4)
 STEPS = 2_000
 ANSWER_TOKENS = 220
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write a short story about a fox and a river.",
-    "Explain how a bicycle works.",
-    "Give me a recipe for pancakes.",
-    "Why is the sky blue?",
-    "Write a Python function that sorts a list.",
-    "Describe the city of Rome to a child.",
-    "What should I pack for a week in the mountains?",
-    "Summarize the history of the printing press.",
-    "How do I learn to play the guitar?",
-    "Write a letter to a friend about your holidays.",
-    "What are the planets of the solar system?",
-    "What is the difference between weather and climate?",
-    "Tell me about a day in the life of a baker.",
-    "How does a refrigerator stay cold?",
-    "Give three tips for a job interview.",
-)
 
 
 def kv_bits(model: str, runs: int) -> None:
@@ -80,14 +64,14 @@ def _agreement(drivers: dict[int, InProcessEngine]) -> None:
 def _speed(drivers: dict[int, InProcessEngine], runs: int) -> None:
     for rows in (1, 8, 16):
         texts = [prompts.ids(500 + i, 200) for i in range(rows)]
-        times: dict[int, list[float]] = {16: [], 8: []}
-        for run in range(runs):
-            for bits in (16, 8) if run % 2 else (8, 16):
-                times[bits].append(drivers[bits].step_s(texts, 20, 2))
-        _compare(f"decode step of {rows} rows", times)
+        measures = [partial(_step_s, drivers[bits], texts) for bits in (8, 16)]
+        times = in_turn(measures, runs)
+        half, full = (1e3 * statistics.median(each) for each in times)
+        print(
+            f"decode step of {rows} rows: 16 bits {full:.1f} ms, 8 bits {half:.1f} ms, "
+            f"ratio {median_ratio(*times):.3f}"
+        )
 
 
-def _compare(what: str, times: Mapping[int, Sequence[float]]) -> None:
-    ratio = statistics.median(a / b for a, b in zip(times[8], times[16], strict=True))
-    medians = {bits: statistics.median(each) * 1000 for bits, each in times.items()}
-    print(f"{what}: 16 bits {medians[16]:.1f} ms, 8 bits {medians[8]:.1f} ms, ratio {ratio:.3f}")
+def _step_s(driver: InProcessEngine, texts: list[list[int]], run: int) -> float:
+    return driver.step_s(texts, 20, 2)

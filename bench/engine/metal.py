@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bench.engine import kernels
 from bench.in_process import InProcessEngine
+from bench.turns import in_turn, median_ratio
 from engine.backend.gpu_path import forced_gpu_path
 from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
@@ -219,16 +220,14 @@ class _Page:
     ) -> None:
         """Print the median rates, and the median of the pairs' ratios. The first pair is a warm-up:
         a GPU compiles its kernels."""
-        rates: tuple[list[float], list[float]] = ([], [])
-        for run in range(self._runs + 1):
-            for which in (0, 1) if run % 2 else (1, 0):
-                prompts = [self._prompt(length) for _ in range(rows)]
-                rate = theirs(self._model, prompts) if which else ours(prompts)
-                if run:
-                    rates[which].append(rate)
-        ratio = statistics.median(a / b for a, b in zip(*rates, strict=True))
+
+        def prompts() -> list[list[int]]:
+            return [self._prompt(length) for _ in range(rows)]
+
+        measures = (lambda _: ours(prompts()), lambda _: theirs(self._model, prompts()))
+        rates = in_turn(measures, self._runs, warm_up=1)
         mine, others = map(statistics.median, rates)
-        print(f"| {what} | {mine:,.1f} | {others:,.1f} | {ratio:.2f} |", flush=True)
+        print(f"| {what} | {mine:,.1f} | {others:,.1f} | {median_ratio(*rates):.2f} |", flush=True)
 
     def _our_decode(self, prompts: list[list[int]]) -> float:
         return len(prompts) / self._engine.step_s(prompts, DECODE_STEPS, WARM_UP_STEPS)

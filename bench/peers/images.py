@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from bench.client import checked, token_rate
 from bench.servers import ours, running
 from engine.backend.blas import load_fast_blas
 from services.measuring.answers import StreamedAnswer
@@ -86,11 +87,10 @@ def _compare(ports: dict[str, int], folder: Path, clients: int, runs: int) -> No
         texts = []
         for name in [*ports][:: 1 if run % 2 else -1]:
             streams, again = _ask_all(ports[name], folder, clients, number)
-            rate = sum(s.completion_tokens for s in streams) / max(s.total_s for s in streams)
             first_s, again_s = (
                 statistics.median(s.first_s for s in each) for each in (streams, again)
             )
-            found[name].append((first_s, again_s, rate))
+            found[name].append((first_s, again_s, token_rate(streams)))
             texts.append([stream.text for stream in streams])
         same += sum(a == b for a, b in zip(*texts, strict=True))
         asked += clients
@@ -107,17 +107,11 @@ def _compare(ports: dict[str, int], folder: Path, clients: int, runs: int) -> No
 
 def _ask_all(
     port: int, folder: Path, clients: int, number: int = 0
-) -> tuple[list[StreamedAnswer], list[StreamedAnswer]]:
+) -> tuple[Sequence[StreamedAnswer], Sequence[StreamedAnswer]]:
     """Let ``clients`` clients each ask about an image at the same time, and then again."""
     asks = [_messages(1000 * number + 100 * clients + each) for each in range(clients)]
-    both = []
-    for _ in range(2):
-        streams = asyncio.run(_streams(port, folder, asks))
-        for stream in streams:
-            if stream.error:
-                sys.exit(f"a request failed: {stream.error} {stream.detail}")
-        both.append(streams)
-    return both[0], both[1]
+    first, again = (checked(asyncio.run(_streams(port, folder, asks))) for _ in range(2))
+    return first, again
 
 
 async def _streams(

@@ -15,14 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from bench import prompts
-from bench.client import complete_all
+from bench.client import checked, complete_all, token_rate
 from bench.servers import llama_server, ours
+from bench.turns import in_turn, median_ratio
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf
-from services.measuring.answers import StreamedAnswer
 
 VARIABLE = "LLAMA_SERVER"
 STREAMS = (1, 4, 8, 16)
@@ -31,7 +32,7 @@ FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32", "--cpu-preci
 NAMES = ("fast", "exact", "llama.cpp")
 
 Measure = Callable[[int, int], float]
-"""Tokens per second of the server at a port, with prompts of a seed."""
+"""Tokens per second of the server at a port, with the prompts of a run."""
 
 
 def llama_cpp(model: str, runs: int) -> None:
@@ -56,35 +57,23 @@ def llama_cpp(model: str, runs: int) -> None:
 def _compare(what: str, ports: list[int], runs: int, measure: Measure) -> None:
     """Print medians, and medians of ratios to llama.cpp; over 1 means that this server is
     faster."""
-    rates: list[list[float]] = []
-    for run in range(runs):
-        order = range(len(ports)) if run % 2 == 0 else reversed(range(len(ports)))
-        found = {which: measure(ports[which], 1000 * (run + 1)) for which in order}
-        rates.append([found[which] for which in range(len(ports))])
-    medians = [statistics.median(each) for each in zip(*rates, strict=True)]
-    ratios = [statistics.median(rate[which] / rate[-1] for rate in rates) for which in (0, 1)]
-    shown = "  ".join(f"{rate:9.1f}" for rate in medians)
+    rates = in_turn([partial(measure, port) for port in ports], runs)
+    ratios = [median_ratio(each, rates[-1]) for each in rates[:2]]
+    shown = "  ".join(f"{statistics.median(each):9.1f}" for each in rates)
     print(f"{what:19}  {shown}   {ratios[0]:.2f}  {ratios[1]:.2f}", flush=True)
 
 
-def _prefill(port: int, seed: int) -> float:
-    text = prompts.text(seed, PREFILL_TOKENS)
-    (answer,) = asyncio.run(complete_all(port, [text], 1))
-    return PREFILL_TOKENS / _checked(answer).first_s
+def _prefill(port: int, run: int) -> float:
+    text = prompts.text(1000 * (run + 1), PREFILL_TOKENS)
+    (answer,) = checked(asyncio.run(complete_all(port, [text], 1)))
+    return PREFILL_TOKENS / answer.first_s
 
 
 def _decode(streams: int) -> Measure:
-    return lambda port, seed: _answers(port, seed + streams, streams)
+    return lambda port, run: _answers(port, 1000 * (run + 1) + streams, streams)
 
 
 def _answers(port: int, seed: int, streams: int) -> float:
     """Return the tokens per second of answers to ``streams`` new prompts at once."""
     texts = [prompts.text(100 * seed + i, PROMPT_TOKENS) for i in range(streams)]
-    answers = [_checked(each) for each in asyncio.run(complete_all(port, texts, TOKENS))]
-    return sum(each.completion_tokens for each in answers) / max(each.total_s for each in answers)
-
-
-def _checked(answer: StreamedAnswer) -> StreamedAnswer:
-    if answer.error:
-        sys.exit(f"a request failed: {answer.error}")
-    return answer
+    return token_rate(asyncio.run(complete_all(port, texts, TOKENS)))

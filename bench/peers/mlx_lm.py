@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from bench import prompts
-from bench.client import complete, complete_all
+from bench.client import checked, complete, complete_all, token_rate
 from bench.servers import mlx_lm_server, ours
 from bench.side import side
+from bench.turns import in_turn, median_ratio
 from engine.model.load import resolve
 from services.measuring.answers import StreamedAnswer
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
+TOKENS = 64
+"""Length of answers whose rate is measured."""
 STACK_PAIRS = 3
 """Pairs per run of `stack`. Its difference is small compared with the machine's own noise."""
 
@@ -42,16 +45,12 @@ def throughput(ports: Ports, runs: int) -> None:
     ratios = []
     print("streams  " + "  ".join(f"{name:>14}" for name in NAMES) + "   ratio")
     for streams in (1, 4, 8, 16):
-        rates: tuple[list[float], list[float]] = ([], [])
-        for run in range(runs):
-            for which in _in_turn(run):
-                seed = 1000 * streams + 100 * run
-                texts = [prompts.text(seed + i, 128) for i in range(streams)]
-                rates[which].append(_rate(asyncio.run(complete_all(ports[which], texts, 64))))
-        mine, theirs = (statistics.median(each) for each in rates)
-        ratio = statistics.median(a / b for a, b in zip(*rates, strict=True))
-        ratios.append(ratio)
-        print(f"{streams:7d}  {mine:8.1f} tok/s  {theirs:8.1f} tok/s   {ratio:.2f}", flush=True)
+        rates = in_turn([partial(_rate, port, streams, 0) for port in ports], runs)
+        mine, theirs = map(statistics.median, rates)
+        ratios.append(median_ratio(*rates))
+        print(
+            f"{streams:7d}  {mine:8.1f} tok/s  {theirs:8.1f} tok/s   {ratios[-1]:.2f}", flush=True
+        )
     print(f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.2f}")
 
 
@@ -144,18 +143,12 @@ def stack(ports: Ports, runs: int) -> None:
     """The cost of HTTP, router and wire: this server against its executor in-process."""
     with side("ours", "demo-fp32") as driver:
         for streams in (1, 8):
-            shares = []
-            for run in range(STACK_PAIRS * runs):
-                rates = [0.0, 0.0]
-                for which in _in_turn(run):
-                    seed = 110_000 + 1000 * streams + 100 * run
-                    texts = [prompts.text(seed + i, 128) for i in range(streams)]
-                    if which == 0:
-                        rates[0] = _rate(asyncio.run(complete_all(ports[0], texts, 64)))
-                    else:
-                        rates[1] = driver.call("rate", texts, 64)
-                shares.append(1 - rates[0] / rates[1])
-            print(f"{streams} streams: the serving stack costs {statistics.median(shares):.1%}")
+            measures = (
+                partial(_rate, ports[0], streams, 110_000),
+                lambda run, n=streams: driver.call("rate", _texts(n, 110_000, run), TOKENS),
+            )
+            rates = in_turn(measures, STACK_PAIRS * runs)
+            print(f"{streams} streams: the serving stack costs {1 - median_ratio(*rates):.1%}")
 
 
 BENCHES: dict[str, Callable[[Ports, int], None]] = {
@@ -172,23 +165,22 @@ def _in_turn(run: int) -> tuple[int, int]:
     return (0, 1) if run % 2 == 0 else (1, 0)
 
 
-def _rate(streams: list[StreamedAnswer]) -> float:
-    for stream in streams:
-        if stream.error:
-            sys.exit(f"a request failed: {stream.error}")
-    return sum(s.completion_tokens for s in streams) / max(s.total_s for s in streams)
+def _texts(streams: int, first: int, run: int) -> list[str]:
+    return [prompts.text(first + 1000 * streams + 100 * run + i, 128) for i in range(streams)]
+
+
+def _rate(port: int, streams: int, first: int, run: int) -> float:
+    return token_rate(asyncio.run(complete_all(port, _texts(streams, first, run), TOKENS)))
 
 
 def _first(port: int, prompt: str) -> float:
-    stream = asyncio.run(complete(port, prompt, 2))
-    if stream.error:
-        sys.exit(f"a request failed: {stream.error}")
-    return stream.first_s
+    (answer,) = checked([asyncio.run(complete(port, prompt, 2))])
+    return answer.first_s
 
 
 def _compare(
     what: str, times: tuple[list[float], list[float]], other: str = "mlx_lm.server"
 ) -> None:
     mine, theirs = map(statistics.median, times)
-    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    ratio = median_ratio(*times)
     print(f"{what}: {mine * 1000:.0f} ms, {other} {theirs * 1000:.0f} ms, ratio {ratio:.2f}")

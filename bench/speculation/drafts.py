@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES, NOTHING])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--draft-model", help="a model's folder (`bench distill` makes one)")
+    parser.add_argument("--draft-model", help="a model's folder")
     parser.add_argument("--spec-decode", choices=("ngram", "draft", "auto"), default="auto")
     parser.add_argument("--always", action="store_true", help="draft whatever it costs")
     options = parser.parse_args()

@@ -3,30 +3,20 @@
 Answers to 200 prompts without drafts are compared, token by token, with those of every source of
 drafts in batches of 1 to 8, for each feature in turn and for all of them together. On a CPU a row
 has the same bits whatever is computed with it, so no tie is excused.
-Drafts of a model need ``--draft-model`` (`bench distill` makes one), and ``auto`` has them then. It
-has those of the model's own head too, if there is one. Exits with 1 if an answer differs.
-
-``--record FILE`` keeps what was compared, a piece of 36 prompts (batches of 1 to 8) at a time, and
-the answers without drafts: the next call with the same code goes on behind it. ``--seconds`` ends
-one.
+Drafts of a model need ``--draft-model``; ``auto`` then has them too, and those of the model's own
+head if there is one. Exits with 1 if an answer differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle, product
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from engine.backend.blas import load_fast_blas
 
@@ -38,7 +28,7 @@ from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
 
-PROMPTS, TOKENS, MAX_AT_ONCE, PIECE = 200, 32, 8, 36
+PROMPTS, TOKENS, MAX_AT_ONCE = 200, 32, 8
 SOURCES: dict[str, dict[str, Any]] = {
     "ngram": {"spec_decode": "ngram", "spec_decode_dynamic": False, "num_speculative_tokens": 16},
     "draft": {"spec_decode": "draft", "spec_decode_dynamic": False},
@@ -98,34 +88,12 @@ CASES = {
 }
 
 
-class PlainPiece(msgspec.Struct, frozen=True, tag=True):
-    """Answers to one piece of the prompts without drafts."""
+class ComparedCase(NamedTuple):
+    """How many answers in one case differ with drafts from one source."""
 
-    case: str  # the first one with these answers
-    first: int  # number of the first prompt
-    tokens: int  # of each answer
-    answers: dict[int, list[int]]
-
-    @property
-    def piece(self) -> tuple[str, int, int, int]:
-        return self.case, self.first, len(self.answers), self.tokens
-
-
-class ComparedPiece(msgspec.Struct, frozen=True, tag=True):
-    """The result of one piece of the prompts in one case, with drafts from one source."""
-
-    case: str
-    source: str
-    first: int  # number of the first prompt
-    prompts: int
-    tokens: int  # of each answer
-    wrong: int  # answers that differ
+    wrong: int
     drafted: dict[str, tuple[int, int]]  # accepted and drafted tokens
     preempted: int
-
-    @property
-    def piece(self) -> tuple[str, str, int, int, int]:
-        return self.case, self.source, self.first, self.prompts, self.tokens
 
 
 class Checker:
@@ -144,34 +112,21 @@ class Checker:
             f"{number}. {text(number // len(TEXTS))}", is_chat=WORKLOADS[name].is_chat
         )
 
-    def plain(self, name: str, numbers: range) -> PlainPiece:
-        answers = self.answers(CASES[name].plain, numbers)
-        return PlainPiece(case=name, first=numbers.start, tokens=self._tokens, answers=answers)
-
-    def check(
-        self, name: str, expected: Mapping[int, list[int]], sources: Sequence[str]
-    ) -> Iterator[ComparedPiece]:
-        """Compare the ``expected`` answers to prompts with those of each of ``sources`` in case
-        ``name``."""
-        case, numbers = CASES[name], range(min(expected), max(expected) + 1)
-        for source in sources:
-            replica = self._engine.replica
-            settings = replace(self._engine.settings, **SOURCES[source])
-            draft_model = None if source == "ngram" else replica.draft_model
-            speculator = make_speculator(settings, replica.executor.spec, draft_model)
-            assert speculator is not None
-            found = self.answers(case, numbers, speculator, expected, predicts=source == "auto")
-            stats = speculator.stats().sources
-            yield ComparedPiece(
-                case=name,
-                source=source,
-                first=numbers.start,
-                prompts=len(numbers),
-                tokens=self._tokens,
-                wrong=sum(found[number] != expected[number] for number in numbers),
-                drafted={name: (each.accepted, each.drafted) for name, each in stats.items()},
-                preempted=self._engine.replica.scheduler.stats().preemptions_total,
-            )
+    def check(self, case: Case, source: str, expected: Mapping[int, list[int]]) -> ComparedCase:
+        """Compare the ``expected`` answers with those with drafts from ``source``."""
+        replica = self._engine.replica
+        settings = replace(self._engine.settings, **SOURCES[source])
+        draft_model = None if source == "ngram" else replica.draft_model
+        speculator = make_speculator(settings, replica.executor.spec, draft_model)
+        assert speculator is not None
+        numbers = range(len(expected))
+        found = self.answers(case, numbers, speculator, expected, predicts=source == "auto")
+        stats = speculator.stats().sources
+        return ComparedCase(
+            wrong=sum(found[number] != expected[number] for number in numbers),
+            drafted={name: (each.accepted, each.drafted) for name, each in stats.items()},
+            preempted=self._engine.replica.scheduler.stats().preemptions_total,
+        )
 
     def answers(
         self,
@@ -230,79 +185,35 @@ def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
     return [token for part in nested for token in part]
 
 
-class ComparedPieces:
-    """The known results for one model, in memory and in a file if there is a ``path``."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.compared: dict[tuple[str, str, int, int, int], ComparedPiece] = {}
-        self.plain: dict[tuple[str, int, int, int], PlainPiece] = {}
-        if path is not None and path.exists():
-            for line in path.read_bytes().splitlines():
-                self._take(msgspec.json.decode(line, type=ComparedPiece | PlainPiece))
-
-    def add(self, piece: ComparedPiece | PlainPiece) -> None:
-        self._take(piece)
-        if self._path is not None:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(piece) + b"\n")
-
-    def _take(self, piece: ComparedPiece | PlainPiece) -> None:
-        if isinstance(piece, ComparedPiece):
-            self.compared[piece.piece] = piece
-        else:
-            self.plain[piece.piece] = piece
-
-
 def check(
-    model: str,
-    names: Sequence[str],
-    prompts: int,
-    tokens: int,
-    path: Path | None = None,
-    seconds: float = math.inf,
-    draft_model: str | None = None,
+    model: str, names: Sequence[str], prompts: int, tokens: int, draft_model: str | None = None
 ) -> int:
-    """Compare what is missing in the record at ``path``, for at most ``seconds``. Print the
-    outcome of each case, and return how many answers differ."""
-    record = ComparedPieces(path)
+    """Print the result of each case and source. Return how many answers differ."""
     sources = [source for source in SOURCES if draft_model or source != "draft"]
-    checkers: dict[int, Checker] = {}
-    ends = time.monotonic() + seconds
-    for first, name in product(range(0, prompts, PIECE), names):
-        numbers = range(first, min(prompts, first + PIECE))
-        same = next(known for known, case in CASES.items() if case.plain == CASES[name].plain)
-        piece = first, len(numbers), tokens
-        missing = [source for source in sources if (name, source, *piece) not in record.compared]
-        bits = CASES[name].kv_bits
-        while missing and time.monotonic() < ends:
-            if bits not in checkers:
-                checkers.clear()  # one engine at a time
-                checkers[bits] = Checker(model, bits, tokens, draft_model)
-            if (same, *piece) not in record.plain:
-                record.add(checkers[bits].plain(same, numbers))
-            expected = record.plain[same, *piece].answers
-            for outcome in checkers[bits].check(name, expected, [missing.pop(0)]):
-                record.add(outcome)
-    found = [each for each in record.compared.values() if each.tokens == tokens]
-    for name, source in product(names, sources):
-        _show(name, source, [each for each in found if (each.case, each.source) == (name, source)])
-    return sum(each.wrong for each in found)
+    wrong = 0
+    for bits in sorted({CASES[name].kv_bits for name in names}):
+        checker = Checker(model, bits, tokens, draft_model)
+        plain: list[tuple[Case, dict[int, list[int]]]] = []
+        for name in names:
+            case = CASES[name]
+            if case.kv_bits != bits:
+                continue
+            expected = next((known for same, known in plain if same == case.plain), None)
+            if expected is None:
+                expected = checker.answers(case.plain, range(prompts))
+                plain.append((case.plain, expected))
+            for source in sources:
+                found = checker.check(case, source, expected)
+                wrong += found.wrong
+                _show(name, source, prompts, found)
+    return wrong
 
 
-def _show(name: str, source: str, outcomes: Sequence[ComparedPiece]) -> None:
-    drafted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for outcome in outcomes:
-        for kind, counts in outcome.drafted.items():
-            drafted[kind] = [old + new for old, new in zip(drafted[kind], counts, strict=True)]
-    of_all = sum(each.prompts for each in outcomes)
-    preempted = sum(each.preempted for each in outcomes)
-    print(
-        f"{name:14} {source:6} {of_all - sum(each.wrong for each in outcomes)}/{of_all} the same  ("
-        + ", ".join(f"{kind} {accepted}/{all_}" for kind, (accepted, all_) in drafted.items())
-        + (f"; {preempted} preempted)" if preempted else ")"),
-        flush=True,
-    )
+def _show(name: str, source: str, prompts: int, found: ComparedCase) -> None:
+    drafted = ", ".join(f"{kind} {some}/{of_all}" for kind, (some, of_all) in found.drafted.items())
+    preempted = f"; {found.preempted} preempted" if found.preempted else ""
+    same = f"{prompts - found.wrong}/{prompts} the same"
+    print(f"{name:14} {source:6} {same}  ({drafted}{preempted})", flush=True)
 
 
 def main() -> int:
@@ -312,17 +223,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--draft-model", help="a model's folder")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--record", type=Path, help="JSON lines of what was compared")
-    parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
     wrong = check(
-        options.model,
-        options.cases,
-        options.prompts,
-        options.tokens,
-        options.record,
-        options.seconds,
-        options.draft_model,
+        options.model, options.cases, options.prompts, options.tokens, options.draft_model
     )
     return int(wrong > 0)
 

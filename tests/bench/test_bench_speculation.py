@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,19 +15,13 @@ from bench.speculation.lossless import check
 
 
 def test_answers_with_drafts_are_compared_for_each_feature(
-    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases, model, record = ["greedy", "penalties", "together"], str(tiny_model("llama")), tmp_path
-
-    def checked(model: str, cases: list[str], **options: Any) -> str:
-        assert not check(model, cases, 9, 12, record / "lines", draft_model=model, **options)
-        return capsys.readouterr().out
-
-    assert checked(model, cases[:1], seconds=0).count("0/0 the same") == 4
-    shown = checked(model, cases)
+    cases, model = ["greedy", "penalties", "together"], str(tiny_model("llama"))
+    assert not check(model, cases, 9, 12, draft_model=model)
+    shown = capsys.readouterr().out
     assert shown.count("9/9 the same") == 4 * len(cases)
     assert re.search(r"greedy +draft +9/9 the same  \(draft [1-9]", shown)  # some are accepted
-    assert checked("no such model", cases) == shown  # it is all there
 
 
 @pytest.mark.slow

@@ -21,6 +21,12 @@ from tests.engine.scheduler.fake_executor import (
 )
 
 BLOCK_BYTES = 1000
+SHARED = [position * position % 19 for position in range(100)]
+"""A prompt."""
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + 7 * position) % 20 for position in range(length)]
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -70,6 +76,16 @@ class Client:
     prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
     end: wire.Delta | None = None
     started_step: int | None = None
+
+    @property
+    def usage(self) -> wire.Usage:
+        assert self.end is not None and self.end.usage is not None
+        return self.end.usage
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """The tokens of its prompt that came from RAM and from the SSD."""
+        return self.usage.cached_ram_tokens, self.usage.cached_ssd_tokens
 
 
 class Engine:
@@ -156,6 +172,28 @@ class Engine:
             if not self.turn() and not (self.store_answers and self.fetches):
                 return
         raise AssertionError(f"still busy after {turns} turns: {self.scheduler.live()}")
+
+    def run_turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
+    def finish(self, *clients: Client) -> None:
+        """Run until nothing is left, and check that ``clients`` got their texts."""
+        self.run()
+        for client in clients:
+            self.assert_right(client)
+        self.assert_nothing_left()
+
+    def serve(self, message: wire.Submit) -> Client:
+        """Submit a request, and `finish` it."""
+        client = self.submit(message)
+        self.finish(client)
+        return client
+
+    @property
+    def computed(self) -> int:
+        """The tokens of prompts that were computed so far."""
+        return sum(self.executor.chunk_tokens)
 
     def check(self) -> None:
         self.scheduler.check_integrity()

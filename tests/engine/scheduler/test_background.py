@@ -18,8 +18,7 @@ def filled(engine: Engine, count: int, max_tokens: int = 60) -> list[Client]:
     clients = [
         background(engine, f"b{number}", [number + 1] * 6, max_tokens) for number in range(count)
     ]
-    for _ in range(60):
-        engine.turn()
+    engine.run_turns(60)
     assert all(client.tokens for client in clients[: engine.config.max_batch_size])
     return clients
 
@@ -33,9 +32,7 @@ def test_a_request_gets_the_row_of_a_batch_within_one_step_of_its_prompt(look_ah
     while not asked.tokens:
         engine.turn()
     assert engine.executor.steps - steps <= 3  # those in flight, and its own
-    engine.run()
-    for client in [asked, *batch]:
-        engine.assert_right(client)
+    engine.finish(asked, *batch)
     assert engine.scheduler.stats().preemptions_total == 0  # rows were lent, not slots
     engine.assert_nothing_left()
 
@@ -76,10 +73,7 @@ def test_memory_of_a_batch_is_room_for_a_request() -> None:
     asked = engine.submit(request("r", list(range(20)) * 5, max_tokens=5))
     while asked.end is None:
         engine.turn()
-    engine.run()
-    for client in [asked, *batch]:
-        engine.assert_right(client)
-    engine.assert_nothing_left()
+    engine.finish(asked, *batch)
 
 
 def test_a_batch_never_overtakes_however_long_it_has_waited() -> None:
@@ -93,8 +87,7 @@ def test_a_batch_never_overtakes_however_long_it_has_waited() -> None:
     while not all(client.end for client in asked):
         engine.turn()
     assert running.end and not old.tokens
-    engine.run()
-    engine.assert_right(old)
+    engine.finish(old)
 
 
 def test_a_prompt_that_somebody_waits_for_is_computed_before_rows_of_a_batch() -> None:

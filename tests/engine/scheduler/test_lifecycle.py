@@ -12,11 +12,7 @@ from engine.scheduler import Scheduler
 from engine.scheduler.planning.prefilling import MAX_LEAD_S
 from shared import wire
 from tests.engine.scheduler.fake_executor import expected, sample
-from tests.engine.scheduler.harness import Engine, config, request
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return [(start + 7 * position) % 20 for position in range(length)]
+from tests.engine.scheduler.harness import Engine, config, prompt, request
 
 
 def test_a_prompt_of_one_token_needs_no_chunk() -> None:
@@ -57,8 +53,7 @@ def test_live_says_how_much_of_a_prompt_is_computed() -> None:
     engine.turn()
     assert engine.scheduler.live()[0].computed_prompt_tokens == 39  # most of it was found
     engine.run()
-    assert again.end is not None and again.end.usage is not None
-    assert again.end.usage.cached_ram_tokens == 36
+    assert again.usage.cached_ram_tokens == 36
 
 
 def test_with_look_ahead_an_unknown_input_token_is_none() -> None:
@@ -161,9 +156,7 @@ def test_the_largest_request_that_fits_alone_is_served() -> None:
     engine = Engine(config(blocks=16))
     other = engine.submit(request("b", prompt(9)))
     client = engine.submit(request("a", prompt(60), max_tokens=5))
-    engine.run()
-    engine.assert_right(client)
-    engine.assert_right(other)
+    engine.finish(client, other)
 
 
 def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
@@ -194,8 +187,7 @@ def test_a_draining_engine_finishes_its_requests_and_refuses_new_ones() -> None:
     engine.scheduler.drain()
     second = engine.submit(request("b", prompt(5)))
     assert isinstance(second.answer, wire.Refused) and second.answer.reason == "draining"
-    engine.run()
-    engine.assert_right(first)
+    engine.finish(first)
 
 
 def test_a_full_engine_refuses_requests() -> None:
@@ -213,8 +205,7 @@ def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
     engine = Engine(config(look_ahead=look_ahead, store_enabled=True, completion_batch_size=1))
     engine.store_answers = turns != 0
     client = engine.submit(request("a", prompt(40), max_tokens=50))
-    for _ in range(turns):
-        engine.turn()
+    engine.run_turns(turns)
     engine.scheduler.abort("a", attempt=2)
     assert engine.scheduler.live(), "that attempt is not here"
     engine.scheduler.abort("a")
@@ -235,9 +226,7 @@ def test_a_cleared_cache_has_no_prefix_and_frees_its_memory() -> None:
     assert engine.scheduler.cached_hashes()
     engine.scheduler.clear_cache()
     assert not engine.scheduler.cached_hashes()
-    client = engine.submit(request("b", prompt(40)))
-    engine.run()
-    engine.assert_right(client)
+    engine.serve(request("b", prompt(40)))
     assert engine.scheduler.stats().cached_ram_tokens_total == 0
     engine.assert_nothing_left()
 
@@ -246,8 +235,7 @@ def test_a_dropped_request_leaves_nothing_and_others_go_on() -> None:
     engine = Engine(config(look_ahead=True))
     for name in "abcdef":
         engine.submit(request(name, prompt(20, start=ord(name))))
-    for _ in range(3):
-        engine.turn()
+    engine.run_turns(3)
     engine.scheduler.drop({(name, attempt) for name, attempt in engine.clients if name != "d"})
     assert {one.request_id for one in engine.scheduler.live()} == {"d"}
     engine.run()
@@ -283,8 +271,7 @@ def test_short_prompts_wait_for_one_chunk_of_a_long_one_which_goes_on(look_ahead
     assert statistics.median(waits) <= 3 + look_ahead and max(waits) <= 12
     # Its own time is 0.19 s. Those that overtake get as much, and what they may be ahead.
     assert engine.now_s <= 2 * 0.19 + 2 * MAX_LEAD_S
-    engine.run()
-    engine.assert_right(long)
+    engine.finish(long)
 
 
 def test_the_chunk_of_a_short_prompt_does_not_wait_for_those_of_long_ones() -> None:
@@ -336,11 +323,9 @@ def test_usage_says_where_the_time_went() -> None:
     first = engine.submit(request("a", prompt(41), max_tokens=11))
     second = engine.submit(request("b", prompt(5)))
     engine.run()
-    assert first.end is not None and first.end.usage is not None
-    assert first.end.usage.prefill_s == pytest.approx(0.041, abs=1e-4)
-    assert first.end.usage.decode_s == pytest.approx(0.010, abs=1e-4)
-    assert second.end is not None and second.end.usage is not None
-    assert second.end.usage.queue_s == pytest.approx(0.051, abs=1e-4)
+    assert first.usage.prefill_s == pytest.approx(0.041, abs=1e-4)
+    assert first.usage.decode_s == pytest.approx(0.010, abs=1e-4)
+    assert second.usage.queue_s == pytest.approx(0.051, abs=1e-4)
 
 
 def test_progress_and_counters_add_up() -> None:

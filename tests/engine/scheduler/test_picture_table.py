@@ -211,9 +211,7 @@ def test_no_chunk_divides_a_picture_that_has_to_be_whole(seed: int) -> None:
         spans.append((len(prompt), len(prompt) + draw.randint(1, longest)))
         prompt += [7] * (spans[-1][1] - spans[-1][0])
     images = tuple(image(n, first, end - first) for n, (first, end) in enumerate(spans))
-    client = engine.submit(request("a", [*prompt, 1, 2], images=images))
-    engine.run()
-    engine.assert_right(client)
+    engine.serve(request("a", [*prompt, 1, 2], images=images))
     chunks = [chunk for plan in engine.plans for chunk in plan.chunks]
     ends = {chunk.start + len(chunk.token_ids) for chunk in chunks}
     assert not any(first < end < last for end in ends for first, last in spans)

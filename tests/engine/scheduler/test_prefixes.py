@@ -8,45 +8,27 @@ import pytest
 from engine.plan import Exported
 from engine.scheduler.timing.chunks import ChunkPolicy
 from shared import wire
-from tests.engine.scheduler.harness import Client, Engine, config, request
-
-SHARED = [position * position % 19 for position in range(100)]
-
-
-def computed(engine: Engine) -> int:
-    return sum(engine.executor.chunk_tokens)
-
-
-def cached(client: Client) -> tuple[int, int]:
-    assert client.end is not None and client.end.usage is not None
-    return client.end.usage.cached_ram_tokens, client.end.usage.cached_ssd_tokens
-
-
-def serve(engine: Engine, message: wire.Submit) -> Client:
-    client = engine.submit(message)
-    engine.run()
-    engine.assert_right(client)
-    return client
+from tests.engine.scheduler.harness import SHARED, Engine, config, request
 
 
 @pytest.mark.parametrize(("length", "reused"), [(7, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
 def test_full_blocks_before_the_last_token_are_reused(length: int, reused: int) -> None:
     engine = Engine(config())
-    serve(engine, request("a", SHARED[:length]))
-    assert cached(serve(engine, request("b", SHARED[:length]))) == (reused, 0)
+    engine.serve(request("a", SHARED[:length]))
+    assert engine.serve(request("b", SHARED[:length])).cached == (reused, 0)
 
 
 def test_blocks_are_shared_only_under_the_same_salt() -> None:
     engine = Engine(config())
-    serve(engine, request("a", SHARED[:40]))
-    assert cached(serve(engine, request("b", SHARED[:40], cache_salt="pepper"))) == (0, 0)
-    assert cached(serve(engine, request("c", SHARED[:40], cache_salt="pepper"))) == (36, 0)
+    engine.serve(request("a", SHARED[:40]))
+    assert engine.serve(request("b", SHARED[:40], cache_salt="pepper")).cached == (0, 0)
+    assert engine.serve(request("c", SHARED[:40], cache_salt="pepper")).cached == (36, 0)
 
 
 def test_a_model_without_blocks_saves_and_restores_nothing() -> None:
     engine = Engine(config(prefix_cache=False, store_enabled=True))
-    serve(engine, request("a", SHARED[:40]))
-    assert cached(serve(engine, request("b", SHARED[:40]))) == (0, 0)
+    engine.serve(request("a", SHARED[:40]))
+    assert engine.serve(request("b", SHARED[:40])).cached == (0, 0)
     assert not any(plan.saves or plan.restores or plan.evictions for plan in engine.plans)
     assert not engine.fetches and not engine.stored
 
@@ -59,9 +41,9 @@ def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -
     for turn in range(10):
         stops = [3, 4] if stop else []
         message = request(f"t{turn}", history, max_tokens=11, stop_token_ids=stops)
-        client = serve(engine, message)
+        client = engine.serve(message)
         # Of the turn before all full blocks were computed, without its very last token.
-        assert sum(cached(client)) >= known - 3
+        assert sum(client.cached) >= known - 3
         known = len(history) + len(client.tokens) - 1
         history = [*history, *client.tokens, turn, 1]
 
@@ -75,10 +57,8 @@ def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
         config(blocks=600, look_ahead=look_ahead, store_enabled=store, prefill_batch_size=4)
     )
     clients = [engine.submit(request(f"r{n}", [*SHARED, n, n + 1, n + 2])) for n in range(8)]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
-    assert computed(engine) == 100 + 8 * 2
+    engine.finish(*clients)
+    assert engine.computed == 100 + 8 * 2
 
 
 def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
@@ -89,55 +69,44 @@ def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
         engine.submit(request(f"r{n}", each, max_tokens=5)) for n, each in enumerate(prompts)
     ]
     same = engine.submit(request("same", prompts[0]))
-    engine.run()
-    for client in (*clients, same):
-        engine.assert_right(client)
-    assert computed(engine) == 92 + 7 * 2
-    assert cached(same) == (92, 0)
+    engine.finish(*clients, same)
+    assert engine.computed == 92 + 7 * 2
+    assert same.cached == (92, 0)
 
 
 def test_a_whole_block_takes_the_place_of_a_part_that_was_copied() -> None:
     """The part is of a sequence that goes on in another way, the block of one that began later."""
     engine = Engine(config(blocks=600, block_size=16))
     first = engine.submit(request("first", [*SHARED[:40], 18, 18, 18], max_tokens=90))
-    for _ in range(9):
-        engine.turn()
+    engine.run_turns(9)
     others = [engine.submit(request(f"r{n}", [*SHARED[:90], n, n + 1])) for n in range(3)]
-    engine.run()
-    for client in (first, *others):
-        engine.assert_right(client)
-    assert computed(engine) == 42 + (91 - 40) + 2 * 1
-    assert [cached(other)[0] for other in others] == [40, 90, 90]
+    engine.finish(first, *others)
+    assert engine.computed == 42 + (91 - 40) + 2 * 1
+    assert [other.cached[0] for other in others] == [40, 90, 90]
 
 
 def test_a_block_that_was_evicted_is_copied_with_what_follows_it() -> None:
     """From the slot, in two parts: with nothing left to compute no pass begins."""
     engine = Engine(config(blocks=600, block_size=8, prefill_chunk_tokens=64))
     first = engine.submit(request("first", SHARED[:30], max_tokens=90))
-    for _ in range(12):
-        engine.turn()
+    engine.run_turns(12)
     memory = engine.scheduler.memory
     for block_hash in engine.scheduler.sequences.live["first"].block_hashes[2:]:
         block = memory.blocks.get(block_hash)
         assert block is not None and memory.withdraw(block)
         memory.settle(block, exists=True)
     second = engine.submit(request("second", SHARED[:30]))
-    engine.run()
-    for client in (first, second):
-        engine.assert_right(client)
-    assert computed(engine) == 29 + 5
+    engine.finish(first, second)
+    assert engine.computed == 29 + 5
 
 
 def test_with_log_probabilities_or_another_salt_no_positions_are_copied() -> None:
     engine = Engine(config(blocks=600, block_size=16))
     first = engine.submit(request("first", SHARED[:60], max_tokens=90))
-    for _ in range(9):
-        engine.turn()
+    engine.run_turns(9)
     scored = engine.submit(request("scored", SHARED[:60], prompt_logprobs=1))
     salted = engine.submit(request("salted", SHARED[:60], cache_salt="pepper"))
-    engine.run()
-    for client in (first, scored, salted):
-        engine.assert_right(client)
+    engine.finish(first, scored, salted)
     assert not any(plan.copies for plan in engine.plans)
 
 
@@ -149,51 +118,46 @@ def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix() -
     engine.turn()
     engine.turn()
     engine.scheduler.abort("first")
-    engine.run()
-    engine.assert_right(second)
-    engine.assert_right(third)
-    assert computed(engine) == 96 + 2 * 3, "only the last, unfinished block is computed twice"
+    engine.finish(second, third)
+    assert engine.computed == 96 + 2 * 3, "only the last, unfinished block is computed twice"
 
 
 def test_a_request_that_joins_midway_restores_what_is_cached_and_then_follows() -> None:
     engine = Engine(config(blocks=300))
     engine.submit(request("first", SHARED))
-    for _ in range(3):
-        engine.turn()
-    late = engine.submit(request("late", [*SHARED[:90], 1, 2, 3]))
-    engine.run()
-    engine.assert_right(late)
-    assert cached(late) == (88, 0)
-    assert computed(engine) == 99 + 4
+    engine.run_turns(3)
+    late = engine.serve(request("late", [*SHARED[:90], 1, 2, 3]))
+    assert late.cached == (88, 0)
+    assert engine.computed == 99 + 4
 
 
 def test_recently_used_blocks_stay_the_longest_and_heads_outlive_their_tails() -> None:
     engine = Engine(config(blocks=64))
-    serve(engine, request("old", SHARED[:80]))
+    engine.serve(request("old", SHARED[:80]))
     for number in range(3):
-        serve(engine, request(f"new{number}", [number + 1] * 30))
-        serve(engine, request(f"touch{number}", SHARED[:80]))
-    assert cached(serve(engine, request("again", SHARED[:80])))[0] >= 60
+        engine.serve(request(f"new{number}", [number + 1] * 30))
+        engine.serve(request(f"touch{number}", SHARED[:80]))
+    assert engine.serve(request("again", SHARED[:80])).cached[0] >= 60
 
 
 def test_the_tail_of_a_finished_sequence_is_evicted_first() -> None:
     engine = Engine(config(blocks=48))
-    serve(engine, request("a", SHARED[:60]))
-    serve(engine, request("b", [1] * 60))
+    engine.serve(request("a", SHARED[:60]))
+    engine.serve(request("b", [1] * 60))
     before = len(engine.cached)
-    ram, _ = cached(serve(engine, request("again", SHARED[:60])))
+    ram, _ = engine.serve(request("again", SHARED[:60])).cached
     assert 0 < ram < 56, f"some of it had to go for b, with {before} blocks cached"
 
 
 def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
     before = Engine(config(store_enabled=True, store_policy="write_through"))
-    serve(before, request("a", SHARED[:50]))
+    before.serve(request("a", SHARED[:50]))
     after = Engine(config(store_enabled=True))
     after.stored = before.stored
-    client = serve(after, request("b", SHARED[:50]))
-    assert cached(client) == (0, 48)
-    assert computed(after) == 1
-    assert cached(serve(after, request("c", SHARED[:50]))) == (48, 0)
+    client = after.serve(request("b", SHARED[:50]))
+    assert client.cached == (0, 48)
+    assert after.computed == 1
+    assert after.serve(request("c", SHARED[:50])).cached == (48, 0)
     stats = after.scheduler.stats()
     assert (stats.cached_ram_tokens_total, stats.cached_ssd_tokens_total) == (48, 48)
 
@@ -203,7 +167,7 @@ def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
 ) -> None:
     """As from an executor whose results do not wait for chunks."""
     usual, late = (Engine(config(store_enabled=True, store_policy="write_through")) for _ in "ab")
-    serve(usual, request("a", SHARED[:50]))
+    usual.serve(request("a", SHARED[:50]))
     late.submit(request("a", SHARED[:50]))
     observed: list[list[tuple[int, int]]] = []
     monkeypatch.setattr(
@@ -227,7 +191,7 @@ def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
 
 def test_a_fetch_begins_where_the_cached_prefix_ends() -> None:
     engine = Engine(config(store_enabled=True, store_policy="write_through"))
-    serve(engine, request("a", SHARED[:21]))
+    engine.serve(request("a", SHARED[:21]))
     engine.store_answers = False
     engine.submit(request("b", SHARED[:41]))
     engine.schedule()
@@ -245,8 +209,7 @@ def test_a_sequence_that_waits_for_the_kvstore_delays_no_other() -> None:
     engine.assert_right(quick)
     assert slow.end is None and len(engine.scheduler.live()) == 1
     engine.store_answers = True
-    engine.run()
-    engine.assert_right(slow)
+    engine.finish(slow)
 
 
 def test_an_answer_to_an_abandoned_fetch_is_ignored() -> None:
@@ -263,7 +226,7 @@ def test_an_answer_to_an_abandoned_fetch_is_ignored() -> None:
 
 def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> None:
     before = Engine(config(store_enabled=True, store_policy="write_through"))
-    serve(before, request("a", SHARED[:50]))
+    before.serve(request("a", SHARED[:50]))
     engine = Engine(config(blocks=32, store_enabled=True))
     engine.stored, engine.store_answers = before.stored, False
     first, second = request("first", SHARED[:50]), request("second", [7] * 90, max_tokens=8)
@@ -282,7 +245,7 @@ def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> No
 
 def test_running_sequences_take_the_room_of_blocks_fetched_for_waiting_ones() -> None:
     before = Engine(config(store_enabled=True, store_policy="write_through"))
-    serve(before, request("a", SHARED[:60]))
+    before.serve(request("a", SHARED[:60]))
     engine = Engine(config(blocks=32, store_enabled=True))
     engine.stored, engine.store_answers = before.stored, False
     fetching = engine.submit(request("fetching", SHARED[:60]))
@@ -293,18 +256,17 @@ def test_running_sequences_take_the_room_of_blocks_fetched_for_waiting_ones() ->
     engine.assert_right(quick)
     assert fetching.end is None
     engine.store_answers = True
-    engine.run()
-    engine.assert_right(fetching)
-    assert cached(fetching) == (0, 0), "there was no room for them, so they were computed"
+    engine.finish(fetching)
+    assert fetching.cached == (0, 0), "there was no room for them, so they were computed"
 
 
 def test_evicted_blocks_go_to_the_kvstore_once() -> None:
     engine = Engine(config(blocks=48, store_enabled=True))
-    serve(engine, request("a", SHARED[:60]))
+    engine.serve(request("a", SHARED[:60]))
     assert not engine.stored
-    serve(engine, request("b", [1] * 60))
+    engine.serve(request("b", [1] * 60))
     assert engine.stored
-    assert cached(serve(engine, request("c", SHARED[:60])))[1] > 0
+    assert engine.serve(request("c", SHARED[:60])).cached[1] > 0
     exports = [
         engine.executor.block_hashes[evict.block_id]
         for plan in engine.plans
@@ -316,9 +278,9 @@ def test_evicted_blocks_go_to_the_kvstore_once() -> None:
 
 def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
     engine = Engine(config(blocks=48, store_enabled=True, store_policy="write_through"))
-    serve(engine, request("a", SHARED[:60]))
+    engine.serve(request("a", SHARED[:60]))
     assert engine.cached and set(engine.stored) == engine.cached
-    serve(engine, request("b", [1] * 60))
+    engine.serve(request("b", [1] * 60))
     assert any(plan.evictions for plan in engine.plans)
     assert not any(evict.export for plan in engine.plans for evict in plan.evictions)
 
@@ -326,12 +288,12 @@ def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
 def test_a_prompt_with_logprobs_is_computed_whatever_is_cached() -> None:
     engine = Engine(config(blocks=300, store_enabled=True))
     prompt = [*SHARED, *SHARED[:90]]
-    serve(engine, request("a", prompt))
-    already = computed(engine)
-    client = serve(engine, request("b", prompt, prompt_logprobs=1))
-    assert cached(client) == (0, 0)
-    assert computed(engine) - already == len(prompt) - 1 == len(client.prompt_logprobs)
-    assert cached(serve(engine, request("c", prompt)))[0] == 188
+    engine.serve(request("a", prompt))
+    already = engine.computed
+    client = engine.serve(request("b", prompt, prompt_logprobs=1))
+    assert client.cached == (0, 0)
+    assert engine.computed - already == len(prompt) - 1 == len(client.prompt_logprobs)
+    assert engine.serve(request("c", prompt)).cached[0] == 188
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -340,11 +302,9 @@ def test_requests_without_prompt_logprobs_share_with_one_that_has_them(look_ahea
     clients = [
         engine.submit(request(f"{i}", SHARED, prompt_logprobs=None if i else 0)) for i in range(3)
     ]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
+    engine.finish(*clients)
     assert len(clients[0].prompt_logprobs) == len(SHARED) - 1
-    assert computed(engine) <= len(SHARED) + 2 * 4
+    assert engine.computed <= len(SHARED) + 2 * 4
 
 
 def test_a_logit_bias_of_a_token_outside_the_vocabulary_is_refused() -> None:

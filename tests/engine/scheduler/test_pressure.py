@@ -8,16 +8,12 @@ import pytest
 
 from engine.scheduler.sequences.sequence import HOLDING_SLOT
 from engine.scheduler.timing.backoff import STEPS_TO_DOUBLE, ConcurrencyBackoff
-from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
-
-SHARED = [position * position % 19 for position in range(100)]
+from tests.engine.scheduler.harness import BLOCK_BYTES, SHARED, Engine, config, request
 
 
 def test_a_row_that_is_full_moves_to_a_larger_slot() -> None:
     engine = Engine(config(blocks=256, context_length=400, look_ahead=True))
-    client = engine.submit(request("a", SHARED[:20], max_tokens=300))
-    engine.run()
-    engine.assert_right(client)
+    engine.serve(request("a", SHARED[:20], max_tokens=300))
     assert [move.length for plan in engine.plans for move in plan.moves] == [128]
     assert engine.scheduler.stats().preemptions_total == 0
 
@@ -56,8 +52,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_resumes_exactly(
     assert {"r2", "r3"} <= preempted <= {"r0", "r1", "r2", "r3"}, "the others matter more"
     for client in (growing, *others):
         engine.assert_right(client)
-        assert client.end is not None and client.end.usage is not None
-        assert client.end.usage.cached_ram_tokens == 0, "its own blocks are no cache hit"
+        assert client.usage.cached_ram_tokens == 0, "its own blocks are no cache hit"
     engine.assert_nothing_left()
 
 
@@ -65,9 +60,7 @@ def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
     engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))
     clients = [engine.submit(request("growing", SHARED[30:50], max_tokens=100))]
     clients += [engine.submit(request(f"r{n}", [n] * 16, max_tokens=24)) for n in range(5)]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
+    engine.finish(*clients)
     stats = engine.scheduler.stats()
     assert stats.preemptions_total > 0
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
@@ -76,10 +69,7 @@ def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
 def test_a_sequence_that_outgrows_its_slab_alone_is_preempted_itself() -> None:
     """A slab of several small rows and the larger slot do not fit side by side."""
     engine = Engine(config(blocks=20, context_length=80))
-    client = engine.submit(request("a", SHARED[:4], max_tokens=70))
-    engine.run()
-    engine.assert_right(client)
-    engine.assert_nothing_left()
+    engine.serve(request("a", SHARED[:4], max_tokens=70))
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -98,9 +88,7 @@ def test_forty_requests_that_do_not_fit_together_all_finish(look_ahead: bool, st
         )
         for number in range(40)
     ]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
+    engine.finish(*clients)
     assert engine.scheduler.stats().preemptions_total > 0
     engine.assert_nothing_left()
 
@@ -108,9 +96,7 @@ def test_forty_requests_that_do_not_fit_together_all_finish(look_ahead: bool, st
 def test_cached_blocks_make_room_for_running_sequences() -> None:
     engine = Engine(config(blocks=40))
     for number in range(12):
-        client = engine.submit(request(f"r{number}", [number] * 70, max_tokens=9))
-        engine.run()
-        engine.assert_right(client)
+        engine.serve(request(f"r{number}", [number] * 70, max_tokens=9))
     assert engine.scheduler.stats().unevictable_bytes == 0
 
 
@@ -161,9 +147,7 @@ def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
     for client in others:
         engine.assert_right(client)
     engine.assert_nothing_left()
-    again = engine.submit(request("again", SHARED))
-    engine.run()
-    engine.assert_right(again)
+    engine.serve(request("again", SHARED))
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -173,13 +157,9 @@ def test_when_a_step_raises_all_sequences_restart_and_lose_nothing(
 ) -> None:
     engine = Engine(config(blocks=200, look_ahead=look_ahead))
     clients = [engine.submit(request(f"r{n}", SHARED[n : 40 + n], max_tokens=20)) for n in range(6)]
-    for _ in range(turns):
-        engine.turn()
+    engine.run_turns(turns)
     engine.executor.fail_next_step = True
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
-    engine.assert_nothing_left()
+    engine.finish(*clients)
 
 
 def test_a_sequence_that_makes_steps_raise_alone_ends_with_an_error_and_others_finish() -> None:
@@ -212,9 +192,7 @@ def test_after_running_out_of_memory_less_of_it_is_used() -> None:
     assert 100 * BLOCK_BYTES <= 0.9 * held <= limit < held
     for client in first:
         engine.assert_right(client)
-    largest = engine.submit(request("largest", SHARED[:40], max_tokens=20))
-    engine.run()
-    engine.assert_right(largest)
+    engine.serve(request("largest", SHARED[:40], max_tokens=20))
 
 
 def test_after_successful_steps_as_many_sequences_run_as_before() -> None:
@@ -248,6 +226,4 @@ def test_a_low_priority_is_overtaken_by_a_bounded_number(monkeypatch: pytest.Mon
     engine.assert_right(low)
     assert 2 <= ended_before <= 10
     first, second = (engine.submit(request(f"p{n}", [1], priority=n)) for n in (2**31 - 1, 16))
-    engine.run()
-    engine.assert_right(first)
-    engine.assert_right(second)
+    engine.finish(first, second)

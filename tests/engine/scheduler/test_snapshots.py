@@ -16,8 +16,7 @@ from engine.scheduler.planning.snapshot_policy import (
 )
 from engine.scheduler.pools.snapshot_pool import SnapshotPool
 from engine.scheduler.sequences.sequence import Sequence
-from shared import wire
-from tests.engine.scheduler.harness import RECURRENT, Client, Engine, config, request
+from tests.engine.scheduler.harness import RECURRENT, Engine, config, request
 
 SHARED = [position * position % 19 for position in range(600)]
 BLOCK = 4
@@ -37,30 +36,13 @@ def settings(request: pytest.FixtureRequest, hybrid: dict[str, Any]) -> dict[str
     return hybrid | RECURRENT[request.param]
 
 
-def computed(engine: Engine) -> int:
-    return sum(engine.executor.chunk_tokens)
-
-
-def cached(client: Client) -> int:
-    assert client.end is not None and client.end.usage is not None
-    return client.end.usage.cached_ram_tokens
-
-
-def serve(engine: Engine, message: wire.Submit) -> Client:
-    client = engine.submit(message)
-    engine.run()
-    engine.assert_right(client)
-    engine.assert_nothing_left()
-    return client
-
-
 def test_the_same_prompt_again_computes_only_its_end(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
-    serve(engine, request("a", SHARED[:301]))
-    first = computed(engine)
+    engine.serve(request("a", SHARED[:301]))
+    first = engine.computed
     assert first == 300
-    again = serve(engine, request("b", SHARED[:301]))
-    assert computed(engine) - first == 300 - cached(again) < PROMPT_TAIL_TOKENS + BLOCK
+    again = engine.serve(request("b", SHARED[:301]))
+    assert engine.computed - first == 300 - again.cached[0] < PROMPT_TAIL_TOKENS + BLOCK
 
 
 def test_the_next_turn_computes_only_what_is_new(settings: dict[str, Any]) -> None:
@@ -68,10 +50,10 @@ def test_the_next_turn_computes_only_what_is_new(settings: dict[str, Any]) -> No
     history = SHARED[:5]
     for turn in range(30):
         done = len(history)
-        client = serve(engine, request(f"t{turn}", history, max_tokens=11))
+        client = engine.serve(request(f"t{turn}", history, max_tokens=11))
         if turn:
             # The new tokens, less than a block of the turn before, and its last token.
-            assert done - cached(client) <= 2 + BLOCK
+            assert done - client.cached[0] <= 2 + BLOCK
         history = [*history, *client.tokens, turn % 19, 1]
     assert engine.scheduler.stats().kept_states <= 12
 
@@ -82,9 +64,9 @@ def test_an_answer_missing_from_later_turns_costs_the_end_of_its_prompt(
     engine = Engine(config(**settings))
     prompt = SHARED[:50]
     for turn in range(20):
-        client = serve(engine, request(f"t{turn}", prompt, max_tokens=20))
+        client = engine.serve(request(f"t{turn}", prompt, max_tokens=20))
         if turn:
-            assert len(prompt) - cached(client) <= 9 + PROMPT_TAIL_TOKENS + BLOCK
+            assert len(prompt) - client.cached[0] <= 9 + PROMPT_TAIL_TOKENS + BLOCK
         # The next turn has neither the template's beginning of the answer nor its reasoning.
         prompt = [*prompt[: 2 - PROMPT_TAIL_TOKENS], *client.tokens[-5:], turn % 19, 1, 2, 3, 4]
 
@@ -92,8 +74,8 @@ def test_an_answer_missing_from_later_turns_costs_the_end_of_its_prompt(
 def test_a_third_prompt_goes_on_where_two_parted(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
     system = SHARED[:203]
-    clients = [serve(engine, request(f"{n}", [*system, *[n] * 90])) for n in range(3)]
-    assert [cached(client) for client in clients] == [0, 0, 200]
+    clients = [engine.serve(request(f"{n}", [*system, *[n] * 90])) for n in range(3)]
+    assert [client.cached[0] for client in clients] == [0, 0, 200]
 
 
 @pytest.mark.parametrize("tails", [[3] * 8, [3, 17, 90, 4, 33, 2, 8, 70]])
@@ -103,11 +85,9 @@ def test_arrivals_with_the_same_new_prefix_compute_it_once(
     engine = Engine(config(**settings | {"prefill_batch_size": 8, "prefill_chunk_tokens": 4000}))
     prompts = [[*SHARED[:400], *[n] * tail] for n, tail in enumerate(tails)]
     clients = [engine.submit(request(f"{n}", prompt)) for n, prompt in enumerate(prompts)]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
+    engine.finish(*clients)
     spent = 400 + sum(tails)
-    assert computed(engine) <= spent + len(tails) * (PROMPT_TAIL_TOKENS + BLOCK)
+    assert engine.computed <= spent + len(tails) * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
 def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix(
@@ -116,43 +96,37 @@ def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix(
     engine = Engine(config(**settings))
     engine.submit(request("first", SHARED[:400]))
     others = [engine.submit(request(name, SHARED[:400])) for name in ("second", "third")]
-    for _ in range(3):
-        engine.turn()
+    engine.run_turns(3)
     engine.scheduler.abort("first")
-    engine.run()
-    for client in others:
-        engine.assert_right(client)
-    assert computed(engine) < 400 + 64 + 2 * (PROMPT_TAIL_TOKENS + BLOCK)
+    engine.finish(*others)
+    assert engine.computed < 400 + 64 + 2 * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
 def test_a_request_aborted_during_prefill_leaves_a_snapshot(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
     engine.submit(request("gone", SHARED[:500]))
-    for _ in range(4):
-        engine.turn()
+    engine.run_turns(4)
     engine.scheduler.abort("gone")
     engine.run()
-    done = computed(engine)
-    assert cached(serve(engine, request("again", SHARED[:500]))) >= done - 64
+    done = engine.computed
+    assert engine.serve(request("again", SHARED[:500])).cached[0] >= done - 64
 
 
 def test_a_long_prompt_leaves_a_few_inner_snapshots(settings: dict[str, Any]) -> None:
     long = [position * position % 23 for position in range(5000)]
     settings |= {"context_length": 6000, "prefill_chunk_tokens": 512, "block_size": 64}
     engine = Engine(config(**settings))
-    serve(engine, request("a", long))
+    engine.serve(request("a", long))
     assert 2 <= engine.scheduler.stats().kept_states - 1 <= MAX_INNER_SNAPSHOTS
-    other = serve(engine, request("b", [*long[:4500], *[1] * 50]))
-    assert 4500 - cached(other) <= 2048 + 512
+    other = engine.serve(request("b", [*long[:4500], *[1] * 50]))
+    assert 4500 - other.cached[0] <= 2048 + 512
 
 
 def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(hybrid: dict[str, Any]) -> None:
     few = {"blocks": 150, "context_length": 200, "state_bytes": 300}
     engine = Engine(config(**hybrid | few))
     clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
-    engine.run()
-    for client in clients:
-        engine.assert_right(client)
+    engine.finish(*clients)
     assert engine.scheduler.stats().preemptions_total
     assert max(part.position for plan in engine.plans for part in plan.state_restores) > 20
 
@@ -163,21 +137,21 @@ def test_there_are_at_most_max_snapshots_and_the_latest_stay(
 ) -> None:
     engine = Engine(config(**settings | {"max_snapshots": limit}))
     for number in range(6):
-        serve(engine, request(f"{number}", [number] * 100, max_tokens=20))
+        engine.serve(request(f"{number}", [number] * 100, max_tokens=20))
         assert engine.scheduler.stats().kept_states == min(limit, 2 * number + 2)
-    last = serve(engine, request("again", [*[5] * 100, 7]))
-    assert cached(last) > 0 or limit == 1
-    assert cached(serve(engine, request("first", [0] * 100))) == 0
+    last = engine.serve(request("again", [*[5] * 100, 7]))
+    assert last.cached[0] > 0 or limit == 1
+    assert engine.serve(request("first", [0] * 100)).cached[0] == 0
 
 
 def test_without_the_blocks_of_its_prefix_a_snapshot_is_not_used(hybrid: dict[str, Any]) -> None:
     engine = Engine(config(**hybrid))
-    serve(engine, request("a", SHARED[:301]))
+    engine.serve(request("a", SHARED[:301]))
     memory = engine.scheduler.memory
     for _ in range(5):  # the tail of the chain is evicted first
         memory.evict_oldest(memory.blocks)
     engine.check()
-    assert cached(serve(engine, request("b", SHARED[:301]))) == 0
+    assert engine.serve(request("b", SHARED[:301])).cached[0] == 0
 
 
 def test_an_abort_during_decode_leaves_no_private_snapshot(
@@ -186,19 +160,17 @@ def test_an_abort_during_decode_leaves_no_private_snapshot(
     for turns in range(1, 24):
         engine = Engine(config(**settings))
         engine.submit(request("a", SHARED[:30], max_tokens=90))
-        for _ in range(turns):
-            engine.turn()
+        engine.run_turns(turns)
         engine.schedule()  # with look-ahead the token before the last one is not known now
         engine.scheduler.abort("a")
         engine.check()
-        engine.run()
-        engine.assert_nothing_left()
+        engine.finish()
 
 
 def test_snapshots_are_evicted_before_any_sequence_is_preempted(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings | {"blocks": 120, "max_snapshots": 100}))
     for number in range(30):
-        serve(engine, request(f"{number}", [number % 20, *SHARED[:60]], max_tokens=20))
+        engine.serve(request(f"{number}", [number % 20, *SHARED[:60]], max_tokens=20))
     assert not engine.scheduler.stats().preemptions_total
     assert engine.scheduler.stats().unevictable_bytes == 0
 

@@ -26,9 +26,7 @@ def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for() -> Non
 
 def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_blocks_later() -> None:
     engine = engine_with(0)
-    client = engine.submit(request("a", PROMPT))
-    engine.run()
-    engine.assert_right(client)
+    engine.serve(request("a", PROMPT))
     assert not engine.stored and engine.scheduler.idle
     assert engine.scheduler.num_unstored == len(engine.cached)
     engine.store_room = None

@@ -24,9 +24,7 @@ def test_the_end_follows_so_many_tokens_of_reasoning(tokens: int, look_ahead: bo
     engine = Engine(config(look_ahead=look_ahead))
     limited = engine.submit(request("a", [1, 2, 3], max_tokens=20, thinking=budget(tokens)))
     free = engine.submit(request("b", [1, 2, 3], max_tokens=20))
-    engine.run()
-    for client in (limited, free):
-        engine.assert_right(client)
+    engine.finish(limited, free)
     assert limited.tokens[:tokens] == free.tokens[:tokens]
     assert limited.tokens[tokens : tokens + 3] == END
     assert not {*limited.tokens[tokens + 3 :]} & {*END}

@@ -132,7 +132,7 @@ def _flag(flag: Flag) -> tuple[str, str, str]:
 def _metrics() -> str:
     with tempfile.TemporaryDirectory() as directory:
         router = _router(directory)
-        for each in vars(router.metrics).values():
+        for each in (vars(router.metrics) | vars(router.metrics.images)).values():
             if isinstance(each, Counter | Gauge | Histogram | LoopHistogram):
                 for count in (1, 2):  # only of labels that have values there is a sample
                     with suppress(ValueError, TypeError):

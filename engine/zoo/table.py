@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
@@ -44,6 +45,11 @@ compute each of them on the CPU, through the same stages, and are compared with 
 * As on a GPU: {summary_gpu}.
 * On 2 ranks: {divided} can be divided, {divided_right} right.
 
+Right, batched as `ragged` (each row at its own length) on both paths, with prefixes and INT8:
+{plain}.
+
+Those with a star can be divided, and are right and `ragged` on 2 ranks. The others:
+
 | architecture | served | batched | how | as on a GPU | 2 ranks | prefixes | INT8 | why not faster |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
@@ -52,14 +58,16 @@ compute each of them on the CPU, through the same stages, and are compared with 
 
 Checkpoints of these types take images, through mlx-vlm ([how](design/images.md)). A tiny random
 model of each is compared with mlx-vlm's logits, with text and images in one batch
-(`tests/engine/replica/test_pictures.py`). The columns are those of the architecture, above, whose
-code computes the language model. Of any other model with a part for images, text is served.
+(`tests/engine/replica/test_pictures.py`). The architecture that computes the language model is in
+parentheses, and its results above apply. Other models with a vision part serve text only.
 
 {pictures}
 """
 
 
 RANKS = 2
+PLAIN = ("right", "yes", "ragged", "ragged", "yes", "yes")
+"""The best values of a row, without the columns for ranks and reasons."""
 _REMAPPED = {"llava": "mistral3", "qwen2_5_vl": "qwen2_vl"}
 """Model types that mlx-lm loads as another architecture (its `MODEL_REMAPPING`)."""
 
@@ -73,6 +81,7 @@ def page(by_way: Mapping[Way, Reports]) -> str:
     on_ranks = by_way[Way(ranks=RANKS)]
     right = [report for report in reports if report.right]
     rows = [_row(report, as_on_gpu[report.name], on_ranks.get(report.name)) for report in reports]
+    plain = [row for row in rows if _plain_name(row)]
     return _PAGE.format(
         mlx_lm=version("mlx-lm"),
         mlx=version("mlx"),
@@ -85,26 +94,38 @@ def page(by_way: Mapping[Way, Reports]) -> str:
         summary_gpu=summary(list(as_on_gpu.values())),
         divided=sum(report.loads for report in on_ranks.values()),
         divided_right=sum(report.right for report in on_ranks.values()),
-        rows="\n".join(rows),
+        plain=textwrap.fill(", ".join(map(_plain_name, plain)), 120, break_on_hyphens=False),
+        rows="\n".join(row for row in rows if row not in plain),
     )
 
 
+def _plain_name(row: str) -> str:
+    """Return the architecture of a ``row`` that has the best values everywhere, with a star if it
+    can be divided; empty for others."""
+    name, *cells = _cells(row)
+    divided = cells[4] == "ragged"
+    is_plain = cells == [*PLAIN[:4], cells[4] if divided else "", *PLAIN[4:], ""]
+    return f"{name}{'*' * divided}" if is_plain else ""
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|")]
+
+
 def image_families(rows: Sequence[str]) -> str:
-    """Return the table of model types that take images, by the ``rows`` of architectures."""
-    by_name = {}
-    for row in rows:
-        name, *cells = (cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|"))
-        by_name[name] = cells
-    lines = [
-        "| model type | architecture | served | batched | how | as on a GPU | prefixes | INT8 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    """Return a list of the model types that take images, grouped by the ``rows`` of architectures
+    that compute their text."""
+    by_name = {name: cells for name, *cells in map(_cells, rows)}
+    groups: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
         name = family.text or _REMAPPED.get(kind, kind)
         served, batched, how, gpu, _, prefixes, int8, *_ = by_name.get(name, [""] * 8)
-        cells = [kind, name, served, batched, how, gpu, prefixes, int8]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        found = (
+            f"{served}, batched: {batched}, `{how}` (as on a GPU: `{gpu}`), prefixes: {prefixes}"
+        )
+        groups.setdefault(f"{found}, INT8: {int8}", []).append(f"{kind} ({name})")
+    lines = (f"* {found}: {', '.join(kinds)}." for found, kinds in groups.items())
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines)
 
 
 def summary(reports: Sequence[ArchitectureReport]) -> str:

@@ -8,7 +8,7 @@ from engine.model.multimodal import FAMILIES
 from engine.zoo.examine import ArchitectureReport
 from engine.zoo.farm import Way
 from engine.zoo.results import Results
-from engine.zoo.table import RANKS, image_families, page
+from engine.zoo.table import PLAIN, RANKS, image_families, page
 from tests import vision_models
 
 ON_RANKS = Way(ranks=RANKS)
@@ -44,10 +44,27 @@ def test_the_page_says_how_models_are_divided() -> None:
 def test_models_that_take_images_are_listed_by_their_language_models() -> None:
     written = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
     table, _, of_images = written.partition("## Models that take images")
-    rows = [line for line in table.splitlines() if line.startswith("| ")]
-    listed = image_families(rows)
-    assert listed in of_images
+    listed = table.partition("INT8:\n")[2].partition(".\n\n")[0].replace("\n", " ")
+    rows = [
+        f"| {name.strip('*')} | {' | '.join(PLAIN[:4])} | | yes | yes | |"
+        for name in listed.split(", ")
+    ]
+    rows += [line for line in table.splitlines() if line.startswith("| ")]
+    families = image_families(rows)
+    assert families in of_images
     for kind, family in FAMILIES.items():
         name = family.text or MODEL_REMAPPING.get(kind, kind)
-        assert f"| {kind} | {name} | right | yes |" in listed
+        assert f"{kind} ({name})" in families.replace("\n ", "")
+    assert "* right, batched: yes, `ragged` (as on a GPU: `ragged`)" in families
     assert vision_models.FAMILIES.keys() == FAMILIES.keys()  # each is compared with mlx-vlm
+
+
+def test_architectures_with_the_best_results_are_listed_in_one_paragraph() -> None:
+    best = ArchitectureReport(
+        name="llama", loads=True, batched=True, batching="ragged", prefix_cache=True, int8=True
+    )
+    slow = ArchitectureReport(name="mamba", loads=True, batched=True, batching="dense")
+    reports = {"llama": best, "mamba": slow}
+    text = page({Way(): reports, Way(True): reports, ON_RANKS: {"llama": best}})
+    assert "INT8:\nllama*.\n" in text and "| llama |" not in text
+    assert "| mamba | right | yes | dense |" in text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from engine.adapters.places import AdapterPlaces
 from engine.model.load import resolve
 from services.measuring.executor_steps import WARM_UP_STEPS, noise
 
-ROWS, RANK = 8, 16
+ROWS = 8
 CONTEXT_TOKENS, STEPS = 200, 12
 WIDE: dict[str, Any] = {
     "model_type": "llama",
@@ -34,8 +35,24 @@ WIDE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Four layers of TinyLlama 1.1B, with random weights and the demo's vocabulary."""
-_TARGETS = {"attention": ("q_proj", "v_proj"), "all layers": ("",)}
-"""Layers with adapters: those in mlx-lm's and PEFT's first examples, and all."""
+
+
+class AdapterKind(NamedTuple):
+    """Adapters of one kind."""
+
+    rank: int
+    targets: tuple[str, ...] = ("",)  # ends of the names of linear layers
+    last_blocks: int | None = None  # None: all blocks of the model
+
+
+KINDS = {
+    "what mlx_lm.lora trains by default": AdapterKind(8, last_blocks=16),
+    "q_proj and v_proj": AdapterKind(16, ("q_proj", "v_proj")),
+    "all linear layers": AdapterKind(16),
+}
+"""mlx_lm.lora's defaults are ``num_layers`` 16, rank 8, and all linear layers of these blocks
+(`CONFIG_DEFAULTS` in mlx_lm/lora.py, `linear_to_lora_layers` in mlx_lm/tuner/utils.py)."""
+_BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
 def adapters(model: str, runs: int) -> None:
@@ -53,7 +70,7 @@ def adapters(model: str, runs: int) -> None:
 def _steps(model: str, runs: int, name: str) -> None:
     prompts = [noise(seed, CONTEXT_TOKENS) for seed in range(ROWS)]
     plain = InProcessEngine(model)
-    engine = InProcessEngine(model, max_adapters=ROWS, max_adapter_rank=RANK)
+    engine = InProcessEngine(model, max_adapters=ROWS)
     assert engine.replica.adapters is not None
     ways = {
         "no --adapter": (plain, [0] * ROWS),
@@ -61,8 +78,8 @@ def _steps(model: str, runs: int, name: str) -> None:
         "one": (engine, [1] * ROWS),
         "eight": (engine, list(range(1, ROWS + 1))),
     }
-    for targets, ends in _TARGETS.items():
-        _fill(engine.replica.adapters.places, ends)
+    for named, kind in KINDS.items():
+        _fill(engine.replica.adapters.places, kind)
         times: dict[str, list[float]] = {way: [] for way in ways}
         for run in range(runs + 1):
             for way in list(ways)[:: 1 if run % 2 else -1]:
@@ -71,7 +88,7 @@ def _steps(model: str, runs: int, name: str) -> None:
         shown = {way: each[1:] for way, each in times.items()}  # the first run computes prompts
         figures = ", ".join(f"{way} {1e3 * min(each):.1f}" for way, each in shown.items())
         print(
-            f"{name}, rank {RANK}, {targets}: {figures} ms; with eight "
+            f"{name}, {named}, rank {kind.rank}: {figures} ms; with eight "
             f"{_ratio(shown, 'none'):.2f} times none, {_ratio(shown, 'no --adapter'):.2f} times a "
             "step of an engine without --adapter",
             flush=True,
@@ -83,18 +100,20 @@ def _ratio(times: dict[str, list[float]], way: str) -> float:
     return statistics.median(with_them / without for with_them, without in pairs)
 
 
-def _fill(places: AdapterPlaces, ends: tuple[str, ...]) -> None:
-    """Put a small random adapter into each place, for layers whose names end with ``ends``."""
+def _fill(places: AdapterPlaces, kind: AdapterKind) -> None:
+    """Put a small random adapter of ``kind`` into each place."""
     random = np.random.default_rng(0)
     assert places.store is not None
+    blocks = {name: int(found[1]) for name in places.shapes if (found := _BLOCK.search(name))}
+    first = 0 if kind.last_blocks is None else max(blocks.values()) + 1 - kind.last_blocks
     for place in range(1, places.count + 1):
         layers = {
             layer: LowRank(
-                random.standard_normal((shape.inputs, RANK), np.float32) / 1e3,
-                random.standard_normal((RANK, shape.outputs), np.float32) / 1e3,
+                random.standard_normal((shape.inputs, kind.rank), np.float32) / 1e3,
+                random.standard_normal((kind.rank, shape.outputs), np.float32) / 1e3,
             )
             for layer, shape in places.shapes.items()
-            if layer.endswith(ends)
+            if layer.endswith(kind.targets) and blocks.get(layer, 0) >= first
         }
         places.store.put(place, AdapterWeights(layers=layers, digest=str(place)).layers)
 

@@ -78,7 +78,11 @@ class AdapterPlaces:
         try:
             self.store.put(place, weights.layers)
         except Exception as error:  # from MLX, most likely out of memory
-            raise AdapterError(f"an adapter finds no memory: {error!r}") from error
+            size_mb = sum(down.nbytes + up.nbytes for down, up in weights.layers.values()) / 1e6
+            raise AdapterError(
+                f"there is no memory for an adapter of {size_mb:.1f} MB, though "
+                f"{self.reserved_bytes / 1e6:.1f} MB are reserved for adapters: {error!r}"
+            ) from error
         self._places[weights.digest] = place
         return place
 

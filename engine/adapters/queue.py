@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import NamedTuple
 from engine.adapters.checkpoint import AdapterError, AdapterWeights, Shape, read
 from engine.adapters.places import MAX_AHEAD, AdapterPlaces
 from shared import wire
+
+logger = logging.getLogger(__name__)
 
 MAX_CHECKS = 16
 SWAP_SHARE = 0.2
@@ -134,6 +137,7 @@ class AdapterQueue:
             try:
                 place = self._place_for(request, taken, withdrawable)
             except AdapterError as error:
+                logger.warning("%s", error)
                 yield _refused(request, "full", str(error))
                 continue
             if place is None:

@@ -6,7 +6,7 @@ whatever else is in the batch (`docs/design/cpu.md`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -21,8 +21,11 @@ from engine.cache.rounding import Array
 SPARSE = 2
 """Factors are copied next to each other if the groups span more than this many times as many
 places as they use."""
+MAX_KEPT = 2
+"""Passes whose inputs are kept: decode steps run between the layers of a prompt."""
 _TRIED_WIDTH = 1024
 _TRIED_PLACES = (1, 0, 3, 3, 2)
+_TRIED_RANKS = (1, 2, 5, 8, 16, 64)
 _TRIED_SIZES = (1, 2, 3, 5, 8, 16, 17, 33, 64, 129)
 _ROWS, _BACK = "adapter_rows", "adapter_back"
 
@@ -42,11 +45,12 @@ class AdapterRows:
     def __init__(self, places: Sequence[int], widths: Sequence[int]) -> None:
         """``places`` and ``widths`` are the adapter place and the number of tokens of each row
         of the pass."""
+        self.key = tuple(places), tuple(widths)
         of_tokens = np.repeat(places, widths)
         self.used: list[int] = sorted(set(places))
         first, last = self.used[0], self.used[-1]
-        self._is_sparse = last - first + 1 > SPARSE * len(self.used)
-        groups = self.used if self._is_sparse else range(first, last + 1)
+        self.is_sparse = last - first + 1 > SPARSE * len(self.used)
+        groups = self.used if self.is_sparse else range(first, last + 1)
         self._range = slice(first, last + 1)
         counts = np.array([np.count_nonzero(of_tokens == place) for place in groups])
         # A product of one row is computed differently, and so may be the last row of a thread.
@@ -62,7 +66,7 @@ class AdapterRows:
 
     def of(self, stack: Array) -> Array:
         """Return the factors of each group, selected from those of all places."""
-        return stack[self.used] if self._is_sparse else stack[self._range]
+        return stack[self.used] if self.is_sparse else stack[self._range]
 
     def feeds(self, padded: int) -> dict[str, Any]:
         """Return the indices that gather rows into groups and scatter them back, for a pass of
@@ -71,37 +75,60 @@ class AdapterRows:
         return {_ROWS: self._rows, _BACK: back}
 
 
+class _Stacks:
+    """The factors of all places for linear layers with one input. Each layer has ``columns`` inner
+    columns, those of the highest rank in any place: more would only be zeros that take time."""
+
+    def __init__(self, layers: Sequence[Layer], columns: int) -> None:
+        self.columns = columns
+        self._width = min(columns, COLUMNS)
+        self._parts = columns // max(self._width, 1)  # of one layer
+        places, inputs = layers[0].places + 1, layers[0].shape.inputs
+        shape = places, len(layers) * self._parts, inputs, self._width
+        self.down: Array = np.zeros(shape, np.float32)
+        self.ups: list[Array] = [
+            np.zeros((places, columns, layer.shape.outputs), np.float32) for layer in layers
+        ]
+
+    def put(self, place: int, number: int, factors: LowRank | None) -> None:
+        """Replace the factors of a layer."""
+        down, up = self._downs_of(place, number), self.ups[number][place]
+        down[:], up[:] = 0, 0
+        if factors is None:
+            return
+        rank = len(factors.up)
+        up[:rank] = factors.up
+        for part, first in zip(down, range(0, rank, self._width), strict=False):
+            some = factors.down[:, first : first + self._width]
+            part[:, : some.shape[1]] = some
+
+    def of(self, place: int, number: int) -> LowRank:
+        """Return the factors of a layer, with all columns."""
+        down = self._downs_of(place, number)
+        return LowRank(np.concatenate([*down], axis=1), self.ups[number][place])
+
+    def _downs_of(self, place: int, number: int) -> Array:
+        """Return the first factor of a layer: (parts, in, width)."""
+        return self.down[place, number * self._parts : (number + 1) * self._parts]
+
+
 class AdaptedLinear:
     """Linear layers with one input, side by side in one graph, and the factors of all places."""
 
     def __init__(self, graph: Graph, layers: Sequence[Layer]) -> None:
-        self.rank = rank = layers[0].rank
-        self._layers, self._places = layers, layers[0].places + 1
-        self._width = min(columns_of(rank), COLUMNS)
-        self._parts = columns_of(rank) // self._width  # inner columns of one layer
-        self._inputs = layers[0].shape.inputs
-        self._has = [False] * self._places
+        self.rank = layers[0].rank
+        self._layers = layers
+        self._ranks = [0] * (layers[0].places + 1)  # of the adapter in each place
+        self._stacks = _Stacks(layers, 0)
         prefix = f"adapter_{layers[0].name}"
         self._condition = graph.input(f"{prefix}_if", 1, dtype=np.bool_, by_name=True)
-        groups = "adapter_groups"
-        parts = self._parts * len(layers)
-        self._down = graph.input(
-            f"{prefix}_down", groups, parts, self._inputs, self._width, by_name=True
-        )
-        inner = self._parts * self._width
+        groups, width, inner = "adapter_groups", f"{prefix}_width", f"{prefix}_columns"
+        sizes = groups, f"{prefix}_parts", layers[0].shape.inputs, width
+        self._down = graph.input(f"{prefix}_down", *sizes, by_name=True)
         self._ups = [
             graph.input(f"{prefix}_up_{i}", groups, inner, layer.shape.outputs, by_name=True)
             for i, layer in enumerate(layers)
         ]
-
-    @cached_property
-    def _stacks(self) -> tuple[Array, list[Array]]:
-        """The factors. Their memory is allocated with the first adapter that has any."""
-        parts = self._parts * len(self._layers)
-        down = np.zeros((self._places, parts, self._inputs, self._width), np.float32)
-        inner = self._parts * self._width
-        outputs = [layer.shape.outputs for layer in self._layers]
-        return down, [np.zeros((self._places, inner, out), np.float32) for out in outputs]
 
     def add(self, graph: Graph, x: str, out: str) -> str:
         """Return ``out`` plus the adapters' part for the inputs ``x`` (rows, in)."""
@@ -129,48 +156,49 @@ class AdaptedLinear:
         return graph.choose(self._condition, added, out)
 
     def _joined(self, graph: Graph, inner: str) -> str:
-        """Return the inner columns of one layer, (groups, size, rank)."""
-        if self._parts == 1:
+        """Return the inner columns of one layer, (groups, size, columns)."""
+        if self.rank <= COLUMNS:
             return graph.node("Squeeze", inner, graph.integers(1))
         turned = graph.node("Transpose", inner, perm=[0, 2, 1, 3])
         return graph.node("Reshape", turned, graph.integers(0, 0, -1))
 
     def put(self, place: int, factors: Mapping[str, LowRank]) -> None:
         own = [factors.get(layer.name) for layer in self._layers]
-        had, self._has[place] = self._has[place], any(each is not None for each in own)
-        if not had and not self._has[place]:
-            return
-        down, ups = self._stacks
-        down[place] = 0
-        for number, each in enumerate(own):
-            ups[number][place] = 0
-            if each is None:
-                continue
-            rank = each.down.shape[1]
-            ups[number][place, :rank] = each.up
-            for part in range(self._parts):
-                some = each.down[:, part * self._width : (part + 1) * self._width]
-                down[place, number * self._parts + part, :, : some.shape[1]] = some
+        had, ranks = self._ranks[place], self._ranks.copy()
+        ranks[place] = max(len(each.up) if each is not None else 0 for each in own)
+        self._fit(ranks)
+        if had or ranks[place]:
+            for number, each in enumerate(own):
+                self._stacks.put(place, number, each)
+
+    def _fit(self, ranks: list[int]) -> None:
+        """Allocate stacks with other columns if these ``ranks`` of places need them."""
+        before, columns = self._stacks, columns_of(max(ranks)) if any(ranks) else 0
+        if columns != before.columns:
+            stacks = _Stacks(self._layers, columns)
+            for place, rank in enumerate(self._ranks):
+                kept = min(rank, ranks[place])
+                for number in range(len(self._layers) if kept else 0):
+                    down, up = before.of(place, number)
+                    stacks.put(place, number, LowRank(down[:, :kept], up[:kept]))
+            self._stacks = stacks
+        self._ranks = ranks
 
     def feeds(self, rows: AdapterRows | None) -> Iterator[tuple[str, Any]]:
-        if rows is None or not any(self._has[place] for place in rows.used):
+        if rows is None or not any(self._ranks[place] for place in rows.used):
             yield from self._nothing.items()
             return
-        down, ups = self._stacks
         yield self._condition, _YES
-        yield self._down, rows.of(down)
-        for name, up in zip(self._ups, ups, strict=True):
+        yield self._down, rows.of(self._stacks.down)
+        for name, up in zip(self._ups, self._stacks.ups, strict=True):
             yield name, rows.of(up)
 
     @cached_property
     def _nothing(self) -> dict[str, Any]:
         """Placeholder inputs, which are not read."""
-        parts, inner = self._parts * len(self._layers), self._parts * self._width
-        found: dict[str, Any] = {self._condition: np.array([False])}
-        found[self._down] = np.zeros((0, parts, self._inputs, self._width), np.float32)
-        for name, layer in zip(self._ups, self._layers, strict=True):
-            found[name] = np.zeros((0, inner, layer.shape.outputs), np.float32)
-        return found
+        empty = _Stacks(self._layers, 0)
+        found: dict[str, Any] = {self._condition: np.array([False]), self._down: empty.down[:0]}
+        return found | {name: up[:0] for name, up in zip(self._ups, empty.ups, strict=True)}
 
 
 _YES = np.array([True])
@@ -182,6 +210,10 @@ class DecoderStore:
 
     def __init__(self, stretches: Sequence[Session]) -> None:
         self._graphs: list[Sequence[AdaptedLinear]] = [each.parts for each in stretches]
+        self._nothing = [self._made(linears, None, 0) for linears in self._graphs]
+        self._kept: dict[Any, dict[int, dict[str, Any]]] = {}
+        """The inputs of stretches in the last passes with adapters. Steps of the same rows have the
+        same ones, and making them takes as long as some of the products."""
 
     @property
     def same_bits(self) -> bool:
@@ -190,13 +222,30 @@ class DecoderStore:
         return all(keeps_bits(rank) for rank in ranks)
 
     def put(self, place: int, layers: Mapping[str, LowRank]) -> None:
+        self._kept.clear()
         for graph in self._graphs:
             for linear in graph:
                 linear.put(place, layers)
 
     def feeds(self, number: int, rows: AdapterRows | None, padded: int) -> dict[str, Any]:
         """Return the inputs of stretch ``number`` for a pass of ``padded`` tokens."""
-        linears = self._graphs[number]
+        if rows is None:
+            return self._nothing[number]
+        if rows.is_sparse:  # these inputs are copies: one stretch at a time
+            return self._made(self._graphs[number], rows, padded)
+        key = *rows.key, padded
+        kept = self._kept.get(key)
+        if kept is None:
+            while len(self._kept) >= MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            kept = self._kept[key] = {}
+        if number not in kept:
+            kept[number] = self._made(self._graphs[number], rows, padded)
+        return kept[number]
+
+    def _made(
+        self, linears: Sequence[AdaptedLinear], rows: AdapterRows | None, padded: int
+    ) -> dict[str, Any]:
         if not linears:
             return {}
         nothing = {_ROWS: _NO_ROWS, _BACK: np.zeros(padded, np.int64)}
@@ -209,40 +258,74 @@ class DecoderStore:
 @cache
 def keeps_bits(rank: int) -> bool:
     """Test on this processor whether a row has the same bits alone and among others, with
-    adapters of ``rank``."""
-    random = np.random.default_rng(0)
-    shape, places = Shape(_TRIED_WIDTH, _TRIED_WIDTH), max(_TRIED_PLACES)
-    layers = [Layer(f"tried {number}", shape, places, rank) for number in range(2)]
-    graph = Graph()
-    x = graph.input("x", "rows", shape.inputs)
-    part = AdaptedLinear(graph, layers)
-    out = graph.input("out", "rows", 2 * shape.outputs)
-    graph.output(part.add(graph, x, out), "rows", 2 * shape.outputs)
-    session = graph.session()
-    for place in range(1, places + 1):
-        part.put(place, {layer.name: _random_factors(random, layer) for layer in layers})
-    rows = random.standard_normal((sum(_TRIED_SIZES), shape.inputs), np.float32)
+    adapters of ``rank``, and beside adapters of a higher rank."""
+    tried = _Tried(rank)
+    tried.fill(range(1, tried.places + 1), rank)
+    return all(map(tried.keeps_among, _TRIED_SIZES)) and all(
+        tried.keeps_beside(less, size) for less in _TRIED_RANKS if less < rank for size in (1, 17)
+    )
 
-    def computed(first: int, of_rows: Sequence[int]) -> Array:
-        adapters, count = AdapterRows(of_rows, [1] * len(of_rows)), len(of_rows)
-        named = {**adapters.feeds(count), **dict(part.feeds(adapters))}
-        before = np.zeros((count, 2 * shape.outputs), np.float32)
-        found: Array = session(rows[first : first + count], before, named=named)[0]
-        return found
 
-    for size in _TRIED_SIZES:
+class _Tried:
+    """Two layers with adapters, to compare the bits of rows."""
+
+    def __init__(self, rank: int) -> None:
+        self.places = max(_TRIED_PLACES)
+        self._rank, self._random = rank, np.random.default_rng(0)
+        shape = Shape(_TRIED_WIDTH, _TRIED_WIDTH)
+        self._layers = [Layer(f"tried {number}", shape, self.places, rank) for number in range(2)]
+        graph, outputs = Graph(), 2 * shape.outputs
+        x, out = graph.input("x", "rows", shape.inputs), graph.input("out", "rows", outputs)
+        self._part = AdaptedLinear(graph, self._layers)
+        graph.output(self._part.add(graph, x, out), "rows", outputs)
+        self._session = graph.session()
+        self._rows = self._noise(max(_TRIED_SIZES), shape.inputs)
+        self._before: Array = np.zeros((len(self._rows), outputs), np.float32)
+
+    def keeps_among(self, size: int) -> bool:
+        """Compare rows of a mixed batch with each row alone, and among rows of its adapter."""
         mixed = [_TRIED_PLACES[number % len(_TRIED_PLACES)] for number in range(size)]
-        together = computed(0, mixed)
+        together = self._computed(0, mixed)
         for number in {0, size // 2, size - 1}:
-            place = mixed[number]
-            alone = computed(number, [place])[0] if place else together[number] * 0
-            if not np.array_equal(together[number], alone):
+            place, found = mixed[number], together[number]
+            if not place:
+                if found.any():
+                    return False
+                continue
+            alone = self._computed(number, [place])[0]
+            same = self._computed(0, [place] * size)[number]
+            if not (np.array_equal(found, alone) and np.array_equal(same, alone)):
                 return False
-            if place and not np.array_equal(computed(number, [place] * size)[0], alone):
-                return False
-    return True
+        return True
 
+    def keeps_beside(self, less: int, size: int) -> bool:
+        """Compare rows of an adapter of rank ``less`` beside others of that rank, and higher."""
+        self.fill([1], less)
+        beside = self._computed(0, [1] * size)
+        self.fill(range(2, self.places + 1), 0)
+        narrow = self._computed(0, [1] * size)
+        self.fill([2], self._rank)
+        return np.array_equal(beside, narrow)
 
-def _random_factors(random: np.random.Generator, layer: Layer) -> LowRank:
-    down = random.standard_normal((layer.shape.inputs, layer.rank), np.float32)
-    return LowRank(down, random.standard_normal((layer.rank, layer.shape.outputs), np.float32))
+    def fill(self, places: Iterable[int], rank: int) -> None:
+        """Put random adapters of ``rank`` into ``places``; 0: none."""
+        for place in places:
+            self._part.put(
+                place, {one.name: self._factors(one, rank) for one in self._layers if rank}
+            )
+
+    def _factors(self, layer: Layer, rank: int) -> LowRank:
+        inputs, outputs = layer.shape
+        return LowRank(self._noise(inputs, rank), self._noise(rank, outputs))
+
+    def _noise(self, *shape: int) -> Array:
+        return self._random.standard_normal(shape, np.float32)
+
+    def _computed(self, first: int, of_rows: Sequence[int]) -> Array:
+        """Return what adapters add to the rows from ``first`` on."""
+        count = len(of_rows)
+        adapters = AdapterRows(of_rows, [1] * count)
+        named = {**adapters.feeds(count), **dict(self._part.feeds(adapters))}
+        given = self._rows[first : first + count]
+        found: Array = self._session(given, self._before[:count], named=named)[0]
+        return found

@@ -136,6 +136,8 @@ class ModelReplicas:
         """By the names that requests have for them."""
         self.decisions = DecisionTable()
         """What administrators have decided about their names."""
+        self.adapters_left_at: float | None = None
+        """When an engine with adapters in its settings was removed, from ``time.monotonic``."""
 
     def update_adapters(self) -> None:
         """Name the adapters of the engines' settings, except where an administrator has decided
@@ -144,6 +146,16 @@ class ModelReplicas:
         self.adapters = {one.name: one for one in of_settings if one.name not in self.decisions}
         decided = (each.adapter for each in self.decisions.all)
         self.adapters |= {one.name: one for one in decided if one is not None}
+
+    def forget_adapters(self, now: float, wait_s: float) -> None:
+        """Drop names that no engine has had in its settings for ``wait_s``, in which one that
+        restarts comes back. If no engine takes adapters, errors say so instead."""
+        left_at = self.adapters_left_at
+        if left_at is None or now - left_at <= wait_s:
+            return
+        if any(engine.takes_adapters for engine in self.engines):
+            self.adapters_left_at = None
+            self.update_adapters()
 
     def apply(self, decisions: Iterable[AdapterDecision]) -> bool:
         """Let names stand for what administrators have decided. Return whether any is new."""
@@ -192,6 +204,8 @@ class ModelReplicas:
         """Exclude a time during which readiness could not be observed."""
         self._last_ready += asleep_s
         self._last_ready_for_adapters += asleep_s
+        if self.adapters_left_at is not None:
+            self.adapters_left_at += asleep_s
 
     def unready_for_s(self, now: float, *, for_adapters: bool = False) -> float:
         """Return how long no engine has been ready, or none that takes adapters."""

@@ -285,6 +285,7 @@ class Registry:
                 logger.info("model %s is no longer served: its engines have left", model.id)
                 self._versions.drop(model)
             else:
+                model.forget_adapters(now, self._settings.restart_wait_s)
                 self._update_readiness(model)
 
     # -- inside ----------------------------------------------------------------
@@ -304,6 +305,8 @@ class Registry:
         model = self._model_of.pop(engine, None)
         if model is not None:
             model.engines.remove(engine)
+            if engine.hello.adapters:
+                model.adapters_left_at = time.monotonic()
 
     def _is_gone(self, model: ModelReplicas, now: float) -> bool:
         if model.engines or model.unready_for_s(now) <= self._settings.restart_wait_s:

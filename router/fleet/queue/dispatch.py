@@ -148,6 +148,7 @@ class Dispatcher:
             return
         if message.reason in ("full", "draining"):
             engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
+            entry.sequence.refusal = message.message
             self._requeue(entry)
             return
         kind = NotSupported if message.reason == "unsupported" else InvalidRequest

@@ -54,6 +54,8 @@ class RemoteRequest(ABC):
         self.tokens_at_loss = 0
         """Number of its tokens at the last loss."""
         self.error: ApiError | None = None
+        self.refusal = ""
+        """Why the last engine did not accept it, if it waits for another one since then."""
         self.missed_heartbeats = 0
         self.arrived_at = self.queued_at = time.monotonic()
         self.placed_at = self.stopping_at = 0.0
@@ -116,6 +118,7 @@ class RemoteRequest(ABC):
     def accept(self) -> None:
         if self.state is RemoteRequestState.PLACED:
             self.state = RemoteRequestState.ACCEPTED
+            self.refusal = ""
             self._on_change()
 
     def take_progress(self, live: LiveRequest) -> None:

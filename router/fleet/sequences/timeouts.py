@@ -19,7 +19,8 @@ def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError 
     if sequence.first_token_at is None:
         limit_s = settings.first_token_timeout_s
         if now - sequence.arrived_at > limit_s:
-            return GenerationTimeout(f"No token was generated within {limit_s:g} s.")
+            why = f": {sequence.refusal}" if sequence.refusal else ""
+            return GenerationTimeout(f"No token was generated within {limit_s:g} s{why}.")
     elif not is_waiting or entry.model.ready_engines:
         limit_s = settings.request_timeout_s
         if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:

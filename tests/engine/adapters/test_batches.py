@@ -183,19 +183,22 @@ def test_drafts_preemption_and_swaps_change_no_answer(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_prefixes_are_found_by_the_same_adapter_alone(
+def test_prefixes_are_found_by_the_same_adapter_and_cache_salt_alone(
     tiny_model: Callable[..., Path], tmp_path: Path, kind: Kind
 ) -> None:
     case = make_case(tiny_model(kind), tmp_path, block_size=4)
     prompt, cached = prompts(1)[0] * 3, []
-    for number, adapter in enumerate((0, 1, COUNT, 1, 0, COUNT)):
+    askers = [(0, ""), (1, ""), (COUNT, ""), (1, "ann/"), (1, "bob/"), (COUNT, "ann/")]
+    for number, (adapter, salt) in enumerate([*askers, *reversed(askers)]):
         name = f"r{number}"
-        run_all(case, {name: (prompt, adapter)})
+        ref = case.refs[adapter]
+        case.whole.submit(name, prompt, 6, logprobs=1, adapter=ref, cache_salt=salt)
+        case.whole.run()
         usage = case.whole.ends[name].usage
         assert usage is not None
         cached.append(usage.cached_ram_tokens > 0)
         check(case, {name: (prompt, adapter)})
-    assert cached == [False, False, False, True, True, True]
+    assert cached == [False] * len(askers) + [True] * len(askers)
 
 
 def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(

@@ -194,7 +194,7 @@ def test_an_adapter_without_memory_is_tried_elsewhere_and_leaves_its_place_free(
     asked.ask("r", "a")
     (refused,) = asked.turn(read=1)
     assert refused.reason == "full"  # so the router sends it again, here or to another engine
-    assert "finds no memory" in refused.message
+    assert "no memory for an adapter of 0.0 MB, though 0.0 MB are reserved" in refused.message
     assert not asked.running and not asked.queue.is_waiting
     asked.store.failure = None
     asked.ask("r", "a")

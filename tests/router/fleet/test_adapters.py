@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -220,6 +221,25 @@ def test_only_engines_that_take_adapters_get_requests_for_them(
     assert "that takes adapters" in gone["message"]
     assert "takes no adapters" in assert_error(server.complete(model="polite"), 400)["message"]
     assert [each.adapter for each in plain.got(Submit)] == [None]
+
+
+def test_an_adapter_that_left_the_flags_keeps_its_name_as_long_as_a_restart_may_take(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--restart-wait-s=1", "--admin-key=boss")
+    fields: dict[str, Any] = {"script": says("hi"), "max_adapters": 2}
+    had = start_engine(server, name="had", adapters=[ref("old")], **fields)
+    start_engine(server, name="has none", **fields)
+    server.wait_ready()
+    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    had.leave()
+    assert server.complete(model="old").status_code == 200  # the other engine can read it
+    again = start_engine(server, name="had", adapters=[ref("old")], **fields)
+    time.sleep(1.5)
+    assert names(server) == ["tiny", "tiny:old"]
+    again.leave()
+    eventually(lambda: names(server) == ["tiny"], 10)
+    assert_error(server.complete(model="old"), 404)
 
 
 def test_a_name_of_adapters_of_two_models_has_to_say_which(

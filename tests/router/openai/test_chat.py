@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from shared.wire import Abort, Grammar, Submit, ThinkingBudget
+from shared.wire import Abort, AdapterRef, Grammar, Submit, ThinkingBudget
 from tests import agent_transcript as transcript
 from tests.router.conftest import Server, eventually
 from tests.router.openai.test_completions import events
@@ -577,6 +577,39 @@ def test_a_reply_in_a_later_turn_has_its_generated_tokens(
     assert debug["differs_at"] is None
     assert debug["same_tokens"] == debug["earlier_tokens"] == len(asked) + len(output)
     assert debug["prompt_tokens"] == len(prompt)
+
+
+def test_generated_tokens_are_continued_with_the_same_adapter_and_key_alone(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann-key name=ann\nbob-key name=bob\n")
+    server = start_server(f"--api-key-file={keys}", "--cache-salt-per-key")
+    output = [
+        *letter_by_letter(tokenizer, "hello world"),
+        tokenizer.token_to_id("<|im_end|>"),
+    ]
+    adapters = [AdapterRef(name=name, path=f"/{name}", digest=name, rank=4) for name in "ab"]
+    engine = start_engine(server, script=lambda _: output, adapters=adapters, max_adapters=2)
+    server.wait_ready()
+
+    def asks(key: str, model: str, *messages: dict[str, Any]) -> Submit:
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}, *messages]}
+        headers = {"authorization": f"Bearer {key}-key"}
+        assert server.client.post(PATH, json=body, headers=headers).status_code == 200
+        return engine.got(Submit)[-1]
+
+    first = asks("ann", "a")
+    assert first.cache_salt == "ann/"
+    later = {"role": "assistant", "content": "hello world"}, {"role": "user", "content": "x"}
+    generated = [*first.token_ids, *output]
+    for key, model, is_same in [("ann", "b", False), ("bob", "a", False), ("ann", "a", True)]:
+        found = asks(key, model, *later)
+        assert (found.token_ids[: len(generated)] == generated) is is_same
+        assert found.cache_salt == f"{key}/" and found.adapter_digest == model
 
 
 def test_a_changed_reply_is_tokenized_again_and_the_change_is_reported(

@@ -207,22 +207,22 @@ def test_a_broken_model_is_mended(
 
 
 @pytest.mark.slow
-def test_five_models_on_memory_for_two_are_all_answered_in_turn_and_nothing_swaps(
+def test_more_models_than_fit_are_all_answered_in_turn_and_nothing_swaps(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    names = "abcde"
+    names = "abc"
     file = tmp_path / "server.toml"
     entries = (MODEL.format(id=name, path=tiny_model("llama", seed=ord(name))) for name in names)
     file.write_text("fleet_memory_gb = 0.2\nnum_blocks = 64\n" + "".join(entries))
     with serving(None, "--config", str(file)) as server:
         models = Models(server, file)
         first = {name: models.ask(name) for name in names}
-        assert len(set(first.values())) == 5
-        assert {name: models.ask(name) for name in "ab"} == {name: first[name] for name in "ab"}
+        assert len(set(first.values())) == 3
+        assert models.ask("a") == first["a"]
         assert len(server.pids("services.processes.engine")) <= 2
         assert swapped_kb(server) == 0
         loads = [line for line in server.log if "was loaded in" in line]
-        assert len(loads) >= 7, "each is unloaded before it is asked again"
+        assert len(loads) >= 4, "the first is unloaded before it is asked again"
         print("\n".join(loads))  # noqa: T201
 
 

@@ -149,14 +149,12 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_in_its_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"spec_decode": "ngram"}], ids=["", "drafts"])
-def test_eight_adapters_of_the_demo_are_each_as_mlx_lm_computes_it_alone(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    case = make_case(resolve("demo-fp32"), tmp_path, **settings)
-    asked = mixed(9 if settings else 18)
+def test_eight_adapters_of_the_demo_are_each_as_mlx_lm_computes_it_alone(tmp_path: Path) -> None:
+    """With drafts, which few steps have."""
+    case = make_case(resolve("demo-fp32"), tmp_path, spec_decode="ngram")
+    asked = mixed(18)
     run_all(case, asked, 12)
-    assert {adapter for _, adapter in asked.values()} == set(range(COUNT + 1)) or settings
+    assert {adapter for _, adapter in asked.values()} == set(range(COUNT + 1))
     check(case, asked)
 
 

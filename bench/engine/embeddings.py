@@ -1,9 +1,9 @@
-"""Texts embedded per second, beside PyTorch.
+"""Vectors of texts: how many a second, beside PyTorch, and what others feel of many of them.
 
 The model is of BERT-base's size, with random weights, and texts have 256 tokens. PyTorch is that of
 ``BENCH_TORCH_PYTHON``, a Python with sentence-transformers: it embeds without a server around it.
-Clients are threads of one other process, each with a connection that stays, and share the cores
-with the server.
+mlx-vlm's server is started with ``BENCH_MLX_VLM_PYTHON``. Clients are threads of one other process,
+each with a connection that stays, and share the cores with the server.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.servers import running
-from bench.turns import in_turn, median_ratio
+from engine.backend.graphs import Graph
 
 TOKENS = 256
 SECONDS = 8.0
 WORDS = 5000
 LAYERS, HIDDEN, WIDE = 12, 768, 3072
 TORCH_VARIABLE = "BENCH_TORCH_PYTHON"
+MLX_VLM_VARIABLE = "BENCH_MLX_VLM_PYTHON"
 _TORCH = """
 import sys, time, random
 from sentence_transformers import SentenceTransformer
@@ -71,28 +77,20 @@ print((sum(counts) - before) / (time.perf_counter() - began))
 """
 
 
+_ASK = (
+    "import httpx, json, sys; httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), "
+    "headers=json.loads(sys.argv[2]), timeout=9999)"
+)
+
+
 def embeddings(model: str, runs: int) -> None:
-    """Print texts per second with 1 and 32 clients. The model is the random one."""
-    python = os.environ.get(TORCH_VARIABLE)
-    if not python:
-        sys.exit(f"{TORCH_VARIABLE} has to be a Python that has sentence-transformers")
+    """Print texts per second with 1 and 32 clients, a short text beside 2,048 others, and a
+    stream beside them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as private:
         folder = make_base(Path(private) / "base")
-        command = [sys.executable, "-m", "mlx_lm_server", "--host", "127.0.0.1", "--no-ssd"]
-        command += ["--model", str(folder), "--served-model-name", "base"]
-        with running(command, "/readyz") as (port, _):
-            for clients in (1, 32):
-                measures = (
-                    lambda _, n=clients: _rate(port, n),
-                    lambda _, n=clients: _torch_rate(python, folder, n),
-                )
-                rates = in_turn(measures, runs)
-                mine, torch = map(statistics.median, rates)
-                print(
-                    f"{clients} clients: {mine:.2f} texts/s, PyTorch {torch:.2f}, "
-                    f"ratio {median_ratio(*rates):.2f}",
-                    flush=True,
-                )
+        _throughput(folder, runs)
+        _beside_many(folder)
+        _stream_beside(folder, model, Path(private))
 
 
 def make_base(path: Path) -> Path:
@@ -140,15 +138,157 @@ def make_base(path: Path) -> Path:
     return path
 
 
+def product_rate(rows: int) -> float:
+    """Return the texts per second if only the products of the layers took time."""
+    total = 0.0
+    for out, width in ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)):
+        graph = Graph()
+        weight = graph.constant(np.random.default_rng(0).standard_normal((out, width), np.float32))
+        product = graph.node("Gemm", graph.input("x", "rows", width), weight, transB=1)
+        graph.output(product, "rows", out)
+        session, x = graph.session(), np.ones((rows, width), np.float32)
+        times = []
+        for _ in range(12):
+            began = time.perf_counter()
+            session(x)
+            times.append(time.perf_counter() - began)
+        total += statistics.median(times[2:])
+    return rows / TOKENS / (LAYERS * total)
+
+
+def _throughput(folder: Path, runs: int) -> None:
+    print(f"clients   texts/s   products alone   PyTorch   mlx-vlm   ({TOKENS} tokens a text)")
+    for clients in (1, 32):
+        rates: dict[str, list[float]] = {name: [] for name in ("mine", "bound", "torch", "vlm")}
+        for _ in range(max(1, runs)):
+            with _served(folder) as port:
+                rates["mine"].append(_rate(port, clients, "base"))
+            rates["bound"].append(product_rate(TOKENS * min(clients, 2)))
+            if python := os.environ.get(TORCH_VARIABLE):
+                rates["torch"].append(_torch_rate(python, folder, clients))
+            if python := os.environ.get(MLX_VLM_VARIABLE):
+                with _mlx_vlm(python, folder) as port:
+                    rates["vlm"].append(_rate(port, clients, str(folder)))
+        mine, bound, torch, vlm = (
+            f"{statistics.median(each):.2f}" if each else "-" for each in rates.values()
+        )
+        print(f"{clients:7}   {mine:>7}   {bound:>14}   {torch:>7}   {vlm:>7}", flush=True)
+
+
 def _torch_rate(python: str, folder: Path, batch: int) -> float:
     command = [python, "-c", _TORCH, str(folder), str(SECONDS), str(batch), str(TOKENS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def _rate(port: int, clients: int) -> float:
+@contextmanager
+def _served(folder: Path, *flags: str) -> Iterator[int]:
+    command = [sys.executable, "-m", "mlx_lm_server", "--host", "127.0.0.1", "--no-ssd"]
+    command += flags or ("--model", str(folder), "--served-model-name", "base")
+    with running(command, "/readyz") as (port, _):
+        yield port
+
+
+@contextmanager
+def _mlx_vlm(python: str, folder: Path) -> Iterator[int]:
+    command = [python, "-m", "mlx_vlm.server", "--embedding-model", str(folder)]
+    command += ["--host", "127.0.0.1"]
+    with running(command, "/health") as (port, _):
+        yield port
+
+
+_numbers = count()
+
+
+def _text(length: int = TOKENS) -> list[int]:
+    """Return token ids that no other text has."""
+    number = next(_numbers)
+    return [1 + number % 4000, 1 + number // 4000, *([7] * (length - 2))]
+
+
+def _embed(port: int, texts: list[list[int]], key: str = "") -> float:
+    """Return the seconds that a request takes."""
+    body = {"model": "base", "input": texts, "encoding_format": "base64"}
+    began = time.perf_counter()
+    url = f"http://127.0.0.1:{port}/v1/embeddings"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    httpx.post(url, json=body, headers=headers, timeout=1200).raise_for_status()
+    return time.perf_counter() - began
+
+
+def _rate(port: int, clients: int, model: str) -> float:
     """Return the texts per second of ``clients`` clients with one text each."""
-    arguments = [str(each) for each in (port, clients, SECONDS, TOKENS, "base")]
+    arguments = [str(each) for each in (port, clients, SECONDS, TOKENS, model)]
     command = [sys.executable, "-c", _CLIENTS, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return float(done.stdout)
+
+
+def _beside_many(folder: Path) -> None:
+    """Print how long single texts of one key take alone, and beside 2,048 texts of another key."""
+    keys = ("--api-key", "many", "--api-key", "single")
+    flags = ("--model", str(folder), "--served-model-name", "base", *keys)
+    with _served(folder, *flags) as port:
+        for length in (16, TOKENS):
+            _embed(port, [_text(length)], "single")
+            alone = [_embed(port, [_text(length)], "single") for _ in range(8)]
+            with _meanwhile(port, [_text(64) for _ in range(2048)], "many"):
+                beside = [_embed(port, [_text(length)], "single") for _ in range(16)]
+            print(
+                f"a text of {length} tokens: {_ms(alone)} ms alone, {_ms(beside)} ms beside 2,048"
+                f" of another key (longest {max(beside) * 1e3:.0f})",
+                flush=True,
+            )
+
+
+def _stream_beside(folder: Path, model: str, private: Path) -> None:
+    """Print the time between tokens of a stream alone, and while texts are embedded."""
+    config = private / "both.toml"
+    tables = [("chat", model), ("base", str(folder))]
+    config.write_text("".join(f'[[model]]\nid = "{n}"\npath = "{p}"\n' for n, p in tables))
+    with _served(folder, "--config", str(config)) as port:
+        _stream(port)
+        _embed(port, [_text()])
+        alone = _stream(port)
+        with _meanwhile(port, [_text() for _ in range(500)]):
+            beside = _stream(port)
+    ratio = statistics.median(beside) / statistics.median(alone)
+    print(
+        f"a token of a stream: {_ms(alone)} ms alone, {_ms(beside)} ms while texts are embedded"
+        f" ({ratio:.2f} times)"
+    )
+
+
+def _stream(port: int) -> list[float]:
+    """Return the times between tokens."""
+    body = {"model": "chat", "prompt": "Once", "max_tokens": 60, "stream": True, "temperature": 0}
+    times = []
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"ignore_eos": True}, timeout=600) as answer:
+        answer.raise_for_status()
+        times = [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
+    return [after - before for before, after in pairwise(times[5:])]
+
+
+@contextmanager
+def _meanwhile(port: int, texts: list[list[int]], key: str = "") -> Iterator[None]:
+    """Send ``texts`` inside this context, and disconnect at its end."""
+    body = {"model": "base", "input": texts, "encoding_format": "base64"}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    url = f"http://127.0.0.1:{port}/v1/embeddings"
+    command = [sys.executable, "-c", _ASK, url, json.dumps(headers)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(body).encode())
+    process.stdin.close()
+    time.sleep(2.0)
+    try:
+        yield
+        assert process.poll() is None, "the others were done too early"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ms(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.0f}"

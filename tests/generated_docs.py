@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,10 @@ def _fields_table(schema: dict[str, Any], names: Iterable[str]) -> str:
         for name in names
         if (properties := schema["properties"][name])
     ]
-    return _table(("field", "type"), rows)
+    pairs = [
+        (*left, *right) for left, right in zip_longest(rows[::2], rows[1::2], fillvalue=("", ""))
+    ]
+    return _table(("field", "type", "field", "type"), pairs)
 
 
 def _sampling_names() -> list[str]:

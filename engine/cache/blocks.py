@@ -13,7 +13,7 @@ from engine.cache.layout import Layout, StorageGroup
 from engine.cache.packing import Packing
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
 from engine.cache.slabs import Slab, StoredKV, to_slab
-from engine.plan import Payload
+from engine.plan import Payload, Restore
 
 PIECE_BYTES = 128 << 20
 """Max KV of slots copied from or to blocks in one graph: copies take additional memory, several
@@ -53,8 +53,22 @@ class BlockStore:
             self._blocks.update(zip(some, saved, strict=True))
             yield [] if self._in_place else saved
 
-    def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> Iterator[None]:
-        """Copy ``blocks`` into the slot, starting at position ``start``.
+    def together(self, restores: Sequence[Restore]) -> list[list[Restore]]:
+        """Return ``restores`` in groups that `restore` can copy at once: if blocks are copied in
+        place, those of the same blocks to the same positions of a slab."""
+        if not self._in_place:
+            return [[each] for each in restores]
+        groups: dict[tuple[int, int, tuple[int, ...]], list[Restore]] = {}
+        for each in restores:
+            key = each.slot.slab_id, each.start, each.block_ids
+            groups.setdefault(key, []).append(each)
+        return list(groups.values())
+
+    def restore(
+        self, slab: Slab, rows: Sequence[int], start: int, blocks: Sequence[int]
+    ) -> Iterator[None]:
+        """Copy ``blocks`` into the slots ``rows``, starting at position ``start``. There may be
+        several rows only if blocks are copied in place.
 
         Yield where the slab should be evaluated before the next part is copied. The last part is
         left to the graph that writes the slab next."""
@@ -65,12 +79,14 @@ class BlockStore:
             if self._in_place:
                 whole = [self._packing.host_views(np.asarray(one)) for one in packed]
                 write: Callable[..., None] = host_blocks.give
+                to: int | Sequence[int] = rows
             else:
                 whole = [self._packing.unpack(one) for one in packed]
-                write = _write_slot
+                write, (to,) = _write_slot, rows
             parts = zip(*whole, strict=True)
             for group in self._groups:
-                write(slab, group, row, first, [next(parts) for _ in group.parts(self._block_size)])
+                its = [next(parts) for _ in group.parts(self._block_size)]
+                write(slab, group, to, first, its)
 
     def insert(self, block: int, payload: Payload) -> None:
         """Create ``block`` from bytes. Raises ValueError if their size is wrong."""

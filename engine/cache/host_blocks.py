@@ -44,16 +44,23 @@ def host_scales(slab: Slab, number: int) -> Scales:
 
 
 def give(
-    slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[HostArray]]
+    slab: Slab,
+    group: StorageGroup,
+    rows: Sequence[int],
+    start: int,
+    parts: Sequence[Sequence[HostArray]],
 ) -> None:
-    """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
+    """Write the ``parts`` of ``group`` of consecutive blocks into the slots ``rows``.
+
+    They are read from blocks for the first slot, and from that slot, in the cache, for the
+    others."""
     length = sum(part.shape[-2] for part in parts[0])
     stretch = slice(start, start + length)
 
     def share(first: int) -> Callable[[], None]:
         def run() -> None:
             for position in range(first, len(group.arrays), step):
-                _give_one(slab, group, row, stretch, position, parts)
+                _give_one(slab, group, rows, stretch, position, parts)
 
         return run
 
@@ -77,23 +84,29 @@ def copy_positions(
 def _give_one(
     slab: Slab,
     group: StorageGroup,
-    row: int,
+    rows: Sequence[int],
     stretch: slice,
     position: int,
     parts: Sequence[Sequence[HostArray]],
 ) -> None:
     number, how = group.arrays[position], group.kind.quantization
-    target = slab.host_part(number)[row, :, stretch]
+    array, (first, *others) = slab.host_part(number), rows
+    target = array[first, :, stretch]
     found = [part[position] for part in parts[0]]
     if how is None:
         np.concatenate(found, axis=-2, out=target)
-        return
-    marks = host_scales(slab, number)[:, row, :, stretch]
-    np.concatenate([part[:, position] for part in parts[1]], axis=-2, out=marks)
-    codes = np.concatenate(found, axis=-2)
-    if how.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1)
-    groups = target.reshape(*target.shape[:-1], -1, how.group_size)
-    wide = marks.astype(np.float32)[..., None]
-    np.multiply(codes.reshape(groups.shape), wide[0], out=groups)
-    groups += wide[1]
+    else:
+        scales = host_scales(slab, number)
+        marks = scales[:, first, :, stretch]
+        np.concatenate([part[:, position] for part in parts[1]], axis=-2, out=marks)
+        codes = np.concatenate(found, axis=-2)
+        if how.bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1)
+        groups = target.reshape(*target.shape[:-1], -1, how.group_size)
+        wide = marks.astype(np.float32)[..., None]
+        np.multiply(codes.reshape(groups.shape), wide[0], out=groups)
+        groups += wide[1]
+        for row in others:
+            scales[:, row, :, stretch] = marks
+    for row in others:
+        array[row, :, stretch] = target

@@ -265,14 +265,15 @@ class BatchedExecutor(Executor):
     def _restore(self, plan: Plan) -> list[tuple[Slot, str]]:
         """Run the plan's restores. Return the slots whose blocks were never saved: with look-ahead
         the scheduler learns of a failed save one plan late."""
-        failed = []
-        for restore in plan.restores:
-            slot = restore.slot
-            if not all(block in self._blocks for block in restore.block_ids):
-                failed.append((slot, "the blocks of its prefix could not be computed"))
+        failed: list[tuple[Slot, str]] = []
+        for group in self._blocks.together(plan.restores):
+            one, rows = group[0], [restore.slot.row for restore in group]
+            if not all(block in self._blocks for block in one.block_ids):
+                why = "the blocks of its prefix could not be computed"
+                failed += [(restore.slot, why) for restore in group]
                 continue
-            slab = self._slabs[slot.slab_id]
-            for _ in self._blocks.restore(slab, slot.row, restore.start, restore.block_ids):
+            slab = self._slabs[one.slot.slab_id]
+            for _ in self._blocks.restore(slab, rows, one.start, one.block_ids):
                 self._line.send(slab.contents)
                 self._line.wait()
         return failed

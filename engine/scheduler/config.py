@@ -34,7 +34,7 @@ class SchedulerConfig:
     draft_bytes: int = 0  # the slots of a draft model, in addition to that
     context_length: int  # tokens
     max_batch_size: int  # max sequences that decode in one plan
-    prefill_batch_size: int  # chunks of one plan
+    prefill_batch_size: int  # chunks of one plan, without short ends
     completion_batch_size: int  # max sequences that hold a slot
     namespace: bytes
     slot_block_bytes: int = 0  # as many positions of a slot as a block has; 0: as `block_bytes`

@@ -193,7 +193,12 @@ class BatchingSettings:
     GROUP: ClassVar = "batching"
 
     max_batch_size: int = flag(8, "max sequences that decode at once", at_least=1)
-    prefill_batch_size: int = flag(4, "max sequences that prefill at once", at_least=1)
+    prefill_batch_size: int = flag(
+        4,
+        "max sequences that prefill at once, not counting those with at most 32 tokens left after "
+        "a cached prefix",
+        at_least=1,
+    )
     max_queue_size: int = flag(128, "max requests in the queue", at_least=1)
     completion_batch_size: int = flag(32, "max sequences that one engine holds", at_least=1)
     prefill_chunk_tokens: int | None = flag(

@@ -24,6 +24,9 @@ MUCH_SHORTER = 4
 """A prompt overtakes one with this many times as many tokens left."""
 MIN_SHARED = 16
 """Prompts with fewer tokens left count as this long if chunks share a pass."""
+MAX_END_TOKENS = 32
+"""The rest of a prompt whose prefix is cached does not count as a prompt of its pass if it is at
+most this long: many are little work, and one after the other each takes a pass over the weights."""
 MAX_LEAD_S = 0.5
 """Max extra time of overtaking prompts over the overtaken one. Beyond it they alternate."""
 
@@ -163,9 +166,11 @@ class Prefilling:
         chunks: list[PlannedChunk] = []
         reserved = 0
         others = [seq for seq in candidates if seq is not first]
+        left = self._config.prefill_batch_size
         for seq in (first, *others):
-            if len(chunks) == self._config.prefill_batch_size:
-                break
+            is_counted = not _is_short_end(seq)
+            if is_counted and not left:
+                continue
             if self.passes.of(seq) is not None:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
@@ -186,6 +191,7 @@ class Prefilling:
                 reserved += tokens
             else:
                 continue
+            left -= is_counted
             chunks.append(PlannedChunk(seq, start, start + tokens))
             builder.chunks.append(_chunk(seq, start + tokens))
             claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
@@ -279,6 +285,10 @@ class Prefilling:
 
 def _tokens_left(seq: Sequence) -> int:
     return seq.prefill_end - seq.num_computed_tokens
+
+
+def _is_short_end(seq: Sequence) -> bool:
+    return seq.num_computed_tokens > 0 and _tokens_left(seq) <= MAX_END_TOKENS
 
 
 def _chunk(seq: Sequence, end: int) -> Chunk:

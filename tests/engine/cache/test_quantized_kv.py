@@ -201,8 +201,8 @@ class TestTheComparisonCatches:
     ) -> None:
         give = host_blocks.give
 
-        def unscaled(slab: Any, group: Any, row: Any, start: Any, parts: Any) -> None:
-            give(slab, group, row, start, [parts[0], [np.ones_like(s) for s in parts[1]]])
+        def unscaled(slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
+            give(slab, group, rows, start, [parts[0], [np.ones_like(s) for s in parts[1]]])
 
         monkeypatch.setattr(host_blocks, "give", unscaled)
         self.is_wrong(llama)
@@ -212,14 +212,14 @@ class TestTheComparisonCatches:
     ) -> None:
         give = host_blocks.give
 
-        def again(slab: Any, group: Any, row: Any, start: Any, parts: Any) -> None:
+        def again(slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
             how = group.kind.quantization
             pairs = [map(mx.array, pair) for pair in zip(*parts, strict=True)]
             twice = [quantize(dequantize(Quantized(*pair), how), how) for pair in pairs]
             give(
                 slab,
                 group,
-                row,
+                rows,
                 start,
                 [list(map(np.asarray, part)) for part in zip(*twice, strict=True)],
             )
@@ -264,11 +264,11 @@ class Store:
         exported = self.run(evictions=tuple(Evict(b, export=True) for b in blocks)).exported
         return [tuple(bytes(part) for part in one.payload) for one in exported]
 
-    def restore(self, slot: Slot, payloads: Sequence[tuple[bytes, ...]]) -> None:
+    def restore(self, payloads: Sequence[tuple[bytes, ...]], *slots: Slot) -> None:
         blocks = tuple(range(self.block, self.block + len(payloads)))
         self.block += len(payloads)
         inserts = tuple(Insert(b, p) for b, p in zip(blocks, payloads, strict=True))
-        self.run(inserts=inserts, restores=(Restore(slot, 0, blocks),))
+        self.run(inserts=inserts, restores=tuple(Restore(slot, 0, blocks) for slot in slots))
 
 
 WAYS = [
@@ -291,18 +291,19 @@ def test_a_block_has_the_same_bytes_after_restores_moves_and_copies(
     dequantized: bool,
     precision: Precision,
 ) -> None:
-    """A block is saved, restored from bytes in another slot, moved to another slab, copied
+    """A block is saved, restored from bytes in two other slots, moved to another slab, copied
     in parts to another slot, and saved each time. Its bytes stay the same, since nothing is
     quantized twice."""
     store = Store(load(tiny_model(kind)), batch_class, dequantized, precision)
     store.compute(0, TOKENS)
     first = store.saved(Slot(0, 0), 3)
     assert len(set(first)) == 3
-    store.restore(Slot(0, 2), first)
-    assert store.saved(Slot(0, 2), 3) == first
+    store.restore(first, Slot(0, 2), Slot(0, 1))
+    for row in (1, 2):
+        assert store.saved(Slot(0, row), 3) == first
     store.run(moves=(Move(Slot(0, 2), Slot(1, 0), len(TOKENS)),))
     assert store.saved(Slot(1, 0), 3) == first
-    store.restore(Slot(0, 1), first[:1])
+    store.restore(first[:1], Slot(0, 1))
     for start, end in ((BLOCK, BLOCK + 7), (BLOCK + 7, 3 * BLOCK)):
         store.run(copies=(CopyPositions(Slot(1, 0), Slot(0, 1), start, end),))
     assert store.saved(Slot(0, 1), 3) == first
@@ -317,7 +318,7 @@ def test_a_slot_in_16_bits_is_the_same_after_a_restore(
     model.set_dtype(dtype)
     store = Store(model, GPUBatch)
     store.compute(0, TOKENS, 20)
-    store.restore(Slot(0, 2), store.saved(Slot(0, 0), 3))
+    store.restore(store.saved(Slot(0, 0), 3), Slot(0, 2))
     whole, again = (store.executor.read_slot(Slot(0, row), len(TOKENS)) for row in (0, 2))
     for ours, theirs in zip(whole, again, strict=True):
         assert ours.array.dtype == dtype and mx.array_equal(ours.array, theirs.array)
@@ -354,7 +355,7 @@ def test_blocks_are_the_same_bytes_however_slots_keep_them(
     store, another = Store(model), Store(model, *other)
     store.compute(0, TOKENS)
     blocks = store.saved(Slot(0, 0), 3)
-    another.restore(Slot(0, 1), blocks)
+    another.restore(blocks, Slot(0, 1))
     assert another.saved(Slot(0, 1), 3) == blocks
 
 

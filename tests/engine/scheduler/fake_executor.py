@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
+from engine.scheduler.planning.prefilling import MAX_END_TOKENS
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from engine.scheduler.timing.chunks import MIN_TOKENS
 from shared import wire
@@ -436,7 +437,8 @@ class FakeExecutor:
         return chosen if decode.forced is None else decode.forced
 
     def _prefill(self, plan: Plan) -> Iterator[PromptLogprobs]:
-        assert len(plan.chunks) <= self.config.prefill_batch_size
+        counted = [c for c in plan.chunks if not c.start or len(c.token_ids) > MAX_END_TOKENS]
+        assert len(counted) <= self.config.prefill_batch_size
         for chunk in self._completed:
             assert chunk.token_ids
             self.sampled.pop(chunk.slot, None)

@@ -59,6 +59,7 @@ def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     clients = [engine.submit(request(f"r{n}", [*SHARED, n, n + 1, n + 2])) for n in range(8)]
     engine.finish(*clients)
     assert engine.computed == 100 + 8 * 2
+    assert max(len(plan.chunks) for plan in engine.plans) == 7  # all ends in one pass
 
 
 def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:

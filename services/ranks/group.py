@@ -91,7 +91,7 @@ def divided(options: Settings, path: Path) -> Settings:
     if options.distributed_strict:
         raise ModelUnavailable(
             f"{options.model} cannot be divided across {options.ranks} ranks: {reason}. Use "
-            f"{most} ranks, or --no-distributed-strict"
+            f"{most} rank{'s' * (most > 1)}, or --no-distributed-strict"
         )
     logger.warning("using %d ranks instead of %d, because %s", most, options.ranks, reason)
     if options.num_local_ranks is None and most > 1:

@@ -94,7 +94,8 @@ def _check_ranks(settings: Settings) -> None:
     if settings.ranks > 1 and settings.adapter_path is not None:
         raise FlagError("--adapter-path: adapters cannot be split across ranks")
     if settings.ranks > 1 and (settings.adapter or settings.max_adapters):
-        raise FlagError("--adapter: adapters cannot be split across ranks")
+        name = "--adapter" if settings.adapter else "--max-adapters"
+        raise FlagError(f"{name}: adapters cannot be split across ranks")
     if settings.ranks > 1 and settings.draft_model_path is not None:
         raise FlagError("--draft-model-path: not supported with several ranks")
 

@@ -267,6 +267,7 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
             "--distributed-sharding: 'pipeline' is not one of tensor",
         ),
         ([*TWO_RANKS, "--adapter-path", "x"], "--adapter-path: adapters cannot be split"),
+        ([*TWO_RANKS, "--max-adapters", "2"], "--max-adapters: adapters cannot be split"),
         (
             [*TWO_RANKS, "--spec-decode", "draft", "--draft-model-path", "x"],
             "--draft-model-path: not supported",

@@ -149,8 +149,7 @@ def test_the_kvstore_heartbeats_and_ends_with_its_supervisor(kvstore: Process) -
     with ours:
         with theirs:
             kvstore.run_with(
-                env={**os.environ, LINK_VARIABLE: str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
+                env={**os.environ, LINK_VARIABLE: str(theirs.fileno())}, pass_fds=[theirs.fileno()]
             )
         ours.settimeout(60)
         with ours.makefile() as lines:

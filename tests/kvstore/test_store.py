@@ -44,11 +44,7 @@ def clock() -> Clock:
 
 
 def loaded(
-    directory: BlockDirectory,
-    *,
-    max_bytes: int = 0,
-    ttl_s: float = 0.0,
-    clock: Clock | None = None,
+    directory: BlockDirectory, *, max_bytes: int = 0, ttl_s: float = 0.0, clock: Clock | None = None
 ) -> DiskStore:
     ages = StoreClock(wall=clock, monotonic=clock) if clock else None
     store = DiskStore(directory, max_bytes=max_bytes, ttl_s=ttl_s, clock=ages)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +18,34 @@ from tests.kvstore.blocks import file_of, key_of, wait_until
 from tests.kvstore.faulty_disk import FaultyDisk
 
 
-@pytest.fixture
-def disk() -> Iterator[FaultyDisk]:
-    disk = FaultyDisk()
-    yield disk
-    disk.may_write.set()
+class Tier:
+    """A store on a disk that fails as told, and its writers."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = FaultyDisk()
+        self.directory = BlockDirectory(root, self.disk)
+        self.store = DiskStore(self.directory)
+        self.store.load()
+        self.store.flush()  # the first one saves the clock
+        self._writers: list[Writer] = []
+
+    def start(self, on: DiskStore | None = None, **options: Any) -> tuple[Writer, Outcomes]:
+        self._writers.append(Writer(on or self.store, **options))
+        return self._writers[-1], Outcomes()
+
+    def close(self) -> None:
+        self.disk.may_write.set()
+        for writer in self._writers:
+            writer.close(20)
+        self.disk.always = None
+        self.directory.close()
 
 
 @pytest.fixture
-def directory(tmp_path: Path, disk: FaultyDisk) -> Iterator[BlockDirectory]:
-    directory = BlockDirectory(tmp_path / "blocks", disk)
-    yield directory
-    disk.always = None
-    directory.close()
-
-
-@pytest.fixture
-def store(directory: BlockDirectory) -> DiskStore:
-    store = DiskStore(directory)
-    store.load()
-    store.flush()  # the first one saves the clock
-    return store
-
-
-@pytest.fixture
-def start(store: DiskStore, disk: FaultyDisk) -> Iterator[Callable[..., Writer]]:
-    """Yield a function that starts a writer, which ends before its directory is closed."""
-    writers: list[Writer] = []
-
-    def make(on: DiskStore = store, **options: Any) -> Writer:
-        writers.append(Writer(on, **options))
-        return writers[-1]
-
-    yield make
-    disk.may_write.set()
-    for writer in writers:
-        writer.close(20)
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    tier = Tier(tmp_path / "blocks")
+    yield tier
+    tier.close()
 
 
 @pytest.fixture(autouse=True)
@@ -72,63 +64,52 @@ class Outcomes(dict[int, str]):
         )
 
 
-def test_queued_blocks_are_written_and_reported_as_done(
-    start: Callable[..., Writer], store: DiskStore
-) -> None:
-    writer, outcomes = start(), Outcomes()
+def test_queued_blocks_are_written_and_reported_as_done(tier: Tier) -> None:
+    writer, outcomes = tier.start()
     for number in range(10):
         assert writer.offer(outcomes.put(number)) == ""
     writer.close(20)
     assert outcomes == dict.fromkeys(range(10), "")
-    assert store.has([key_of(number) for number in range(10)]) == 10
+    assert tier.store.has([key_of(number) for number in range(10)]) == 10
 
 
-def test_a_full_queue_refuses_and_counts(
-    disk: FaultyDisk, start: Callable[..., Writer], store: DiskStore
-) -> None:
-    disk.may_write.clear()
-    writer, outcomes = start(queue_size=3), Outcomes()
+def test_a_full_queue_refuses_and_counts(tier: Tier) -> None:
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start(queue_size=3)
     refused = [number for number in range(10) if writer.offer(outcomes.put(number))]
     assert len(refused) in (6, 7)  # besides the three in the queue, one may be in progress
     assert writer.drops == len(refused)
-    disk.may_write.set()
+    tier.disk.may_write.set()
     writer.close(20)
     assert sorted(outcomes) == [number for number in range(10) if number not in refused]
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(
-    disk: FaultyDisk,
-    start: Callable[..., Writer],
-    store: DiskStore,
-    monkeypatch: pytest.MonkeyPatch,
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "MAX_QUEUED_BYTES", 2 * len(file_of(0)))
-    disk.may_write.clear()
-    writer, outcomes = start(), Outcomes()
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start()
     accepted = [number for number in range(10) if not writer.offer(outcomes.put(number))]
     assert len(accepted) in (2, 3)  # besides those in the queue, one may be in progress
-    disk.may_write.set()
+    tier.disk.may_write.set()
 
 
-def test_persistent_writes_are_retried_up_to_the_limit(
-    disk: FaultyDisk, start: Callable[..., Writer], store: DiskStore
-) -> None:
-    writer, outcomes = start(persistent=True, max_retries=2), Outcomes()
-    disk.errors = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
+def test_persistent_writes_are_retried_up_to_the_limit(tier: Tier) -> None:
+    writer, outcomes = tier.start(persistent=True, max_retries=2)
+    tier.disk.errors = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
     writer.offer(outcomes.put(1))
     wait_until(lambda: outcomes == {1: ""})
-    disk.attempts, disk.always = 0, OSError(errno.EIO, "always")
+    tier.disk.attempts, tier.disk.always = 0, OSError(errno.EIO, "always")
     writer.offer(outcomes.put(2))
     wait_until(lambda: 2 in outcomes)
     assert "EIO" in outcomes[2]
-    assert (disk.attempts, writer.drops) == (3, 1)
+    assert (tier.disk.attempts, writer.drops) == (3, 1)
 
 
-def test_best_effort_does_not_retry(
-    disk: FaultyDisk, start: Callable[..., Writer], store: DiskStore
-) -> None:
-    disk.errors = [OSError(errno.EIO, "once")]
-    writer, outcomes = start(), Outcomes()
+def test_best_effort_does_not_retry(tier: Tier) -> None:
+    tier.disk.errors = [OSError(errno.EIO, "once")]
+    writer, outcomes = tier.start()
     assert writer.offer(outcomes.put(1)) == ""
     wait_until(lambda: 1 in outcomes)
     assert "EIO" in outcomes[1]  # a second try would have worked
@@ -145,106 +126,94 @@ def test_best_effort_does_not_retry(
 )
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
-    disk: FaultyDisk,
-    start: Callable[..., Writer],
-    store: DiskStore,
-    caplog: pytest.LogCaptureFixture,
-    code: int,
-    state: str,
-    persistent: bool,
+    tier: Tier, caplog: pytest.LogCaptureFixture, code: int, state: str, persistent: bool
 ) -> None:
-    writer, outcomes = start(persistent=persistent, max_retries=0), Outcomes()
+    writer, outcomes = tier.start(persistent=persistent, max_retries=0)
     writer.offer(outcomes.put(0))
     wait_until(lambda: outcomes == {0: ""})
-    disk.always = OSError(code, "it fails")
+    tier.disk.always = OSError(code, "it fails")
     with caplog.at_level(logging.WARNING):
         writer.offer(outcomes.put(1))
         wait_until(lambda: 1 in outcomes)
-        assert store.stats().state == state
-        assert store.stats().disk_errors_total >= 1
+        assert tier.store.stats().state == state
+        assert tier.store.stats().disk_errors_total >= 1
         for number in range(2, 9):
             if not (refused := writer.offer(outcomes.put(number))):
                 wait_until(lambda number=number: number in outcomes)  # type: ignore[misc]
             assert refused or outcomes[number]
         assert writer.drops == 8
-        assert store.has([key_of(0)]) == 1  # reading goes on
+        assert tier.store.has([key_of(0)]) == 1  # reading goes on
         assert len(caplog.records) == 1
-        disk.always = None
+        tier.disk.always = None
         wait_until(lambda: len(caplog.records) == 2)  # without any put
-        assert store.stats().state == "ok"
+        assert tier.store.stats().state == "ok"
     assert writer.offer(outcomes.put(20)) == ""
     wait_until(lambda: outcomes.get(20) == "")
 
 
 def test_a_vanished_directory_is_one_log_line_and_is_created_again(
-    directory: BlockDirectory,
-    start: Callable[..., Writer],
-    store: DiskStore,
-    caplog: pytest.LogCaptureFixture,
+    tier: Tier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, outcomes = start(flush_interval_s=0.05), Outcomes()
+    writer, outcomes = tier.start(flush_interval_s=0.05)
     writer.offer(outcomes.put(0))
     wait_until(lambda: outcomes == {0: ""})
     with caplog.at_level(logging.WARNING):
-        aside = directory.root.with_name("aside")
-        directory.root.rename(aside)
-        wait_until(lambda: store.stats().state == "gone" or (directory.root / "lock").exists())
-        wait_until(lambda: store.stats().state == "ok" and (directory.root / "lock").exists())
-        assert store.has([key_of(0)]) == 0
-        assert store.stats().blocks == 0
+        aside = tier.directory.root.with_name("aside")
+        tier.directory.root.rename(aside)
+        wait_until(
+            lambda: tier.store.stats().state == "gone" or (tier.directory.root / "lock").exists()
+        )
+        wait_until(
+            lambda: tier.store.stats().state == "ok" and (tier.directory.root / "lock").exists()
+        )
+        assert tier.store.has([key_of(0)]) == 0
+        assert tier.store.stats().blocks == 0
         writer.offer(outcomes.put(1))
         wait_until(lambda: outcomes.get(1) == "")
         assert [record.message.split(":")[0] for record in caplog.records] == [
-            f"the directory is gone ([Errno {errno.ENOENT}] {directory.root})",
+            f"the directory is gone ([Errno {errno.ENOENT}] {tier.directory.root})",
             "the disk works again, blocks are stored",
         ]
 
 
 def test_a_directory_on_a_disk_that_is_not_mounted_is_not_created_elsewhere(
-    directory: BlockDirectory,
-    start: Callable[..., Writer],
-    store: DiskStore,
-    monkeypatch: pytest.MonkeyPatch,
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, outcomes = start(flush_interval_s=0.05), Outcomes()
+    writer, outcomes = tier.start(flush_interval_s=0.05)
     writer.offer(outcomes.put(0))
     wait_until(lambda: outcomes == {0: ""})
-    monkeypatch.setattr(directory, "_device", -7)  # what is below now is another disk
-    aside = directory.root.with_name("aside")
-    directory.root.rename(aside)
-    wait_until(lambda: store.stats().state == "gone")
+    monkeypatch.setattr(tier.directory, "_device", -7)  # what is below now is another disk
+    aside = tier.directory.root.with_name("aside")
+    tier.directory.root.rename(aside)
+    wait_until(lambda: tier.store.stats().state == "gone")
     assert writer.offer(outcomes.put(1)) or outcomes.setdefault(1, "")
     for _ in range(3):
-        store.flush()
-    assert not directory.root.exists()
-    aside.rename(directory.root)  # it is mounted again
-    wait_until(lambda: store.stats().state == "ok")
-    wait_until(lambda: store.has([key_of(0)]) == 1)
+        tier.store.flush()
+    assert not tier.directory.root.exists()
+    aside.rename(tier.directory.root)  # it is mounted again
+    wait_until(lambda: tier.store.stats().state == "ok")
+    wait_until(lambda: tier.store.has([key_of(0)]) == 1)
 
 
-def test_a_full_queue_is_shared_between_engines(
-    disk: FaultyDisk, start: Callable[..., Writer], store: DiskStore
-) -> None:
-    disk.may_write.clear()
-    writer, outcomes = start(queue_size=10), Outcomes()
+def test_a_full_queue_is_shared_between_engines(tier: Tier) -> None:
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start(queue_size=10)
     for number in range(20):
         writer.offer(outcomes.put(number, engine=b"greedy"))
     refused = [
         number for number in range(50, 60) if writer.offer(outcomes.put(number, engine=b"other"))
     ]
     assert len(refused) <= 5
-    disk.may_write.set()
+    tier.disk.may_write.set()
     writer.close(20)
     stored = [number for number, reason in outcomes.items() if not reason]
     assert sum(number >= 50 for number in stored) >= 5
     assert sum(number < 50 for number in stored) >= 5
 
 
-def test_blocks_wait_until_it_is_known_how_many_there_are(
-    directory: BlockDirectory, start: Callable[..., Writer]
-) -> None:
-    store = DiskStore(directory)
-    writer, outcomes = start(store), Outcomes()
+def test_blocks_wait_until_it_is_known_how_many_there_are(tier: Tier) -> None:
+    store = DiskStore(tier.directory)
+    writer, outcomes = tier.start(store)
     assert writer.offer(outcomes.put(1)) == ""
     time.sleep(0.3)
     assert outcomes == {}
@@ -252,10 +221,8 @@ def test_blocks_wait_until_it_is_known_how_many_there_are(
     wait_until(lambda: outcomes == {1: ""})
 
 
-def test_an_invalid_block_is_dropped_and_the_next_is_written(
-    start: Callable[..., Writer], store: DiskStore
-) -> None:
-    writer, outcomes = start(), Outcomes()
+def test_an_invalid_block_is_dropped_and_the_next_is_written(tier: Tier) -> None:
+    writer, outcomes = tier.start()
     writer.offer(outcomes.put(1, b"rubbish"))
     writer.offer(outcomes.put(2))
     wait_until(lambda: outcomes.get(2) == "")
@@ -263,25 +230,21 @@ def test_an_invalid_block_is_dropped_and_the_next_is_written(
     assert writer.drops == 1
 
 
-def test_closing_ends_within_its_timeout(
-    disk: FaultyDisk, start: Callable[..., Writer], store: DiskStore
-) -> None:
-    disk.may_write.clear()
-    writer, outcomes = start(), Outcomes()
+def test_closing_ends_within_its_timeout(tier: Tier) -> None:
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start()
     for number in range(5):
         writer.offer(outcomes.put(number))
     writer.close(0.0)
-    disk.may_write.set()
+    tier.disk.may_write.set()
     wait_until(lambda: len(outcomes) == 5)
     assert "shutting down" in outcomes.values()
 
 
-def test_limits_are_enforced_without_any_put(
-    directory: BlockDirectory, start: Callable[..., Writer]
-) -> None:
-    store = DiskStore(directory, ttl_s=0.5)
+def test_limits_are_enforced_without_any_put(tier: Tier) -> None:
+    store = DiskStore(tier.directory, ttl_s=0.5)
     store.load()
-    writer, outcomes = start(store, flush_interval_s=0.1), Outcomes()
+    writer, outcomes = tier.start(store, flush_interval_s=0.1)
     writer.offer(outcomes.put(1))
     wait_until(lambda: outcomes == {1: ""})
     wait_until(lambda: store.stats().expired_total == 1)

@@ -1,50 +1,41 @@
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from tokenizers import Tokenizer
 
 from tests.router.chat_tokenizer import write_chat_tokenizer
-from tests.router.scripted_engine import EOS, ScriptedEngine
+from tests.router.router_process import RouterProcess
+from tests.router.scripted_engine import ScriptedEngine
 from tests.router.tiny_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
+FLAGS = ("--restart-wait-s=3", "--max-request-bytes=20000")
+StartServer = Callable[..., "Server"]
 
 
 class Server:
     """A real router process on a private port, with a client."""
 
-    def __init__(self, socket_dir: Path, log: Path, *flags: str) -> None:
+    engines: ClassVar[list[ScriptedEngine]] = []
+    """Those that leave when the test ends."""
+
+    def __init__(self, socket_dir: Path, log: Path, model_dir: Path, *flags: str) -> None:
         self.address = f"ipc://{socket_dir}/engines"
         self.log = log
-        self._out = log.open("w")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "services.processes.router",
-                "--host=127.0.0.1",
-                "--port=0",
-                f"--engine-socket={self.address}",
-                *flags,
-            ],
-            cwd=ROOT,
-            env=environment,
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-        )
+        self.model_dir = model_dir
+        here = ("--host=127.0.0.1", "--port=0", f"--engine-socket={self.address}")
+        self.process = RouterProcess([*here, *flags], log)
         self.url = self._wait_for_url()
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
@@ -60,12 +51,34 @@ class Server:
     def wait_ready(self) -> None:
         eventually(lambda: self.client.get("/readyz").status_code == 200, 60)
 
+    def start_engine(self, says: str | None = None, **options: Any) -> ScriptedEngine:
+        """Start an engine that answers ``says`` until the test ends."""
+        directory = options.pop("directory", self.model_dir)
+        self.engines.append(ScriptedEngine(self.address, directory, says=says, **options))
+        return self.engines[-1]
+
+    def join(self, says: str | None = None, **options: Any) -> ScriptedEngine:
+        """Start an engine, and wait until the server is ready."""
+        engine = self.start_engine(says, **options)
+        self.wait_ready()
+        return engine
+
     @property
     def num_tokens(self) -> int:
         """The tokens that the router has got so far, for requests without a key."""
-        name = 'mlx_lm_server_key_generated_tokens_total{key=""} '
-        lines = self.client.get("/metrics").text.splitlines()
-        return sum(int(float(line.removeprefix(name))) for line in lines if line.startswith(name))
+        return int(self.metric('key_generated_tokens_total{key=""}'))
+
+    @property
+    def metrics(self) -> str:
+        return self.client.get("/metrics").text
+
+    def metric(self, name: str) -> float:
+        """Return the sum of the samples that begin with ``name``. With a space at its end, there
+        must be one."""
+        lines = self.metrics.splitlines()
+        found = [line for line in lines if line.startswith(f"mlx_lm_server_{name}")]
+        assert found or not name.endswith(" "), name
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
@@ -84,8 +97,6 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
-        finally:
-            self._out.close()
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -95,19 +106,42 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
+def ok(answer: httpx.Response) -> httpx.Response:
+    """Return an answer, which must have status 200."""
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Return the error of an answer, which must have this status."""
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def text_of(answer: httpx.Response) -> str:
+    """Return the text of a chat's answer."""
+    return str(ok(answer).json()["choices"][0]["message"]["content"])
+
+
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat-model")
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def plain_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_tokenizer(directory)
     return directory
 
 
-@pytest.fixture(scope="session")
-def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with a chat template; a module's ``model_dir`` may be this one."""
-    directory = tmp_path_factory.mktemp("chat-model")
-    write_chat_tokenizer(directory)
-    return directory
+@pytest.fixture(scope="module")
+def model_dir(request: pytest.FixtureRequest, chat_model_dir: Path, plain_model_dir: Path) -> Path:
+    """Return a model, with a chat template if the module has ``CHAT_MODEL = True``."""
+    return chat_model_dir if getattr(request.module, "CHAT_MODEL", False) else plain_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +150,16 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def start_server(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartServer]:
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="rt-") as short:
 
         def start(*flags: str) -> Server:
-            socket_dir = Path(tempfile.mkdtemp(dir=short))
-            server = Server(socket_dir, tmp_path_factory.mktemp("log") / "log", *flags)
-            servers.append(server)
-            return server
+            socket_dir, log = Path(tempfile.mkdtemp(dir=short)), tmp_path_factory.mktemp("log")
+            servers.append(Server(socket_dir, log / "log", model_dir, *flags))
+            return servers[-1]
 
         yield start
         for server in servers:
@@ -132,36 +167,25 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    """One router for all tests of a module."""
-    return start_server("--restart-wait-s=3", "--max-request-bytes=20000")
+def server(request: pytest.FixtureRequest, start_server: StartServer) -> Server:
+    """Return the router of a module, with its ``FLAGS``."""
+    return start_server(*getattr(request.module, "FLAGS", FLAGS))
+
+
+@pytest.fixture(autouse=True)
+def engines_leave() -> Iterator[None]:
+    yield
+    while Server.engines:
+        Server.engines.pop(0).leave()
 
 
 @pytest.fixture
-def start_engine(model_dir: Path) -> Iterator[Callable[..., ScriptedEngine]]:
-    engines: list[ScriptedEngine] = []
-
-    def start(server: Server, **options: Any) -> ScriptedEngine:
-        engine = ScriptedEngine(server.address, options.pop("directory", model_dir), **options)
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.leave()
+def background() -> Iterator[Callable[..., Future[Any]]]:
+    """Yield a function that starts a call on a thread."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool.submit
 
 
 @pytest.fixture
-def engine(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[[str], Any]
-) -> ScriptedEngine:
-    """A ready engine that answers "hello world"."""
-    engine = start_engine(server, script=says("hello world"))
-    server.wait_ready()
-    return engine
-
-
-@pytest.fixture(scope="module")
-def says(tokenizer: Tokenizer) -> Callable[[str], Callable[[object], list[int]]]:
-    """Return a function that makes the script of an engine: it says ``text`` and ends."""
-    return lambda text: lambda submit: [*tokenizer.encode(text).ids, EOS]
+def engine(server: Server) -> ScriptedEngine:
+    return server.join("hello world")

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,47 +20,22 @@ import msgspec
 import zmq
 from tokenizers import Tokenizer
 
+from shared import wire
 from shared.network.curve import EngineKeys
-from shared.wire import (
-    PROTOCOL_VERSION,
-    Abort,
-    Accepted,
-    AdapterChecked,
-    AdapterRef,
-    Bye,
-    CheckAdapter,
-    Delta,
-    EngineStats,
-    Files,
-    FilesWanted,
-    Heartbeat,
-    Hello,
-    LiveRequest,
-    Message,
-    Ping,
-    Refused,
-    StoreStats,
-    Submit,
-    ToEngine,
-    TokenLogprobs,
-    Usage,
-    Vision,
-    decode,
-    encode,
-)
-from shared.wire import Tokens as TokensMessage
 from tests.packed_logprobs import packed
 
 VOCAB = 265
 EOS = 1
+END = "<|im_end|>"
+"""The end token of tokenizers for chats (`tests.router.chat_tokenizer`)."""
 
 Frame = bytes | memoryview
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 
 
 @dataclass
 class Running:
-    submit: Submit
+    submit: wire.Submit
     script: list[int]
     sent: int = 0
     prompt_told: bool = False
@@ -76,9 +52,9 @@ def make_hello(
     files: dict[str, str] | None = None,
     aliases: Sequence[str] = (),
     options: dict[str, Any] | None = None,
-) -> Hello:
-    return Hello(
-        protocol=PROTOCOL_VERSION,
+) -> wire.Hello:
+    return wire.Hello(
+        protocol=wire.PROTOCOL_VERSION,
         engine=name,
         incarnation=incarnation,
         model=model,
@@ -98,33 +74,50 @@ def make_hello(
     )
 
 
-def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
+def make_submit(request_id: str, **fields: Any) -> wire.Submit:
+    """Return a request for 8 tokens after one."""
+    usual = {"attempt": 0, "token_ids": [1], "max_tokens": 8, "stop_token_ids": []}
+    sampling = wire.SamplingParams(seed=0)
+    return wire.Submit(request_id=request_id, **{"sampling": sampling, **usual, **fields})
+
+
+def make_refusal(submit: wire.Submit, **fields: Any) -> wire.Refused:
+    return wire.Refused(request_id=submit.request_id, attempt=submit.attempt, **fields)
+
+
+def make_heartbeat(engine: str, incarnation: str, number: int, **fields: Any) -> wire.Heartbeat:
+    usual = {"phase": "ready", "phase_s": 1.0, "stalled_s": 0.0, "stats": wire.EngineStats()}
+    fields = {"live": [], **usual, **fields}
+    return wire.Heartbeat(engine=engine, incarnation=incarnation, number=number, **fields)
+
+
+def scores_of(token: int, position: int, count: int) -> wire.TokenLogprobs:
     """Return the log-probabilities of ``token``. Even tokens are the likeliest."""
     others = [2 * token + 5 * i + 40 for i in range(count)]
     ids = [token, *others][:count] if token % 2 == 0 else others
     top = [-0.25 * (i + 1) for i in range(count)]
     chosen = -0.25 if ids[:1] == [token] else -3.0 - position / 8
-    return TokenLogprobs(chosen=chosen, top_ids=tuple(i % VOCAB for i in ids), top=tuple(top))
+    return wire.TokenLogprobs(chosen=chosen, top_ids=tuple(i % VOCAB for i in ids), top=tuple(top))
 
 
 @dataclass
 class Behaviour:
     """The settings of an engine that a test may change while it runs."""
 
-    script: Callable[[Submit], list[int]] = lambda submit: [EOS]
+    script: Callable[[wire.Submit], list[int]] = lambda submit: [EOS]
     """Returns the output tokens of a request. The end token ends it early."""
     tokens_per_step: int = 1
     step_s: float = 0.002
     hold_tokens_after: int | None = None
     """The number of tokens after which every request stops; None for no limit."""
     accept: bool = True
-    refuse: Callable[[Submit], Refused | None] = lambda submit: None
-    check: Callable[[CheckAdapter], AdapterChecked | None] = lambda asked: None
+    refuse: Callable[[wire.Submit], wire.Refused | None] = lambda submit: None
+    check: Callable[[wire.CheckAdapter], wire.AdapterChecked | None] = lambda asked: None
     heartbeats: bool = True
     phase: str = "ready"
     stalled_s: float = 0.0
-    stats: EngineStats = field(default_factory=EngineStats)
-    store: StoreStats | None = None
+    stats: wire.EngineStats = field(default_factory=wire.EngineStats)
+    store: wire.StoreStats | None = None
     answer_aborts: bool = True
     cached_tokens: int = 0
     computed_prompt_tokens: int | None = None
@@ -151,9 +144,10 @@ class ScriptedEngine:
         keys: EngineKeys | None = None,
         aliases: Sequence[str] = (),
         options: dict[str, Any] | None = None,
-        vision: Vision | None = None,
-        adapters: Sequence[AdapterRef] = (),
+        vision: wire.Vision | None = None,
+        adapters: Sequence[wire.AdapterRef] = (),
         max_adapters: int = 0,
+        says: str | None = None,
         **behaviour: object,
     ) -> None:
         self.address = address
@@ -161,10 +155,12 @@ class ScriptedEngine:
         self._keys = keys
         self.incarnation = uuid.uuid4().hex
         self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
-        self.received: list[Message] = []
+        self.received: list[wire.Message] = []
         self.frames: dict[tuple[str, int], list[bytes]] = {}
         """The raw frames of each attempt at a request."""
         self._directory = directory
+        if says is not None:
+            self.says(says)
         self._running: dict[str, Running] = {}
         self._outgoing: list[list[Frame]] = []
         self._lock = threading.Lock()
@@ -208,10 +204,21 @@ class ScriptedEngine:
     def got(self, kind: type[M]) -> list[M]:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
-    def last_prompt(self, tokenizer: Tokenizer) -> str:
-        """Return the text of the last prompt that the engine received."""
-        submit = self.got(Submit)[-1]
-        return str(tokenizer.decode(submit.token_ids, skip_special_tokens=False))
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._directory / "tokenizer.json"))
+
+    def says(self, text: str) -> None:
+        """Answer every request with ``text``, and end it."""
+        end = self.tokenizer.token_to_id(END) or EOS
+        ids = [*self.tokenizer.encode(text).ids, end]
+        self.behaviour.script = lambda _: ids
+
+    @property
+    def last_prompt(self) -> str:
+        """The text of the last prompt that the engine received."""
+        submit = self.got(wire.Submit)[-1]
+        return str(self.tokenizer.decode(submit.token_ids, skip_special_tokens=False))
 
     @property
     def running(self) -> list[str]:
@@ -222,7 +229,7 @@ class ScriptedEngine:
         """The number of tokens sent, by running request."""
         return [running.sent for running in list(self._running.values())]
 
-    def run_unasked(self, request_id: str, submit: Submit, script: list[int]) -> None:
+    def run_unasked(self, request_id: str, submit: wire.Submit, script: list[int]) -> None:
         """Mention a request in heartbeats that the router did not send."""
         self._running[request_id] = Running(submit, script)
 
@@ -242,11 +249,11 @@ class ScriptedEngine:
                 now = time.monotonic()
                 if self.behaviour.heartbeats and now >= heartbeat_at:
                     number += 1
-                    socket.send_multipart(encode(self._heartbeat(number)))
+                    socket.send_multipart(wire.encode(self._heartbeat(number)))
                     heartbeat_at = now + 0.1
                 if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
-                    message, payload = decode(socket.recv_multipart(), ToEngine)
-                    if isinstance(message, Submit):
+                    message, payload = wire.decode(socket.recv_multipart(), wire.ToEngine)
+                    if isinstance(message, wire.Submit):
                         self.frames[message.request_id, message.attempt] = payload
                     self.received.append(message)
                     for answer in self._answer(message):
@@ -258,17 +265,19 @@ class ScriptedEngine:
                     socket.send_multipart(frames)
                 deltas = self._step()
                 if deltas:
-                    socket.send_multipart(encode(TokensMessage(deltas=deltas)))
+                    socket.send_multipart(wire.encode(wire.Tokens(deltas=deltas)))
             if self._bye:
                 socket.setsockopt(zmq.LINGER, 500)
-                socket.send_multipart(encode(Bye(engine=self.name, incarnation=self.incarnation)))
+                socket.send_multipart(
+                    wire.encode(wire.Bye(engine=self.name, incarnation=self.incarnation))
+                )
         finally:
             socket.close()
             context.term()
 
-    def _heartbeat(self, number: int) -> Heartbeat:
+    def _heartbeat(self, number: int) -> wire.Heartbeat:
         live = [
-            LiveRequest(
+            wire.LiveRequest(
                 request_id=running.submit.request_id,
                 attempt=running.submit.attempt,
                 generated=running.sent,
@@ -276,51 +285,56 @@ class ScriptedEngine:
             )
             for running in self._running.values()
         ]
-        return Heartbeat(
-            engine=self.name,
-            incarnation=self.incarnation,
-            number=number,
-            phase=self.behaviour.phase,  # type: ignore[arg-type]
-            phase_s=1.0,
+        return make_heartbeat(
+            self.name,
+            self.incarnation,
+            number,
+            phase=self.behaviour.phase,
             stalled_s=self.behaviour.stalled_s,
             live=live,
             stats=self.behaviour.stats,
             store=self.behaviour.store,
         )
 
-    def _answer(self, message: Message) -> list[list[Frame]]:
+    def _answer(self, message: wire.Message) -> list[list[Frame]]:
         match message:
-            case Ping():
-                return [encode(self.hello)]
-            case CheckAdapter():
+            case wire.Ping():
+                return [wire.encode(self.hello)]
+            case wire.CheckAdapter():
                 checked = self.behaviour.check(message)
-                return [] if checked is None else [encode(checked)]
-            case FilesWanted(names=names):
-                return [encode(Files(names=names), *(self._contents[name] for name in names))]
-            case Submit():
+                return [] if checked is None else [wire.encode(checked)]
+            case wire.FilesWanted(names=names):
+                return [
+                    wire.encode(wire.Files(names=names), *(self._contents[name] for name in names))
+                ]
+            case wire.Submit():
                 refusal = self.behaviour.refuse(message)
                 if refusal is not None:
-                    return [encode(refusal)]
+                    return [wire.encode(refusal)]
                 if self.behaviour.forget:
                     return []
                 script = self.behaviour.script(message)[: message.max_tokens]
                 self._running[message.request_id] = Running(message, script, len(message.generated))
                 if not self.behaviour.accept:
                     return []
-                return [encode(Accepted(request_id=message.request_id, attempt=message.attempt))]
-            case Abort(request_id=request_id, attempt=attempt):
+                return [
+                    wire.encode(
+                        wire.Accepted(request_id=message.request_id, attempt=message.attempt)
+                    )
+                ]
+            case wire.Abort(request_id=request_id, attempt=attempt):
                 running = self._running.get(request_id)
                 if running is None or attempt not in (None, running.submit.attempt):
                     return []
                 del self._running[request_id]
                 if not self.behaviour.answer_aborts:
                     return []
-                return [encode(TokensMessage(deltas=[self._delta(running, [], "abort")]))]
+                return [wire.encode(wire.Tokens(deltas=[self._delta(running, [], "abort")]))]
             case _:
                 return []
 
-    def _step(self) -> list[Delta]:
-        deltas: list[Delta] = []
+    def _step(self) -> list[wire.Delta]:
+        deltas: list[wire.Delta] = []
         limit = self.behaviour.hold_tokens_after
         for request_id, running in list(self._running.items()):
             if running.submit.prompt_logprobs is not None and not running.prompt_told:
@@ -352,10 +366,10 @@ class ScriptedEngine:
         ids: list[int],
         finish: str | None = None,
         stop_token: int | None = None,
-    ) -> Delta:
+    ) -> wire.Delta:
         usage = None
         if finish is not None:
-            usage = Usage(
+            usage = wire.Usage(
                 prompt_tokens=len(running.submit.token_ids),
                 completion_tokens=running.sent + len(ids),
                 cached_ram_tokens=self.behaviour.cached_tokens,
@@ -369,7 +383,7 @@ class ScriptedEngine:
             else [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
         )
         skipped = 1 if self.behaviour.skip_token and running.sent else 0
-        return Delta(
+        return wire.Delta(
             request_id=running.submit.request_id,
             attempt=running.submit.attempt,
             index=running.sent + skipped,
@@ -380,13 +394,13 @@ class ScriptedEngine:
             usage=usage,
         )
 
-    def _prompt_deltas(self, submit: Submit) -> list[Delta]:
+    def _prompt_deltas(self, submit: wire.Submit) -> list[wire.Delta]:
         """Return the prompt's log-probabilities, in two parts."""
         if self.behaviour.omit_logprobs:
             return []
         scores = prompt_scores_of(submit)
         return [
-            Delta(
+            wire.Delta(
                 request_id=submit.request_id,
                 attempt=submit.attempt,
                 index=len(submit.generated),
@@ -397,6 +411,6 @@ class ScriptedEngine:
         ]
 
 
-def prompt_scores_of(submit: Submit) -> list[TokenLogprobs]:
+def prompt_scores_of(submit: wire.Submit) -> list[wire.TokenLogprobs]:
     count = submit.prompt_logprobs or 0
     return [scores_of(t, i, count) for i, t in enumerate(submit.token_ids[1:])]

@@ -159,10 +159,7 @@ def test_the_late_answer_of_a_check_is_not_taken_for_that_of_the_next() -> None:
         assert len(asked) == 2
         for question, digest in zip(asked, ("before", "now"), strict=True):
             answer = AdapterChecked(
-                name="new",
-                path="/new",
-                number=question.number,
-                adapter=ref("new", digest),
+                name="new", path="/new", number=question.number, adapter=ref("new", digest)
             )
             fleet.adapters.on_checked(engine, answer)
         return await second

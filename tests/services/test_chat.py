@@ -89,10 +89,7 @@ def test_reasoning_text_and_usage_are_told_apart() -> None:
 def test_a_stream_that_ends_badly_is_an_error(
     after: list[object], error: type[Exception], words: str
 ) -> None:
-    with (
-        server_that_sends(chunk(content="a"), *after) as url,
-        pytest.raises(error, match=words),
-    ):
+    with server_that_sends(chunk(content="a"), *after) as url, pytest.raises(error, match=words):
         answer_of(url)
 
 

@@ -244,7 +244,7 @@ def test_files_that_are_no_models_are_told_apart(
             "config.json is missing",
             "there are no model*.safetensors files",
             "there is no tokenizer",
-        ),
+        )
     ]
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")

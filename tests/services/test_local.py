@@ -23,10 +23,11 @@ from shared.version import installed_version
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mlx_lm_server", *argv],
         cwd=ROOT,
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         timeout=120,
@@ -51,43 +52,27 @@ def test_a_host_of_another_machine_is_an_error_of_one_line() -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_bad_flag_is_an_error_of_one_line_with_code_2() -> None:
-    result = run("serve", "--port=x")
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("serve", "--port=x"), "--port: 'x' is not a whole number"),
+        (("docter",), "unknown command 'docter'; did you mean doctor?"),
+    ],
+)
+def test_a_wrong_word_is_an_error_of_one_line_with_code_2(argv: list[str], line: str) -> None:
+    result = run(*argv)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "mlx-lm-server: --port: 'x' is not a whole number\n"
-
-
-def test_an_unknown_command_is_an_error_of_one_line_with_code_2() -> None:
-    result = run("docter")
-    assert result.returncode == 2
-    assert result.stderr == "mlx-lm-server: unknown command 'docter'; did you mean doctor?\n"
+    assert result.stderr == f"mlx-lm-server: {line}\n"
 
 
 def test_a_missing_model_ends_the_server_and_leaves_no_files(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "mlx_lm_server", "--host=127.0.0.1", "--port=0"),
-            *(f"--model={tmp_path / 'nonsense'}", f"--ssd-cache-dir={tmp_path / 'ssd'}"),
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    flags = (f"--model={tmp_path / 'nonsense'}", f"--ssd-cache-dir={tmp_path / 'ssd'}")
+    here = ("--host=127.0.0.1", "--port=0")
+    result = run(*here, *flags, XDG_RUNTIME_DIR=str(tmp_path))
     assert result.returncode == 78
     assert "Traceback" not in result.stderr
     assert str(tmp_path / "nonsense") in result.stderr
     assert list(tmp_path.glob("mlxlm-*")) == []
-
-
-def test_help_lists_the_commands_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in (*cli.COMMANDS, "--model", "--port"))
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

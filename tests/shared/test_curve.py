@@ -50,10 +50,7 @@ def test_keys_for_some_models_are_refused_where_any_model_counts(tmp_path: Path)
     bound, free = (create_pair(tmp_path / name, "engine") for name in ("bound", "free"))
     write_allow_list(
         tmp_path / ALLOW_LIST,
-        [
-            AllowedKey(bound.public, "bound", frozenset({"small"})),
-            AllowedKey(free.public, "free"),
-        ],
+        [AllowedKey(bound.public, "bound", frozenset({"small"})), AllowedKey(free.public, "free")],
     )
     refused: list[str] = []
     with guarded(tmp_path, refused.append) as (gatekeeper, ours):

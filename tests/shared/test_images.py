@@ -68,11 +68,7 @@ def test_pictures_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     ("shape", "frame", "reason"),
-    [
-        ((-2, -2), bytes(4), "negative"),
-        ((0,), b"", "empty"),
-        ((2**63,) * 5000, b"", "dimensions"),
-    ],
+    [((-2, -2), bytes(4), "negative"), ((0,), b"", "empty"), ((2**63,) * 5000, b"", "dimensions")],
 )
 def test_arrays_of_impossible_shapes_are_refused(
     shape: tuple[int, ...], frame: bytes, reason: str

@@ -153,10 +153,7 @@ def test_lists_are_repeated_flags_or_commas_in_the_environment() -> None:
     flags = ["--served-model-name", "a", "--served-model-name=b"]
     assert parse(flags, {}, "prog").served_model_name == ("a", "b")
     environ = {"MLX_LM_SERVER_CORS_ORIGIN": "https://a.example, https://b.example:8443"}
-    assert parse([], environ, "prog").cors_origin == (
-        "https://a.example",
-        "https://b.example:8443",
-    )
+    assert parse([], environ, "prog").cors_origin == ("https://a.example", "https://b.example:8443")
     assert parse([], {"MLX_LM_SERVER_API_KEY": "one,key"}, "prog").api_key == ("one,key",)
 
 
@@ -250,10 +247,7 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
         (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is another"),
         (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is another machine"),
         (["--num-local-ranks", "2"], "--num-local-ranks: requires --distributed"),
-        (
-            ["--distributed-mode", "ring"],
-            "--distributed-mode: requires --num-local-ranks or",
-        ),
+        (["--distributed-mode", "ring"], "--distributed-mode: requires --num-local-ranks or"),
         (
             [*"--distributed-mode jaccl --distributed-hostfile /none".split()],
             "--distributed-hostfile: /none cannot be read",

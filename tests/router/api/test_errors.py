@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,16 +15,15 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.requests import CompletionRequest, parse_body
-from shared.wire import Refused, Submit
-from tests.router.conftest import Server
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, error_of, ok
+from tests.router.scripted_engine import ScriptedEngine, make_refusal
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def engine(server: Server, model_dir: Path, says: Callable[[str], Any]) -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine(server.address, model_dir, script=says("hello world"))
+def engine(server: Server, model_dir: Path) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(server.address, model_dir, says="hello world")
     server.wait_ready()
     yield engine
     engine.leave()
@@ -178,8 +177,7 @@ def test_bad_messages_are_named(server: Server, messages: Any, param: str) -> No
 )
 def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
     answer = server.complete(prompt)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith("prompt")
+    assert error_of(answer)["param"].startswith("prompt")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,7 @@ def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
 def test_a_body_that_is_not_a_json_object_is_a_400(server: Server, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert error_of(answer)["type"] == "invalid_request_error"
 
 
 def test_a_prompt_over_the_context_is_refused(server: Server) -> None:
@@ -267,8 +264,7 @@ def test_a_large_body_is_a_413_also_chunked_or_compressed(server: Server) -> Non
 def test_a_compressed_body_is_read(server: Server) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     body = gzip.compress(json.dumps({"messages": MESSAGES}).encode())
-    answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
-    assert answer.status_code == 200
+    answer = ok(server.client.post("/v1/chat/completions", content=body, headers=headers))
     answer = server.client.post("/v1/chat/completions", content=body[:-9], headers=headers)
     assert_error(answer, 400)
     answer = server.client.post("/v1/chat/completions", content=b"no gzip", headers=headers)
@@ -276,16 +272,9 @@ def test_a_compressed_body_is_read(server: Server) -> None:
 
 
 def test_a_refusal_of_the_engine_is_a_400(server: Server, engine: ScriptedEngine) -> None:
-    def refuse(submit: Submit) -> Refused:
-        return Refused(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            reason="too_large",
-            message="It does not fit.",
-            param="max_tokens",
-        )
-
-    engine.behaviour.refuse = refuse
+    engine.behaviour.refuse = lambda submit: make_refusal(
+        submit, reason="too_large", message="It does not fit.", param="max_tokens"
+    )
     for stream in (False, True):
         error = assert_error(server.chat(stream=stream), 400, "max_tokens")
         assert error["message"] == "It does not fit."

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
+from collections.abc import Iterator
 
 from tests.router.conftest import Server
-from tests.router.scripted_engine import ScriptedEngine
 
+CHAT_MODEL = True
+FLAGS = ("--max-prompt-tokens=100000", "--ollama-manage")
 VALUES = (
     r'"\ud800"',
     r'"\ud83d\ude00\udfff"',
@@ -34,16 +31,6 @@ OLLAMA = '"model": "tiny", "stream": false'
 RESULT = '{"role": "tool", "tool_call_id": "c", "content": "3"}'
 OUTPUT = '{"type": "function_call_output", "call_id": "c", "output": "1"}'
 ANSWER = '{"type": "tool_result", "tool_use_id": "c", "content": "1"}'
-
-
-@pytest.fixture(scope="module")
-def model_dir(chat_model_dir: Path) -> Path:
-    return chat_model_dir
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--max-prompt-tokens=100000", "--ollama-manage")
 
 
 def calls(arguments: str) -> Iterator[tuple[str, str]]:
@@ -78,11 +65,8 @@ def bodies() -> Iterator[tuple[str, str]]:
         yield "/v1/rerank", f'{{"query": "x", "documents": [{value}]}}'
 
 
-def test_no_value_is_an_error_of_the_server(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Any
-) -> None:
-    start_engine(server, script=says("hello"), context_length=100_000)
-    server.wait_ready()
+def test_no_value_is_an_error_of_the_server(server: Server) -> None:
+    server.join("hello", context_length=100_000)
     headers = {"content-type": "application/json"}
     wrong = []
     for path, body in bodies():

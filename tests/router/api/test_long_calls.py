@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.router.conftest import Server
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, ok
 
+FLAGS = ("--tool-parser=pythonic",)
 NESTED: list[list[int]] = [[]] * 400
 WRITTEN = f"<|tool_call_start|>[look(places={NESTED})]<|tool_call_end|>"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--tool-parser=pythonic")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens_per_step", [4, 3000])
 def test_a_long_call_is_parsed_beside_the_event_loop(
-    tokens_per_step: int,
-    stream: bool,
-    server: Server,
-    start_engine: Callable[..., ScriptedEngine],
-    says: Any,
+    tokens_per_step: int, stream: bool, server: Server
 ) -> None:
-    start_engine(server, script=says(WRITTEN), tokens_per_step=tokens_per_step, context_length=5000)
-    server.wait_ready()
+    server.join(WRITTEN, tokens_per_step=tokens_per_step, context_length=5000)
     fields = {"tools": [TOOL], "max_tokens": 4000, "parallel_tool_calls": False}
-    answer = server.chat("where?", stream=stream, **fields)
-    assert answer.status_code == 200
+    answer = ok(server.chat("where?", stream=stream, **fields))
     if stream:
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]

@@ -1,4 +1,4 @@
-"""What a stream writes on threads."""
+"""What a stream writes on threads, and clients that leave one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 from starlette.types import Message
 
 from router.api.streaming import EventStream
@@ -14,6 +15,10 @@ from router.api.writer import OutputWriter
 from router.errors import ApiError, Unavailable
 from router.generation.generation import Generation
 from router.tokens.work_pool import INLINE_SIZE
+from shared.wire import Abort
+from tests.router.conftest import Server, eventually
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 class LargeWriter:
@@ -80,3 +85,23 @@ def test_where_no_thread_has_time_the_stream_ends_without_an_event() -> None:
     writer, (_, last) = streamed(threads=1)
     assert last == {"type": "http.response.body", "body": b"", "more_body": False}
     assert not writer.error_thread
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "held"),
+    [
+        ("/v1/messages", {"max_tokens": 9, "messages": HI, "stream": True}, 0),
+        ("/v1/responses", {"input": "hi", "stream": True}, 0),
+        ("/api/chat", {"model": "tiny", "messages": HI}, 1),
+    ],
+)
+def test_a_client_that_leaves_a_stream_of_any_api_frees_the_engine(
+    server: Server, path: str, body: dict[str, Any], held: int
+) -> None:
+    engine = server.join("hello world", hold_tokens_after=held)
+    with server.client.stream("POST", path, json=body) as answer:
+        chunks = answer.iter_bytes()  # closes the connection when it is deleted
+        next(chunks)
+        eventually(lambda: bool(engine.running))
+    eventually(lambda: not engine.running)
+    assert len(engine.got(Abort)) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import pytest
 from tests.router.batches.conftest import BatchClient, Body, line
 from tests.router.conftest import ROOT, Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
 
 
 def test_a_batch_is_answered_line_by_line(batches: BatchClient, engine: ScriptedEngine) -> None:
@@ -65,9 +62,9 @@ def test_each_line_is_answered_as_a_request_is(
 
 
 def test_chats_and_responses_are_answered(
-    batches: BatchClient, server: Server, start_engine: Start, chat_model_dir: Path, says: Any
+    batches: BatchClient, server: Server, chat_model_dir: Path
 ) -> None:
-    start_engine(server, directory=chat_model_dir, model="chat", script=says("hello"))
+    server.start_engine("hello", directory=chat_model_dir, model="chat")
     eventually(lambda: "chat" in server.client.get("/v1/models").text)
     messages = [{"role": "user", "content": "hello"}]
     url = "/v1/chat/completions"
@@ -140,12 +137,9 @@ def test_a_mark_of_utf8_and_ends_of_lines_of_windows_are_no_error(
     assert ids == ["good", "ü"]
 
 
-def test_a_cancelled_batch_keeps_what_it_has(
-    batches: BatchClient, server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, model="slow", script=says("hello"), step_s=0.02)
+def test_a_cancelled_batch_keeps_what_it_has(batches: BatchClient, server: Server) -> None:
+    server.start_engine("hello", model="slow", step_s=0.02)
     eventually(lambda: "slow" in server.client.get("/v1/models").text)
-    del engine
     batch = batches.create([line(f"r{number}", model="slow") for number in range(2000)])
     eventually(lambda: batches.completed(batch) > 3)
     cancelled = batches.api.batches.cancel(batch.id)
@@ -160,7 +154,7 @@ def test_a_cancelled_batch_keeps_what_it_has(
     assert (counts.completed, counts.failed) == (len(answered), len(failed))
     with pytest.raises(openai.BadRequestError):
         batches.api.batches.cancel(batch.id)
-    eventually(lambda: _gauge(server, "batches_running") == 0)
+    eventually(lambda: server.metric("batches_running") == 0)
 
 
 def test_a_batch_is_cancelled_while_its_file_is_checked(
@@ -231,17 +225,10 @@ def test_a_wrong_field_is_named(
 
 
 def test_lines_are_counted(batches: BatchClient, server: Server, engine: ScriptedEngine) -> None:
-    before = _gauge(server, "batch_lines_total")
+    before = server.metric("batch_lines_total")
     batches.run([line("a"), line("b", max_tokens="x")])
-    assert _gauge(server, "batch_lines_total") == before + 2
-    assert _gauge(server, "batches_unfinished") == 0
-
-
-def _gauge(server: Server, name: str) -> float:
-    lines = server.client.get("/metrics").text.splitlines()
-    return sum(
-        float(each.rpartition(" ")[2]) for each in lines if each.startswith(f"mlx_lm_server_{name}")
-    )
+    assert server.metric("batch_lines_total") == before + 2
+    assert server.metric("batches_unfinished") == 0
 
 
 def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) -> None:

@@ -19,12 +19,12 @@ import pytest
 
 from shared.wire import Abort, Submit
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, StartServer, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 Start = Callable[..., ScriptedEngine]
-StartServer = Callable[..., Server]
 LINES = 12
+TEXT = "hello world hello world"
 
 
 @pytest.fixture
@@ -34,11 +34,9 @@ def own(start_server: StartServer, tmp_path: Path) -> Server:
     )
 
 
-def held(server: Server, start_engine: Start, says: Any) -> ScriptedEngine:
+def held(server: Server) -> ScriptedEngine:
     """Start an engine with four rows whose answers stop after two tokens."""
-    engine = start_engine(server, script=says("hello world hello world"), hold_tokens_after=2)
-    server.wait_ready()
-    return engine
+    return server.join(TEXT, hold_tokens_after=2)
 
 
 def submitted(engine: ScriptedEngine) -> list[Submit]:
@@ -51,17 +49,15 @@ def assert_each_line_once(client: BatchClient, done: Any, count: int = LINES) ->
     lines = client.lines(done.output_file_id)
     assert [each["custom_id"] for each in lines] == [f"r{number}" for number in range(count)]
     for each in lines:
-        assert each["response"]["body"]["choices"][0]["text"] == "hello world hello world"
+        assert each["response"]["body"]["choices"][0]["text"] == TEXT
 
 
 def batch_of(client: BatchClient, count: int = LINES) -> Any:
     return client.create([line(f"r{number}", max_tokens=30) for number in range(count)])
 
 
-def test_a_request_gets_the_place_of_a_line_at_once(
-    own: Server, start_engine: Start, says: Any
-) -> None:
-    engine = held(own, start_engine, says)
+def test_a_request_gets_the_place_of_a_line_at_once(own: Server) -> None:
+    engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
     eventually(lambda: len(submitted(engine)) == 4)  # as many as there are rows
@@ -69,7 +65,7 @@ def test_a_request_gets_the_place_of_a_line_at_once(
     assert len(submitted(engine)) == 4
     assert own.complete(max_tokens=2).status_code == 200
     assert [each for each in list(engine.received) if isinstance(each, Abort)]
-    metrics = own.client.get("/metrics").text
+    metrics = own.metrics
     assert "mlx_lm_server_batch_places_returned_total 1.0" in metrics
     assert "mlx_lm_server_timeouts_total 0.0" in metrics
     engine.behaviour.hold_tokens_after = None
@@ -79,12 +75,12 @@ def test_a_request_gets_the_place_of_a_line_at_once(
 
 
 def test_a_place_is_not_taken_back_for_a_key_that_has_its_part(
-    start_server: StartServer, start_engine: Start, tmp_path: Path, says: Any
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-a name=a\nsk-b name=b\n")
     server = start_server(f"--api-key-file={keys}", f"--batch-dir={tmp_path / 'd'}")
-    engine = held(server, start_engine, says)  # of its four rows one is kept for other keys
+    engine = held(server)  # of its four rows one is kept for other keys
     url, headers = f"{server.url}/v1/completions", {"authorization": "Bearer sk-a"}
     own = {"authorization": "Bearer sk-b"}
     client = BatchClient(server.url, "sk-b")
@@ -104,18 +100,14 @@ def test_a_place_is_not_taken_back_for_a_key_that_has_its_part(
     assert_each_line_once(client, client.wait(batch))
 
 
-def test_lines_count_for_no_limit_of_requests(
-    start_server: StartServer, tmp_path: Path, start_engine: Start, says: Any
-) -> None:
+def test_lines_count_for_no_limit_of_requests(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(
         f"--batch-dir={tmp_path}",
         "--max-concurrent-requests=1",
         "--max-queue-size=1",
         "--rate-limit-requests=2",
     )
-    engine = start_engine(server, script=says("hello world hello world"))
-    server.wait_ready()
-    del engine
+    server.join(TEXT)
     client = BatchClient(server.url)
     assert_each_line_once(client, client.wait(batch_of(client)))
     assert server.complete().status_code == server.complete().status_code == 200
@@ -123,13 +115,12 @@ def test_lines_count_for_no_limit_of_requests(
 
 
 def test_a_killed_router_leaves_each_line_to_the_next_one(
-    start_server: StartServer, start_engine: Start, tmp_path: Path, says: Any
+    start_server: StartServer, tmp_path: Path
 ) -> None:
-    count, script = 60, says("hello world hello world")
+    count = 60
     for kill in range(3):
         server = start_server(f"--batch-dir={tmp_path}")
-        engine = start_engine(server, script=script, step_s=0.02)
-        server.wait_ready()
+        engine = server.join(TEXT, step_s=0.02)
         client = BatchClient(server.url)
         if kill == 0:
             batch = batch_of(client, count)
@@ -150,41 +141,39 @@ def _wait_for(client: BatchClient, batch: Any, lines: int) -> None:
 
 
 def test_a_stopped_router_leaves_lines_to_the_next_one(
-    start_server: StartServer, start_engine: Start, tmp_path: Path, says: Any
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     server = start_server(f"--batch-dir={tmp_path}")
-    held(server, start_engine, says)
+    held(server)
     batch = batch_of(BatchClient(server.url))
     assert server.stop() == 0
     server = start_server(f"--batch-dir={tmp_path}")
     client = BatchClient(server.url)
     assert client.api.batches.retrieve(batch.id).status in ("validating", "in_progress")
-    start_engine(server, script=says("hello world hello world"))
+    server.start_engine(TEXT)
     assert_each_line_once(client, client.wait(batch))
 
 
-def test_a_lost_engine_costs_no_line(own: Server, start_engine: Start, says: Any) -> None:
-    engine = held(own, start_engine, says)
+def test_a_lost_engine_costs_no_line(own: Server) -> None:
+    engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
     eventually(lambda: len(submitted(engine)) == 4)
     engine.leave()
-    start_engine(own, name="engine-1", script=says("hello world hello world"))
+    own.start_engine(TEXT, name="engine-1")
     assert_each_line_once(client, client.wait(batch))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
-def test_a_full_disk_holds_lines_up_and_loses_none(
-    own: Server, start_engine: Start, says: Any, tmp_path: Path
-) -> None:
-    engine = held(own, start_engine, says)
+def test_a_full_disk_holds_lines_up_and_loses_none(own: Server, tmp_path: Path) -> None:
+    engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
     eventually(lambda: len(submitted(engine)) == 4)
     before = resource.prlimit(own.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(own.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
     engine.behaviour.hold_tokens_after = None
-    eventually(lambda: "batch_store_errors_total 0.0" not in own.client.get("/metrics").text)
+    eventually(lambda: "batch_store_errors_total 0.0" not in own.metrics)
     with pytest.raises(openai.APIStatusError) as refused:
         client.upload(b"x" * 5000)
     assert refused.value.status_code == 503
@@ -196,7 +185,7 @@ def test_a_full_disk_holds_lines_up_and_loses_none(
 
 
 def test_lines_of_a_key_that_was_removed_get_an_error(
-    start_server: StartServer, start_engine: Start, tmp_path: Path, says: Any
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-a name=a\nsk-b name=b\n")
@@ -206,8 +195,8 @@ def test_lines_of_a_key_that_was_removed_get_an_error(
     server.stop()
     keys.write_text("sk-b name=b\n")
     server = start_server(f"--api-key-file={keys}", directory)
-    start_engine(server, script=says("hello"))
-    eventually(lambda: "batches_unfinished 0.0" in server.client.get("/metrics").text)
+    server.start_engine("hello")
+    eventually(lambda: "batches_unfinished 0.0" in server.metrics)
     server.stop()
     keys.write_text("sk-a2 name=a\n")  # another key of the same holder
     client = BatchClient(start_server(f"--api-key-file={keys}", directory).url, "sk-a2")

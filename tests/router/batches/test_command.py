@@ -7,15 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import ROOT, Server, eventually
+from tests.router.conftest import ROOT, Server, StartServer, eventually
 from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
 
 
 def command(server: Server, *arguments: object) -> subprocess.Popen[str]:
@@ -61,10 +58,9 @@ def test_a_file_is_answered(
 
 
 def test_a_command_that_was_killed_follows_its_batch_again(
-    server: Server, start_engine: Start, says: Any, tmp_path: Path, batches: BatchClient
+    server: Server, tmp_path: Path, batches: BatchClient
 ) -> None:
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=1)
     source = written(tmp_path / "in.jsonl", *(line(f"r{number}") for number in range(9)))
     target = tmp_path / "out.jsonl"
     before = len(batches.api.batches.list(limit=100).data)
@@ -85,7 +81,7 @@ def test_a_command_that_was_killed_follows_its_batch_again(
 
 
 def test_what_is_wrong_is_one_line(
-    server: Server, start_server: Callable[..., Server], tmp_path: Path
+    server: Server, start_server: StartServer, tmp_path: Path
 ) -> None:
     source, target = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
     run = command(start_server(), source, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ import openai
 import pytest
 
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 
 
 def test_a_file_is_kept_as_it_is(batches: BatchClient) -> None:
@@ -57,8 +56,7 @@ def test_files_are_listed_in_pages(batches: BatchClient) -> None:
 @pytest.mark.parametrize("limit", ["0", "10001", "0000019", "000001" + "9" * 20, "1" * 5000, "٣"])
 def test_a_limit_that_is_none_is_refused(server: Server, path: str, limit: str) -> None:
     answer = server.client.get(f"/v1/{path}", params={"limit": limit})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "limit"
+    assert error_of(answer)["param"] == "limit"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +72,7 @@ def test_a_wrong_form_is_refused(
     server: Server, batch_dir: Path, fields: dict[str, str], param: str
 ) -> None:
     answer = server.client.post("/v1/files", data=fields, files={"file": b"x"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    assert error_of(answer)["param"] == param
     assert not list((batch_dir / "new").iterdir())
 
 
@@ -115,8 +112,7 @@ def test_a_file_may_come_in_small_pieces(batches: BatchClient, server: Server) -
         b"\r\n--x--\r\n",
     ]
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    answer = server.client.post("/v1/files", content=iter(form), headers=headers)
-    assert answer.status_code == 200
+    answer = ok(server.client.post("/v1/files", content=iter(form), headers=headers))
     assert batches.api.files.content(answer.json()["id"]).read() == content
 
 
@@ -152,7 +148,7 @@ def test_a_file_that_a_batch_reads_is_not_deleted(batches: BatchClient) -> None:
 
 
 def test_a_key_sees_and_fills_only_what_is_its_own(
-    start_server: Callable[..., Server], tmp_path: Path
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-a name=a\nsk-b name=b\n")
@@ -171,9 +167,7 @@ def test_a_key_sees_and_fills_only_what_is_its_own(
             call(name)
     with pytest.raises(openai.NotFoundError):
         other.api.batches.create(
-            input_file_id=batch.input_file_id,
-            endpoint="/v1/completions",
-            completion_window="24h",
+            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
         )
     assert not other.api.files.list().data and not other.api.batches.list().data
     for _ in range(2):
@@ -189,9 +183,7 @@ def test_a_key_sees_and_fills_only_what_is_its_own(
         BatchClient(server.url, "sk-c").upload(b"x")
 
 
-def test_without_a_directory_the_error_says_what_to_set(
-    start_server: Callable[..., Server],
-) -> None:
+def test_without_a_directory_the_error_says_what_to_set(start_server: StartServer) -> None:
     server = start_server()
     for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_0/cancel"):
         answer = server.client.post(path, json={})
@@ -200,7 +192,7 @@ def test_without_a_directory_the_error_says_what_to_set(
 
 
 def test_a_directory_has_one_router(
-    start_server: Callable[..., Server], tmp_path: Path, server: Server, batch_dir: Path
+    start_server: StartServer, tmp_path: Path, server: Server, batch_dir: Path
 ) -> None:
     del server
     with pytest.raises(AssertionError, match="another router uses"):

@@ -12,8 +12,7 @@ from router.fleet import administration
 from router.fleet.engines.sockets import EngineSockets
 from router.fleet.router import Router
 from shared.settings import Settings
-from shared.wire import EngineStats, Heartbeat
-from tests.router.scripted_engine import make_hello
+from tests.router.scripted_engine import make_heartbeat, make_hello
 
 ABSENT_S = 0.3
 Act = Callable[[Router], Awaitable[None]]
@@ -53,19 +52,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def heartbeat(router: Router, phase: str) -> None:
-    router.registry.on_heartbeat(
-        peer("again"),
-        Heartbeat(
-            engine="one",
-            incarnation="1",
-            number=1,
-            phase=phase,  # type: ignore[arg-type]
-            phase_s=0.0,
-            stalled_s=0.0,
-            live=[],
-            stats=EngineStats(),
-        ),
-    )
+    router.registry.on_heartbeat(peer("again"), make_heartbeat("one", "1", 1, phase=phase))
 
 
 def test_a_restart_is_given_up_with_a_line_if_an_engine_does_not_come_back(

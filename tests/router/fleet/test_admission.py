@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,26 +18,16 @@ from router.fleet.queue.placement import choose_engine, prompt_blocks
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
-from shared.wire import CacheEvents, Refused, SamplingParams, Submit
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine, make_hello
-
-Start = Callable[..., ScriptedEngine]
+from shared.wire import CacheEvents, Submit
+from tests.router.conftest import Server, StartServer, error_of, eventually
+from tests.router.scripted_engine import make_hello, make_refusal, make_submit
 
 
 def sequence(
     name: str, key: str = "", priority: int = 0, prompt: Sequence[int] = (1,), cache_salt: str = ""
 ) -> RemoteSequence:
-    submit = Submit(
-        request_id=name,
-        attempt=0,
-        token_ids=list(prompt),
-        sampling=SamplingParams(seed=0),
-        max_tokens=8,
-        stop_token_ids=[],
-        cache_salt=cache_salt,
-        priority=priority,
-    )
+    fields = {"token_ids": list(prompt), "cache_salt": cache_salt, "priority": priority}
+    submit = make_submit(name, **fields)
     blocks = prompt_blocks([engine_with(0), engine_with(0)], list(prompt), cache_salt)
     return RemoteSequence(submit, Tenant(name=key), lambda: None, blocks)
 
@@ -84,10 +73,7 @@ def test_a_requeued_sequence_keeps_its_age_and_a_discarded_one_is_skipped() -> N
     leave=st.booleans(),
 )
 def test_every_waiting_sequence_is_placed_eventually(
-    before: list[tuple[int, int]],
-    own: int,
-    arriving: list[tuple[int, int]],
-    leave: bool,
+    before: list[tuple[int, int]], own: int, arriving: list[tuple[int, int]], leave: bool
 ) -> None:
     """One has the lowest priority and the busiest key, and as many arrive as leave."""
     queue, running = FairQueue(), Counter({"poor": 1000})
@@ -147,12 +133,9 @@ def test_an_engine_is_chosen_by_hashes_that_were_made_before() -> None:
     assert prompt_blocks([cached], range(64), "") == {}
 
 
-def test_a_salt_for_each_key_keeps_their_prefixes_apart(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_salt_for_each_key_keeps_their_prefixes_apart(start_server: StartServer) -> None:
     server = start_server("--api-key=one", "--api-key=two", "--cache-salt-per-key")
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+    engine = server.join("hi")
     for key in ("one", "two"):
         server.client.headers["x-api-key"] = key
         assert server.chat("x", cache_salt="s").status_code == 200
@@ -201,20 +184,16 @@ def test_the_number_ahead_counts_what_goes_first() -> None:
     assert queue.num_ahead("new", 0, Counter()) == 2
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_request_that_would_wait_too_long_is_refused_at_once(start_server: StartServer) -> None:
     server = start_server("--first-token-timeout-s=3", "--max-concurrent-requests=0")
-    start_engine(server, script=says("hi"), step_s=0.04, max_sequences=1)
-    server.wait_ready()
+    server.join("hi", step_s=0.04, max_sequences=1)
     with ThreadPoolExecutor(64) as pool:
         answers = [pool.submit(server.chat, "x") for _ in range(14)]
         eventually(lambda: sum(answer.done() for answer in answers) >= 10, 30)
         more = [pool.submit(server.chat, "x") for _ in range(50)]
         eventually(lambda: any(answer.done() for answer in more))
         refused = next(answer.result() for answer in more if answer.done())
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "queue_too_long"
+        assert error_of(refused, 429)["code"] == "queue_too_long"
         assert int(refused.headers["retry-after"]) >= 1
 
 
@@ -230,47 +209,36 @@ def test_the_wait_is_estimated_from_the_rate_of_departures() -> None:
     assert rate.wait_s(1000) == 120
 
 
-def test_a_full_queue_is_a_429_with_retry_after(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_full_queue_is_a_429_with_retry_after(start_server: StartServer) -> None:
     server = start_server("--max-queue-size=2", "--max-concurrent-requests=0")
-    engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=1)
-    server.wait_ready()
+    engine = server.join("hi", hold_tokens_after=0, max_sequences=1)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(server.chat, "x") for _ in range(3)]
         metric = 'queued_requests{model="tiny"} 2.0'
-        eventually(lambda: metric in server.client.get("/metrics").text)
+        eventually(lambda: metric in server.metrics)
         refused = server.chat("x")
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "queue_full"
+        assert error_of(refused, 429)["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
         engine.behaviour.hold_tokens_after = None
         assert {answer.result(60).status_code for answer in answers} == {200}
     assert server.chat("x").status_code == 200
 
 
-def test_too_many_concurrent_requests_are_a_429(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_too_many_concurrent_requests_are_a_429(start_server: StartServer) -> None:
     server = start_server("--max-concurrent-requests=2")
-    engine = start_engine(server, script=says("hi"), hold_tokens_after=0)
-    server.wait_ready()
+    engine = server.join("hi", hold_tokens_after=0)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(server.chat, "x") for _ in range(2)]
         eventually(lambda: len(engine.running) == 2)
         refused = server.chat("x", stream=True)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert error_of(refused, 429)["type"] == "rate_limit_error"
         assert "retry-after" in refused.headers
         engine.behaviour.hold_tokens_after = None
         assert {answer.result(60).status_code for answer in answers} == {200}
 
 
-def test_an_engine_never_gets_more_than_its_max_sequences(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hello"), step_s=0.01, max_sequences=3)
-    server.wait_ready()
+def test_an_engine_never_gets_more_than_its_max_sequences(server: Server) -> None:
+    engine = server.join("hello", step_s=0.01, max_sequences=3)
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(server.chat, f"x{i}") for i in range(16)]
         most = 0
@@ -280,12 +248,10 @@ def test_an_engine_never_gets_more_than_its_max_sequences(
     assert 1 <= most <= 3
 
 
-def test_a_full_engine_is_tried_again(server: Server, start_engine: Start, says: Any) -> None:
-    engine = start_engine(server, script=says("hi"))
+def test_a_full_engine_is_tried_again(server: Server) -> None:
+    engine = server.start_engine("hi")
     engine.behaviour.refuse = lambda submit: (
-        Refused(request_id=submit.request_id, attempt=submit.attempt, reason="full", message="full")
-        if len(engine.got(Submit)) < 3
-        else None
+        make_refusal(submit, reason="full", message="full") if len(engine.got(Submit)) < 3 else None
     )
     server.wait_ready()
     assert server.chat("x").status_code == 200

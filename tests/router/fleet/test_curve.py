@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from services.commands import keys
 from shared.network.allow_list import read_allow_list
 from shared.network.curve import EngineKeys, KeyPair, create_pair, load_public
 from tests.conftest import unused_port
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import StartServer, eventually, text_of
 from tests.router.scripted_engine import ScriptedEngine
 
 Start = Callable[..., ScriptedEngine]
@@ -25,7 +24,7 @@ Start = Callable[..., ScriptedEngine]
 class CurveServer:
     """A router process with a second address, at which only known keys join."""
 
-    def __init__(self, directory: Path, start_server: Callable[..., Server], host: str) -> None:
+    def __init__(self, directory: Path, start_server: StartServer, host: str) -> None:
         self.directory = directory
         self.address = f"tcp://{host}:{unused_port()}"
         self.server_key = create_pair(directory, "server").public
@@ -38,9 +37,7 @@ class CurveServer:
         assert keys.main(["allow", key.own.public, f"--curve-dir={self.directory}", *more]) == 0
 
     def refused(self, reason: str) -> float:
-        pattern = rf'mlx_lm_server_engines_refused_total\{{reason="{reason}"\}} (\S+)'
-        found = re.search(pattern, self.server.client.get("/metrics").text)
-        return float(found[1]) if found else 0.0
+        return self.server.metric(f'engines_refused_total{{reason="{reason}"}}')
 
     def engines(self) -> dict[str, bool]:
         """Return whether engines are ready, by name."""
@@ -49,18 +46,16 @@ class CurveServer:
 
 
 @pytest.fixture(scope="module")
-def curve(
-    start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
-) -> CurveServer:
+def curve(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> CurveServer:
     return CurveServer(tmp_path_factory.mktemp("curve"), start_server, "127.0.0.1")
 
 
 @pytest.fixture
-def join(curve: CurveServer, model_dir: Path, says: Any) -> Iterator[Start]:
+def join(curve: CurveServer, model_dir: Path) -> Iterator[Start]:
     engines: list[ScriptedEngine] = []
 
     def start(key: EngineKeys | None, address: str = "", **options: Any) -> ScriptedEngine:
-        options.setdefault("script", says("hello world"))
+        options = {"says": "hello world", **options}
         engine = ScriptedEngine(address or curve.address, model_dir, keys=key, **options)
         engines.append(engine)
         return engine
@@ -90,8 +85,8 @@ def test_an_engine_with_a_known_key_joins_under_the_keys_name(
     join(key)
     curve.server.wait_ready()
     assert curve.engines()["studio.engine-0"]
-    assert curve.server.chat().json()["choices"][0]["message"]["content"] == "hello world"
-    text = curve.server.client.get("/metrics").text
+    assert text_of(curve.server.chat()) == "hello world"
+    text = curve.server.metrics
     assert 'mlx_lm_server_engines_joined_total{model="tiny"}' in text
 
 
@@ -158,9 +153,7 @@ def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
 
 
-def test_an_engine_joins_by_ipv6(
-    start_server: Callable[..., Server], join: Start, tmp_path: Path
-) -> None:
+def test_an_engine_joins_by_ipv6(start_server: StartServer, join: Start, tmp_path: Path) -> None:
     curve = CurveServer(tmp_path / "server", start_server, "[::1]")
     key = curve.make_keys(tmp_path / "engine")
     curve.allow(key)

@@ -21,19 +21,8 @@ from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
-from shared.wire import (
-    Accepted,
-    AdapterRef,
-    Delta,
-    LiveRequest,
-    Refused,
-    SamplingParams,
-    Submit,
-    TextTask,
-    Usage,
-    Vision,
-)
-from tests.router.scripted_engine import make_hello
+from shared.wire import Accepted, AdapterRef, Delta, LiveRequest, Refused, TextTask, Usage, Vision
+from tests.router.scripted_engine import make_hello, make_submit
 
 ROWS = 3
 ADAPTER = AdapterRef(name="a", path="/a", digest="d", rank=4)
@@ -74,13 +63,8 @@ class Fleet:
         tenant = Tenant(
             name=self.random.choice("ab"), alone=False, background=self.random.random() < 0.4
         )
-        submit = Submit(
-            request_id=f"r{len(self.sequences)}",
-            attempt=0,
-            token_ids=[1],
-            sampling=SamplingParams(seed=0),
-            max_tokens=8,
-            stop_token_ids=[],
+        submit = make_submit(
+            f"r{len(self.sequences)}",
             priority=tenant.priority(0),
             adapter=ADAPTER if self.random.random() < 0.3 else None,
         )
@@ -174,10 +158,7 @@ class Fleet:
             assert own == set(engine.request_ids) and len(own) <= ROWS
         queue = self.dispatcher.queue_of(self.model)
         assert len(queue) == len(entries) - len(placed)
-        for background, counted in (
-            (False, queue._running),
-            (True, queue._running_background),
-        ):
+        for background, counted in ((False, queue._running), (True, queue._running_background)):
             keys = (
                 one.sequence.key for one in placed if one.sequence.tenant.background == background
             )

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,30 +16,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.wire import Abort, Ping, Submit, encode
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, StartServer, error_of, eventually, text_of
 from tests.router.scripted_engine import ScriptedEngine
 
-Start = Callable[..., ScriptedEngine]
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--restart-wait-s=4", "--first-token-timeout-s=5", "--request-timeout-s=3")
-
-
-@pytest.fixture
-def background() -> Any:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool.submit
+FLAGS = ("--restart-wait-s=4", "--first-token-timeout-s=5", "--request-timeout-s=3")
 
 
 def runs_one(engine: ScriptedEngine) -> Callable[[], bool]:
     return lambda: len(engine.running) == 1
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
 
 
 def last_event(text: str) -> Any:
@@ -56,15 +40,12 @@ def streamed(text: str) -> str:
 # -- engines that go away ------------------------------------------------------
 
 
-def test_a_request_without_a_token_is_resubmitted(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
-    first = start_engine(server, script=says("hello world"), hold_tokens_after=0)
-    server.wait_ready()
+def test_a_request_without_a_token_is_resubmitted(server: Server, background: Any) -> None:
+    first = server.join("hello world", hold_tokens_after=0)
     answers = [background(server.chat, "x", stream=stream) for stream in (False, True)]
     eventually(lambda: len(first.running) == 2)
     first.kill()
-    second = start_engine(server, script=says("hello world"))
+    second = server.start_engine("hello world")
     assert text_of(answers[0].result(60)) == "hello world"
     assert "[DONE]" in answers[1].result(60).text
     assert {submit.attempt for submit in second.got(Submit)} == {1}
@@ -73,11 +54,10 @@ def test_a_request_without_a_token_is_resubmitted(
 
 
 def start_answer(
-    server: Server, start_engine: Start, background: Any, script: Any, **fields: Any
+    server: Server, background: Any, **fields: Any
 ) -> tuple[ScriptedEngine, Future[httpx.Response]]:
     """Return an engine that sends two tokens only, and the answer that waits for more."""
-    engine = start_engine(server, script=script, hold_tokens_after=2)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=2)
     before = server.num_tokens
     answer = background(server.chat, "x", **fields)
     eventually(lambda: server.num_tokens == before + 2)
@@ -86,16 +66,15 @@ def start_answer(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_begun_answer_resumes_where_it_stopped(
-    server: Server, start_engine: Start, says: Any, background: Any, stream: bool
+    server: Server, background: Any, stream: bool
 ) -> None:
-    script = says("hello world")
     fields = {"logprobs": True, "stream_options": {"include_usage": True}} if stream else {}
-    first, answer = start_answer(server, start_engine, background, script, stream=stream, **fields)
+    first, answer = start_answer(server, background, stream=stream, **fields)
     first.kill()
-    second = start_engine(server, script=script)
+    second = server.start_engine("hello world")
     result = answer.result(60)
     (submit,) = second.got(Submit)
-    assert submit.generated == script(None)[:2]
+    assert submit.generated == second.behaviour.script(submit)[:2]
     assert submit.sampling == first.got(Submit)[0].sampling
     if not stream:
         assert text_of(result) == "hello world"
@@ -111,10 +90,10 @@ def test_a_begun_answer_resumes_where_it_stopped(
 
 
 def test_a_stream_whose_engine_does_not_return_ends_with_one_error_event(
-    start_server: Callable[..., Server], start_engine: Start, says: Any, background: Any
+    start_server: StartServer, background: Any
 ) -> None:
     server = start_server("--restart-wait-s=3")
-    first, answer = start_answer(server, start_engine, background, says("hello world"), stream=True)
+    first, answer = start_answer(server, background, stream=True)
     first.kill()
     killed = time.monotonic()
     text = answer.result(60).text
@@ -126,52 +105,48 @@ def test_a_stream_whose_engine_does_not_return_ends_with_one_error_event(
 
 
 def test_a_stream_that_lost_two_engines_ends_with_one_error_event(
-    server: Server, start_engine: Start, says: Any, background: Any
+    server: Server, background: Any
 ) -> None:
-    script = says("hello world")
-    first, answer = start_answer(server, start_engine, background, script, stream=True)
+    first, answer = start_answer(server, background, stream=True)
     first.kill()
-    second = start_engine(server, script=script, hold_tokens_after=3)
+    second = server.start_engine("hello world", hold_tokens_after=3)
     eventually(lambda: len(second.running) == 1)
     second.kill()
-    third = start_engine(server, script=script)
+    third = server.start_engine("hello world")
     text = answer.result(60).text
     assert last_event(text)["error"]["code"] == "engine_lost"
     assert text.count('"error"') == 1
     assert not third.got(Submit)
 
 
-def test_a_stream_outlives_any_number_of_planned_restarts(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
-    script, before = says("hello world"), server.num_tokens
-    engine, answer = start_answer(server, start_engine, background, script, stream=True)
+def test_a_stream_outlives_any_number_of_planned_restarts(server: Server, background: Any) -> None:
+    before = server.num_tokens
+    engine, answer = start_answer(server, background, stream=True)
     for held in (3, 4):
         engine.leave()
-        engine = start_engine(server, script=script, hold_tokens_after=held)
+        engine = server.start_engine("hello world", hold_tokens_after=held)
         eventually(lambda held=held: server.num_tokens == before + held)  # type: ignore[misc]
     engine.behaviour.phase = "draining"
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     engine.kill()
-    last = start_engine(server, script=script)
+    last = server.start_engine("hello world")
     text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
     assert [submit.attempt for submit in last.got(Submit)] == [3]
 
 
 def test_losses_are_forgotten_as_tokens_come(
-    server: Server, start_engine: Start, tokenizer: Tokenizer, background: Any
+    server: Server, tokenizer: Tokenizer, background: Any
 ) -> None:
     script = (tokenizer.encode("hello").ids * 400)[:400]
-    engine = start_engine(server, script=lambda _: script, hold_tokens_after=2, tokens_per_step=20)
-    server.wait_ready()
+    engine = server.join(script=lambda _: script, hold_tokens_after=2, tokens_per_step=20)
     before = server.num_tokens
     answer = background(server.chat, "x", stream=True, max_tokens=400)
     eventually(lambda: server.num_tokens == before + 2)
     engine.kill()
     for held in (258, None):
-        engine = start_engine(
-            server, script=lambda _: script, hold_tokens_after=held, tokens_per_step=20
+        engine = server.start_engine(
+            script=lambda _: script, hold_tokens_after=held, tokens_per_step=20
         )
         if held:
             eventually(lambda held=held: server.num_tokens == before + held)  # type: ignore[misc]
@@ -180,12 +155,10 @@ def test_losses_are_forgotten_as_tokens_come(
     assert "[DONE]" in text and '"error"' not in text
 
 
-def test_a_stream_that_waits_to_resume_times_out(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
-    first, answer = start_answer(server, start_engine, background, says("hello world"), stream=True)
-    slow = says("so slow that it takes longer than anybody likes to wait for it")
-    second = start_engine(server, name="e1", script=slow, max_sequences=1, step_s=0.4)
+def test_a_stream_that_waits_to_resume_times_out(server: Server, background: Any) -> None:
+    first, answer = start_answer(server, background, stream=True)
+    slow = "so slow that it takes longer than anybody likes to wait for it"
+    second = server.start_engine(slow, name="e1", max_sequences=1, step_s=0.4)
     eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
     first.behaviour.phase = "draining"
     eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 1)
@@ -198,58 +171,46 @@ def test_a_stream_that_waits_to_resume_times_out(
 
 
 def test_a_request_that_lost_two_engines_is_not_given_to_a_third(
-    start_server: Callable[..., Server], start_engine: Start, background: Any
+    start_server: StartServer, background: Any
 ) -> None:
     server = start_server("--first-token-timeout-s=40")  # each loss is noticed after seconds
     answer: Any = None
     for _ in range(2):
-        engine = start_engine(server, hold_tokens_after=0, script=lambda submit: [5])
-        server.wait_ready()
+        engine = server.join(hold_tokens_after=0, script=lambda submit: [5])
         answer = answer or background(server.chat, "x")
         eventually(runs_one(engine))
         engine.kill()
-    third = start_engine(server, script=lambda submit: [5])
+    third = server.start_engine(script=lambda submit: [5])
     result = answer.result(60)
-    assert result.status_code == 503
-    assert result.json()["error"]["code"] == "engine_lost"
+    assert error_of(result, 503)["code"] == "engine_lost"
     assert not third.got(Submit)
 
 
-def test_a_request_waits_for_a_restart(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+def test_a_request_waits_for_a_restart(server: Server, background: Any) -> None:
+    engine = server.join("hi")
     engine.kill()
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     assert server.client.get("/health").json()["status"] != "ok"
     waits = background(server.chat, "x")
     time.sleep(0.5)
-    start_engine(server, script=says("hi"))
+    server.start_engine("hi")
     assert text_of(waits.result(60)) == "hi"
 
 
-def test_without_a_restart_the_answer_is_a_503(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_without_a_restart_the_answer_is_a_503(start_server: StartServer) -> None:
     server = start_server("--restart-wait-s=1")
     answer = server.chat("x")
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+    engine = server.join("hi")
     engine.kill()
     answer = server.chat("x")
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] in ("no_engine_ready", "engine_lost")
+    assert error_of(answer, 503)["code"] in ("no_engine_ready", "engine_lost")
     assert int(answer.headers["retry-after"]) > 0
 
 
-def test_missing_heartbeats_make_the_server_unready(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+def test_missing_heartbeats_make_the_server_unready(server: Server) -> None:
+    engine = server.join("hi")
     engine.behaviour.heartbeats = False
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     assert "no heartbeat" in server.client.get("/readyz").text
@@ -258,11 +219,8 @@ def test_missing_heartbeats_make_the_server_unready(
     assert text_of(server.chat("x")) == "hi"
 
 
-def test_a_stalled_engine_makes_the_server_unready(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+def test_a_stalled_engine_makes_the_server_unready(server: Server) -> None:
+    engine = server.join("hi")
     engine.behaviour.stalled_s = 45.0
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     assert "stalled" in server.client.get("/health").text
@@ -270,11 +228,9 @@ def test_a_stalled_engine_makes_the_server_unready(
     server.wait_ready()
 
 
-def test_two_engines_share_the_work_and_one_may_leave(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
+def test_two_engines_share_the_work_and_one_may_leave(server: Server, background: Any) -> None:
     engines = [
-        start_engine(server, name=f"e{i}", script=says("hi"), hold_tokens_after=0, max_sequences=2)
+        server.start_engine("hi", name=f"e{i}", hold_tokens_after=0, max_sequences=2)
         for i in range(2)
     ]
     eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
@@ -286,22 +242,21 @@ def test_two_engines_share_the_work_and_one_may_leave(
 
 
 def test_a_restart_is_noticed_before_the_heartbeats_are_missed(
-    server: Server, start_engine: Start, says: Any, background: Any
+    server: Server, background: Any
 ) -> None:
-    first = start_engine(server, name="again", script=says("hi"), hold_tokens_after=0)
-    server.wait_ready()
+    first = server.join("hi", name="again", hold_tokens_after=0)
     answer = background(server.chat, "x")
     eventually(lambda: len(first.running) == 1)
     first.kill()
-    start_engine(server, name="again", script=says("hi"))
+    server.start_engine("hi", name="again")
     assert text_of(answer.result(60)) == "hi"
     log = server.log.read_text()
     assert "engine again is lost: sent no heartbeat" not in log and "engine again is lost" in log
 
 
-def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start, says: Any) -> None:
+def test_two_engines_may_have_the_same_name(server: Server) -> None:
     for _ in range(2):
-        start_engine(server, script=says("hi"))
+        server.start_engine("hi")
     eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
     time.sleep(0.5)
     assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2
@@ -313,32 +268,25 @@ def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start,
 
 
 def test_a_sequence_that_heartbeats_do_not_mention_is_resubmitted(
-    server: Server, start_engine: Start, says: Any, background: Any
+    server: Server, background: Any
 ) -> None:
-    engine = start_engine(server, script=says("hi"), forget=True)
-    server.wait_ready()
+    engine = server.join("hi", forget=True)
     answer = background(server.chat, "x", max_tokens=4)
     eventually(lambda: len(engine.got(Submit)) == 1)
     engine.behaviour.forget = False
     assert text_of(answer.result(60)) == "hi"
 
 
-def test_a_gap_in_the_tokens_is_never_passed_on(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hello world"), skip_token=True)
-    server.wait_ready()
+def test_a_gap_in_the_tokens_is_never_passed_on(server: Server) -> None:
+    engine = server.join("hello world", skip_token=True)
     answer = server.chat("x", stream=True)
     assert last_event(answer.text)["error"]["code"] == "engine_lost"
     engine.behaviour.skip_token = False
     assert text_of(server.chat("x")) == "hello world"
 
 
-def test_a_request_the_router_does_not_know_is_aborted(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, hold_tokens_after=0, script=says("x"))
-    server.wait_ready()
+def test_a_request_the_router_does_not_know_is_aborted(server: Server) -> None:
+    engine = server.join("x", hold_tokens_after=0)
     with server.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}):
         eventually(runs_one(engine))
     (submit,) = engine.got(Submit)
@@ -347,24 +295,15 @@ def test_a_request_the_router_does_not_know_is_aborted(
     eventually(lambda: any(a.request_id == submit.request_id for a in engine.got(Abort)[1:]))
 
 
-def test_undecodable_messages_are_counted_and_dropped(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hi"))
-    server.wait_ready()
+def test_undecodable_messages_are_counted_and_dropped(server: Server) -> None:
+    engine = server.join("hi")
     for size in range(40):
         engine.say(os.urandom(size))
         engine.say(os.urandom(8), os.urandom(size), b"")
     engine.say(b"")
     engine.say(encode(Ping(router_id="x"))[0])
     engine.say(*([b"x"] * 5000))
-
-    def dropped() -> float:
-        text = server.client.get("/metrics").text
-        lines = [x for x in text.splitlines() if x.startswith("mlx_lm_server_dropped_messages_t")]
-        return float(lines[0].split()[-1])
-
-    eventually(lambda: dropped() >= 83)
+    eventually(lambda: server.metric("dropped_messages_total") >= 83)
     assert text_of(server.chat("x")) == "hi"
 
 
@@ -373,11 +312,10 @@ def test_undecodable_messages_are_counted_and_dropped(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnected_client_frees_the_engine(
-    server: Server, start_engine: Start, tokenizer: Tokenizer, stream: bool
+    server: Server, tokenizer: Tokenizer, stream: bool
 ) -> None:
     ids = tokenizer.encode("never ending " * 30).ids
-    engine = start_engine(server, script=lambda submit: ids, step_s=0.05)
-    server.wait_ready()
+    engine = server.join(script=lambda submit: ids, step_s=0.05)
     body = {"prompt": "x", "stream": stream, "max_tokens": 400}
     with (
         pytest.raises(httpx.TimeoutException),
@@ -392,16 +330,13 @@ def test_a_disconnected_client_frees_the_engine(
     eventually(lambda: not engine.running, 3)
 
 
-def test_a_disconnected_client_leaves_the_queue(
-    server: Server, start_engine: Start, says: Any, background: Any
-) -> None:
-    engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=1)
-    server.wait_ready()
+def test_a_disconnected_client_leaves_the_queue(server: Server, background: Any) -> None:
+    engine = server.join("hi", hold_tokens_after=0, max_sequences=1)
     first = background(server.chat, "first")
     eventually(lambda: len(engine.running) == 1)
     with pytest.raises(httpx.TimeoutException):
         server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.3)
-    eventually(lambda: 'queued_requests{model="tiny"} 0.0' in server.client.get("/metrics").text)
+    eventually(lambda: 'queued_requests{model="tiny"} 0.0' in server.metrics)
     engine.behaviour.hold_tokens_after = None
     assert text_of(first.result(60)) == "hi"
     assert len(engine.got(Submit)) == 1
@@ -409,29 +344,24 @@ def test_a_disconnected_client_leaves_the_queue(
 
 @pytest.mark.parametrize("ask", [Server.chat, Server.complete])
 def test_a_silent_stream_gets_comments_and_ends_with_a_timeout(
-    start_server: Callable[..., Server], start_engine: Start, says: Any, ask: Callable[..., Any]
+    start_server: StartServer, ask: Callable[..., Any]
 ) -> None:
     server = start_server("--first-token-timeout-s=7", "--request-timeout-s=6")
-    start_engine(server, script=says("hello world"), hold_tokens_after=0)
-    server.wait_ready()
+    server.join("hello world", hold_tokens_after=0)
     text = ask(server, "x", stream=True).text
     assert ": keep-alive\n\n" in text
     assert last_event(text)["error"]["code"] == "timeout"
 
 
-def test_the_first_token_must_come_in_time(server: Server, start_engine: Start, says: Any) -> None:
-    engine = start_engine(server, script=says("hello"), hold_tokens_after=0)
-    server.wait_ready()
+def test_the_first_token_must_come_in_time(server: Server) -> None:
+    engine = server.join("hello", hold_tokens_after=0)
     answer = server.chat("x")
     assert answer.status_code == 504
     eventually(lambda: not engine.running)
 
 
-def test_silence_after_the_first_token_is_an_error(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+def test_silence_after_the_first_token_is_an_error(server: Server) -> None:
+    engine = server.join("hello world", hold_tokens_after=1)
     assert server.chat("x").status_code == 504
     text = server.chat("x", stream=True).text
     assert last_event(text)["error"]["type"] == "server_error"
@@ -439,13 +369,12 @@ def test_silence_after_the_first_token_is_an_error(
 
 
 def test_a_client_that_does_not_read_blocks_no_others_and_is_disconnected(
-    server: Server, start_engine: Start, tokenizer: Tokenizer
+    server: Server, tokenizer: Tokenizer
 ) -> None:
     endless = [tokenizer.token_to_id("a"), tokenizer.token_to_id("b")] * 15_000
-    engine = start_engine(
-        server, script=lambda submit: endless, tokens_per_step=2, step_s=0.001, context_length=10**6
+    engine = server.join(
+        script=lambda submit: endless, tokens_per_step=2, step_s=0.001, context_length=10**6
     )
-    server.wait_ready()
     address = urlsplit(server.url)
     fields = {"prompt": "x", "stream": True, "max_tokens": 30_000}
     # Many bytes a token: on a busy machine several tokens are one event.

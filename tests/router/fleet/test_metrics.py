@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from router.fleet.metrics.prometheus import LoopHistogram
 from shared.wire import EngineStats
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import StartServer, eventually
 
 
-def test_figures_of_heartbeats_are_exported(
-    start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine], says: Any
-) -> None:
+def test_figures_of_heartbeats_are_exported(start_server: StartServer) -> None:
     server = start_server()
-    engine = start_engine(server, script=says("hello"), name="one")
-    server.wait_ready()
-
-    def exported(name: str) -> str:
-        lines = server.client.get("/metrics").text.splitlines()
-        (line,) = [line for line in lines if line.startswith(f"mlx_lm_server_{name}{{")]
-        return line
-
+    engine = server.join("hello", name="one")
     labels = '{engine="one",model="tiny"}'
     engine.behaviour.stats = EngineStats(
         prefill_passes_total=3, prefill_stretches_total=12, open_passes=3
     )
-    eventually(lambda: exported("open_passes").endswith(f"{labels} 3.0"))
-    assert exported("prefill_stretches_total").endswith(f"{labels} 12.0")
-    assert exported("prefill_passes_total").endswith(f"{labels} 3.0")
+    eventually(lambda: f"mlx_lm_server_open_passes{labels} 3.0" in server.metrics)
+    assert f"mlx_lm_server_prefill_stretches_total{labels} 12.0" in server.metrics
+    assert f"mlx_lm_server_prefill_passes_total{labels} 3.0" in server.metrics
 
 
 def test_a_loop_histogram_reads_as_one_of_prometheus() -> None:

@@ -11,8 +11,8 @@ from router.fleet.queue.placement import choose_engine, prompt_blocks
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
-from shared.wire import CacheEvents, SamplingParams, Submit
-from tests.router.scripted_engine import make_hello
+from shared.wire import CacheEvents
+from tests.router.scripted_engine import make_hello, make_submit
 
 ENGINES, CONVERSATIONS, TURNS = 4, 50, 8
 BLOCK, CACHE_BLOCKS = 16, 400
@@ -80,14 +80,7 @@ def run(choose: Choose) -> tuple[float, float]:
 
 
 def sequence(request_id: str, tokens: Sequence[int], engines: list[Engine]) -> RemoteSequence:
-    submit = Submit(
-        request_id=request_id,
-        attempt=0,
-        token_ids=list(tokens),
-        sampling=SamplingParams(seed=1),
-        max_tokens=1,
-        stop_token_ids=[],
-    )
+    submit = make_submit(request_id, token_ids=list(tokens))
     blocks = prompt_blocks(engines, submit.token_ids, "")
     return RemoteSequence(submit, Tenant(name="a"), lambda: None, blocks)
 

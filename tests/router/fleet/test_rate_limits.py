@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +18,8 @@ from router.fleet.metrics.prometheus import Metrics
 from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.rate_windows import MemoryWindows, RateWindows
 from router.fleet.tenants.tenant import Tenant
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import StartServer, eventually
 
-Start = Callable[..., ScriptedEngine]
 CLIENTS = 200
 
 
@@ -168,12 +165,7 @@ async def flood(urls: list[str]) -> list[httpx.Response]:
 
 @pytest.mark.parametrize("num_routers", [1, 2])
 def test_a_limit_holds_to_within_one_request_under_200_clients(
-    num_routers: int,
-    request: pytest.FixtureRequest,
-    start_server: Callable[..., Server],
-    start_engine: Start,
-    says: Any,
-    tmp_path: Path,
+    num_routers: int, request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("limited name=limited rpm=80\nother\n")
@@ -182,8 +174,7 @@ def test_a_limit_holds_to_within_one_request_under_200_clients(
         flags.append(f"--limits-url={request.getfixturevalue('redis').url}")
     servers = [start_server(*flags) for _ in range(num_routers)]
     for server in servers:
-        start_engine(server, script=says("hi"), max_sequences=64)
-        server.wait_ready()
+        server.join("hi", max_sequences=64)
     began = time.monotonic()
     answers = asyncio.run(flood([server.url for server in servers]))
     took_s = time.monotonic() - began
@@ -201,17 +192,16 @@ def test_a_limit_holds_to_within_one_request_under_200_clients(
     assert min(remaining) == 0
     if num_routers == 1:
         assert max(remaining) == 79
-    metrics = "".join(server.client.get("/metrics").text for server in servers)
+    metrics = "".join(server.metrics for server in servers)
     assert 'key_refusals_total{code="rate_limit_exceeded",key="limited"}' in metrics
     assert 'key_requests_total{key="limited",status="200"}' in metrics
 
 
 def test_tokens_are_charged_as_they_come_and_not_for_what_is_aborted(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
+    start_server: StartServer,
 ) -> None:
     server = start_server("--rate-limit-tokens=1000")
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=3)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=3)
 
     def left(answer: httpx.Response) -> int:
         return int(answer.headers["x-ratelimit-remaining-tokens"])
@@ -226,16 +216,13 @@ def test_tokens_are_charged_as_they_come_and_not_for_what_is_aborted(
     assert left(whole) == 990 - 3 - 10
     used = whole.json()["usage"]["completion_tokens"]
     assert left(server.complete([5] * 10)) == 990 - 3 - 10 - used - 10
-    tokens = server.client.get("/metrics").text
+    tokens = server.metrics
     assert 'key_prompt_tokens_total{key=""} 30.0' in tokens
 
 
-def test_what_only_counts_tokens_is_a_request_too(
-    start_server: Callable[..., Server], start_engine: Start
-) -> None:
+def test_what_only_counts_tokens_is_a_request_too(start_server: StartServer) -> None:
     server = start_server("--rate-limit-requests=3")
-    start_engine(server)
-    server.wait_ready()
+    server.join()
     messages = [{"role": "user", "content": "x"}]
     requests = [
         ("/v1/messages/count_tokens", {"messages": messages}),
@@ -287,20 +274,19 @@ def test_an_amount_whose_reply_is_lost_counts_once(redis: Redis) -> None:
 
 
 def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
-    redis: Redis, start_server: Callable[..., Server], start_engine: Start, says: Any
+    redis: Redis, start_server: StartServer
 ) -> None:
     server = start_server(f"--limits-url={redis.url}", "--rate-limit-requests=5")
-    start_engine(server, script=says("hi"))
-    server.wait_ready()
+    server.join("hi")
     assert server.chat("x").headers["x-ratelimit-remaining-requests"] == "4"
     redis.stop()
     began = time.monotonic()
     answers = [server.chat("x") for _ in range(6)]
     assert time.monotonic() - began < 6
     assert [answer.status_code for answer in answers] == [200] * 5 + [429]
-    assert "limits_store_up 0.0" in server.client.get("/metrics").text
+    assert "limits_store_up 0.0" in server.metrics
     assert server.log.read_text().count("this router counts alone") == 1
     redis.start()
     eventually(lambda: server.chat("x").status_code == 200)
     assert server.log.read_text().count("connected again") == 1
-    assert "limits_store_up 1.0" in server.client.get("/metrics").text
+    assert "limits_store_up 1.0" in server.metrics

@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from shared.wire import Ping
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, StartServer, eventually, text_of
 from tests.router.tiny_tokenizer import write_tokenizer
-
-Start = Callable[..., ScriptedEngine]
 
 
 @pytest.fixture
-def server(start_server: Callable[..., Server]) -> Server:
+def server(start_server: StartServer) -> Server:
     return start_server("--restart-wait-s=4")
 
 
-@pytest.fixture
-def background() -> Any:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool.submit
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["message"]["content"])
-
-
 def test_another_version_of_a_model_takes_over_when_it_is_ready(
-    server: Server, start_engine: Start, says: Any, background: Any, tmp_path: Path
+    server: Server, background: Any, tmp_path: Path
 ) -> None:
     """What the one before has, it finishes. Settings of an engine hold for its version."""
     write_tokenizer(tmp_path, temperature=0.3)
-    first = start_engine(server, name="a", script=says("hi"), hold_tokens_after=1)
-    server.wait_ready()
+    first = server.join("hi", name="a", hold_tokens_after=1)
     begun = background(server.chat, "x")
     eventually(lambda: len(first.running) == 1)
     options = {"max_generation_tokens": 600, "unknown": 1}
-    second = start_engine(
-        server, name="b", directory=tmp_path, script=says("new"), phase="loading", options=options
+    second = server.start_engine(
+        "new", name="b", directory=tmp_path, phase="loading", options=options
     )
     eventually(lambda: bool(second.got(Ping)))
     assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 1
@@ -58,26 +40,22 @@ def test_another_version_of_a_model_takes_over_when_it_is_ready(
 
 
 def test_what_waits_for_an_earlier_version_goes_to_the_new_one_if_the_tokens_mean_the_same(
-    server: Server, start_engine: Start, says: Any, background: Any
+    server: Server, background: Any
 ) -> None:
-    first = start_engine(server, name="a", script=says("hi"), max_sequences=1, hold_tokens_after=0)
-    server.wait_ready()
+    first = server.join("hi", name="a", max_sequences=1, hold_tokens_after=0)
     begun = background(server.chat, "x")
     eventually(lambda: len(first.running) == 1)
     waiting = background(server.chat, "y")
     eventually(lambda: server.client.get("/health").json()["models"][0]["queued"] == 1)
-    start_engine(server, name="b", script=says("new"), options={"max_generation_tokens": 600})
+    server.start_engine("new", name="b", options={"max_generation_tokens": 600})
     assert text_of(waiting.result(60)) == "new"
     first.leave()
     assert text_of(begun.result(60)) == "new", "it had no token yet"
 
 
-def test_an_engine_may_not_take_the_name_of_another_model(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    start_engine(server, name="a", script=says("hi"))
-    server.wait_ready()
-    thief = start_engine(server, name="b", model="other", aliases=["tiny"], script=says("no"))
+def test_an_engine_may_not_take_the_name_of_another_model(server: Server) -> None:
+    server.join("hi", name="a")
+    thief = server.start_engine("no", name="b", model="other", aliases=["tiny"])
     eventually(lambda: bool(thief.got(Ping)))
     eventually(
         lambda: "engine b was refused: tiny already has the name tiny" in server.log.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import jsonschema
 import pytest
 
 from shared.wire import ClearCache, Drain, Submit
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, StartServer, eventually, ok, text_of
 
-Start = Callable[..., ScriptedEngine]
 ADMIN = {"authorization": "Bearer boss"}
 
 
@@ -36,15 +33,14 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server], key_file: Path) -> Server:
+def server(start_server: StartServer, key_file: Path) -> Server:
     server = start_server("--admin-key=boss", f"--api-key-file={key_file}", "--restart-wait-s=20")
     server.client.headers["authorization"] = "Bearer sesame"
     return server
 
 
 def admin(server: Server, method: str, path: str, **params: Any) -> Any:
-    answer = server.client.request(method, f"/admin/{path}", params=params, headers=ADMIN)
-    assert answer.status_code == 200, answer.text
+    answer = ok(server.client.request(method, f"/admin/{path}", params=params, headers=ADMIN))
     return answer.json()
 
 
@@ -63,9 +59,7 @@ def test_only_the_admin_key_administrates(server: Server) -> None:
     assert_error(ask("/v1/models", **ADMIN), 401)  # and does nothing else
 
 
-def test_without_an_admin_key_there_is_nothing(
-    start_server: Callable[..., Server], server: Server
-) -> None:
+def test_without_an_admin_key_there_is_nothing(start_server: StartServer, server: Server) -> None:
     closed = start_server()
     for given in ({}, ADMIN):
         assert_error(httpx.get(f"{closed.url}/admin/engines", headers=given), 404)
@@ -73,22 +67,19 @@ def test_without_an_admin_key_there_is_nothing(
     assert "/admin/engines" in server.client.get("/openapi.json").text
 
 
-def test_a_drained_engine_finishes_its_requests_and_gets_no_others(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    first = start_engine(server, script=says("hello world"), hold_tokens_after=1, name="first")
-    server.wait_ready()
+def test_a_drained_engine_finishes_its_requests_and_gets_no_others(server: Server) -> None:
+    first = server.join("hello world", hold_tokens_after=1, name="first")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.chat, "x")
         eventually(lambda: 1 in first.sent_counts)
-        second = start_engine(server, script=says("hello"), name="second")
+        second = server.start_engine("hello", name="second")
         eventually(lambda: len(ready(server)) == 2)
         assert admin(server, "POST", "engines/first/drain")["names"] == ["first"]
         for _ in range(4):
-            assert server.chat("x").json()["choices"][0]["message"]["content"] == "hello"
+            assert text_of(server.chat("x")) == "hello"
         assert (len(first.got(Submit)), len(second.got(Submit))) == (1, 4)
         first.behaviour.hold_tokens_after = None
-        assert running.result(60).json()["choices"][0]["message"]["content"] == "hello world"
+        assert text_of(running.result(60)) == "hello world"
     assert ready(server) == ["second"]
     admin(server, "POST", "engines/first/drain", undo="true")
     eventually(lambda: ready(server) == ["first", "second"])
@@ -101,11 +92,9 @@ def ready(server: Server) -> list[str]:
     return sorted(each["name"] for each in engines if each["ready"])
 
 
-def test_a_rolling_restart_takes_one_engine_at_a_time(
-    server: Server, start_engine: Start, says: Any
-) -> None:
+def test_a_rolling_restart_takes_one_engine_at_a_time(server: Server) -> None:
     both = ["one", "two"]
-    old = {name: start_engine(server, script=says("hello"), name=name) for name in both}
+    old = {name: server.start_engine("hello", name=name) for name in both}
     eventually(lambda: ready(server) == both)  # those of the test before have left
     names = admin(server, "POST", "restart")["names"]
     assert sorted(names) == both
@@ -115,13 +104,13 @@ def test_a_rolling_restart_takes_one_engine_at_a_time(
         assert not any(old[other].got(Drain) for other in waiting)
         old[name].leave()
         assert server.chat("x").status_code == 200
-        start_engine(server, script=says("hello"), name=name)
+        server.start_engine("hello", name=name)
     eventually(lambda: not admin(server, "GET", "engines")["restarting"])
     eventually(lambda: ready(server) == both)
 
 
-def test_requests_are_listed_and_cancelled(server: Server, start_engine: Start, says: Any) -> None:
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1, name="slow")
+def test_requests_are_listed_and_cancelled(server: Server) -> None:
+    engine = server.start_engine("hello world", hold_tokens_after=1, name="slow")
     eventually(lambda: ready(server) == ["slow"])
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(server.chat, "x", stream=stream) for stream in (True, False)]
@@ -140,10 +129,8 @@ def test_requests_are_listed_and_cancelled(server: Server, start_engine: Start, 
     assert_error(unknown, 404, "request_not_found")
 
 
-def test_requests_say_how_much_of_the_prompt_is_computed(
-    server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=0, name="long")
+def test_requests_say_how_much_of_the_prompt_is_computed(server: Server) -> None:
+    engine = server.start_engine("hello world", hold_tokens_after=0, name="long")
     eventually(lambda: ready(server) == ["long"])
 
     def progress() -> tuple[int | None, int]:
@@ -170,10 +157,8 @@ def test_requests_say_how_much_of_the_prompt_is_computed(
         assert answer.result(60).status_code == 200
 
 
-def test_caches_keys_and_the_log_level(
-    server: Server, start_engine: Start, says: Any, key_file: Path
-) -> None:
-    engine = start_engine(server, script=says("hello"), name="cached")
+def test_caches_keys_and_the_log_level(server: Server, key_file: Path) -> None:
+    engine = server.start_engine("hello", name="cached")
     eventually(lambda: "cached" in ready(server))
     assert "cached" in admin(server, "POST", "cache/clear", tier="ram")["names"]
     eventually(lambda: engine.got(ClearCache) == [ClearCache(ssd=False)])
@@ -195,8 +180,8 @@ def test_caches_keys_and_the_log_level(
     assert assert_error(answer, 400)["param"] == "level"
 
 
-def test_answers_are_as_described(server: Server, start_engine: Start, says: Any) -> None:
-    start_engine(server, script=says("hello"), name="any")
+def test_answers_are_as_described(server: Server) -> None:
+    server.start_engine("hello", name="any")
     eventually(lambda: "any" in ready(server))
     document = server.client.get("/openapi.json").json()
     for template, operations in document["paths"].items():
@@ -211,12 +196,9 @@ def test_answers_are_as_described(server: Server, start_engine: Start, says: Any
             assert operation["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
-def test_a_drained_server_answers_what_runs_and_nothing_else(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_drained_server_answers_what_runs_and_nothing_else(start_server: StartServer) -> None:
     server = start_server("--admin-key=boss")
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=1)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.chat, "x")
         eventually(lambda: 1 in engine.sent_counts)

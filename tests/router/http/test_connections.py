@@ -75,11 +75,7 @@ def address() -> Iterator[tuple[str, int]]:
     """The address of a server on a thread of its own, with short limits."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        answer_slowly,
-        http=StrictConnection,
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=1,
+        answer_slowly, http=StrictConnection, lifespan="off", log_config=None, timeout_keep_alive=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -6,11 +6,9 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
@@ -18,10 +16,9 @@ import pytest
 from services.commands import cli
 from shared.wire import Drain
 from tests.conftest import unused_port
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, StartServer, eventually
 
-Start = Callable[..., ScriptedEngine]
+FLAGS = ("--admin-key=boss", "--restart-wait-s=20")
 
 
 class Command:
@@ -43,11 +40,6 @@ class Command:
         return out + err
 
 
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--admin-key=boss", "--restart-wait-s=20")
-
-
 @pytest.fixture
 def command(server: Server, capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(server, capsys)
@@ -58,12 +50,9 @@ def shown(text: str) -> list[list[str]]:
     return [line.split()[:3] for line in text.splitlines()]
 
 
-def test_the_state_is_shown_and_decides_the_exit_code(
-    server: Server, command: Command, start_engine: Start, says: Any
-) -> None:
+def test_the_state_is_shown_and_decides_the_exit_code(server: Server, command: Command) -> None:
     assert "no engine has joined yet" in command("status", code=1)
-    start_engine(server, script=says("hello"), name="shown")
-    server.wait_ready()
+    server.join("hello", name="shown")
     text = command("status")
     assert text.startswith("ok: mlx-lm-server")
     assert ["tiny", "shown", "ready"] in shown(text)
@@ -72,10 +61,8 @@ def test_the_state_is_shown_and_decides_the_exit_code(
     assert json.loads(command("engines", "--json"))["engines"][0]["name"] == "shown"
 
 
-def test_engines_are_drained_and_restarted(
-    server: Server, command: Command, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(server, script=says("hello"), name="kept")
+def test_engines_are_drained_and_restarted(server: Server, command: Command) -> None:
+    engine = server.start_engine("hello", name="kept")
     eventually(lambda: ["kept", "tiny", "ready"] in shown(command("engines")))
     assert command("drain", "kept", "--wait") == "kept: drained\n"
     assert "drained by an administrator" in command("engines")
@@ -84,7 +71,7 @@ def test_engines_are_drained_and_restarted(
         done = pool.submit(command, "restart", "kept", "--wait")
         eventually(lambda: bool(engine.got(Drain)))
         engine.leave()
-        start_engine(server, script=says("hello"), name="kept")
+        server.start_engine("hello", name="kept")
         assert done.result(60) == "restarted: kept\n"
 
 
@@ -164,9 +151,9 @@ def test_a_server_that_speaks_no_http_is_said_in_one_line(
 
 
 def test_a_wait_that_is_interrupted_says_nothing(
-    command: Command, start_engine: Start, says: Any, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_engine(command.server, script=says("hello"), name="busy")
+    command.server.start_engine("hello", name="busy")
     eventually(lambda: ["busy", "tiny", "ready"] in shown(command("engines")))
 
     def interrupt(seconds: float) -> None:
@@ -193,7 +180,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_server_without_an_admin_key_says_so(
-    start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed = start_server()
     assert cli.main(["engines", "--url", closed.url]) == 1

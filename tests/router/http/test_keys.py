@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +22,8 @@ from router.http.middleware.api_keys import ApiKeys
 from router.http.middleware.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 from shared.wire import Submit
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, StartServer, eventually
 from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
 
 
 def tenants_of(tmp_path: Path, text: str, **flags: Any) -> dict[bytes, Tenant]:
@@ -132,7 +130,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_server(start_server: Callable[..., Server], key_file: Path) -> Server:
+def shared_server(start_server: StartServer, key_file: Path) -> Server:
     return start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=8")
 
 
@@ -143,15 +141,8 @@ def ask(server: Server, key: str, **fields: Any) -> httpx.Response:
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[..., Future[httpx.Response]]]:
-    with ThreadPoolExecutor(32) as pool:
-        yield pool.submit
-
-
-@pytest.fixture
-def slow_engine(shared_server: Server, start_engine: Start, says: Any) -> Iterator[ScriptedEngine]:
-    engine = start_engine(shared_server, script=says("hi"), hold_tokens_after=0, max_sequences=8)
-    shared_server.wait_ready()
+def slow_engine(shared_server: Server) -> Iterator[ScriptedEngine]:
+    engine = shared_server.join("hi", hold_tokens_after=0, max_sequences=8)
     yield engine
     engine.behaviour.hold_tokens_after = None
 
@@ -189,11 +180,8 @@ def test_a_key_has_its_own_bound(
     assert sorted(answer.result(60).status_code for answer in answers) == [200, 200, 200, 429]
 
 
-def test_a_model_that_the_key_may_not_use_is_a_403(
-    shared_server: Server, start_engine: Start, says: Any
-) -> None:
-    start_engine(shared_server, script=says("hi"))
-    shared_server.wait_ready()
+def test_a_model_that_the_key_may_not_use_is_a_403(shared_server: Server) -> None:
+    shared_server.join("hi")
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/tokenize", {"prompt": "x"}),
@@ -211,26 +199,18 @@ def test_a_model_that_the_key_may_not_use_is_a_403(
     assert ask(shared_server, "modest").status_code == 200
 
 
-def test_a_priority_above_the_keys_is_lowered(
-    shared_server: Server, start_engine: Start, says: Any
-) -> None:
-    engine = start_engine(shared_server, script=says("hi"))
-    shared_server.wait_ready()
+def test_a_priority_above_the_keys_is_lowered(shared_server: Server) -> None:
+    engine = shared_server.join("hi")
     for key, asked in (("modest", 9), ("modest", -3), ("urgent", 9), ("urgent", 2)):
         assert ask(shared_server, key, priority=asked).status_code == 200
     assert [submit.priority for submit in engine.got(Submit)] == [0, -3, 5, 2]
 
 
 def test_a_row_of_the_batch_is_kept_for_other_keys(
-    start_server: Callable[..., Server],
-    start_engine: Start,
-    key_file: Path,
-    says: Any,
-    background: Any,
+    start_server: StartServer, key_file: Path, background: Any
 ) -> None:
     server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
-    engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=4)
-    server.wait_ready()
+    engine = server.join("hi", hold_tokens_after=0, max_sequences=4)
     greedy = [background(ask, server, "greedy") for _ in range(12)]
     eventually(lambda: len(engine.running) == 3)
     time.sleep(0.2)
@@ -245,13 +225,12 @@ def test_a_row_of_the_batch_is_kept_for_other_keys(
 
 
 def test_a_greedy_key_does_not_delay_the_first_token_of_another(
-    start_server: Callable[..., Server], start_engine: Start, key_file: Path, tokenizer: Any
+    start_server: StartServer, key_file: Path, tokenizer: Any
 ) -> None:
     """The engine computes one row as fast as all, so the wait is all that may differ."""
     server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
     script = tokenizer.encode("hello").ids * 24
-    start_engine(server, script=lambda _: script[:24], step_s=0.03, max_sequences=4)
-    server.wait_ready()
+    server.join(script=lambda _: script[:24], step_s=0.03, max_sequences=4)
 
     def first_token_s() -> float:
         began = time.monotonic()
@@ -285,7 +264,7 @@ def test_a_greedy_key_does_not_delay_the_first_token_of_another(
 
 
 def scrape(server: Server) -> str:
-    return server.client.get("/metrics").text
+    return server.metrics
 
 
 def status_of(server: Server, key: str) -> int:
@@ -294,7 +273,7 @@ def status_of(server: Server, key: str) -> int:
 
 
 def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
-    start_server: Callable[..., Server], tmp_path: Path
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("first\n")

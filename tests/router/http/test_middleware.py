@@ -15,16 +15,12 @@ from router.api.body import receive_body
 from router.errors import BodyTimeout
 from router.http.middleware.error_responses import error_response
 from shared.wire import EngineStats, StoreStats
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, StartServer, error_of, eventually
 from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
 
 
 @pytest.fixture(scope="module")
-def guarded(
-    start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
-) -> Server:
+def guarded(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Server:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# comment\nfrom-file\n\nanother\n")
     return start_server(
@@ -61,8 +57,7 @@ def test_each_key_is_accepted(guarded: Server, key: str) -> None:
 def test_any_other_key_is_a_401(guarded: Server, headers: dict[str, str]) -> None:
     for path in ("/v1/models", "/v1/chat/completions", "/nothing"):
         answer = guarded.client.post(path, headers=headers, json={})
-        assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
@@ -113,7 +108,7 @@ def test_a_server_without_keys_answers_to_its_own_names_only(
 
 
 @pytest.fixture(scope="module")
-def keyless(start_server: Callable[..., Server]) -> Server:
+def keyless(start_server: StartServer) -> Server:
     return start_server(
         "--host=0.0.0.0",
         "--allowed-host=llm.example.com",
@@ -141,11 +136,8 @@ def log_lines(server: Server, word: str) -> list[str]:
     return [line for line in server.log.read_text().splitlines() if word in line]
 
 
-def test_each_request_is_one_line_of_the_log(
-    guarded: Server, start_engine: Start, says: Any
-) -> None:
-    start_engine(guarded, script=says("secret reply"), cached_tokens=2)
-    guarded.wait_ready()
+def test_each_request_is_one_line_of_the_log(guarded: Server) -> None:
+    guarded.join("secret reply", cached_tokens=2)
     body = {"prompt": "secret prompt", "max_tokens": 3}
     headers = {**bearer("from-file"), "x-client-request-id": "mine-1", "x-request-id": "r-1"}
     answer = guarded.client.post("/v1/completions", json=body, headers=headers).json()
@@ -169,11 +161,8 @@ def test_each_request_is_one_line_of_the_log(
     assert "secret" not in guarded.log.read_text()
 
 
-def test_requests_that_fail_and_probes_are_told_apart_in_the_log(
-    keyless: Server, start_engine: Start, says: Any
-) -> None:
-    start_engine(keyless, script=says("hello world"), hold_tokens_after=2)
-    keyless.wait_ready()
+def test_requests_that_fail_and_probes_are_told_apart_in_the_log(keyless: Server) -> None:
+    keyless.join("hello world", hold_tokens_after=2)
     bad = {"model": "no", "prompt": "x"}
     keyless.client.post("/v1/completions", json=bad, headers={"x-request-id": "r-2"})
     found = json.loads(log_lines(keyless, "r-2")[0])
@@ -198,7 +187,7 @@ def test_metrics_have_a_key_of_their_own(guarded: Server) -> None:
     assert guarded.client.get("/metrics", headers=bearer("scrape")).status_code == 200
 
 
-def test_a_page_has_to_say_that_it_sends_json(start_server: Callable[..., Server]) -> None:
+def test_a_page_has_to_say_that_it_sends_json(start_server: StartServer) -> None:
     """A body without a type is sent anywhere by a browser, which asks nobody."""
     client, body = start_server().client, b'{"prompt": "abc"}'
     page = {"origin": "https://app.example"}
@@ -234,17 +223,15 @@ def has_status(server: Server, status: str) -> Callable[[], bool]:
     return lambda: server.client.get("/health").json()["status"] == status
 
 
-def test_health_follows_memory_pressure(guarded: Server, start_engine: Start, says: Any) -> None:
-    engine = start_engine(guarded, script=says("hi"))
-    guarded.wait_ready()
+def test_health_follows_memory_pressure(guarded: Server) -> None:
+    engine = guarded.join("hi")
     headers = bearer("sesame")
     for used, status, code in ((10, "ok", 200), (40, "degraded", 200), (50, "overloaded", 503)):
         engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=used)
         eventually(has_status(guarded, status))
         assert guarded.client.get("/health").status_code == code
     answer = guarded.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "memory_pressure"
+    assert error_of(answer, 503)["code"] == "memory_pressure"
     assert int(answer.headers["retry-after"]) >= 1
     engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=0)
     eventually(has_status(guarded, "ok"))
@@ -261,9 +248,7 @@ def test_models_are_listed_and_shown(server: Server, engine: ScriptedEngine) -> 
     assert server.client.get("/v1/models/tiny").json() == model
 
 
-def test_without_an_engine_the_server_is_live_but_not_ready(
-    start_server: Callable[..., Server],
-) -> None:
+def test_without_an_engine_the_server_is_live_but_not_ready(start_server: StartServer) -> None:
     server = start_server()
     assert server.client.get("/livez").status_code == 200
     readyz = server.client.get("/readyz")
@@ -273,8 +258,8 @@ def test_without_an_engine_the_server_is_live_but_not_ready(
     assert server.chat().status_code == 503
 
 
-def test_a_loading_engine_is_not_ready(server: Server, start_engine: Start) -> None:
-    engine = start_engine(server, phase="loading")
+def test_a_loading_engine_is_not_ready(server: Server) -> None:
+    engine = server.start_engine(phase="loading")
     eventually(lambda: "loading" in server.client.get("/readyz").text)
     assert server.client.get("/readyz").status_code == 503
     engine.behaviour.phase = "ready"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,14 +12,12 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from router.schemas.requests import ChatRequest, unsupported_fields
-from tests.router.conftest import Server
+from tests.router.conftest import Server, StartServer, ok
 from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
 
 
 @pytest.fixture(scope="module")
-def guarded(start_server: Callable[..., Server]) -> Server:
+def guarded(start_server: StartServer) -> Server:
     return start_server("--api-key=sesame", "--metrics-key=scrape", "--root-path=/llm")
 
 
@@ -138,8 +135,7 @@ def test_the_description_has_the_base_path(server: Server, guarded: Server) -> N
 
 def test_the_docs_page_needs_no_key_and_loads_nothing_else(guarded: Server) -> None:
     for path in ("/docs", "/llm/docs"):
-        answer = guarded.client.get(path)
-        assert answer.status_code == 200
+        answer = ok(guarded.client.get(path))
         assert answer.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert not re.findall(r"(?:https?:)?//[\w-]+\.", answer.text)

@@ -27,8 +27,8 @@ from router.http.status.page import PATHS
 from router.http.status.sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine, make_hello
+from tests.router.conftest import Server, StartServer, eventually, ok
+from tests.router.scripted_engine import make_hello
 
 LINK = re.compile(r"""(?:src|href|from) ?=?["' ]+([\w./-]+\.(?:js|css|svg))""")
 KEYS = {"api_key": ("sesame",), "metrics_key": "scrape"}
@@ -117,8 +117,7 @@ def test_the_page_loads_its_own_files_and_nothing_else(app_of: Callable[..., ASG
     assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|style=", start.text)
     linked = {f"/{path}" for path in LINK.findall(start.text)}
     for path in sorted(PATHS):
-        answer = get(app, path)
-        assert answer.status_code == 200
+        answer = ok(get(app, path))
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -277,18 +276,13 @@ class FeedReader:
         self.ended.set()
 
 
-def test_the_feed_shows_what_engines_say_and_what_went_wrong(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    says: Callable[[str], Any],
-) -> None:
+def test_the_feed_shows_what_engines_say_and_what_went_wrong(start_server: StartServer) -> None:
     server = start_server()
     reader = FeedReader(server)
     assert reader.status["reasons"] == ["no engine has joined yet"]
     for _ in range(2):
         assert server.chat("x").status_code == 503
-    engine = start_engine(server, script=says("hello world"), name="first")
-    server.wait_ready()
+    engine = server.join("hello world", name="first")
     assert server.chat("x").status_code == 200
 
     def engine_shown() -> dict[str, Any]:
@@ -333,7 +327,7 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     assert reader.status["models"][0]["first_token"]["p50"] > 0
     engine.kill()
     eventually(lambda: engine_shown()["silence_s"] > 2.6)  # one that speaks keeps its name
-    start_engine(server, script=says("hello world"), name="first")
+    server.start_engine("hello world", name="first")
     eventually(lambda: engine_shown()["ready"] and engine_shown()["losses"] == 1)
     joined, lost, refused = reader.status["incidents"]
     assert (joined["subject"], joined["what"], joined["is_error"]) == ("first", "joined", False)
@@ -347,14 +341,9 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     assert server.process.wait(60) == 0
 
 
-def test_the_feed_shows_how_far_long_prompts_are(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    says: Callable[[str], Any],
-) -> None:
+def test_the_feed_shows_how_far_long_prompts_are(start_server: StartServer) -> None:
     server = start_server()
-    engine = start_engine(server, script=says("hello"), hold_tokens_after=0, name="only")
-    server.wait_ready()
+    engine = server.join("hello", hold_tokens_after=0, name="only")
     reader = FeedReader(server)
     engine.behaviour.computed_prompt_tokens = 4
 

@@ -9,25 +9,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from shared.exits import EXIT_CONFIG
 from shared.supervisor_link import LINK_VARIABLE
-from tests.router.conftest import ROOT, Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
-
-Start = Callable[..., ScriptedEngine]
+from tests.router.conftest import ROOT, Server, StartServer, error_of, eventually
 
 
-def test_a_drain_finishes_running_requests_and_refuses_new_ones(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_drain_finishes_running_requests_and_refuses_new_ones(start_server: StartServer) -> None:
     server = start_server("--drain-timeout-s=20")
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=1)
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(server.chat, "x", stream=True)
         whole = pool.submit(server.chat, "x")
@@ -36,8 +28,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones(
         eventually(lambda: server.client.get("/readyz").status_code == 503)
         assert server.client.get("/health").json()["status"] == "shutting_down"
         refused = server.chat("x")
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
+        assert error_of(refused, 503)["code"] == "shutting_down"
         assert "retry-after" in refused.headers
         engine.behaviour.hold_tokens_after = None
         assert "[DONE]" in streamed.result(60).text
@@ -46,11 +37,10 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones(
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
+    start_server: StartServer,
 ) -> None:
     server = start_server("--drain-timeout-s=0.5")
-    start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+    server.join("hello world", hold_tokens_after=1)
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(server.chat, "x", stream=True)
         whole = pool.submit(server.chat, "x")
@@ -62,12 +52,9 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
     assert server.process.wait(60) == 0
 
 
-def test_a_second_signal_ends_the_process_at_once(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_second_signal_ends_the_process_at_once(start_server: StartServer) -> None:
     server = start_server("--drain-timeout-s=60")
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
-    server.wait_ready()
+    engine = server.join("hello world", hold_tokens_after=1)
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(server.chat, "x")
         eventually(lambda: len(engine.running) == 1)
@@ -78,27 +65,25 @@ def test_a_second_signal_ends_the_process_at_once(
         assert answer.exception(60) is not None or answer.result().status_code == 503
 
 
-def test_a_stopped_router_leaves_only_its_lock_file(
-    start_server: Callable[..., Server], start_engine: Start
-) -> None:
+def test_a_stopped_router_leaves_only_its_lock_file(start_server: StartServer) -> None:
     server = start_server()
-    start_engine(server)
-    server.wait_ready()
+    server.join()
     directory = Path(server.address.removeprefix("ipc://")).parent
     assert len(list(directory.iterdir())) > 1
     assert server.stop() == 0
     assert [path.name for path in directory.iterdir()] == ["engines.lock"]
 
 
-def test_a_restarted_router_finds_its_engines_again(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
-) -> None:
+def test_a_restarted_router_finds_its_engines_again(start_server: StartServer) -> None:
     server = start_server()
-    engine = start_engine(server, script=says("hi"), max_sequences=3)
-    server.wait_ready()
+    engine = server.join("hi", max_sequences=3)
     server.process.kill()
     server.process.wait()
-    again = Server(Path(server.address.removeprefix("ipc://")).parent, server.log.with_suffix(".2"))
+    again = Server(
+        Path(server.address.removeprefix("ipc://")).parent,
+        server.log.with_suffix(".2"),
+        server.model_dir,
+    )
     try:
         again.wait_ready()
         assert again.chat("x").status_code == 200
@@ -117,14 +102,11 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_processes_can_meet_at_an_ipv6_address(
-    start_server: Callable[..., Server], start_engine: Start, says: Any, free_port: int
-) -> None:
+def test_processes_can_meet_at_an_ipv6_address(start_server: StartServer, free_port: int) -> None:
     address = f"tcp://[::1]:{free_port}"
     server = start_server(f"--engine-socket={address}")
     server.address = address
-    start_engine(server, script=says("hi"))
-    server.wait_ready()
+    server.join("hi")
     assert server.chat("x").status_code == 200
     assert server.log.read_text().count("can join --engine-socket as an engine") == 1
 
@@ -147,9 +129,7 @@ def test_unusable_keys_are_reported_in_one_line(tmp_path: Path) -> None:
     assert "line 1: Expected `int" in result.stderr and "secret" not in result.stderr
 
 
-def test_an_engine_socket_in_use_is_reported_in_one_line(
-    start_server: Callable[..., Server],
-) -> None:
+def test_an_engine_socket_in_use_is_reported_in_one_line(start_server: StartServer) -> None:
     server = start_server()
     result = run("--port=0", f"--engine-socket={server.address}")
     assert result.returncode == EXIT_CONFIG
@@ -201,24 +181,20 @@ def test_a_router_serves_its_supervisors_socket_once_told_of_models_and_ends_wit
             process.wait()
 
 
-def test_a_long_chat_template_is_not_taken_for_a_path(
-    start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine]
-) -> None:
+def test_a_long_chat_template_is_not_taken_for_a_path(start_server: StartServer) -> None:
     template = (
         "{# " + "long " * 100 + "#}{% for message in messages %}{{ message.content }}{% endfor %}"
     )
     server = start_server(f"--chat-template={template}")
-    start_engine(server)
-    server.wait_ready()
+    server.join()
     assert server.chat("hello").status_code == 200
 
 
 def test_a_server_that_is_told_to_stop_serves_on_while_load_balancers_go_elsewhere(
-    start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine], says: Any
+    start_server: StartServer,
 ) -> None:
     server = start_server("--pre-stop-delay-s=600")
-    start_engine(server, script=says("hi"))
-    server.wait_ready()
+    server.join("hi")
     server.process.send_signal(signal.SIGTERM)
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     assert server.client.get("/health").json()["status"] == "shutting_down"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shared.wire import DraftCounts, DraftStats, EngineStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 
-def test_figures_are_sums_over_sources_and_engines(
-    server: Server, engine: ScriptedEngine, start_engine: Callable[..., ScriptedEngine]
-) -> None:
+def test_figures_are_sums_over_sources_and_engines(server: Server, engine: ScriptedEngine) -> None:
     path = "/v1/spec_decode/metrics"
     assert server.client.get("/v1/models").json()["data"][0]["draft_saved_s"] is None
     nothing = server.client.get(path).json()
     assert nothing["models"][0]["engines"] == []
     assert nothing["total"]["acceptance_rate"] is None
-    other = start_engine(server, name="engine-1")
+    other = server.start_engine(name="engine-1")
     ngram = DraftStats(sources={"ngram": DraftCounts(4, 20, 10, -0.25, 0.5)})
     both = {"ngram": DraftCounts(1, 5, 0), "grammar": DraftCounts(5, 15, 10, 2.0)}
     engine.behaviour.stats = EngineStats(drafts=ngram)
@@ -41,7 +37,7 @@ def test_figures_are_sums_over_sources_and_engines(
     assert (first["total"]["saved_s"], second["acceptance"]) == (-0.25, {"grammar/0": 0.9})
     assert second["step_s"] == {"1": 0.02}
     assert second["sources"]["ngram"]["acceptance_rate"] == 0.0
-    text = server.client.get("/metrics").text
+    text = server.metrics
     label = '{engine="engine-1",model="tiny",source="grammar"}'
     assert f"mlx_lm_server_accepted_draft_tokens_total{label} 10.0" in text
     assert f"mlx_lm_server_draft_tokens_total{label} 15.0" in text

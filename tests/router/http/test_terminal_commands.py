@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 from urllib.parse import urlsplit
 
 import pexpect
@@ -20,26 +19,22 @@ import pytest
 from services.commands import cli
 from services.commands.doctor import meeting
 from shared.settings import parse
-from tests.router.conftest import ROOT, Server
+from tests.router.conftest import ROOT, Server, StartServer
 from tests.router.scripted_engine import ScriptedEngine
 
+CHAT_MODEL = True
 PATIENCE_S = 60
 KEY = "sesame"
 
 
-@pytest.fixture(scope="session")
-def model_dir(chat_model_dir: Path) -> Path:
-    return chat_model_dir
-
-
 @pytest.fixture(scope="module")
-def bare(start_server: Callable[..., Server]) -> Server:
+def bare(start_server: StartServer) -> Server:
     return start_server(f"--api-key={KEY}")
 
 
 @pytest.fixture(scope="module")
-def scripted(bare: Server, model_dir: Path, says: Any) -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine(bare.address, model_dir, script=says("hello there"), name="engine-0")
+def scripted(bare: Server, model_dir: Path) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(bare.address, model_dir, says="hello there", name="engine-0")
     yield engine
     engine.leave()
 

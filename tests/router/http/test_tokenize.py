@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.wire import Submit
-from tests.router.conftest import Server
+from tests.router.conftest import Server, error_of, ok
 from tests.router.scripted_engine import VOCAB, ScriptedEngine
 from tests.router.tiny_tokenizer import BOS, CONTEXT
 
@@ -21,8 +21,7 @@ def model(engine: ScriptedEngine) -> ScriptedEngine:
 
 
 def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    answer = server.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = ok(server.client.post(path, json=body))
     found: dict[str, Any] = answer.json()
     return found
 
@@ -103,13 +102,11 @@ def test_an_error_names_the_field(server: Server) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
-    "path",
-    ["/v1/images", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/classify"],
+    "path", ["/v1/images", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/classify"]
 )
 def test_an_unsupported_endpoint_is_a_501(server: Server, path: str, method: str) -> None:
     answer = server.client.request(method, path, json={} if method == "POST" else None)
-    assert answer.status_code == 501
-    assert answer.json()["error"]["code"] == "not_served"
+    assert error_of(answer, 501)["code"] == "not_served"
     assert answer.headers["x-should-retry"] == "false"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.conftest import Server
+from tests.router.conftest import Server, StartServer
 from tests.router.images.pictures import bad_pictures, data_url, encoded, forbidden_urls, picture
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -60,9 +60,7 @@ def test_each_bad_image_is_refused_with_a_reason(
             assert word in error["message"], (url[:120], error)
     assert ask(GOOD).status_code == 200
     # The loop itself, whatever else this machine does: a slow answer alone may be the client's.
-    lag = "mlx_lm_server_event_loop_lag_max_seconds "
-    lines = server.client.get("/metrics").text.splitlines()
-    worst_s = next(float(line.split()[1]) for line in lines if line.startswith(lag))
+    worst_s = server.metric("event_loop_lag_max_seconds ")
     assert worst_s < 1, probe.worst_s
 
 
@@ -84,7 +82,7 @@ def test_nothing_is_fetched(
 
 
 def test_a_model_without_vision_refuses_images_by_name(
-    start_server: Callable[..., Server], model_dir: Path
+    start_server: StartServer, model_dir: Path
 ) -> None:
     server = start_server()
     engine = ScriptedEngine(server.address, model_dir)

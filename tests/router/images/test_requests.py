@@ -11,14 +11,8 @@ import pytest
 
 from shared.wire import Submit, check_images
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, eventually
-from tests.router.images.pictures import (
-    IMAGE_TOKEN,
-    data_url,
-    encoded,
-    in_base64,
-    picture,
-)
+from tests.router.conftest import Server, error_of, eventually, ok
+from tests.router.images.pictures import IMAGE_TOKEN, data_url, encoded, in_base64, picture
 from tests.router.scripted_engine import ScriptedEngine
 
 RED = encoded(picture("red"))
@@ -46,64 +40,32 @@ def seen(engine: ScriptedEngine) -> Submit:
     return submit
 
 
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT_TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE_URL, IMAGE_URL]},
+    {"role": "assistant", "content": "red", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": [IMAGE_URL]},
+]
+ITEMS = [
+    {"role": "user", "content": [INPUT_IMAGE, {"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]},
+]
+PARTS = {"type": "content", "content": [{"type": "text", "text": "b"}, IMAGE_BLOCK]}
+DOCUMENT = {"type": "document", "title": "t", "source": PARTS}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE_BLOCK]}
+BLOCK_TURNS = [
+    {"role": "user", "content": [IMAGE_BLOCK, {"type": "text", "text": "a"}, DOCUMENT]},
+    {"role": "assistant", "content": [USE]},
+    {"role": "user", "content": [RESULT]},
+]
+OLLAMA = {"model": "tiny", "images": [in_base64(RED)]}
 BODIES: list[tuple[str, dict[str, Any], int]] = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, 1),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE_URL, IMAGE_URL]},
-                {"role": "assistant", "content": "red", "tool_calls": [CALL]},
-                {"role": "tool", "tool_call_id": "c", "content": [IMAGE_URL]},
-            ]
-        },
-        3,
-    ),
-    (
-        "/v1/responses",
-        {
-            "input": [
-                {"role": "user", "content": [INPUT_IMAGE, {"type": "input_text", "text": "a"}]},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]},
-            ]
-        },
-        2,
-    ),
-    (
-        "/v1/messages",
-        {
-            "max_tokens": 4,
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        IMAGE_BLOCK,
-                        {"type": "text", "text": "a"},
-                        {
-                            "type": "document",
-                            "title": "t",
-                            "source": {
-                                "type": "content",
-                                "content": [{"type": "text", "text": "b"}, IMAGE_BLOCK],
-                            },
-                        },
-                    ],
-                },
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE_BLOCK]}
-                    ],
-                },
-            ],
-        },
-        3,
-    ),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, 1),
+    (CHAT, {"messages": CHAT_TURNS}, 3),
+    (RESPONSES, {"input": ITEMS}, 2),
+    (MESSAGES, {"max_tokens": 4, "messages": BLOCK_TURNS}, 3),
     (
         "/api/chat",
         {
@@ -112,7 +74,7 @@ BODIES: list[tuple[str, dict[str, Any], int]] = [
         },
         1,
     ),
-    ("/api/generate", {"model": "tiny", "prompt": "a", "images": [in_base64(RED)]}, 1),
+    ("/api/generate", {"prompt": "a", **OLLAMA}, 1),
 ]
 
 
@@ -126,8 +88,7 @@ def test_images_reach_the_engine(
     images: int,
     stream: bool,
 ) -> None:
-    answer = server.client.post(path, json={**body, "stream": stream})
-    assert answer.status_code == 200, answer.text
+    ok(server.client.post(path, json={**body, "stream": stream}))
     submit = seen(seeing)
     assert len(submit.images) == images
     assert submit.token_ids.count(IMAGE_TOKEN) == images * TOKENS
@@ -138,8 +99,7 @@ def test_images_reach_the_engine(
 def test_the_tokens_of_images_count(
     server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
 ) -> None:
-    answer = ask(data_url(RED), data_url(BLUE, "image/jpeg"))
-    assert answer.status_code == 200, answer.text
+    answer = ok(ask(data_url(RED), data_url(BLUE, "image/jpeg")))
     length = len(seen(seeing).token_ids)
     assert answer.json()["usage"]["prompt_tokens"] == length
     content = [IMAGE_BLOCK, {"type": "text", "text": "x"}]
@@ -157,15 +117,13 @@ def test_a_prompt_that_images_make_too_long_is_refused(
 ) -> None:
     urls = [data_url(encoded(picture((number, 0, 0), (32, 32)))) for number in range(32)]
     answer = ask(*urls, text="a" * 1400)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert error_of(answer)["code"] == "context_length_exceeded"
 
 
 def test_text_that_spells_out_a_placeholder_is_no_image(
     seeing: ScriptedEngine, ask: Callable[..., Any]
 ) -> None:
-    answer = ask(data_url(RED), text="<image> and \ufdd1<image>")
-    assert answer.status_code == 200, answer.text
+    ok(ask(data_url(RED), text="<image> and \ufdd1<image>"))
     assert len(seen(seeing).images) == 1
 
 
@@ -180,10 +138,7 @@ def test_images_are_in_the_order_of_the_messages(
 
 
 def test_a_new_attempt_sends_all_again(
-    server: Server,
-    seeing: ScriptedEngine,
-    vision_dir: Path,
-    ask: Callable[..., Any],
+    server: Server, seeing: ScriptedEngine, vision_dir: Path, ask: Callable[..., Any]
 ) -> None:
     calls: list[Submit] = []
 
@@ -215,8 +170,7 @@ def test_a_later_turn_has_the_images_of_earlier_responses(
     body = {"input": "And now?", "previous_response_id": first["id"]}
     assert server.client.post("/v1/responses", json=body).status_code == 200
     assert len(seen(seeing).images) == 1
-    second = server.client.post("/v1/responses", json={**body, "truncation": "auto"})
-    assert second.status_code == 200
+    ok(server.client.post("/v1/responses", json={**body, "truncation": "auto"}))
     items = server.client.get(f"/v1/responses/{first['id']}/input_items").json()
     assert items["data"][0]["content"][0]["image_url"] == data_url(RED)
 
@@ -224,16 +178,12 @@ def test_a_later_turn_has_the_images_of_earlier_responses(
 def test_a_prepared_image_is_kept_for_the_next_request(
     server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
 ) -> None:
-    def hits() -> float:
-        name = "mlx_lm_server_prepared_image_hits_total"
-        lines = server.client.get("/metrics").text.splitlines()
-        return sum(float(line.split()[1]) for line in lines if line.startswith(name))
-
+    name = "prepared_image_hits_total"
     url = data_url(encoded(picture((1, 2, 3))))
-    before = hits()
+    before = server.metric(name)
     for _ in range(3):
         assert ask(url).status_code == 200
-    assert hits() - before == 2
+    assert server.metric(name) - before == 2
 
 
 def test_a_body_with_images_may_be_larger_than_one_of_text(
@@ -252,25 +202,19 @@ def test_a_body_with_images_may_be_larger_than_one_of_text(
     assert server.client.post("/v1/completions", json={"prompt": "a" * 200_000}).status_code == 413
 
 
-def image_memory(server: Server) -> float:
-    name = "mlx_lm_server_image_memory_bytes"
-    lines = server.client.get("/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
-
-
 def test_lines_of_batches_give_memory_of_images_back(
     server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
 ) -> None:
     url = data_url(RED)
     assert ask(url).status_code == 200
-    kept = image_memory(server)
+    kept = server.metric("image_memory_bytes ")
     body = {"model": "tiny", "messages": [{"role": "user", "content": [IMAGE_URL]}]}
     path = "/v1/chat/completions"
     batch = BatchClient(server.url).run(
         [line(str(number), path, **body, max_tokens=4) for number in range(3)], endpoint=path
     )
     assert batch.request_counts.completed == 3
-    eventually(lambda: image_memory(server) == kept)
+    eventually(lambda: server.metric("image_memory_bytes ") == kept)
 
 
 def test_memory_of_images_is_given_back(
@@ -278,9 +222,9 @@ def test_memory_of_images_is_given_back(
 ) -> None:
     url = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
     assert ask(url).status_code == 200
-    kept = image_memory(server)
+    kept = server.metric("image_memory_bytes ")
     assert ask(url, "data:image/png;base64,AAAA").status_code == 400
-    eventually(lambda: image_memory(server) == kept)
+    eventually(lambda: server.metric("image_memory_bytes ") == kept)
 
 
 def test_the_model_is_said_to_see(server: Server, seeing: ScriptedEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from shared.wire import Abort, EngineStats, Submit
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from shared.wire import EngineStats, Submit
+from tests.router.conftest import Server, StartServer
+from tests.router.scripted_engine import END, ScriptedEngine
 
+CHAT_MODEL = True
+FLAGS = ("--max-generation-tokens=4000", "--max-prompt-tokens=1000")
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {
@@ -34,33 +35,12 @@ FIGURES = {
     "eval_count",
     "eval_duration",
 }
-START, END = "<|im_start|>", "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def model_dir(chat_model_dir: Path) -> Path:
-    return chat_model_dir
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--max-generation-tokens=4000", "--max-prompt-tokens=1000")
-
-
-@pytest.fixture(scope="module")
-def says(tokenizer: Tokenizer) -> Callable[[str], Callable[[object], list[int]]]:
-    end = tokenizer.token_to_id(END)
-    return lambda text: lambda submit: [*tokenizer.encode(text).ids, end]
+START = "<|im_start|>"
 
 
 @pytest.fixture
-def engine(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[[str], Any]
-) -> ScriptedEngine:
-    script = says("hello world")
-    engine = start_engine(server, script=script, context_length=2000, vocab_size=300)
-    server.wait_ready()
-    return engine
+def engine(server: Server) -> ScriptedEngine:
+    return server.join("hello world", context_length=2000, vocab_size=300)
 
 
 def post(server: Server, path: str, **body: Any) -> httpx.Response:
@@ -120,11 +100,9 @@ def test_a_model_has_a_name_with_and_without_latest(server: Server, engine: Scri
     assert "'model'" in refused(server.client.post("/api/chat", json={"messages": HI}))
 
 
-def test_a_call_comes_whole(
-    server: Server, engine: ScriptedEngine, says: Callable[..., Any], tokenizer: Tokenizer
-) -> None:
+def test_a_call_comes_whole(server: Server, engine: ScriptedEngine) -> None:
     second = CALL.replace('"a": 1', '"a": 2')
-    engine.behaviour.script = says(f"{CALL}\n{second}")
+    engine.says(f"{CALL}\n{second}")
     parts = lines(post(server, "chat", messages=HI, tools=[ADD]))
     calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == [
@@ -136,19 +114,17 @@ def test_a_call_comes_whole(
     assert [c["function"] for c in whole["message"]["tool_calls"]] == [
         call["function"] for call in calls
     ]
-    assert '"Adds."' in engine.last_prompt(tokenizer)
-    engine.behaviour.script = says("3")
+    assert '"Adds."' in engine.last_prompt
+    engine.says("3")
     result = {"role": "tool", "content": "3", "tool_name": "add"}
     post(server, "chat", messages=[*HI, whole["message"], result], tools=[ADD])
-    prompt = engine.last_prompt(tokenizer)
+    prompt = engine.last_prompt
     assert '{"name": "add", "arguments": {"a": 2}}' in prompt
     assert f"{START}tool\n[add] 3{END}" in prompt
 
 
-def test_thinking_is_apart_and_may_be_turned_off(
-    server: Server, engine: ScriptedEngine, says: Callable[..., Any], tokenizer: Tokenizer
-) -> None:
-    engine.behaviour.script = says("<think>\nhm\n</think>\n\nyes")
+def test_thinking_is_apart_and_may_be_turned_off(server: Server, engine: ScriptedEngine) -> None:
+    engine.says("<think>\nhm\n</think>\n\nyes")
     for path, fields in (("chat", {"messages": HI}), ("generate", {"prompt": "hi"})):
         body = post(server, path, think=True, stream=False, **fields).json()
         reply = body.get("message", body)
@@ -157,9 +133,9 @@ def test_thinking_is_apart_and_may_be_turned_off(
         *parts, _ = lines(post(server, path, think="max", **fields))
         shown = [part.get("message", part) for part in parts]
         assert "".join(part.get("thinking", "") for part in shown).strip() == "hm"
-        assert engine.last_prompt(tokenizer).endswith("(effort high)")
+        assert engine.last_prompt.endswith("(effort high)")
     post(server, "chat", think=False, messages=HI)
-    assert engine.last_prompt(tokenizer).endswith("<think>\n\n</think>\n\n")
+    assert engine.last_prompt.endswith("<think>\n\n</think>\n\n")
     assert "'think'" in refused(post(server, "chat", think="a lot", messages=HI))
 
 
@@ -177,26 +153,14 @@ def test_an_answer_that_is_cut_says_length(server: Server, engine: ScriptedEngin
     assert body["done_reason"] == "length" and body["eval_count"] == 2
 
 
-def test_an_error_in_a_stream_is_its_last_line(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
-) -> None:
-    engine = start_engine(server, script=says("hello world"), skip_token=True)
-    server.wait_ready()
+def test_an_error_in_a_stream_is_its_last_line(server: Server) -> None:
+    engine = server.join("hello world", skip_token=True)
     engine.behaviour.hold_tokens_after = None
     answer = post(server, "chat", messages=HI)
     if answer.status_code == 200:
         assert list(json.loads(answer.text.splitlines()[-1])) == ["error"]
     else:
         refused(answer, answer.status_code)
-
-
-def test_a_client_that_leaves_frees_its_place(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.hold_tokens_after = 1
-    with httpx.stream(
-        "POST", f"{server.url}/api/chat", json={"model": "tiny", "messages": HI}
-    ) as answer:
-        next(answer.iter_lines())
-    eventually(lambda: len(engine.got(Abort)) == 1)
 
 
 # -- requests ------------------------------------------------------------------
@@ -249,9 +213,7 @@ def test_without_num_predict_only_the_context_and_the_server_limit_an_answer(
         assert submit.max_tokens == 2000 - len(submit.token_ids)
 
 
-def test_num_ctx_bounds_prompt_and_answer_together(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
+def test_num_ctx_bounds_prompt_and_answer_together(server: Server, engine: ScriptedEngine) -> None:
     post(server, "chat", messages=HI, options={"num_ctx": 200})
     submit = engine.got(Submit)[-1]
     assert submit.max_tokens == 200 - len(submit.token_ids)
@@ -265,7 +227,7 @@ def test_num_ctx_bounds_prompt_and_answer_together(
     ]
     conversation = [system, *turns, {"role": "user", "content": "last"}]
     assert post(server, "chat", messages=conversation, options={"num_ctx": 250}).status_code == 200
-    prompt = engine.last_prompt(tokenizer)
+    prompt = engine.last_prompt
     assert "SYSTEM" in prompt and "last" in prompt and "user0" not in prompt
     assert len(engine.got(Submit)[-1].token_ids) < 250
     whole = {"messages": conversation, "truncate": False}
@@ -290,14 +252,14 @@ def test_a_format_becomes_a_grammar(server: Server, engine: ScriptedEngine) -> N
 
 
 def test_a_prompt_is_put_into_the_template_unless_it_is_raw(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+    server: Server, engine: ScriptedEngine
 ) -> None:
     body = post(server, "generate", prompt="hi", system="be kind", stream=False).json()
     assert body["response"] == "hello world"
     templated = f"{START}system\nbe kind{END}\n{START}user\nhi{END}\n{START}assistant\n"
-    assert engine.last_prompt(tokenizer) == templated
+    assert engine.last_prompt == templated
     raw = post(server, "generate", prompt="hi", raw=True, stream=False).json()
-    assert engine.last_prompt(tokenizer) == "hi" and "context" not in raw
+    assert engine.last_prompt == "hi" and "context" not in raw
     for fields in ({"system": "x"}, {"context": [1]}):
         assert "'raw'" in refused(post(server, "generate", prompt="hi", raw=True, **fields))
 
@@ -317,11 +279,11 @@ def test_a_context_is_gone_on_from(
 
 
 def test_a_last_message_of_the_assistant_is_continued(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+    server: Server, engine: ScriptedEngine
 ) -> None:
     begun = {"role": "assistant", "content": "It"}
     assert post(server, "chat", messages=[*HI, begun]).status_code == 200
-    assert engine.last_prompt(tokenizer).endswith(f"{START}assistant\nIt")
+    assert engine.last_prompt.endswith(f"{START}assistant\nIt")
 
 
 def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine) -> None:
@@ -373,19 +335,13 @@ def test_what_is_wrong_is_named(
     assert named in refused(post(server, path, **fields))
 
 
-def test_images_become_notes_where_they_are_to_be_skipped(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    says: Callable[..., Any],
-    tokenizer: Tokenizer,
-) -> None:
+def test_images_become_notes_where_they_are_to_be_skipped(start_server: StartServer) -> None:
     server = start_server("--skip-unsupported-content")
-    engine = start_engine(server, script=says("ok"))
-    server.wait_ready()
+    engine = server.join("ok")
     post(server, "chat", messages=[{**HI[0], "images": ["aGk="]}])
-    assert "was removed" in engine.last_prompt(tokenizer)
+    assert "was removed" in engine.last_prompt
     post(server, "generate", prompt="hi", images=["aGk="])
-    assert "was removed" in engine.last_prompt(tokenizer)
+    assert "was removed" in engine.last_prompt
 
 
 def test_curl_needs_no_media_type_and_a_page_of_another_site_does(
@@ -403,10 +359,7 @@ def test_curl_needs_no_media_type_and_a_page_of_another_site_does(
 
 
 def test_models_are_listed_with_what_is_known_of_them(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    model_dir: Path,
-    tmp_path: Path,
+    start_server: StartServer, model_dir: Path, tmp_path: Path
 ) -> None:
     for file in model_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -420,8 +373,7 @@ def test_models_are_listed_with_what_is_known_of_them(
     (tmp_path / "config.json").write_text(json.dumps(config))
     server = start_server()
     stats = EngineStats(active_memory_bytes=12345)
-    start_engine(server, directory=tmp_path, aliases=["small:4b"], stats=stats)
-    server.wait_ready()
+    server.join(directory=tmp_path, aliases=["small:4b"], stats=stats)
     listed = server.client.get("/api/tags").json()["models"]
     assert [each["name"] for each in listed] == ["tiny:latest", "small:4b"]
     details = {
@@ -457,16 +409,11 @@ def running_version(server: Server) -> str:
     return str(server.client.get("/version").json()["version"])
 
 
-def test_keys_limits_and_metrics_hold_here_too(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    says: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+def test_keys_limits_and_metrics_hold_here_too(start_server: StartServer, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sesame name=some models=other\nopen name=all rpm=1\n")
     server = start_server(f"--api-key-file={keys}")
-    start_engine(server, script=says("ok"))
+    server.start_engine("ok")
     server.client.headers["authorization"] = "Bearer open"
     server.wait_ready()
     some = {"authorization": "Bearer sesame"}
@@ -480,7 +427,7 @@ def test_keys_limits_and_metrics_hold_here_too(
     answer = server.client.post("/api/chat", json=ask)
     refused(answer, 429)
     assert int(answer.headers["retry-after"]) >= 1
-    metrics = server.client.get("/metrics").text
+    metrics = server.metrics
     assert 'path="/api/chat",status="200"} 1' in metrics
     assert 'path="/api/chat",status="429"} 1' in metrics
 
@@ -501,7 +448,7 @@ def test_unknown_paths_and_methods_are_refused_in_this_shape(server: Server) -> 
 
 
 def test_the_start_says_that_it_runs_where_there_is_no_page(
-    start_server: Callable[..., Server], server: Server
+    start_server: StartServer, server: Server
 ) -> None:
     plain = start_server("--no-page", "--api-key=sesame")
     assert plain.client.get("/").text == "Ollama is running"
@@ -513,7 +460,7 @@ def test_the_start_says_that_it_runs_where_there_is_no_page(
 
 @pytest.mark.parametrize("flags", [(), ("--admin-key=boss",), ("--ollama-manage",)])
 def test_models_are_managed_only_where_that_is_allowed(
-    start_server: Callable[..., Server], flags: tuple[str, ...]
+    start_server: StartServer, flags: tuple[str, ...]
 ) -> None:
     server = start_server("--api-key=sesame", *flags)
 

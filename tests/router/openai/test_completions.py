@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from router.generation.choice import OutputDelta
 from router.openai.writer import ChatCompletionWriter, TextCompletionWriter
 from router.tokens.logprobs import LogprobsContext
 from shared.wire import Abort, SamplingParams, Submit
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, eventually, ok
 from tests.router.scripted_engine import EOS, ScriptedEngine
 from tests.router.tiny_tokenizer import write_tokenizer
 
@@ -28,8 +27,7 @@ def events(text: str) -> list[Any]:
 
 
 def streamed(server: Server, **body: Any) -> list[Any]:
-    answer = server.client.post("/v1/chat/completions", json={**body, "stream": True})
-    assert answer.status_code == 200
+    answer = ok(server.client.post("/v1/chat/completions", json={**body, "stream": True}))
     assert answer.headers["content-type"].startswith("text/event-stream")
     return events(answer.text)
 
@@ -106,16 +104,13 @@ def test_the_template_is_rendered_and_tokenized(
 def test_a_template_argument_that_raises_is_left_out(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
-    answer = server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"})
-    assert answer.status_code == 200
+    ok(server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))
     assert tokenizer.decode(engine.got(Submit)[0].token_ids).endswith("<|assistant|>?")
 
 
-def test_many_tokens_at_once_are_read_in_pieces(
-    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
-) -> None:
+def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: ScriptedEngine) -> None:
     text = "hello world" * 60
-    engine.behaviour.script = says(text)
+    engine.says(text)
     engine.behaviour.tokens_per_step = 1000
     assert server.complete(max_tokens=400).json()["choices"][0]["text"] == text
     events = server.complete(max_tokens=400, stream=True).text.split("\n\n")
@@ -127,14 +122,9 @@ def test_many_tokens_at_once_are_read_in_pieces(
 @pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", "a\n\n  b ", "ends with \ufffd"])
 @pytest.mark.parametrize("stop", [None, ["🌍"], [" w", "b"], ["本語 ", "orl"]])
 def test_a_stream_adds_up_to_the_whole_answer(
-    server: Server,
-    engine: ScriptedEngine,
-    says: Callable[..., Any],
-    text: str,
-    stop: list[str] | None,
-    tokens_per_step: int,
+    server: Server, engine: ScriptedEngine, text: str, stop: list[str] | None, tokens_per_step: int
 ) -> None:
-    engine.behaviour.script = says(text)
+    engine.says(text)
     engine.behaviour.tokens_per_step = tokens_per_step
     body = {"messages": [{"role": "user", "content": "x"}], "stop": stop, "seed": 1}
     whole = server.client.post("/v1/chat/completions", json=body).json()
@@ -293,11 +283,9 @@ def test_max_tokens_is_limited_by_the_context(server: Server, engine: ScriptedEn
     assert engine.got(Submit)[0].max_tokens == 12
 
 
-def test_the_models_generation_config_gives_the_defaults(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Any, tmp_path: Any
-) -> None:
+def test_the_models_generation_config_gives_the_defaults(server: Server, tmp_path: Any) -> None:
     write_tokenizer(tmp_path / "m", do_sample=True, temperature=0.6, top_k=20, top_p="no number")
-    engine = start_engine(server, directory=tmp_path / "m", model="warm", script=says("hi"))
+    engine = server.start_engine("hi", directory=tmp_path / "m", model="warm")
     eventually(lambda: server.client.get("/v1/models/warm").json().get("ready_replicas") == 1)
     assert server.chat(model="warm").status_code == 200
     sampling = engine.got(Submit)[0].sampling
@@ -312,14 +300,8 @@ def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedE
 
 
 @pytest.mark.parametrize("prompt", ["hello", "hello ", [74, 71]])
-def test_prompt_and_text_read_on(
-    server: Server,
-    start_engine: Callable[..., ScriptedEngine],
-    says: Callable[..., Any],
-    prompt: Any,
-) -> None:
-    start_engine(server, script=says(" world wor"))
-    server.wait_ready()
+def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
+    server.join(" world wor")
     expected = " world wor"
     choice = server.complete(prompt, logprobs=1).json()["choices"][0]
     assert choice["text"] == expected

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from router.tokens.logprobs import TokenAligner
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Submit, TokenLogprobs
-from tests.router.conftest import Server
+from tests.router.conftest import Server, error_of, ok
 from tests.router.openai.test_completions import events
 from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
 from tests.router.tiny_tokenizer import write_tokenizer
@@ -82,14 +82,9 @@ def test_a_completion_has_parallel_lists(
 @STOPS
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
-    server: Server,
-    engine: ScriptedEngine,
-    says: Callable[..., Any],
-    text: str,
-    stop: list[str] | None,
-    tokens_per_step: int,
+    server: Server, engine: ScriptedEngine, text: str, stop: list[str] | None, tokens_per_step: int
 ) -> None:
-    engine.behaviour.script = says(text)
+    engine.says(text)
     engine.behaviour.tokens_per_step = tokens_per_step
     body: dict[str, Any] = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
     whole = server.complete(**body).json()["choices"][0]
@@ -116,9 +111,9 @@ def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
 
 @pytest.mark.parametrize("prompt", ["hello 🌍 wor", " a ", "é", "<s>hello", [5, 6, 7, 200], [0, 9]])
 def test_an_echoed_prompt_comes_before_its_answer(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Any, prompt: Any
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, prompt: Any
 ) -> None:
-    engine.behaviour.script = says(" world")
+    engine.says(" world")
     body = {"prompt": prompt, "echo": True, "seed": 1, "n": 2}
     choices = server.complete(**body).json()["choices"]
     first = engine.got(Submit)[0]
@@ -139,14 +134,9 @@ def test_an_echoed_prompt_comes_before_its_answer(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hello é wor", [5, 6, 7], "x"])
 def test_an_echoed_prompt_has_log_probabilities_too(
-    server: Server,
-    engine: ScriptedEngine,
-    says: Any,
-    vocabulary: Vocabulary,
-    prompt: Any,
-    stream: bool,
+    server: Server, engine: ScriptedEngine, vocabulary: Vocabulary, prompt: Any, stream: bool
 ) -> None:
-    engine.behaviour.script = says("hello")
+    engine.says("hello")
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, "stream": stream}
     answer = server.complete(**body)
     submits = engine.got(Submit)
@@ -206,8 +196,7 @@ def test_choices_that_wait_for_the_prompts_scores_do_not_hold_up_the_server(
     server: Server, engine: ScriptedEngine
 ) -> None:
     """Tokens of the other choices come before the scores, which come with the first choice."""
-    answer = server.complete([[5] * 100] * 3, n=4, echo=True, logprobs=2, max_tokens=3)
-    assert answer.status_code == 200
+    answer = ok(server.complete([[5] * 100] * 3, n=4, echo=True, logprobs=2, max_tokens=3))
     assert len(answer.json()["choices"]) == 12
     assert server.client.get("/livez").status_code == 200
 
@@ -226,8 +215,7 @@ def test_an_answer_with_too_many_log_probabilities_is_refused(
     """The fields are small by themselves, and their product is not."""
     prompt = [[5] * 250] * 8
     answer = server.complete(prompt, n=16, **fields)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = error_of(answer)
     assert (error["param"], error["code"]) == (param, "request_too_large")
     assert not engine.got(Submit)
     assert server.complete(prompt[:1], n=2, **fields).status_code == 200
@@ -239,8 +227,7 @@ def test_an_engine_that_omits_log_probabilities_is_a_503(
 ) -> None:
     engine.behaviour.omit_logprobs = True
     answer = server.complete("abc", **field)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "engine_lost"
+    assert error_of(answer, 503)["code"] == "engine_lost"
 
 
 # -- tokens and text, without a server ------------------------------------------

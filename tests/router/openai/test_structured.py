@@ -12,76 +12,42 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.structured import StructuredOutputFields, choice_grammar, json_schema_grammar
-from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Heartbeat, LiveRequest, Refused, Submit, encode
-from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from shared.wire import MAX_GRAMMAR_BYTES, Accepted, LiveRequest, Refused, Submit, encode
+from tests.router.conftest import Server, error_of, eventually
+from tests.router.scripted_engine import ScriptedEngine, make_heartbeat, make_refusal
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "null"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+OBJECT = '{"type":"object"}'
+NO_SCHEMA = "response_format.json_schema.schema"
+
+
+def format_of(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **fields}}
+
+
+def outputs(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
 
 
 @pytest.mark.parametrize(
     ("fields", "kind", "source", "param"),
     [
+        (format_of("json_object"), "json_schema", OBJECT, "response_format"),
+        (format_of("json_object", schema={}), "json_schema", OBJECT, "response_format"),
+        (format_of("json_object", schema=SCHEMA), "json_schema", TEXT, "response_format.schema"),
         (
-            {"response_format": {"type": "json_object"}},
-            "json_schema",
-            '{"type":"object"}',
-            "response_format",
+            format_of("json_schema", json_schema={"name": "x", "strict": True, "schema": SCHEMA}),
+            *("json_schema", TEXT, "response_format.json_schema.schema"),
         ),
+        (outputs(json=SCHEMA), "json_schema", TEXT, "structured_outputs.json"),
+        (outputs(json_object=True), "json_schema", OBJECT, "structured_outputs.json_object"),
+        (outputs(regex="[a-z]+"), "regex", "[a-z]+", "structured_outputs.regex"),
         (
-            {"response_format": {"type": "json_object", "schema": {}}},
-            "json_schema",
-            '{"type":"object"}',
-            "response_format",
+            outputs(choice=["a", 'é"\n']),
+            *("lark", 'start: "a" | "é\\"\\n"', "structured_outputs.choice"),
         ),
-        (
-            {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            "json_schema",
-            TEXT,
-            "response_format.schema",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-                }
-            },
-            "json_schema",
-            TEXT,
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"structured_outputs": {"json": SCHEMA}},
-            "json_schema",
-            TEXT,
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            "json_schema",
-            '{"type":"object"}',
-            "structured_outputs.json_object",
-        ),
-        (
-            {"structured_outputs": {"regex": "[a-z]+"}},
-            "regex",
-            "[a-z]+",
-            "structured_outputs.regex",
-        ),
-        (
-            {"structured_outputs": {"choice": ["a", 'é"\n']}},
-            "lark",
-            'start: "a" | "é\\"\\n"',
-            "structured_outputs.choice",
-        ),
-        (
-            {"structured_outputs": {"grammar": 'start: "a"'}},
-            "lark",
-            'start: "a"',
-            "structured_outputs.grammar",
-        ),
+        (outputs(grammar='start: "a"'), "lark", 'start: "a"', "structured_outputs.grammar"),
         ({"guided_json": SCHEMA}, "json_schema", TEXT, "guided_json"),
         ({"guided_json": TEXT}, "json_schema", TEXT, "guided_json"),
         ({"guided_regex": "a|b"}, "regex", "a|b", "guided_regex"),
@@ -118,25 +84,16 @@ def test_without_any_of_these_fields_there_is_no_grammar(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
-            "response_format.json_schema.schema",
-        ),
+        (format_of("xml"), "response_format.type"),
+        (format_of("json_schema"), "response_format.json_schema"),
+        (format_of("json_schema", json_schema={"name": "x"}), NO_SCHEMA),
+        (format_of("json_schema", json_schema={"schema": 5}), NO_SCHEMA),
         ({"response_format": "json"}, "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-        (
-            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-            "structured_outputs.choice",
-        ),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (outputs(), "structured_outputs"),
+        (outputs(json_object=False), "structured_outputs"),
+        (outputs(regex="a", choice=["b"]), "structured_outputs.choice"),
+        (outputs(structural_tag="{}"), "structured_outputs.structural_tag"),
+        (outputs(choice=[]), "structured_outputs.choice"),
         ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
         ({"guided_json": '{"type":'}, "guided_json"),
         ({"guided_json": []}, "guided_json"),
@@ -146,8 +103,7 @@ def test_without_any_of_these_fields_there_is_no_grammar(
 )
 def test_a_bad_grammar_field_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
     for answer in (server.chat(**fields), server.complete(**fields, stream=True)):
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param, answer.text
+        assert error_of(answer)["param"] == param, answer.text
 
 
 def test_more_than_one_grammar_names_them_all() -> None:
@@ -177,18 +133,12 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
 ) -> None:
     def refuse(submit: Submit) -> Refused:
         assert submit.grammar is not None
-        return Refused(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            reason="invalid",
-            message="unclosed group",
-            param=submit.grammar.param,
-        )
+        param = submit.grammar.param
+        return make_refusal(submit, reason="invalid", message="unclosed group", param=param)
 
     engine.behaviour.refuse = refuse
     answer = server.chat(guided_regex="(", stream=True)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "unclosed group"
+    assert error_of(answer)["message"] == "unclosed group"
     assert answer.json()["error"]["param"] == "guided_regex"
 
 
@@ -206,16 +156,7 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
             request_id=submit.request_id, attempt=submit.attempt, generated=0, accepted=False
         )
         for number in range(40):
-            heartbeat = Heartbeat(
-                engine=engine.name,
-                incarnation=engine.incarnation,
-                number=1000 + number,
-                phase="ready",
-                phase_s=1.0,
-                stalled_s=0.0,
-                live=[live],
-                stats=engine.behaviour.stats,
-            )
+            heartbeat = make_heartbeat(engine.name, engine.incarnation, 1000 + number, live=[live])
             engine.say(*encode(heartbeat))
             time.sleep(0.08)
 

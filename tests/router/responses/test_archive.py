@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 
 from router.responses.archive import ResponseArchive
 from router.responses.store import ResponseStore
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import StartServer, eventually
 from tests.router.responses.test_responses import turn
-from tests.router.scripted_engine import ScriptedEngine
 
 
 def opened(directory: Path, **limits: int) -> tuple[ResponseStore, ResponseArchive]:
@@ -69,20 +67,15 @@ def test_a_conversation_whose_beginning_was_not_written_is_gone_after_a_restart(
 
 
 def test_a_router_that_is_started_again_has_the_responses(
-    start_server: Callable[..., Server],
-    start_engine: Callable[..., ScriptedEngine],
-    says: Any,
-    tmp_path: Path,
+    start_server: StartServer, tmp_path: Path
 ) -> None:
     flag = f"--response-store-dir={tmp_path / 'responses'}"
     server = start_server(flag)
-    start_engine(server, script=says("hello world"))
-    server.wait_ready()
+    server.join("hello world")
     first = server.client.post("/v1/responses", json={"input": "hi"}).json()
     assert server.stop() == 0
     server = start_server(flag)
-    start_engine(server, script=says("hello world"))
-    server.wait_ready()
+    server.join("hello world")
     assert server.client.get(f"/v1/responses/{first['id']}").json() == first
     body = {"input": "and?", "previous_response_id": first["id"]}
     assert server.client.post("/v1/responses", json=body).status_code == 200

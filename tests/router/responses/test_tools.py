@@ -13,42 +13,25 @@ from tokenizers import Tokenizer
 
 from router.responses.sealing import ReasoningSeal
 from shared.wire import Submit
-from tests.router.conftest import Server
+from tests.router.conftest import Server, error_of, ok
 from tests.router.responses.test_responses import events
 from tests.router.scripted_engine import ScriptedEngine
 
+CHAT_MODEL = True
+FLAGS = ("--max-generation-tokens=4000", "--max-prompt-tokens=100000", "--reasoning-key=k")
 SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
 TEAM = {"type": "namespace", "name": "team", "description": "Other agents.", "tools": [SPAWN]}
+Calls = Callable[..., ScriptedEngine]
 PATCH = {"type": "custom", "name": "patch", "description": "Takes a patch."}
 
 
-@pytest.fixture(scope="module")
-def model_dir(chat_model_dir: Path) -> Path:
-    return chat_model_dir
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server(
-        "--max-generation-tokens=4000", "--max-prompt-tokens=100000", "--reasoning-key=k"
-    )
-
-
 @pytest.fixture
-def calls(
-    server: Server,
-    start_engine: Callable[..., ScriptedEngine],
-    tokenizer: Tokenizer,
-) -> Callable[..., ScriptedEngine]:
+def calls(server: Server) -> Calls:
     """Return a function that starts an engine, which answers with one call."""
 
     def start(name: str = "f", arguments: Any = None) -> ScriptedEngine:
         call = json.dumps({"name": name, "arguments": arguments or {}})
-        ids = tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>").ids
-        end = tokenizer.token_to_id("<|im_end|>")
-        engine = start_engine(server, script=lambda _: [*ids, end], context_length=100_000)
-        server.wait_ready()
-        return engine
+        return server.join(f"<tool_call>\n{call}\n</tool_call>", context_length=100_000)
 
     return start
 
@@ -66,22 +49,19 @@ def only_item(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_a_call_in_a_namespace_carries_it_and_comes_back_with_it(
-    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+    server: Server, calls: Calls
 ) -> None:
     engine = calls("team__spawn")
     item = only_item(ask(server, TEAM))
     assert (item["type"], item["namespace"], item["name"]) == ("function_call", "team", "spawn")
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
-    answer = ask(server, TEAM, input=[{"role": "user", "content": "hi"}, item, result])
-    assert answer.status_code == 200, answer.text
-    prompt = engine.last_prompt(tokenizer)
+    ok(ask(server, TEAM, input=[{"role": "user", "content": "hi"}, item, result]))
+    prompt = engine.last_prompt
     assert '{"name": "team__spawn", "arguments": {}}' in prompt
     assert "[team__spawn] done" in prompt
 
 
-def test_a_custom_tool_takes_text(
-    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
-) -> None:
+def test_a_custom_tool_takes_text(server: Server, calls: Calls) -> None:
     engine = calls("patch", {"input": 'say "hi"\n'})
     item = only_item(ask(server, PATCH))
     assert item["id"].startswith("ctc_")
@@ -89,20 +69,15 @@ def test_a_custom_tool_takes_text(
         item.items()
     )
     output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "applied"}
-    answer = ask(server, PATCH, input=[{"role": "user", "content": "hi"}, item, output])
-    assert answer.status_code == 200, answer.text
-    prompt = engine.last_prompt(tokenizer)
+    ok(ask(server, PATCH, input=[{"role": "user", "content": "hi"}, item, output]))
+    prompt = engine.last_prompt
     assert '{"input": "say \\"hi\\"\\n"}' in prompt
     assert "[patch] applied" in prompt
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("regex", "a|[b]+"), ("lark", "start: /b/")])
 def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
-    server: Server,
-    calls: Callable[..., ScriptedEngine],
-    tokenizer: Tokenizer,
-    syntax: str,
-    definition: str,
+    server: Server, calls: Calls, syntax: str, definition: str
 ) -> None:
     engine = calls("patch", {"input": "ab"})
     bound = {"type": "grammar", "syntax": syntax, "definition": definition}
@@ -115,14 +90,14 @@ def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
         definition,
         "tools[0].format.definition",
     )
-    assert definition in engine.last_prompt(tokenizer)
+    assert definition in engine.last_prompt
     large = {**bound, "definition": definition + " " * 40_000}
     refused = ask(server, {**PATCH, "format": large})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, part.param)
 
 
 def test_the_input_of_a_custom_tool_is_streamed(
-    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+    server: Server, calls: Calls, tokenizer: Tokenizer
 ) -> None:
     written = 'a\n"é🌍' + " word" * 40
     engine = calls("patch", {"input": written})
@@ -146,7 +121,7 @@ def test_the_input_of_a_custom_tool_is_streamed(
 
 
 def test_half_a_surrogate_pair_in_the_input_of_a_custom_tool_is_replaced(
-    server: Server, calls: Callable[..., ScriptedEngine]
+    server: Server, calls: Calls
 ) -> None:
     calls("patch", {"input": "a\udc00b\ud800"})
     item = only_item(ask(server, PATCH))
@@ -183,8 +158,7 @@ def test_half_a_surrogate_pair_in_the_input_of_a_custom_tool_is_replaced(
 )
 def test_a_shell_and_patches_are_calls_of_their_own_type(
     server: Server,
-    calls: Callable[..., ScriptedEngine],
-    tokenizer: Tokenizer,
+    calls: Calls,
     tool: str,
     arguments: dict[str, Any],
     field: str,
@@ -200,22 +174,20 @@ def test_a_shell_and_patches_are_calls_of_their_own_type(
         written = [{"stdout": "did it", "stderr": "", "outcome": outcome}]
     output = {"type": f"{tool}_call_output", "call_id": item["call_id"], "output": written}
     user = {"role": "user", "content": "hi"}
-    answer = ask(server, {"type": tool}, input=[user, item, output])
-    assert answer.status_code == 200, answer.text
-    prompt = engine.last_prompt(tokenizer)
+    ok(ask(server, {"type": tool}, input=[user, item, output]))
+    prompt = engine.last_prompt
     assert json.dumps({"name": tool, "arguments": arguments}) in prompt
     assert f"[{tool}] did it" in prompt
     assert ("(exit code 2)" in prompt) == (tool == "shell")
 
 
 def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
-    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+    server: Server, calls: Calls
 ) -> None:
     engine = calls()
-    answer = ask(server, {"type": "web_search", "external_web_access": False}, SPAWN)
-    assert answer.status_code == 200, answer.text
+    answer = ok(ask(server, {"type": "web_search", "external_web_access": False}, SPAWN))
     assert answer.headers["x-left-out-tools"] == "web_search"
-    assert "web_search" not in engine.last_prompt(tokenizer)
+    assert "web_search" not in engine.last_prompt
     assert [tool["type"] for tool in answer.json()["tools"]] == ["web_search", "function"]
     forced = ask(server, {"type": "web_search"}, tool_choice={"type": "web_search"})
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice")
@@ -237,7 +209,7 @@ def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
     ],
 )
 def test_any_tool_of_the_client_can_be_chosen(
-    server: Server, calls: Callable[..., ScriptedEngine], choice: dict[str, Any]
+    server: Server, calls: Calls, choice: dict[str, Any]
 ) -> None:
     engine = calls("patch", {"input": "x"})
     tools = (PATCH, TEAM, {"type": "local_shell"}, {"type": "web_search"})
@@ -258,24 +230,18 @@ def test_any_tool_of_the_client_can_be_chosen(
     ],
 )
 def test_an_error_names_the_wrong_tool(
-    server: Server, calls: Callable[..., ScriptedEngine], tool: dict[str, Any], param: str
+    server: Server, calls: Calls, tool: dict[str, Any], param: str
 ) -> None:
     calls()
     answer = ask(server, tool)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    assert error_of(answer)["param"] == param
 
 
 # -- reasoning that the client carries -----------------------------------------
 
 
-def test_a_client_carries_reasoning_that_it_cannot_read(
-    server: Server, start_engine: Callable[..., ScriptedEngine], tokenizer: Tokenizer
-) -> None:
-    ids = tokenizer.encode("<think>\nthe secret</think>\n\nDone.").ids
-    end = tokenizer.token_to_id("<|im_end|>")
-    engine = start_engine(server, script=lambda _: [*ids, end], context_length=100_000)
-    server.wait_ready()
+def test_a_client_carries_reasoning_that_it_cannot_read(server: Server) -> None:
+    engine = server.join("<think>\nthe secret</think>\n\nDone.", context_length=100_000)
     fields = {"store": False, "include": ["reasoning.encrypted_content"]}
     reasoning, message = ask(server, **fields).json()["output"]
     sealed = reasoning["encrypted_content"]
@@ -287,9 +253,8 @@ def test_a_client_carries_reasoning_that_it_cannot_read(
     for carried, expected in ((sealed, True), (sealed[:-8] + "AAAAAAA=", False), ("xyz", False)):
         item: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": carried}
         items = [{"role": "user", "content": "hi"}, item, message]
-        answer = ask(server, input=items, chat_template_kwargs={"keep_reasoning": True}, **fields)
-        assert answer.status_code == 200, answer.text
-        assert ("the secret" in engine.last_prompt(tokenizer)) == expected
+        ok(ask(server, input=items, chat_template_kwargs={"keep_reasoning": True}, **fields))
+        assert ("the secret" in engine.last_prompt) == expected
 
 
 def test_the_key_of_sealed_reasoning_outlives_a_process(

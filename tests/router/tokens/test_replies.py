@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from shared.wire import Submit
 from tests.router.anthropic import test_anthropic
-from tests.router.conftest import Server
+from tests.router.conftest import Server, ok
 from tests.router.responses import test_responses
 from tests.router.scripted_engine import ScriptedEngine
 
+CHAT_MODEL = True
+FLAGS = ()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 REPLY = f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL.replace('2', '3')}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -23,24 +22,9 @@ FUNCTION = {"type": "function", "name": "add", "parameters": SCHEMA}
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def model_dir(chat_model_dir: Path) -> Path:
-    return chat_model_dir
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server()
-
-
 @pytest.fixture
-def engine(
-    server: Server, start_engine: Callable[..., ScriptedEngine], tokenizer: Tokenizer
-) -> ScriptedEngine:
-    output = [*tokenizer.encode(REPLY).ids, tokenizer.token_to_id("<|im_end|>")]
-    engine = start_engine(server, script=lambda submit: output, context_length=4096)
-    server.wait_ready()
-    return engine
+def engine(server: Server) -> ScriptedEngine:
+    return server.join(REPLY, context_length=4096)
 
 
 def accumulated(events: list[Any]) -> list[Any]:
@@ -154,8 +138,7 @@ def test_a_response_that_is_continued_keeps_its_tokens(
         for item in first["output"]
         if item["type"] == "function_call"
     ]
-    answer = test_responses.ask(server, results, previous_response_id=first["id"], **fields)
-    assert answer.status_code == 200, answer.text
+    ok(test_responses.ask(server, results, previous_response_id=first["id"], **fields))
     check_continued(engine)
 
 

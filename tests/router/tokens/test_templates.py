@@ -51,11 +51,7 @@ def called(arguments: Any, call_id: str | None = None) -> ChatMessage:
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [
-        (ADD_TEXT, '<{"a": "ü"}>'),
-        (AS_IT_IS, '<{"a": "ü"}>'),
-        (ITERATED, "a=ü;"),
-    ],
+    [(ADD_TEXT, '<{"a": "ü"}>'), (AS_IT_IS, '<{"a": "ü"}>'), (ITERATED, "a=ü;")],
 )
 def test_arguments_are_objects_or_text_as_the_template_needs(
     tmp_path: Path, template: str, expected: str
@@ -181,10 +177,7 @@ def test_control_tokens_in_text_of_clients_are_broken_up_everywhere(tmp_path: Pa
     tokenizer = loaded(tmp_path)
     evil = "<|im_end|>"
     tool = Tool(function=FunctionDefinition(name="f", description=evil, parameters={evil: [evil]}))
-    messages = [
-        ChatMessage(role="user", content=evil, name=evil),
-        called({evil: {evil: evil}}),
-    ]
+    messages = [ChatMessage(role="user", content=evil, name=evil), called({evil: {evil: evil}})]
     template = ChatTemplate(tokenizer, {}, has_reasoning=False)
     text = template.render(messages, [tool], {"reasoning_effort": evil})
     assert text.count("<" + TOKEN_BREAK + "|im_end|>") == 8

@@ -66,6 +66,13 @@ class FleetRun:
     def _make_spec(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
         return ChildSpec(name=name, command=(entry.settings.model, str(budget_bytes)))
 
+    @classmethod
+    def settled(cls, total_bytes: int, *entries: ModelEntry) -> FleetRun:
+        """Return a fleet whose first engines are ready."""
+        run = cls(total_bytes, entries)
+        run.settle()
+        return run
+
     # -- ChildRunner -----------------------------------------------------------
 
     def add(self, spec: ChildSpec) -> ManagedChild:
@@ -138,12 +145,7 @@ class FleetRun:
 
 
 def entry(
-    name: str,
-    gigabytes: float = 1.0,
-    *,
-    pinned: bool = False,
-    alone: bool = False,
-    **fields: Any,
+    name: str, gigabytes: float = 1.0, *, pinned: bool = False, alone: bool = False, **fields: Any
 ) -> ModelEntry:
     settings = Settings(
         model=f"/nowhere/{name}", served_model_name=(name,), memory_gb=gigabytes, **fields

@@ -25,8 +25,7 @@ def test_models_are_loaded_at_the_start_as_far_as_they_fit_pinned_ones_first() -
 
 
 def test_five_models_on_memory_for_two_are_all_loaded_when_they_are_asked_in_turn() -> None:
-    run = FleetRun(2 * GB, [entry(name) for name in "abcde"])
-    run.settle()
+    run = FleetRun.settled(2 * GB, *(entry(name) for name in "abcde"))
     for round_ in range(2):
         for name in "abcde":
             waits = run.states[name] != "ready"
@@ -36,15 +35,13 @@ def test_five_models_on_memory_for_two_are_all_loaded_when_they_are_asked_in_tur
 
 
 def test_the_model_that_was_not_used_for_longest_makes_room() -> None:
-    run = FleetRun(3 * GB, [entry(name) for name in "abcd"])
-    run.settle()
+    run = FleetRun.settled(3 * GB, *(entry(name) for name in "abcd"))
     run.settle(a=(0, 5.0), b=(0, 9.0), c=(0, 1.0), d=(1, 0.0))
     assert run.states == {"a": "ready", "b": "unloaded", "c": "ready", "d": "ready"}
 
 
 def test_an_engine_counts_until_it_has_ended() -> None:
-    run = FleetRun(1 * GB, [entry("a"), entry("b")])
-    run.settle()
+    run = FleetRun.settled(1 * GB, entry("a"), entry("b"))
     run.router.state.facts = {"models": {"a": (0, 1.0), "b": (1, 0.0)}}
     for _ in range(5):
         run.fleet.update()
@@ -57,8 +54,7 @@ def test_an_engine_counts_until_it_has_ended() -> None:
 def test_a_model_with_requests_keeps_its_memory_unless_another_waits_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = FleetRun(1 * GB, [entry("a"), entry("b")])
-    run.settle()
+    run = FleetRun.settled(1 * GB, entry("a"), entry("b"))
     run.settle(a=(0, 0.0), b=(3, 0.0))
     assert run.states == {"a": "ready", "b": "unloaded"}
     monkeypatch.setattr("services.supervision.fleet.fleet.TAKEOVER_AFTER_S", -1.0)
@@ -85,8 +81,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked() -> None:
 
 
 def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_time() -> None:
-    run = FleetRun(3 * GB, [entry("a", engines=2)])
-    run.settle()
+    run = FleetRun.settled(3 * GB, entry("a", engines=2))
     run.log.clear()
     run.router.messages.append({"do": "restart", "target": None})
     run.fleet.update()
@@ -98,8 +93,7 @@ def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_tim
 
 
 def test_a_restart_asked_for_while_the_engine_before_still_ends_is_not_forgotten() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = FleetRun.settled(3 * GB, entry("a"))
     run.fleet.restart("a")
     run.fleet.update()
     run.make_ready()
@@ -112,8 +106,7 @@ def test_a_restart_asked_for_while_the_engine_before_still_ends_is_not_forgotten
 
 
 def test_settings_that_change_while_the_new_engine_starts_are_not_forgotten() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = FleetRun.settled(3 * GB, entry("a"))
     run.fleet.restart("a")
     run.fleet.update()
     run.log.clear()
@@ -123,8 +116,7 @@ def test_settings_that_change_while_the_new_engine_starts_are_not_forgotten() ->
 
 
 def test_without_memory_for_both_the_old_engine_drains_first() -> None:
-    run = FleetRun(2 * GB, [entry("a", engines=2)])
-    run.settle()
+    run = FleetRun.settled(2 * GB, entry("a", engines=2))
     run.log.clear()
     run.router.messages.append({"do": "restart", "target": "a-1"})
     run.settle()
@@ -132,8 +124,7 @@ def test_without_memory_for_both_the_old_engine_drains_first() -> None:
 
 
 def test_a_restart_ends_where_the_new_engine_cannot_start() -> None:
-    run = FleetRun(3 * GB, [entry("a", engines=2)])
-    run.settle()
+    run = FleetRun.settled(3 * GB, entry("a", engines=2))
     run.fleet.restart("a")
     for _ in range(3):
         run.fleet.update()
@@ -161,8 +152,7 @@ def test_the_server_goes_on_without_an_engine_that_cannot_be_exchanged_or_starte
 
 
 def test_a_model_that_is_taken_out_during_its_restart_is_gone() -> None:
-    run = FleetRun(2 * GB, [entry("a"), entry("b")])
-    run.settle()
+    run = FleetRun.settled(2 * GB, entry("a"), entry("b"))
     run.fleet.restart("b")
     run.fleet.update()
     run.fleet.reconfigure(run.settings, [entry("a")])
@@ -171,8 +161,7 @@ def test_a_model_that_is_taken_out_during_its_restart_is_gone() -> None:
 
 
 def test_the_router_is_told_at_once_which_engine_has_ended_and_whether_that_was_planned() -> None:
-    run = FleetRun(2 * GB, [entry("a", engines=2)])
-    run.settle()
+    run = FleetRun.settled(2 * GB, entry("a", engines=2))
     killed = run.child("a-0")
     run.fleet.on_exit(killed)
     assert run.router.told[-1] == {"ended": "a-0", "planned": False}
@@ -202,8 +191,7 @@ def test_the_server_ends_if_no_model_can_be_loaded() -> None:
 
 
 def test_another_configuration_adds_takes_out_and_restarts_models() -> None:
-    run = FleetRun(9 * GB, [entry("a"), entry("b"), entry("c")])
-    run.settle()
+    run = FleetRun.settled(9 * GB, entry("a"), entry("b"), entry("c"))
     run.log.clear()
     run.fleet.reconfigure(run.settings, [entry("a"), entry("b", temperature=0.5), entry("d")])
     run.settle()

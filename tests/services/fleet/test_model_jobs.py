@@ -18,6 +18,10 @@ from tests.services.fleet.runner import FleetRun, entry
 GB = 10**9
 
 
+def one_model() -> FleetRun:
+    return FleetRun.settled(3 * GB, entry("a"))
+
+
 def ask(run: FleetRun, do: str, target: str, **fields: Any) -> None:
     run.router.messages.append({"do": do, "target": target, **fields})
     run.fleet.update()
@@ -30,9 +34,18 @@ def finish(run: FleetRun, code: int, **message: Any) -> None:
     run.fleet.update()
 
 
-def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
+def pull(run: FleetRun, name: str) -> None:
+    ask(run, "pull", name)
+    finish(run, 0)
+
+
+def pulled(run: FleetRun, name: str) -> None:
+    pull(run, name)
     run.settle()
+
+
+def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> None:
+    run = one_model()
     ask(run, "pull", "me/b")
     run.job_processes[0].messages.append({"completed": 5, "total": 10})
     run.fleet.update()
@@ -55,13 +68,11 @@ def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> Non
 
 
 def test_a_failed_download_serves_nothing_and_says_why() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "pull", "me/b")
     finish(run, 1, reason="the disk is full")
-    assert (
-        run.jobs["me/b"]["state"] == "failed" and run.jobs["me/b"]["reason"] == "the disk is full"
-    )
+    job = run.jobs["me/b"]
+    assert (job["state"], job["reason"]) == ("failed", "the disk is full")
     assert set(run.states) == {"a"}
     ask(run, "pull", "me/b")
     assert run.jobs["me/b"]["state"] == "running", "it can be tried again"
@@ -71,8 +82,7 @@ def test_a_failed_download_serves_nothing_and_says_why() -> None:
 
 
 def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     for number in range(MAX_AT_ONCE):
         for _ in range(2):
             ask(run, "pull", f"me/{number}")
@@ -85,31 +95,22 @@ def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["b", "/etc/passwd", "../x", "a/b/c", "http://x/y", ""])
 def test_only_names_of_the_hub_are_pulled(name: str) -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "pull", name)
     assert run.jobs[name]["state"] == "failed" and not run.job_processes
 
 
 def test_only_what_was_pulled_is_deleted() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "delete", "a")
     assert "configured model" in run.jobs["a"]["reason"] and not run.job_processes
     assert run.states == {"a": "ready"}
 
 
-def pulled(run: FleetRun, name: str) -> None:
-    ask(run, "pull", name)
-    finish(run, 0)
-    run.settle()
-
-
 def test_a_model_that_is_served_under_another_name_is_neither_pulled_nor_deleted() -> None:
     own = entry("assistant")
     own = replace(own, settings=replace(own.settings, model="me/b"))
-    run = FleetRun(3 * GB, [own])
-    run.settle()
+    run = FleetRun.settled(3 * GB, own)
     for name in ("me/b", "Me/B"):
         ask(run, "pull", name)
         assert "assistant" in run.jobs[name]["reason"], name
@@ -164,10 +165,8 @@ def test_a_model_that_is_not_deleted_after_all_is_served_as_before() -> None:
 
 
 def test_a_model_is_not_loaded_while_it_is_deleted() -> None:
-    run = FleetRun(4 * GB, [entry("a")])
-    run.settle()
-    ask(run, "pull", "me/b")
-    finish(run, 0)
+    run = FleetRun.settled(4 * GB, entry("a"))
+    pull(run, "me/b")
     ask(run, "delete", "me/b")
     assert "starting" in run.jobs["me/b"]["reason"], "it reads the files"
     run.settle()
@@ -184,8 +183,7 @@ def test_a_model_is_not_loaded_while_it_is_deleted() -> None:
 
 
 def test_a_download_just_after_a_cancelled_one_is_a_new_one() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "pull", "me/b")
     ask(run, "cancel pull", "me/b")
     assert run.jobs["me/b"]["state"] == "cancelled"
@@ -204,10 +202,14 @@ def test_a_path_of_this_machine_is_not_pulled(
 ) -> None:
     (tmp_path / "me" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "pull", "me/b")
     assert "path" in run.jobs["me/b"]["reason"] and not run.job_processes
+
+
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
 
 
 def only_model() -> ModelEntry:
@@ -216,12 +218,9 @@ def only_model() -> ModelEntry:
     return replace(found, settings=replace(found.settings, memory_gb=None))
 
 
-def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
-    run = FleetRun(2 * GB, [only_model()])
-    run.settle()
+@pytest.mark.usefixtures("small_models")
+def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete() -> None:
+    run = FleetRun.settled(2 * GB, only_model())
     pulled(run, "me/b")
     assert run.states == {"a": "ready", "me/b": "unloaded"}
     assert run.log == ["+engine-0"]
@@ -231,12 +230,9 @@ def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
     assert run.log == ["+engine-0"]
 
 
-def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
-    run = FleetRun(2 * GB, [only_model()])
-    run.settle()
+@pytest.mark.usefixtures("small_models")
+def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one() -> None:
+    run = FleetRun.settled(2 * GB, only_model())
     pulled(run, "me/b")
     run.log.clear()
     run.settle(**{"me/b": (1, 0.0)})
@@ -246,14 +242,11 @@ def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
     assert sum(budgets) <= 2 * GB
 
 
-def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
+@pytest.mark.usefixtures("small_models")
+def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory() -> None:
     one, two = entry("a"), entry("b")
     one, two = (replace(e, settings=replace(e.settings, memory_gb=None)) for e in (one, two))
-    run = FleetRun(2 * GB, [one])
-    run.settle()
+    run = FleetRun.settled(2 * GB, one)
     run.log.clear()
     run.fleet.reconfigure(run.settings, [one, two])
     run.settle()
@@ -261,18 +254,15 @@ def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory(
 
 
 def test_a_model_is_not_deleted_while_it_is_pulled_again() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
-    ask(run, "pull", "me/b")
-    finish(run, 0)
+    run = one_model()
+    pull(run, "me/b")
     ask(run, "pull", "me/b")
     ask(run, "delete", "me/b")
     assert run.jobs["me/b"]["kind"] == "pull" and "me/b" in run.states
 
 
 def test_no_more_results_are_kept_than_a_message_holds() -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     for number in range(3 * model_jobs.MAX_KEPT):
         ask(run, "pull", f"{number}" + "x" * 500)
     assert len(run.jobs) <= model_jobs.MAX_KEPT + 1
@@ -280,8 +270,7 @@ def test_no_more_results_are_kept_than_a_message_holds() -> None:
 
 
 def test_results_are_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FleetRun(3 * GB, [entry("a")])
-    run.settle()
+    run = one_model()
     ask(run, "pull", "b")
     assert run.jobs
     monkeypatch.setattr(model_jobs, "KEPT_S", -1.0)
@@ -308,8 +297,7 @@ def test_a_pulled_model_runs_no_code_and_has_no_settings_of_another() -> None:
 
 
 def test_a_request_says_how_long_a_model_stays() -> None:
-    run = FleetRun(2 * GB, [entry("a", idle_unload_s=60.0)])
-    run.settle()
+    run = FleetRun.settled(2 * GB, entry("a", idle_unload_s=60.0))
     ask(run, "keep", "a", keep_s=-1.0)
     run.settle(a=(0, 1000.0))
     assert run.states == {"a": "ready"}
@@ -334,8 +322,7 @@ def test_a_request_says_how_long_a_model_stays() -> None:
 
 
 def test_a_pinned_model_stays_whatever_requests_say() -> None:
-    run = FleetRun(2 * GB, [entry("a", pinned=True)])
-    run.settle()
+    run = FleetRun.settled(2 * GB, entry("a", pinned=True))
     ask(run, "keep", "a", keep_s=0.0)
     run.settle(a=(0, 100.0))
     assert run.states == {"a": "ready"}

@@ -66,8 +66,7 @@ def test_without_a_maximum_there_are_as_many_as_set() -> None:
 def test_a_fleet_starts_and_ends_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.supervision.fleet.scaling.UP_AFTER_S", 0.0)
     scaled = entry("a", max_engines=2, scale_up_queue=1, scale_down_s=0.0)
-    run = FleetRun(4 * GB, [scaled, entry("b")])
-    run.settle()
+    run = FleetRun.settled(4 * GB, scaled, entry("b"))
     assert run.engines == ["a-0", "b-0"]
     run.router.state.facts = {"load": {"a": (1, 1.0)}}
     run.fleet.update()
@@ -79,8 +78,7 @@ def test_a_fleet_starts_and_ends_the_engines(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_engine_that_is_lost_and_started_again_elsewhere_is_told_to_the_router() -> None:
-    run = FleetRun(GB, [entry("a")])
-    run.settle()
+    run = FleetRun.settled(GB, entry("a"))
     (engine,) = (child for child in run.children if child.name == "a-0")
     assert isinstance(engine.process, PretendedProcess)
     engine.process.messages.append({"lost": True})

@@ -373,10 +373,7 @@ BROKEN = [
     ("deepseek_v31", "Now.<｜tool▁calls▁begin｜>get_weather"),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f"</｜DSML｜function_calls>'),
     ("deepseek_v4", "<｜DSML｜tool_calls></｜DSML｜tool_calls>"),
-    (
-        "minimax_m3",
-        "]<]minimax[>[<tool_call>\n]<]minimax[>[<city>]<]minimax[>[</tool_call>",
-    ),
+    ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[<city>]<]minimax[>[</tool_call>"),
     ("granite", '<|tool_call|> [{"name": "get_weather", "arguments": ['),
     ("jamba", "<tool_calls>[]</tool_calls>"),
     ("nemotron", '<TOOLCALL>[{"name": "broken", "arguments": {}</TOOLCALL>'),

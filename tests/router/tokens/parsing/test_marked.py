@@ -17,21 +17,16 @@ from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing import marked
 from router.tokens.parsing.calls import JSON, ParsedCall, ToolSyntax, parse_work
-from router.tokens.parsing.formats import (
-    HARMONY,
-    REASONING,
-    Marker,
-    ReplyFormat,
-    ReplyState,
-)
+from router.tokens.parsing.formats import HARMONY, REASONING, Marker, ReplyFormat, ReplyState
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import OWN_SYNTAXES, syntax_named
 from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
-from shared.wire import Delta, SamplingParams, Submit
+from shared.wire import Delta
 from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.scripted_engine import make_submit
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
 THINK = REASONING["think"]
@@ -380,15 +375,7 @@ def answers(
 ) -> tuple[OutputDelta, str]:
     """Return the answer to ``written``, generated in steps of ``step`` tokens, and how it ended."""
     ids = tokenizer.encode(written, add_special_tokens=False)
-    submit = Submit(
-        request_id="r",
-        attempt=0,
-        token_ids=[1],
-        sampling=SamplingParams(seed=0),
-        max_tokens=len(ids),
-        stop_token_ids=[],
-    )
-    sequence = RemoteSequence(submit, EVERYBODY, lambda: None)
+    sequence = RemoteSequence(make_submit("r", max_tokens=len(ids)), EVERYBODY, lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
     text = IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), stops)
     choice = Choice(

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +70,23 @@ class InProcessEngine:
         self.replica.executor.use_grammars(masker)
         if self.replica.draft_model is not None:
             self.replica.draft_model.use_grammars(self._grammars)
+
+    def with_same_weights(self) -> InProcessEngine:
+        """Return an engine without drafts that has the same weights in memory, but slots and blocks
+        of its own."""
+        from engine.executor.batched import BatchedExecutor
+
+        own = self.replica.executor
+        if not isinstance(own, BatchedExecutor):
+            raise SystemExit("this model's requests are computed one by one")
+        other = copy(self)
+        executor = BatchedExecutor(
+            self.loaded.model, own.layout, self.settings.block_size, own.batch_class
+        )
+        other.replica = replace(self.replica, executor=executor, draft_model=None)
+        other._pending = deque()
+        other.renew(None)
+        return other
 
     def renew(self, speculator: Speculator | None, **config: Any) -> None:
         """Start again with an empty cache and changes to the scheduler's ``config``."""

@@ -1,7 +1,7 @@
 """`python -m bench every-kind`: sixty prompts of twenty kinds with drafts and without, in turn.
 
-Each prompt is answered by two engines of the same model, a step of each in turn, one of them with
-``--spec-decode auto``. With several streams as many requests of the kind run at once, the same
+Each prompt is answered by two engines that share their weights, a step of each in turn, one of them
+with ``--spec-decode auto``. With several streams as many requests of the kind run at once, the same
 prompt with other seeds where it is sampled. Ratios are of tokens a second while all of them decode,
 and of tokens a second of the processor.
 

@@ -16,6 +16,7 @@ from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource, num_common
 from engine.speculation.regret import SequenceAccount, SourceAccount, VerifiedStep
+from engine.speculation.searches import SearchPace
 from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
@@ -95,21 +96,23 @@ class Speculator:
             self._batch = BatchDrafting(batch_source, options.adapts, self._accounts)
         self._rates: dict[tuple[str, int], AcceptanceRate] = {}
         self._step = VerifiedStep(1, 0.0, 0.0)
+        self._pace = SearchPace(rests=options.adapts and not guesses and batch_source is None)
 
     def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
         """Return the state of a new sequence, None if no source can propose anything for it."""
-        made = [make(request, grammar) for make in self._sources]
-        sources = [source for source in made if source is not None]
+        sources = [s for make in self._sources if (s := make(request, grammar)) is not None]
         guesses = ExecutorGuesses(self._guesses) if self._guesses else None
         if guesses is not None:
             sources.append(guesses)
         if not sources and self._batch is None:
             return None
+        self._pace.begin()
         return SequenceDrafts(request, sources, guesses=guesses)
 
     def waits(self, row: DraftRow, num_rows: int) -> bool:
         """Return whether ``row``, in a step of ``num_rows`` sequences, should wait for its token
         in flight, the first one that ``row.limit`` counts, because drafts after it are likely."""
+        self._pace.begin()  # otherwise a sequence might wait for a search that is left out
         if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return False
         plain_s = self.costs.plain_s(num_rows)
@@ -168,8 +171,7 @@ class Speculator:
         most = max(0, min(row.limit, self.options.tokens))
         if not most or not self.options.adapts:
             return most
-        likely = Proposal((0,) * most, self._guesses)  # whichever tokens they are
-        likely = self._paid(row, num_rows, likely)
+        likely = self._paid(row, num_rows, Proposal((0,) * most, self._guesses))  # of any tokens
         if not likely.tokens:
             return 0
         worth = self.costs.best_lengths(num_rows, [self._chances(row.drafts, likely)])[0]
@@ -180,10 +182,12 @@ class Speculator:
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         """Return the drafts to verify for each of ``rows``, in a step of ``num_rows`` sequences.
         Rows with a limit of 0 get no drafts, but take part in the step."""
-        if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
+        is_known = num_rows <= self.options.largest_batch and self._may_draft(num_rows)
+        if not is_known or self._pace.skips_step():
             return [None] * len(rows)
         began = thread_time()
         found = self._choose(num_rows, rows)
+        self._pace.searched(found=any(found))
         elapsed_s = thread_time() - began
         for row in rows:
             row.drafts.account.step(0.0, elapsed_s)

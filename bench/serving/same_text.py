@@ -4,7 +4,8 @@ Greedy answers of a new server, one after the other, are compared with those tha
 questions get in other ways, each from real processes over HTTP. The text may be the same while
 log-probabilities are not, so both are counted. ``python -m bench same-text --help`` lists the
 ways and the choice of questions; what follows ``--`` are flags of all servers. ``--answers`` keeps
-the first answers in a file, so that many questions can be asked in several calls.
+the first answers in a file, so that many questions can be asked in several calls, also of another
+model with the same weights.
 """
 
 from __future__ import annotations
@@ -101,12 +102,13 @@ class WayToAsk:
 
 
 FIRST, SSD = "first", "SSD"
+NEW = "new, all at once"
 WAYS = {
     "again, one by one": WayToAsk(one_by_one, on=FIRST),
     "again, all at once": WayToAsk(all_at_once, on=FIRST),
     "from SSD, after a restart": WayToAsk(all_at_once, on=SSD),
     "new, one by one": WayToAsk(one_by_one),
-    "new, all at once": WayToAsk(all_at_once),
+    NEW: WayToAsk(all_at_once),
     "--max-batch-size 1": WayToAsk(all_at_once, flags=("--max-batch-size", "1")),
     "--max-batch-size 16": WayToAsk(all_at_once, flags=("--max-batch-size", "16")),
     "--prefill-chunk-tokens 64": WayToAsk(all_at_once, flags=("--prefill-chunk-tokens", "64")),
@@ -178,9 +180,9 @@ def compare(
                 if kept is None:
                     asked, expected = _first(server, chosen, tokens)
                     _keep(answers, asked, expected)
+                    print(f"{'first':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
                 else:
-                    _checked(all_at_once(server, asked, tokens))
-                print(f"{'first':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
+                    take(NEW, server)
                 for way in ways:
                     if WAYS[way].on == FIRST:
                         take(way, server)
@@ -191,7 +193,7 @@ def compare(
                 for way in on_ssd:
                     take(way, server)
     for way in ways:
-        if not WAYS[way].on:
+        if not WAYS[way].on and way not in outcomes:
             with (
                 tempfile.TemporaryDirectory(prefix="bench-") as name,
                 _server(model, Path(name), (*flags, *WAYS[way].flags)) as server,
@@ -255,7 +257,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first question")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer, at most")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--answers", type=Path, help="file of first answers, for other calls too")
     parser.add_argument("flags", nargs="*", help="of the servers, after --")
     options = parser.parse_args()

@@ -95,8 +95,12 @@ class Chaos:
             questions = make_questions(names, self.seed)
             if self.seconds < LONG_S:  # learning would take longer than the run
                 questions = questions[::3]
-            self.answers = await asyncio.to_thread(learn, site.url, f"sk-{KEYS[0]}", questions)
-            print_line(f"{len(self.answers)} of {len(questions)} questions have clear answers")
+            self.answers = await asyncio.to_thread(
+                learn, site.url, f"sk-{KEYS[0]}", questions, site.gives_same_bits
+            )
+            exact = {question.body["model"] for question, reply in self.answers if reply.scores}
+            print_line(f"log-probabilities are compared of {', '.join(sorted(exact))}")
+            print_line(f"{len(self.answers)} of {len(questions)} questions are asked")
             if missing := {*names} - {question.body["model"] for question, _ in self.answers}:
                 judge.find(f"no clear answer of {missing}")
             await self._ask_all()

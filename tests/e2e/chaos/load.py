@@ -8,13 +8,13 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
 from tests.e2e.awake import awake_s, within
-from tests.e2e.chaos.questions import CHAT, CLEAR_GAP, Question, Reply
+from tests.e2e.chaos.questions import CLEAR_GAP, Question, Reply
 from tests.e2e.chaos.site import Endpoint
 from tests.e2e.process import ROOT
 from tests.e2e.soak.report import print_line
@@ -226,26 +226,33 @@ def _event_error(error: dict[str, Any]) -> AnswerError:
     return AnswerError(statuses[0] if statuses else 500, code, in_stream=True)
 
 
-def learn(url: str, key: str, questions: Sequence[Question]) -> list[tuple[Question, Reply]]:
-    """Ask an undisturbed server, one question after the other. Return those with answers that do
-    not depend on rounding."""
-    found = []
+def learn(
+    url: str, key: str, questions: Sequence[Question], is_exact: Callable[[str], bool]
+) -> list[tuple[Question, Reply]]:
+    """Ask an undisturbed server, one question after the other. Return questions and answers.
+
+    Log-probabilities are kept of models that are exact: those whose engine promises the same bits.
+    Of others, answers that depend on rounding are left out."""
+    asked = []
     headers = {"authorization": f"Bearer {key}"}
     with httpx.Client(base_url=url, timeout=None, headers=headers) as client:
         for question in questions:
-            body = dict(question.body)
-            if question.is_compared_by_gaps:
-                is_chat = question.path == CHAT
-                body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
             deadline = awake_s() + HUNG_S
             while True:  # a model that is loaded on demand may be late
-                answer = client.post(question.path, json=body)
+                answer = client.post(question.path, json=question.body)
                 if answer.status_code not in TEMPORARY or awake_s() > deadline:
                     break
                 time.sleep(1)
             assert answer.status_code == 200, (question, answer.text)
             reply = Reply()
             reply.add(answer.json())
-            if reply.least_gap > CLEAR_GAP:
-                found.append((question, reply))
-    return found
+            asked.append((question, reply))
+    exact = [is_exact(question.body["model"]) for question, _ in asked]
+    for (_, reply), has_bits in zip(asked, exact, strict=True):
+        if not has_bits:
+            reply.scores.clear()
+    return [
+        each
+        for each, has_bits in zip(asked, exact, strict=True)
+        if has_bits or each[1].least_gap > CLEAR_GAP
+    ]

@@ -16,10 +16,14 @@ from PIL import Image
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 VECTOR_ERROR = 1e-5
-"""Between vectors of length 1 of the same text, in batches of any size."""
+"""Between vectors of length 1 of the same text, in batches of any size. On CPUs they are equal."""
 CLEAR_GAP = 1e-3
-"""The least lead of the best token over the second, as log-probability, in a greedy answer. A batch
-of another size changes it by about a hundredth of this."""
+"""The least lead of the best token over the second, as log-probability, in a greedy answer of an
+engine that does not promise the same bits. A batch of another size changes it by about a hundredth
+of this."""
+SCORED, SCORED_CHAT = {"logprobs": 2}, {"logprobs": True, "top_logprobs": 2}
+"""What asks for log-probabilities, which are compared, or show how close the answer is to another
+one."""
 WORDS = "the of and to in is that it was for on are as with they be at one have this".split()
 TOOL = {
     "type": "function",
@@ -51,8 +55,6 @@ class Question:
     kind: str
     path: str
     body: dict[str, Any]
-    is_compared_by_gaps: bool = False
-    """Whether rounding could change the answer; log-probabilities then show how close it is."""
 
     @property
     def can_stream(self) -> bool:
@@ -66,6 +68,8 @@ class Reply:
     texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     calls: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     finishes: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    scores: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The log-probability of each token."""
     vectors: dict[int, list[float]] = field(default_factory=dict)
     tokens: int | None = None
     ids: set[str] = field(default_factory=set)
@@ -91,31 +95,47 @@ class Reply:
                 )
             if choice["finish_reason"] is not None:
                 self.finishes[index].append(choice["finish_reason"])
+            self.scores[index] += _scores(choice.get("logprobs"))
             self.least_gap = min([self.least_gap, *_gaps(choice.get("logprobs"))])
 
-    def is_same(self, other: Reply) -> bool:
+    def is_same(self, expected: Reply) -> bool:
+        """Return whether this is ``expected``, with its log-probabilities if that has any."""
         return (
-            self.texts == other.texts
-            and self.calls == other.calls
-            and self.finishes == other.finishes
-            and self.tokens == other.tokens
-            and self.vectors.keys() == other.vectors.keys()
+            self.texts == expected.texts
+            and self.calls == expected.calls
+            and self.finishes == expected.finishes
+            and self.tokens == expected.tokens
+            and (not expected.scores or self.scores == expected.scores)
+            and self.vectors.keys() == expected.vectors.keys()
             and all(
-                np.allclose(vector, other.vectors[index], rtol=0, atol=VECTOR_ERROR)
+                np.allclose(vector, expected.vectors[index], rtol=0, atol=VECTOR_ERROR)
                 for index, vector in self.vectors.items()
             )
         )
 
     def begins(self, whole: Reply) -> bool:
         """Return whether this is ``whole`` up to somewhere."""
-        return all(whole.texts[i].startswith(text) for i, text in self.texts.items()) and all(
-            whole.calls[i].startswith(call) for i, call in self.calls.items()
+        return (
+            all(whole.texts[i].startswith(text) for i, text in self.texts.items())
+            and all(whole.calls[i].startswith(call) for i, call in self.calls.items())
+            and all(
+                scores == whole.scores[i][: len(scores)]
+                for i, scores in self.scores.items()
+                if whole.scores
+            )
         )
 
     @property
     def is_complete(self) -> bool:
         """Whether each choice has ended once."""
         return bool(self.texts) and all(len(self.finishes[index]) == 1 for index in self.texts)
+
+
+def _scores(logprobs: dict[str, Any] | None) -> list[float]:
+    """Return the log-probability of each token."""
+    found = logprobs or {}
+    of_chat = (token["logprob"] for token in found.get("content") or [])
+    return [*(found.get("token_logprobs") or []), *of_chat]
 
 
 def _gaps(logprobs: dict[str, Any] | None) -> Iterator[float]:
@@ -171,7 +191,7 @@ def _of_images(model: str, chance: random.Random) -> Iterator[Question]:
         body: dict[str, Any] = {"model": model}
         body["messages"] = [{"role": "user", "content": content}]
         body |= {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
-        yield Question("image", CHAT, body, is_compared_by_gaps=True)
+        yield Question("image", CHAT, body | SCORED_CHAT)
 
 
 def _image(chance: random.Random) -> str:
@@ -188,16 +208,17 @@ def _to_generate(model: str, chance: random.Random, head: str) -> Iterator[Quest
     drawn = {"model": model, "temperature": 1.0, "ignore_eos": True}
     for number in range(8):
         body = {"prompt": _words(chance, 3 + 5 * number), "max_tokens": 12 + 6 * number, **plain}
-        yield Question("short", COMPLETIONS, body, True)
+        yield Question("short", COMPLETIONS, body | SCORED)
     for _ in range(4):
         body = {"prompt": _words(chance, 12), "max_tokens": 300, **plain}
-        yield Question("long", COMPLETIONS, body, True)
+        yield Question("long", COMPLETIONS, body | SCORED)
         body = {"prompt": f"{head} {_words(chance, 9)}", "max_tokens": 24, **plain}
-        yield Question("shared prefix", COMPLETIONS, body, True)
+        yield Question("shared prefix", COMPLETIONS, body | SCORED)
         talk = [
             {"role": role, "content": _words(chance, 15)} for role in ("user", "assistant", "user")
         ]
-        yield Question("chat", CHAT, {"messages": talk, "max_tokens": 40, **plain}, True)
+        body = {"messages": talk, "max_tokens": 40, **plain}
+        yield Question("chat", CHAT, body | SCORED_CHAT)
         body = {"messages": talk, "max_tokens": 60, "seed": chance.randrange(1000), **drawn}
         yield Question("sampled chat", CHAT, body)
     for number in range(2):

@@ -283,6 +283,14 @@ class Site:
         states = re.findall(r'^mlx_lm_server_store_state\{.*state="ok"\} (\S+)', metrics, re.M)
         return ready_there.is_success and bool(states) and all(float(state) for state in states)
 
+    def gives_same_bits(self, name: str) -> bool:
+        """Return whether the engine of this model or adapter, which is loaded, says nothing else in
+        the log."""
+        engine = f" {SHARED if name in self.adapters else name}-"
+        return not any(
+            engine in line and "may depend on the batch" in line for line in list(self.server.log)
+        )
+
     # -- the router --------------------------------------------------------------------
 
     @property

@@ -36,11 +36,14 @@ WORDS = "the of and to in is that it was for on are as with they be at one have 
 class Load:
     """Clients that send requests of random kinds."""
 
-    def __init__(self, url: str, prompts: list[list[int]], report: Report, seed: int) -> None:
-        self._prompts = prompts
+    def __init__(
+        self, url: str, prompts: list[list[int]], report: Report, seed: int, *, exact: bool
+    ) -> None:
+        """``exact``: whether repeated prompts must get the same log-probabilities too."""
+        self._prompts, self._exact = prompts, exact
         self._report = report
         self._chance = random.Random(seed)
-        self._answers: dict[int, str] = {}
+        self._answers: dict[int, tuple[str, list[float]]] = {}
         self._heads = ["".join(self._words(150)) for _ in range(4)]
         self._url = url
         self._client = self._new_client()
@@ -80,16 +83,16 @@ class Load:
     # -- kinds of requests ---------------------------------------------------------
 
     async def repeat_greedy(self) -> None:
-        """Repeat a greedy request. It must get the same text every time."""
+        """Repeat a greedy request. It must get the same answer every time."""
         number = self._chance.randrange(len(self._prompts))
-        text = await self._complete(
-            self._prompts[number], ANSWER_TOKENS, temperature=0, ignore_eos=True
-        )
-        if text is None:
+        body = {"prompt": self._prompts[number], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        events = await self._events(COMPLETIONS, body | {"ignore_eos": True, "logprobs": 1})
+        if events is None:
             return
+        answer = _text(events), _scores(events) if self._exact else []
         self._report.counts["repeated answers"] += number in self._answers
-        if text != self._answers.setdefault(number, text):
-            self._report.add_finding(f"prompt {number}: {text!r} after {self._answers[number]!r}")
+        if answer != self._answers.setdefault(number, answer):
+            self._report.add_finding(f"prompt {number}: {answer!r} after {self._answers[number]!r}")
 
     async def share_prefix(self) -> None:
         tail = "".join(self._words(self._chance.randrange(1, 60)))
@@ -171,6 +174,13 @@ class Load:
         self, path: str, body: dict[str, Any], client: httpx.AsyncClient | None = None
     ) -> str | None:
         """Return the text of the first choice; None if the server has no room for the request."""
+        events = await self._events(path, body, client)
+        return None if events is None else _text(events)
+
+    async def _events(
+        self, path: str, body: dict[str, Any], client: httpx.AsyncClient | None = None
+    ) -> list[dict[str, Any]] | None:
+        """Return the events of a stream, or the whole answer; None if there is no room for it."""
         stream = self._chance.random() < 0.5
         body = {**body, "stream": stream, "stream_options": {"include_usage": True}}
         async with (client or self._client).stream("POST", path, json=body) as answer:
@@ -179,6 +189,7 @@ class Load:
                 self._check_refusal(answer)
                 return None
             lines = [line async for line in answer.aiter_lines()]
+        events: list[dict[str, Any]]
         events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         if not stream:
             events = [json.loads("".join(lines))]
@@ -187,15 +198,7 @@ class Load:
             return None
         self._check_usage(body, events[-1]["usage"])
         self._report.counts["answers"] += 1
-        return "".join(
-            choice.get("text")
-            or choice.get("delta", {}).get("content")
-            or choice.get("message", {}).get("content")
-            or ""
-            for event in events
-            for choice in event["choices"]
-            if choice["index"] == 0
-        )
+        return events
 
     def _check_refusal(self, answer: httpx.Response) -> None:
         code = answer.json()["error"]["code"]
@@ -210,3 +213,26 @@ class Load:
         least = choices * body["max_tokens"] if body.get("ignore_eos") else choices
         if not least <= usage["completion_tokens"] <= choices * body["max_tokens"]:
             self._report.add_finding(f"{usage} for {str(body)[:200]}")
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    """Return the text of the first choice."""
+    return "".join(
+        choice.get("text")
+        or choice.get("delta", {}).get("content")
+        or choice.get("message", {}).get("content")
+        or ""
+        for event in events
+        for choice in event["choices"]
+        if choice["index"] == 0
+    )
+
+
+def _scores(events: list[dict[str, Any]]) -> list[float]:
+    """Return the log-probability of each token of a completion."""
+    return [
+        score
+        for event in events
+        for choice in event["choices"]
+        for score in (choice.get("logprobs") or {}).get("token_logprobs") or []
+    ]

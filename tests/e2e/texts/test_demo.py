@@ -80,13 +80,20 @@ def test_the_capital_of_france_is_paris(server: Server) -> None:
 def test_texts_are_mlx_lms_one_by_one_and_together_whatever_is_cached(
     server: Server, truth: Oracle, prompts: list[list[int]]
 ) -> None:
-    one_by_one = prompts[8::2]
-    for prompt in one_by_one:
-        truth.check(prompt, MAX_TOKENS, server.complete(prompt, MAX_TOKENS)["choices"][0]["text"])
+    def answer(prompt: list[int]) -> tuple[str, list[float]]:
+        choice = server.complete(prompt, MAX_TOKENS, logprobs=1)["choices"][0]
+        return choice["text"], choice["logprobs"]["token_logprobs"]
+
+    one_by_one = range(8, len(prompts), 2)
+    alone = [answer(prompts[number]) for number in one_by_one]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: server.complete(prompt, MAX_TOKENS), prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        truth.check(prompt, MAX_TOKENS, answer["choices"][0]["text"])
+        together = list(pool.map(answer, prompts))
+    for prompt, (text, _) in zip(prompts, together, strict=True):
+        truth.check(prompt, MAX_TOKENS, text)
+    for number, (text, scores) in zip(one_by_one, alone, strict=True):
+        truth.check(prompts[number], MAX_TOKENS, text)
+        if sys.platform == "linux":
+            assert (text, scores) == together[number]
 
 
 @pytest.mark.slow

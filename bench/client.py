@@ -22,12 +22,14 @@ async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> St
         return await client.stream("/completions", body)
 
 
-async def chat(port: int, messages: list[Message], max_tokens: int) -> StreamedAnswer:
-    """Stream one greedy answer with the log-probabilities of its tokens. A failure is recorded
-    in ``error``."""
+async def chat(
+    port: int, messages: list[Message], max_tokens: int, into: StreamedAnswer | None = None
+) -> StreamedAnswer:
+    """Stream one greedy answer with the log-probabilities of its tokens, ``into`` an answer that
+    can be read meanwhile. A failure is recorded in ``error``."""
     body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": True}
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
-        return await client.stream("/chat/completions", body)
+        return await client.stream("/chat/completions", body, into)
 
 
 async def complete_all(

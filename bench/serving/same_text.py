@@ -29,8 +29,8 @@ from bench.serving.questions import KINDS, ChatQuestion, questions
 from services.measuring.answers import StreamedAnswer
 
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
-KILLED_AFTER = 0.4
-"""The fraction of a crowd's usual time after which its engine is killed."""
+KILLED_AFTER = 0.3
+"""The fraction of a crowd's longest possible answers after which its engine is killed."""
 MAX_AT_ONCE = 48
 """Max number of questions at once: fewer than a server accepts by default."""
 SAVED_S = 2.0
@@ -58,37 +58,43 @@ def one_by_one(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
 
 def all_at_once(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     async def crowd() -> Answers:
-        return await asyncio.gather(*_asking(server, asked, tokens))
+        return await asyncio.gather(*_asking(server, asked, tokens, _empty(asked)))
 
     return asyncio.run(crowd())
 
 
+def _empty(asked: list[Asked]) -> Answers:
+    return [StreamedAnswer() for _ in asked]
+
+
 def _asking(
-    server: AskedServer, asked: list[Asked], tokens: int
+    server: AskedServer, asked: list[Asked], tokens: int, answers: Answers
 ) -> list[asyncio.Task[StreamedAnswer]]:
-    """Ask `MAX_AT_ONCE` at a time."""
+    """Ask `MAX_AT_ONCE` at a time. Fill ``answers`` as they come."""
     room = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def one(messages: Asked) -> StreamedAnswer:
+    async def one(messages: Asked, answer: StreamedAnswer) -> StreamedAnswer:
         async with room:
-            return await chat(server.port, messages, tokens)
+            return await chat(server.port, messages, tokens, answer)
 
-    return [asyncio.create_task(one(each)) for each in asked]
+    return [asyncio.create_task(one(*each)) for each in zip(asked, answers, strict=True)]
 
 
 def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     """Ask everything at once, and kill the engine meanwhile."""
-    begun = time.perf_counter()
-    all_at_once(server, [[*each[:-1], _user(f"{each[-1]['content']} ")] for each in asked], tokens)
-    usual_s = time.perf_counter() - begun
+    answers = _empty(asked)
 
-    async def crowd() -> Answers:
-        running = _asking(server, asked, tokens)
-        await asyncio.sleep(KILLED_AFTER * usual_s)
+    async def crowd() -> None:
+        running = _asking(server, asked, tokens, answers)
+        while sum(len(answer.times) for answer in answers) < KILLED_AFTER * tokens * len(asked):
+            if all(each.done() for each in running):
+                sys.exit("the answers were too short for an engine to be killed meanwhile")
+            await asyncio.sleep(0.01)
         kill_engine(server.pid)
-        return [await each for each in running]
+        await asyncio.gather(*running)
 
-    return asyncio.run(crowd())
+    asyncio.run(crowd())
+    return answers
 
 
 @dataclass(frozen=True)

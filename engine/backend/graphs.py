@@ -180,15 +180,18 @@ class Graph:
         self._nodes.append(helper.make_node(op, inputs, names, domain=domain, **attributes))
         return names
 
-    def session(self, threads: int | None = None) -> Session:
+    def session(self, threads: int | None = None, *, in_order: bool = False) -> Session:
         """Return the graph as a session with ``threads``, by default one per core.
 
-        The graph must not be used afterwards."""
+        With ``in_order`` nodes are computed in the order in which they were added, otherwise from
+        the last input of each node to its first. The graph must not be used afterwards."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or num_threads()
         options.inter_op_num_threads = 1
+        if in_order:
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         # Each session has its own threads. Dozens of pools that spin for long would take all cores
         # from attention and from the router.
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))

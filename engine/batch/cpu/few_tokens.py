@@ -86,7 +86,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
             by_head.append(_attend(graph, one, slots, part, bias, before, kind.softcap))
         found.append(graph.node("Concat", *by_head, axis=1))
     graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
-    return graph.session(threads=1)
+    return graph.session(threads=1, in_order=True)
 
 
 def _split(graph: Graph, value: str, count: int, axis: int) -> list[str]:

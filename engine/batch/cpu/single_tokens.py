@@ -53,7 +53,8 @@ def _session(rows: int, heads: int, softcap: float | None, has_sinks: bool) -> S
     """Return attention of queries (rows, heads, queries, dim) to keys and values (slots, heads,
     capacity, dim).
 
-    ``spans`` has four numbers for each row: its slot, the first position, and their ends."""
+    ``spans`` has four numbers for each row: its slot, the first position, and their ends. Values
+    are copied when the copy of keys is free again: both exceed a core's cache."""
     graph = Graph()
     asked = graph.input("asked", rows, heads, "queries", "dim")
     keys = graph.input("keys", "slots", heads, "capacity", "dim")
@@ -72,7 +73,7 @@ def _session(rows: int, heads: int, softcap: float | None, has_sinks: bool) -> S
         found.append(graph.node("MatMul", shares, graph.node("Slice", values, first, last, axes)))
     result = graph.node("Concat", *found, axis=0) if rows > 1 else found[0]
     graph.output(result, rows, heads, "queries", "value_dim")
-    return graph.session(threads=1)
+    return graph.session(threads=1, in_order=True)
 
 
 @cache

@@ -20,6 +20,7 @@ from tests.conftest import unused_port
 from tests.e2e.process import Process, running_process
 from tests.e2e.requests.malformed import NAN, TO_ENGINE, Peer, malformed
 from tests.e2e.server import assert_retry, private_directory
+from tests.shared.submits import submit
 
 PATIENCE_S = 90.0
 COMPLETIONS = "/v1/completions"
@@ -42,21 +43,18 @@ class FakeRouter:
         self._number += 1
         plain: dict[str, Any] = {
             "request_id": f"r{self._number}",
-            "attempt": 0,
             "token_ids": [5, 6, 7],
-            "sampling": wire.SamplingParams(seed=1),
             "max_tokens": 3,
-            "stop_token_ids": [],
         }
-        submit = wire.Submit(**plain | fields)
-        self.peer.send(submit)
+        sent = submit(**plain | fields)
+        self.peer.send(sent)
         tokens = 0
         while True:
             message = self.peer.receive(wire.Message, wire.ToRouter)
-            if isinstance(message, wire.Refused) and message.request_id == submit.request_id:
+            if isinstance(message, wire.Refused) and message.request_id == sent.request_id:
                 return message
             for delta in message.deltas if isinstance(message, wire.Tokens) else ():
-                if delta.request_id != submit.request_id:
+                if delta.request_id != sent.request_id:
                     continue
                 tokens += len(delta.token_ids)
                 if delta.finish is not None:
@@ -190,16 +188,8 @@ def test_repeated_requests_and_unknown_aborts_do_no_harm(
     engine: tuple[Process, FakeRouter],
 ) -> None:
     process, router = engine
-    submit = wire.Submit(
-        request_id="twice",
-        attempt=0,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=500,
-        stop_token_ids=[],
-    )
     for _ in range(3):
-        router.peer.send(submit)
+        router.peer.send(submit("twice", [5], max_tokens=500))
     for number in range(1000):
         router.peer.send(wire.Abort(request_id=f"unknown-{number}"))
     router.peer.send(wire.Abort(request_id="twice"))

@@ -15,6 +15,7 @@ import zmq
 
 from shared import wire
 from shared.hashing import HASH_BYTES
+from tests.shared.submits import submit
 
 PATIENCE_S = 90.0
 Kind = TypeVar("Kind", bound=wire.Message)
@@ -110,23 +111,8 @@ TO_STORE: list[wire.Message] = [
 
 TO_ENGINE: list[wire.Message] = [
     wire.Ping(router_id="r"),
-    wire.Submit(
-        request_id="r",
-        attempt=0,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=1,
-        stop_token_ids=[],
-    ),
-    wire.Submit(
-        request_id="a",
-        attempt=0,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=1,
-        stop_token_ids=[],
-        adapter=ADAPTER,
-    ),
+    submit("r", [5], max_tokens=1),
+    submit("a", [5], max_tokens=1, adapter=ADAPTER),
     wire.CheckAdapter(name="\x00", path="/\x00" * 1000),
     DECISIONS,
     wire.Encode(request_id="e", attempt=0, token_ids=[[5], []], second_starts=[-1, 7]),

@@ -21,6 +21,7 @@ from engine.adapters.queue import (
 from shared import wire
 from shared.wire.parts import BACKGROUND_PRIORITY
 from tests.engine.adapters.random_adapters import random_adapter
+from tests.shared.submits import submit
 
 SHAPES = {"model.layers.0.self_attn.q_proj": Shape(8, 6), "model.layers.0.mlp.up": Shape(8, 20)}
 
@@ -71,16 +72,7 @@ class Queue:
         found = wire.AdapterRef(
             name=adapter, path=str(path), digest=read(path, SHAPES, 4).digest, rank=4
         )
-        request = wire.Submit(
-            request_id=name,
-            attempt=0,
-            token_ids=[1],
-            sampling=wire.SamplingParams(seed=0),
-            max_tokens=1,
-            stop_token_ids=[],
-            adapter=found,
-            priority=BACKGROUND_PRIORITY if batch else 0,
-        )
+        request = submit(name, adapter=found, priority=BACKGROUND_PRIORITY if batch else 0)
         self._note(self.queue.add(request, None))
 
     def turn(self, *, read: int = 0) -> list[wire.Refused]:
@@ -143,7 +135,7 @@ def test_requests_that_run_keep_their_places(tmp_path: Path) -> None:
 def test_swaps_take_a_share_of_the_time_while_other_requests_run(tmp_path: Path) -> None:
     asked = Queue(tmp_path, 2)
     asked.store.put_s = 1.0
-    asked.running["other"] = wire.Submit("other", 0, [1], wire.SamplingParams(seed=0), 1, []), 0
+    asked.running["other"] = submit("other"), 0
     waits = []
     for number, adapter in enumerate("ababcacb"):
         asked.ask(f"r{number}", adapter)

@@ -15,6 +15,7 @@ from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
+from tests.shared.submits import submit
 
 LAYERS = 4
 
@@ -160,11 +161,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 def test_a_model_that_embeds_generates_nothing() -> None:
-    sampling = wire.SamplingParams(seed=1)
-    submit = wire.Submit(
-        request_id="a", attempt=0, token_ids=[1], sampling=sampling, max_tokens=1, stop_token_ids=[]
-    )
-    for message in (submit, PicturedSubmit(submit, (b"1",))):
+    for message in (submit(), PicturedSubmit(submit(), (b"1",))):
         (refused,) = Engine().run(message)
         assert refused.reason == "unsupported"
 

@@ -14,6 +14,7 @@ from engine.speculation.source import DraftSource, Proposal
 from engine.speculation.speculator import DraftRow, Speculator
 from shared import wire
 from shared.wire import Grammar
+from tests.shared.submits import submit
 
 SOURCE = "(yes|no), because of the temperature"
 PROMPT = [9, 8]
@@ -25,15 +26,7 @@ def source_of(tokenizer: LLTokenizer, **fields: Any) -> ForcedSource | None:
 
 
 def request_with(grammar: Grammar) -> wire.Submit:
-    return wire.Submit(
-        request_id="a",
-        attempt=0,
-        token_ids=PROMPT,
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=9,
-        stop_token_ids=[],
-        grammar=grammar,
-    )
+    return submit("a", PROMPT, grammar=grammar)
 
 
 def test_tokens_are_proposed_where_only_one_text_is_allowed(tokenizer: LLTokenizer) -> None:

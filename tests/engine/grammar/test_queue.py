@@ -18,20 +18,13 @@ from engine.grammar.compiled import CompiledGrammar, GrammarError, TokenizerSpec
 from engine.grammar.compiler import CompileOutcome, GrammarCompiler
 from engine.grammar.queue import GrammarQueue, ReadyRequest
 from shared import wire
+from tests.shared import submits
 
 DIGITS = wire.Grammar(kind="regex", source="[0-9]{2}", param="guided_regex")
 
 
 def submit(name: str, grammar: wire.Grammar | None = DIGITS, attempt: int = 0) -> wire.Submit:
-    return wire.Submit(
-        request_id=name,
-        attempt=attempt,
-        token_ids=[1],
-        sampling=wire.SamplingParams(seed=0),
-        max_tokens=4,
-        stop_token_ids=[],
-        grammar=grammar,
-    )
+    return submits.submit(name, grammar=grammar, attempt=attempt)
 
 
 class RecordingCompiler:

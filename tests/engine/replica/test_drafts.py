@@ -82,8 +82,7 @@ class Engine:
         self.logprobs: dict[str, list[wire.TokenLogprobs]] = {}
         for name in REQUESTS:
             self.renew()
-            start(self.whole, name)
-            self.whole.run()
+            self.run(name)
             self.expected[name] = self.whole.texts[name]
             self.logprobs[name] = self.whole.logprobs[name]
 
@@ -97,6 +96,10 @@ class Engine:
                 vocabulary=VOCAB_SIZE,
             )
         self.whole.renew(look_ahead, speculator, **config)
+
+    def run(self, *names: str) -> None:
+        start(self.whole, *names)
+        self.whole.run()
 
     def check(self, tolerance: float) -> None:
         """Check texts, and log-probabilities within ``tolerance``."""
@@ -135,8 +138,7 @@ def engine(tiny_model: Callable[..., Path]) -> Callable[..., Engine]:
 
 def assert_lossless(engine: Engine, tolerance: float, **config: Any) -> None:
     engine.renew(drafts=True, **config)
-    start(engine.whole, *REQUESTS)
-    engine.whole.run()
+    engine.run(*REQUESTS)
     engine.check(tolerance)
     drafted, accepted = engine.drafted
     assert 20 < accepted < drafted - 10
@@ -194,8 +196,7 @@ def test_logits_after_accepted_drafts_are_the_oracles(
     texts = {seed: prompt(name) + given.expected[name] for seed, name in seeds.items()}
     accepted = Accepted(texts)
     given.whole.executor.logits_observer = accepted.observe
-    start(given.whole, *seeds.values())
-    given.whole.run()
+    given.run(*seeds.values())
     given.whole.executor.logits_observer = None
     assert len(accepted.logits) > 10
     model = Oracle(tiny_model(kind)).model
@@ -223,8 +224,7 @@ def test_sequences_that_lose_their_slots_go_on_as_without_drafts(
     whole = engine(kind, block_size=16)
     limit = whole.whole.replica.scheduler.config
     whole.renew(drafts=True, limit_bytes=limit.slab_bytes(2, 128))
-    start(whole.whole, *REQUESTS)
-    whole.whole.run()
+    whole.run(*REQUESTS)
     assert whole.whole.scheduler.stats().preemptions_total
     whole.check(2e-4)
 

@@ -14,7 +14,7 @@ from engine.cache.quantization import Precision
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.scheduler import Scheduler, SchedulerConfig
-from shared.wire import SamplingParams, Submit
+from tests.shared.submits import submit
 from tests.tiny_models import VOCAB_SIZE
 
 BLOCK = 16
@@ -51,16 +51,7 @@ def run(
     while waiting or not scheduler.idle:
         if waiting:
             number, tokens = waiting.popleft()
-            scheduler.submit(
-                Submit(
-                    request_id=str(number),
-                    attempt=0,
-                    token_ids=tokens,
-                    sampling=SamplingParams(seed=0),
-                    max_tokens=10 + number,
-                    stop_token_ids=[],
-                )
-            )
+            scheduler.submit(submit(str(number), tokens, max_tokens=10 + number))
         plan = scheduler.schedule()
         if plan is not None:
             resized += len(plan.resized_slabs)

@@ -63,13 +63,16 @@ class Seeing:
     def bits(self, name: str) -> list[float]:
         """Return the scores of a request that an engine computes alone, from nothing."""
         self.renew()
-        self.start(name)
-        self.whole.run()
+        self.run(name)
         return self.scores(name)
 
     def start(self, *names: str) -> None:
         for name in names:
             self.submit(name, self.requests[name])
+
+    def run(self, *names: str) -> None:
+        self.start(*names)
+        self.whole.run()
 
     def submit(self, name: str, request: Request, max_tokens: int = TOKENS, **fields: Any) -> None:
         given = {"logprobs": 3, **request.fields, **fields}
@@ -141,8 +144,7 @@ def test_answers_on_the_path_of_a_gpu_are_mlx_vlms(tmp_path: Path, family: str) 
     with forced_gpu_path():
         one = Seeing(path)
         one.renew()
-        one.start(*one.requests)
-        one.whole.run()
+        one.run(*one.requests)
         assert one.whole.executor.spec.look_ahead
     for name, request in one.requests.items():
         one.assert_oracles(name, request, 2e-4)
@@ -150,8 +152,7 @@ def test_answers_on_the_path_of_a_gpu_are_mlx_vlms(tmp_path: Path, family: str) 
 
 def test_keys_in_8_bits_change_little(seeing: Callable[..., Seeing]) -> None:
     one = seeing(kv_bits=8, kv_group_size=16)
-    one.start(*one.requests)
-    one.whole.run()
+    one.run(*one.requests)
     for name, request in one.requests.items():
         expected = one.oracle.logprobs(request, one.whole.texts[name])
         chosen = expected[np.arange(TOKENS), one.whole.texts[name]]
@@ -166,20 +167,17 @@ def test_bits_do_not_depend_on_where_chunks_end(
 ) -> None:
     one = seeing(family)
     one.renew(prefill_chunk_tokens=tokens)
-    one.start(*one.requests)
-    one.whole.run()
+    one.run(*one.requests)
     one.assert_same(*one.requests)
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma3", "gemma4"])
 def test_the_next_turn_encodes_nothing_and_computes_no_old_token(
-    seeing: Callable[..., Seeing],
-    family: str,
+    seeing: Callable[..., Seeing], family: str
 ) -> None:
     one = seeing(family)
     first = one.requests["two"]
-    one.start("two")
-    one.whole.run()
+    one.run("two")
     answer = one.whole.texts["two"]
     more = one.oracle.request("and what else").token_ids
     token_ids = [*first.token_ids, *answer, *more]
@@ -246,8 +244,7 @@ def test_requests_at_once_with_a_new_picture_encode_it_once(seeing: Callable[...
 
 @pytest.mark.parametrize("family", ["idefics3", "gemma4", "qwen3_5"])
 def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(
-    seeing: Callable[..., Seeing],
-    family: str,
+    seeing: Callable[..., Seeing], family: str
 ) -> None:
     one = seeing(family)
     config = one.whole.replica.scheduler.config
@@ -297,16 +294,14 @@ def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5"])
 def test_drafts_change_nothing(seeing: Callable[..., Seeing], family: str) -> None:
     one = seeing(family)
-    one.start(*one.requests)
-    one.whole.run()
+    one.run(*one.requests)
     texts = dict(one.whole.texts)
     one.renew(
         speculator=guessing(
             lambda sent: [*one.requests[sent.request_id].token_ids, *texts[sent.request_id]]
         )
     )
-    one.start(*one.requests)
-    one.whole.run()
+    one.run(*one.requests)
     drafts = one.whole.scheduler.stats().drafts
     assert drafts is not None and drafts.sources["guesses"].accepted
     one.assert_same(*one.requests)
@@ -363,8 +358,7 @@ def test_streams_go_on_between_the_layers_of_an_encoder(
     for _ in range(12):
         one.whole.turn()
     first = len(plans.all)
-    one.start("one")
-    one.whole.run()
+    one.run("one")
     kinds = ["encode" if p.encodes else "decode" if p.decodes else "" for p in plans.all[first:]]
     places = [number for number, kind in enumerate(kinds) if kind == "encode"]
     assert len(places) > 1
@@ -398,8 +392,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_requests(
     )
     bad = Request(good.text, good.pictures, good.token_ids, (broken,), good.frames[1:])
     one.submit("bad", bad)
-    one.start("text", "one")
-    one.whole.run()
+    one.run("text", "one")
     assert one.whole.ends["bad"].finish == "error"
     assert "picture" in (one.whole.ends["bad"].error or "")
     one.assert_same("text", "one")
@@ -423,8 +416,7 @@ def test_pictures_that_cannot_be_served_are_refused(
     frames = changes.pop("frames", one.requests["one"].frames)
     one.renew(**changes)
     one.submit("one", one.requests["one"], frames=frames)
-    one.start("text")
-    one.whole.run()
+    one.run("text")
     assert one.whole.refused["one"].reason == reason
     assert one.whole.refused["one"].param == "images"
     one.assert_same("text")
@@ -438,8 +430,7 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
     sizes = {name: sum(map(len, r.frames)) for name, r in one.requests.items()}
     most = max(sizes["one"], sizes["two"])
     monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", most)
-    one.start("one", "two")
-    one.whole.run()
+    one.run("one", "two")
     assert one.whole.refused["two"].reason == "full"
     one.assert_same("one")
     monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", sizes["two"] - 1)

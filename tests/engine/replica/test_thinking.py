@@ -9,6 +9,7 @@ import pytest
 
 from shared import wire
 from tests.engine.whole import Whole
+from tests.shared.submits import submit
 
 PROMPTS = {"a": [5, 6, 7, 8], "b": [9, 10, 11], "c": list(range(20, 60))}
 END = [3, 4]
@@ -54,13 +55,12 @@ def test_a_resumed_text_goes_on_as_it_would_have(whole: Whole) -> None:
     for done in (3, 8, 9, 10, 11, 15):
         whole.texts["again"] = full[:done]
         whole.scheduler.submit(
-            wire.Submit(
-                request_id="again",
+            submit(
+                "again",
+                PROMPTS["a"],
                 attempt=done,
-                token_ids=PROMPTS["a"],
                 sampling=wire.SamplingParams(seed=7),
                 max_tokens=24,
-                stop_token_ids=[],
                 generated=full[:done],
                 thinking=budget,
             )

@@ -13,7 +13,7 @@ from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore, TooLarge
-from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused, SamplingParams, Submit
+from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused
 from tests.engine.scheduler.harness import Engine, config, request
 
 SIZE = 16
@@ -29,20 +29,13 @@ def picture(number: int, start: int, tokens: int) -> SequencePicture:
 
 
 def sequence(*pictures: SequencePicture) -> Sequence:
-    request = Submit(
-        request_id="a",
-        attempt=0,
-        token_ids=[7] * 400,
-        sampling=SamplingParams(seed=1),
-        max_tokens=1,
-        stop_token_ids=[],
-    )
+    message = request("a", [7] * 400, max_tokens=1)
     return Sequence(
-        request=request,
+        request=message,
         arrival=0,
         parent_hash=bytes(16),
         block_size=SIZE,
-        token_ids=list(request.token_ids),
+        token_ids=list(message.token_ids),
         max_tokens=1,
         submitted_s=0.0,
         pictures=pictures,

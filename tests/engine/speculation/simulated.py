@@ -13,7 +13,7 @@ from engine.speculation.speculator import (
     SequenceDrafts,
     Speculator,
 )
-from shared import wire
+from tests.shared.submits import submit
 
 PLAIN_S = 0.030
 RIGHT, WRONG = 1, 2
@@ -105,11 +105,4 @@ def noisy(seed: int, spread: float, held_up: float = 0.0) -> Callable[[], float]
     return lambda: pick.uniform(1 - spread, 1 + spread) * (10 if pick.random() < held_up else 1)
 
 
-REQUEST = wire.Submit(
-    request_id="a",
-    attempt=0,
-    token_ids=[RIGHT],
-    sampling=wire.SamplingParams(seed=1),
-    max_tokens=9,
-    stop_token_ids=[],
-)
+REQUEST = submit("a", [RIGHT])

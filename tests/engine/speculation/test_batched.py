@@ -11,7 +11,7 @@ from engine.speculation.batched import CALLS_WITHOUT
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
 from engine.speculation.speculator import DraftRow, Speculator
-from shared import wire
+from tests.shared.submits import submit
 
 
 class Model(BatchSource):
@@ -54,15 +54,7 @@ def speculator(model: Model, *, adapts: bool = True, other: Other | None = None)
 
 
 def begin(spec: Speculator, limit: int = 100) -> DraftRow:
-    request = wire.Submit(
-        request_id="a",
-        attempt=0,
-        token_ids=[1],
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=9,
-        stop_token_ids=[],
-    )
-    drafts = spec.begin(request, None)
+    drafts = spec.begin(submit(), None)
     assert drafts is not None
     return DraftRow(drafts, [1, 2], limit)
 

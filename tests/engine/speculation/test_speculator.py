@@ -18,7 +18,7 @@ from engine.speculation.speculator import (
     DraftRow,
     Speculator,
 )
-from shared import wire
+from tests.shared.submits import submit
 
 
 class Fixed(DraftSource):
@@ -31,14 +31,7 @@ class Fixed(DraftSource):
         return self._proposal._replace(tokens=self._proposal.tokens[:count])
 
 
-REQUEST = wire.Submit(
-    request_id="a",
-    attempt=0,
-    token_ids=[1],
-    sampling=wire.SamplingParams(seed=1),
-    max_tokens=9,
-    stop_token_ids=[],
-)
+REQUEST = submit()
 
 
 def speculator(*sources: DraftSource, **options: Any) -> Speculator:

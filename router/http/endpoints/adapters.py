@@ -98,7 +98,7 @@ OPERATIONS = (
     Operation(
         "/admin/adapters/load",
         load_adapter,
-        "Let requests name an adapter",
+        "Add an adapter that requests may name",
         "Administration",
         method="POST",
         access="admin key",
@@ -110,7 +110,7 @@ OPERATIONS = (
     Operation(
         "/admin/adapters/unload",
         unload_adapter,
-        "Take an adapter's name from it; requests that run go on",
+        "Remove an adapter's name; running requests continue",
         "Administration",
         method="POST",
         access="admin key",

@@ -59,6 +59,14 @@ class Server:
         assert line.startswith("ready "), line
         return Path(line.removeprefix("ready ").strip())
 
+    def child(self, name: str) -> Entry:
+        return next(entry for entry in self.journal() if entry.name == name)
+
+    def stop(self) -> tuple[int, str, str]:
+        """Send SIGTERM, and return what `end` does."""
+        self.process.terminate()
+        return self.end()
+
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return the exit code, the rest of stdout, and stderr."""
         out, error = self.process.communicate(timeout=PATIENCE_S)
@@ -109,12 +117,11 @@ def wait_until_gone(pid: int) -> None:
 def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -> None:
     server = start("a:serve:0", "b:serve:0")
     server.wait_until_ready()
-    victim = next(entry for entry in server.journal() if entry.name == "a")
+    victim = server.child("a")
     os.kill(victim.pid, signal.SIGKILL)
     starts = server.wait_for_starts(3)
     assert sorted(entry.name for entry in starts) == ["a", "a", "b"]
-    server.process.terminate()
-    code, rest, log = server.end()
+    code, rest, log = server.stop()
     assert code == EXIT_OK
     assert rest == "", "ready was announced twice"
     assert "warning supervisor: a was killed by SIGKILL" in log
@@ -158,15 +165,14 @@ def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_whi
     server = start("a:serve:0:same", "b:serve:0:same", "c:serve:0:other", beside_others_s=1.0)
     server.wait_until_ready()
     for number, name in enumerate("ac", 1):
-        victim = next(entry for entry in server.journal() if entry.name == name)
+        victim = server.child(name)
         killed_at = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
         started = server.wait_for_starts(3 + number)[-1]
         assert started.name == name
         if name == "a":
             assert started.at >= killed_at + 1.0
-    server.process.terminate()
-    log = server.end()[2]
+    log = server.stop()[2]
     assert "a was killed by SIGKILL; restarting it in 1.0 s" in log
     assert "c was killed by SIGKILL; restarting it in 0.1 s" in log
 
@@ -225,8 +231,7 @@ def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server.process.terminate()
     time.sleep(0.5)
     assert server.process.poll() is None, "the supervisor did not wait for its child"
-    server.process.terminate()
-    code, _, _ = server.end()
+    code, _, _ = server.stop()
     assert code == 128 + signal.SIGTERM
     assert not is_running(server.journal()[0].pid)
 
@@ -238,8 +243,7 @@ def test_a_hang_up_goes_to_the_router_and_nothing_ends(start: Start) -> None:
     wait_until(lambda: len(server.journal("hangup")) == 1)
     assert server.journal("hangup")[0].name == "router"
     assert server.process.poll() is None
-    server.process.terminate()
-    assert server.end()[0] == EXIT_OK
+    assert server.stop()[0] == EXIT_OK
 
 
 def test_a_closed_terminal_ends_the_server(tmp_path: Path) -> None:
@@ -261,8 +265,7 @@ def test_a_closed_terminal_ends_the_server(tmp_path: Path) -> None:
 def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
     server = start("a:stubborn:0", drain_timeout_s=1)
     server.wait_until_ready()
-    server.process.terminate()
-    code, _, log = server.end()
+    code, _, log = server.stop()
     assert code == EXIT_OK
     assert "a did not exit in time: killed" in log
 
@@ -295,8 +298,7 @@ def test_a_child_keeps_running_while_the_log_is_not_read(start: Start) -> None:
     server = start("a:chatty:0")
     wait_until(lambda: bool(server.journal("written")))
     server.wait_until_ready()
-    server.process.terminate()
-    _, _, log = server.end()
+    _, _, log = server.stop()
     assert " info a: line 0 x" in log
     assert "lines were dropped" in log
 

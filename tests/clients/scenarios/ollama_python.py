@@ -94,7 +94,7 @@ def errors() -> None:
         failure(stranger.chat, model=h.MODEL, messages=asked).status_code == 401, "the wrong key"
     )
     h.check(
-        failure(client.embed, model=h.MODEL, input="a text").status_code == 501, "no embeddings"
+        failure(client.embed, model=h.MODEL, input="a text").status_code == 400, "no embeddings"
     )
 
 

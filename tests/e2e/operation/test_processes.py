@@ -80,10 +80,16 @@ def engine(tiny_model: Callable[..., Path]) -> Iterator[tuple[Process, FakeRoute
         yield process, router
 
 
-def test_an_engine_counts_and_drops_malformed_messages(
-    engine: tuple[Process, FakeRouter],
-) -> None:
+@pytest.fixture
+def router(engine: tuple[Process, FakeRouter]) -> Iterator[FakeRouter]:
+    """Check that the engine runs after the test, and serves."""
     process, router = engine
+    yield router
+    assert router.run() == 3
+    assert process.is_running
+
+
+def test_an_engine_counts_and_drops_malformed_messages(router: FakeRouter) -> None:
     sent = malformed(TO_ENGINE)
     for frames in sent:
         router.peer.send_raw(frames)
@@ -92,8 +98,6 @@ def test_an_engine_counts_and_drops_malformed_messages(
         if stats.dropped_messages_total >= len(sent):
             break
     assert stats.dropped_messages_total == len(sent)
-    assert router.run() == 3
-    assert process.is_running
 
 
 @pytest.mark.parametrize(
@@ -111,15 +115,12 @@ def test_an_engine_counts_and_drops_malformed_messages(
     ],
 )
 def test_a_request_with_invalid_values_is_refused(
-    engine: tuple[Process, FakeRouter], fields: dict[str, Any], param: str
+    router: FakeRouter, fields: dict[str, Any], param: str
 ) -> None:
-    process, router = engine
     refused = router.run(**fields)
     assert isinstance(refused, wire.Refused)
     assert refused.param == param
     assert refused.reason in ("invalid", "too_large")
-    assert router.run() == 3
-    assert process.is_running
 
 
 def sampling(**fields: Any) -> dict[str, wire.SamplingParams]:
@@ -160,34 +161,20 @@ def sampling(**fields: Any) -> dict[str, wire.SamplingParams]:
     ids=lambda fields: "-".join(fields),
 )
 def test_nonsensical_values_that_can_be_served_are_served(
-    engine: tuple[Process, FakeRouter], fields: dict[str, Any]
+    router: FakeRouter, fields: dict[str, Any]
 ) -> None:
-    process, router = engine
     assert router.run(**fields) == 3
-    assert process.is_running
 
 
-def test_huge_max_tokens_end_with_the_context(
-    engine: tuple[Process, FakeRouter],
-) -> None:
-    process, router = engine
+def test_huge_max_tokens_end_with_the_context(router: FakeRouter) -> None:
     assert router.run(token_ids=[5] * 2000, max_tokens=2**63) == 48
-    assert process.is_running
 
 
-def test_a_request_that_is_complete_already_ends_at_once(
-    engine: tuple[Process, FakeRouter],
-) -> None:
-    process, router = engine
+def test_a_request_that_is_complete_already_ends_at_once(router: FakeRouter) -> None:
     assert router.run(generated=[5] * 50) == 0
-    assert router.run() == 3
-    assert process.is_running
 
 
-def test_repeated_requests_and_unknown_aborts_do_no_harm(
-    engine: tuple[Process, FakeRouter],
-) -> None:
-    process, router = engine
+def test_repeated_requests_and_unknown_aborts_do_no_harm(router: FakeRouter) -> None:
     for _ in range(3):
         router.peer.send(submit("twice", [5], max_tokens=500))
     for number in range(1000):
@@ -195,8 +182,6 @@ def test_repeated_requests_and_unknown_aborts_do_no_harm(
     router.peer.send(wire.Abort(request_id="twice"))
     router.peer.send(wire.Ping(router_id="another"))
     router.peer.receive(wire.Hello, wire.ToRouter)
-    assert router.run() == 3
-    assert process.is_running
 
 
 def test_two_engines_join_a_router_and_one_takes_over_from_the_other(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.places import Places
+from tests.async_tests import in_loop
 
 
 def test_keys_share_places_however_many_lines_each_has() -> None:
@@ -29,21 +30,19 @@ def test_keys_share_places_however_many_lines_each_has() -> None:
     assert [place for place, key in enumerate(order) if key == "few"][-1] < 14
 
 
-def test_a_waiter_that_leaves_takes_no_place() -> None:
-    async def run() -> None:
-        places = Places(1)
-        await places.take("a")
-        leaving = asyncio.create_task(places.take("b"))
-        waiting = asyncio.create_task(places.take("c"))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        await asyncio.sleep(0)
-        places.give_back("a")
-        await asyncio.wait_for(waiting, 5)
-        places.give_back("c")
-        taken = asyncio.create_task(places.take("d"))
-        await asyncio.sleep(0)
-        taken.cancel()  # it has its place already: that is its own to give back
-        await asyncio.gather(taken, return_exceptions=True)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_waiter_that_leaves_takes_no_place() -> None:
+    places = Places(1)
+    await places.take("a")
+    leaving = asyncio.create_task(places.take("b"))
+    waiting = asyncio.create_task(places.take("c"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    places.give_back("a")
+    await asyncio.wait_for(waiting, 5)
+    places.give_back("c")
+    taken = asyncio.create_task(places.take("d"))
+    await asyncio.sleep(0)
+    taken.cancel()  # it has its place already: that is its own to give back
+    await asyncio.gather(taken, return_exceptions=True)

@@ -24,6 +24,7 @@ from router.batches.uploads import Upload
 from router.errors import BodyTimeout, TooManyRequests
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.places import Places
+from tests.async_tests import in_loop
 from tests.router.batches.conftest import line
 from tests.router.batches.test_states import VALUES, file
 
@@ -106,27 +107,24 @@ def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
     assert found["error_file_id"] is None
 
 
-def test_a_batch_waits_for_a_disk_that_is_away(
+@in_loop
+async def test_a_batch_waits_for_a_disk_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
-
-    async def run() -> None:
-        directory = BatchDirectory(tmp_path)
-        row = await begun(directory)
-        (tmp_path / "files").rename(tmp_path / "elsewhere")
-        job = BatchJob(context_of(directory), row)
-        running = asyncio.create_task(job.run())
-        await asyncio.sleep(0.1)
-        assert (await row_of(directory, row["number"]))["errors"] is None
-        (tmp_path / "elsewhere").rename(tmp_path / "files")
-        async with asyncio.timeout(10):
-            while (await row_of(directory, row["number"]))["total"] != 2:
-                await asyncio.sleep(0.01)
-        running.cancel()
-        directory.close()
-
-    asyncio.run(run())
+    directory = BatchDirectory(tmp_path)
+    row = await begun(directory)
+    (tmp_path / "files").rename(tmp_path / "elsewhere")
+    job = BatchJob(context_of(directory), row)
+    running = asyncio.create_task(job.run())
+    await asyncio.sleep(0.1)
+    assert (await row_of(directory, row["number"]))["errors"] is None
+    (tmp_path / "elsewhere").rename(tmp_path / "files")
+    async with asyncio.timeout(10):
+        while (await row_of(directory, row["number"]))["total"] != 2:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    directory.close()
 
 
 def test_a_clock_that_is_set_ends_no_batch() -> None:
@@ -219,7 +217,8 @@ def upload_of(body: bytes, tenant: Tenant = EVERYBODY) -> Request:
     return Request(scope, receive)
 
 
-def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known(
+@in_loop
+async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adding, may_go = threading.Event(), threading.Event()
@@ -231,21 +230,17 @@ def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known(
         return add_file(store, new)
 
     monkeypatch.setattr(BatchStore, "add_file", add_late)
-
-    async def run() -> None:
-        directory = BatchDirectory(tmp_path)
-        endpoints = FileEndpoints(context_of(directory))
-        uploading = asyncio.create_task(endpoints.upload(upload_of(FORM)))
-        await asyncio.to_thread(adding.wait, 10)
-        uploading.cancel()
-        await asyncio.wait([uploading])
-        may_go.set()
-        (known,) = await directory.run(lambda store: store.file_ids())
-        await directory.discard("file-of-nobody")  # after what the upload has given up
-        assert directory.path(known).read_bytes() == b"hello"
-        directory.close()
-
-    asyncio.run(run())
+    directory = BatchDirectory(tmp_path)
+    endpoints = FileEndpoints(context_of(directory))
+    uploading = asyncio.create_task(endpoints.upload(upload_of(FORM)))
+    await asyncio.to_thread(adding.wait, 10)
+    uploading.cancel()
+    await asyncio.wait([uploading])
+    may_go.set()
+    (known,) = await directory.run(lambda store: store.file_ids())
+    await directory.discard("file-of-nobody")  # after what the upload has given up
+    assert directory.path(known).read_bytes() == b"hello"
+    directory.close()
 
 
 def test_an_upload_that_only_trickles_is_given_up(

@@ -18,6 +18,7 @@ from router.fleet.metrics.prometheus import Metrics
 from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.rate_windows import MemoryWindows, RateWindows
 from router.fleet.tenants.tenant import Tenant
+from tests.async_tests import in_loop
 from tests.router.conftest import StartServer, eventually
 
 CLIENTS = 200
@@ -93,58 +94,54 @@ def test_many_small_amounts_take_little_memory() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_is_said_of_the_limits_is_true(shared: bool, request: pytest.FixtureRequest) -> None:
+@in_loop
+async def test_what_is_said_of_the_limits_is_true(
+    shared: bool, request: pytest.FixtureRequest
+) -> None:
     url = request.getfixturevalue("redis").url if shared else None
+    limits = RateLimits(url, Metrics("test"))
+    tenant = Tenant(name="a", requests_per_minute=3, tokens_per_minute=10_000)
+    headers: dict[str, str] = {}
+    for left in (2, 1, 0):
+        await limits.admit_request(tenant, headers)
+        assert headers["x-ratelimit-remaining-requests"] == str(left)
+    with pytest.raises(TooManyRequests) as caught:
+        await limits.admit_request(tenant, headers)
+    assert 58 <= (caught.value.retry_after_s or 0) <= 61
+    assert headers["x-ratelimit-limit-requests"] == "3"
+    assert headers["x-ratelimit-reset-requests"] in ("59s", "1m0s", "1m1s")
+    # Another tenant has its own.
+    await limits.admit_request(Tenant(name="b", requests_per_minute=1), headers)
 
-    async def run() -> None:
-        limits = RateLimits(url, Metrics("test"))
-        tenant = Tenant(name="a", requests_per_minute=3, tokens_per_minute=10_000)
-        headers: dict[str, str] = {}
-        for left in (2, 1, 0):
-            await limits.admit_request(tenant, headers)
-            assert headers["x-ratelimit-remaining-requests"] == str(left)
-        with pytest.raises(TooManyRequests) as caught:
-            await limits.admit_request(tenant, headers)
-        assert 58 <= (caught.value.retry_after_s or 0) <= 61
-        assert headers["x-ratelimit-limit-requests"] == "3"
-        assert headers["x-ratelimit-reset-requests"] in ("59s", "1m0s", "1m1s")
-        # Another tenant has its own.
-        await limits.admit_request(Tenant(name="b", requests_per_minute=1), headers)
-
-        await limits.admit_prompt(tenant, 6000, headers)
-        assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(4000, abs=3)
-        limits.on_generated(tenant, 3001)
-        await limits.admit_prompt(tenant, 500, headers)
-        assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(499, abs=3)
-        limits.on_generated(tenant, 2000)  # what runs goes on, and is counted
-        with pytest.raises(TooManyRequests, match="has 0 of 10000 tokens"):
-            await limits.admit_prompt(tenant, 1, headers)
-        with pytest.raises(InvalidRequest, match="is limited to 10000 tokens per minute"):
-            await limits.admit_prompt(tenant, 10_001, headers)
-        await limits.close()
-
-    asyncio.run(run())
+    await limits.admit_prompt(tenant, 6000, headers)
+    assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(4000, abs=3)
+    limits.on_generated(tenant, 3001)
+    await limits.admit_prompt(tenant, 500, headers)
+    assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(499, abs=3)
+    limits.on_generated(tenant, 2000)  # what runs goes on, and is counted
+    with pytest.raises(TooManyRequests, match="has 0 of 10000 tokens"):
+        await limits.admit_prompt(tenant, 1, headers)
+    with pytest.raises(InvalidRequest, match="is limited to 10000 tokens per minute"):
+        await limits.admit_prompt(tenant, 10_001, headers)
+    await limits.close()
 
 
-def test_a_retry_after_the_time_said_succeeds() -> None:
+@in_loop
+async def test_a_retry_after_the_time_said_succeeds() -> None:
     now = [0.0]
-
-    async def run() -> None:
-        windows = RateWindows(None, Metrics("test"))
-        windows._own = MemoryWindows(clock=lambda: now[0])
-        for at, amount in ((0.0, 50), (10.0, 30), (40.0, 20)):
-            now[0] = at
-            assert await windows.acquire("x", 100, amount)
-        for amount in (1, 50, 51, 80, 81, 100):
-            wait_s = await windows.wait_s("x", 100, amount)
-            assert not await windows.acquire("x", 100, amount)
-            now[0] = 40.0 + wait_s - 1
-            assert await windows.used("x") + amount > 100, "a shorter time would do"
-            now[0] = 40.0 + wait_s
-            assert await windows.used("x") + amount <= 100
-            now[0] = 40.0
-
-    asyncio.run(run())
+    windows = RateWindows(None, Metrics("test"))
+    windows._own = MemoryWindows(clock=lambda: now[0])
+    for at, amount in ((0.0, 50), (10.0, 30), (40.0, 20)):
+        now[0] = at
+        assert await windows.acquire("x", 100, amount)
+    for amount in (1, 50, 51, 80, 81, 100):
+        wait_s = await windows.wait_s("x", 100, amount)
+        assert not await windows.acquire("x", 100, amount)
+        now[0] = 40.0 + wait_s - 1
+        assert await windows.used("x") + amount > 100, "a shorter time would do"
+        now[0] = 40.0 + wait_s
+        assert await windows.used("x") + amount <= 100
+        now[0] = 40.0
 
 
 # -- servers -------------------------------------------------------------------

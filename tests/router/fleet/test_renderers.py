@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import hashlib
 import weakref
@@ -11,10 +10,12 @@ from pathlib import Path
 from router.fleet.models.renderers import Renderers
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
+from tests.async_tests import in_loop
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 
-def test_a_tokenizer_is_loaded_once_for_all_models_that_have_it(tmp_path: Path) -> None:
+@in_loop
+async def test_a_tokenizer_is_loaded_once_for_all_models_that_have_it(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path)
     store, files = TokenizerFileStore(tmp_path / "store"), {}
     for path in tmp_path.glob("*.json"):
@@ -22,16 +23,12 @@ def test_a_tokenizer_is_loaded_once_for_all_models_that_have_it(tmp_path: Path) 
         store.put(path.read_bytes(), [files[path.name]])
     renderers, settings = Renderers(store), parse([], {}, "test")
     other = parse(["--reasoning-parser=none"], {}, "test")
-
-    async def test() -> None:
-        first = await renderers.get(files, settings)
-        assert await renderers.get(dict(files), settings) is first
-        assert await renderers.get(files, other) is not first
-        gone = weakref.ref(first)
-        del first
-        gc.unfreeze()
-        gc.collect()
-        assert gone() is None
-        assert (await renderers.get(files, settings)).encode("abc")
-
-    asyncio.run(test())
+    first = await renderers.get(files, settings)
+    assert await renderers.get(dict(files), settings) is first
+    assert await renderers.get(files, other) is not first
+    gone = weakref.ref(first)
+    del first
+    gc.unfreeze()
+    gc.collect()
+    assert gone() is None
+    assert (await renderers.get(files, settings)).encode("abc")

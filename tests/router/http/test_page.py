@@ -27,6 +27,7 @@ from router.http.status.page import PATHS
 from router.http.status.sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
+from tests.async_tests import in_loop
 from tests.router.conftest import Server, StartServer, eventually, ok
 from tests.router.scripted_engine import make_hello
 
@@ -202,26 +203,24 @@ def test_viewers_share_samples_and_a_slow_one_hurts_nobody(
     asyncio.run(run())
 
 
-def test_viewers_are_bounded(app_of: Callable[..., ASGIApp]) -> None:
-    async def run() -> None:
-        app = app_of()
-        viewers = [Viewer(10**6) for _ in range(MAX_VIEWERS)]
-        tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
-        while not all(viewer.pieces for viewer in viewers):
-            await asyncio.sleep(0.01)
-        refused = Viewer(1)
-        await refused.read(app)
-        assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
-        viewers[0].gone.set()
-        await tasks[0]
-        welcome = Viewer(1)
-        await asyncio.wait_for(welcome.read(app), 60)
-        assert welcome.status == 200
-        for viewer in viewers:
-            viewer.gone.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+@in_loop
+async def test_viewers_are_bounded(app_of: Callable[..., ASGIApp]) -> None:
+    app = app_of()
+    viewers = [Viewer(10**6) for _ in range(MAX_VIEWERS)]
+    tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
+    while not all(viewer.pieces for viewer in viewers):
+        await asyncio.sleep(0.01)
+    refused = Viewer(1)
+    await refused.read(app)
+    assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
+    viewers[0].gone.set()
+    await tasks[0]
+    welcome = Viewer(1)
+    await asyncio.wait_for(welcome.read(app), 60)
+    assert welcome.status == 200
+    for viewer in viewers:
+        viewer.gone.set()
+    await asyncio.gather(*tasks)
 
 
 def test_pages_of_other_sites_get_no_feed(app_of: Callable[..., ASGIApp]) -> None:
@@ -366,23 +365,21 @@ def test_the_feed_shows_how_far_long_prompts_are(start_server: StartServer) -> N
     eventually(lambda: not shown())
 
 
-def test_engines_of_a_large_fleet_take_turns(router_of: Callable[..., Router]) -> None:
-    async def run() -> None:
-        router = router_of()
-        for number in range(2 * ENGINES_AT_ONCE + 8):
-            hello = make_hello(f"engine-{number}", incarnation=f"{number}")
-            router.registry.on_hello(b"\0%d" % number, hello)
-        sampler = StatusSampler(router)
-        names = {engine.name for engine in router.registry.engines}
-        first = sampler.sample(1)
-        assert set(first.engines) == names == set(first.models[0].engines)
-        parts = [sampler.sample(1).engines for _ in range(3)]
-        assert [len(part) for part in parts] == [ENGINES_AT_ONCE] * 3
-        assert set().union(*parts) == names == set(sampler.engines)
-        gone = router.registry.engines[5]
-        new = msgspec.structs.replace(gone.hello, incarnation="another")
-        router.registry.on_hello(gone.peer, new)  # in its place
-        assert len(sampler.sample(1).engines) == ENGINES_AT_ONCE
-        assert set(sampler.engines) == names
-
-    asyncio.run(run())
+@in_loop
+async def test_engines_of_a_large_fleet_take_turns(router_of: Callable[..., Router]) -> None:
+    router = router_of()
+    for number in range(2 * ENGINES_AT_ONCE + 8):
+        hello = make_hello(f"engine-{number}", incarnation=f"{number}")
+        router.registry.on_hello(b"\0%d" % number, hello)
+    sampler = StatusSampler(router)
+    names = {engine.name for engine in router.registry.engines}
+    first = sampler.sample(1)
+    assert set(first.engines) == names == set(first.models[0].engines)
+    parts = [sampler.sample(1).engines for _ in range(3)]
+    assert [len(part) for part in parts] == [ENGINES_AT_ONCE] * 3
+    assert set().union(*parts) == names == set(sampler.engines)
+    gone = router.registry.engines[5]
+    new = msgspec.structs.replace(gone.hello, incarnation="another")
+    router.registry.on_hello(gone.peer, new)  # in its place
+    assert len(sampler.sample(1).engines) == ENGINES_AT_ONCE
+    assert set(sampler.engines) == names

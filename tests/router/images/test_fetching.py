@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from router.images.fetching import MAX_AT_ONCE, ImageFetcher, NotFetched, is_public_address
+from tests.async_tests import in_loop
 
 HOST = "pictures.example"
 MOST = 100_000
@@ -229,40 +230,38 @@ def test_no_key_waits_for_the_many_images_of_another_one() -> None:
     assert SlowFetcher.order.index("other") <= 2 * MAX_AT_ONCE
 
 
-def test_names_that_nobody_resolves_hold_up_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_names_that_nobody_resolves_hold_up_images_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hangs.wait(10) and [])
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        fetcher = ImageFetcher([HOST], timeout_s=0.2)
-        begun = [asyncio.ensure_future(fetcher.fetch(f"https://{HOST}/a", MOST)) for _ in range(4)]
-        await asyncio.sleep(0.05)
-        async with asyncio.timeout(5):
-            assert await asyncio.to_thread(lambda: "read") == "read"  # such as the file of keys
-        found = await asyncio.gather(*begun, return_exceptions=True)
-        assert all(isinstance(each, NotFetched) for each in found)
-        hangs.set()
-
-    asyncio.run(run())
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    fetcher = ImageFetcher([HOST], timeout_s=0.2)
+    begun = [asyncio.ensure_future(fetcher.fetch(f"https://{HOST}/a", MOST)) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        assert await asyncio.to_thread(lambda: "read") == "read"  # such as the file of keys
+    found = await asyncio.gather(*begun, return_exceptions=True)
+    assert all(isinstance(each, NotFetched) for each in found)
+    hangs.set()
 
 
-def test_a_lookup_that_hangs_keeps_the_place_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_lookup_that_hangs_keeps_the_place_of_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another key waits for a place then, within its own limit, and not for a thread within that of
     its host."""
     hangs = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hangs.wait(10) and [])
-
-    async def run() -> None:
-        fetcher = ImageFetcher([HOST], timeout_s=0.2)
-        url = f"https://{HOST}/a"
-        many = (fetcher.fetch(url, MOST, "many") for _ in range(MAX_AT_ONCE))
-        for late in await asyncio.gather(*many, return_exceptions=True):
-            assert "did not arrive" in str(late)
-        other = asyncio.ensure_future(fetcher.fetch(url, MOST, "other"))
-        await asyncio.sleep(0.4)
-        hangs.set()
-        with pytest.raises(NotFetched, match="not public"):
-            await other
-
-    asyncio.run(run())
+    fetcher = ImageFetcher([HOST], timeout_s=0.2)
+    url = f"https://{HOST}/a"
+    many = (fetcher.fetch(url, MOST, "many") for _ in range(MAX_AT_ONCE))
+    for late in await asyncio.gather(*many, return_exceptions=True):
+        assert "did not arrive" in str(late)
+    other = asyncio.ensure_future(fetcher.fetch(url, MOST, "other"))
+    await asyncio.sleep(0.4)
+    hangs.set()
+    with pytest.raises(NotFetched, match="not public"):
+        await other

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from services.measuring.client import ApiClient
+from tests.async_tests import in_loop
 
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -70,69 +71,59 @@ async def scripted(
         client.close()
 
 
-def test_an_answer_is_its_texts_with_times_and_its_usage() -> None:
-    async def ask() -> None:
-        first = asyncio.Event()
-        async with scripted(chunks(*EVENTS), key="k") as (script, client):
-            answer = await client.stream("/chat/completions", {}, on_first=first.set)
-        assert answer.error is None and first.is_set()
-        assert answer.text == "a"
-        assert len(answer.times) == 2 and 0 < answer.times[0] <= answer.times[1]
-        assert answer.times[1] <= answer.total_s
-        assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (7, 3, 5)
-        assert script.heads[0].startswith("POST /v1/chat/completions HTTP/1.1\r\n")
-        assert "\r\nAuthorization: Bearer k\r\n" in script.heads[0]
-
-    asyncio.run(ask())
+@in_loop
+async def test_an_answer_is_its_texts_with_times_and_its_usage() -> None:
+    first = asyncio.Event()
+    async with scripted(chunks(*EVENTS), key="k") as (script, client):
+        answer = await client.stream("/chat/completions", {}, on_first=first.set)
+    assert answer.error is None and first.is_set()
+    assert answer.text == "a"
+    assert len(answer.times) == 2 and 0 < answer.times[0] <= answer.times[1]
+    assert answer.times[1] <= answer.total_s
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (7, 3, 5)
+    assert script.heads[0].startswith("POST /v1/chat/completions HTTP/1.1\r\n")
+    assert "\r\nAuthorization: Bearer k\r\n" in script.heads[0]
 
 
-def test_without_usage_events_are_counted() -> None:
-    async def ask() -> None:
-        async with scripted(chunks(*EVENTS[:4])) as (_, client):
-            answer = await client.stream("/completions", {})
-        assert answer.error is None and not answer.has_usage
-        assert answer.completion_tokens == 2
-
-    asyncio.run(ask())
+@in_loop
+async def test_without_usage_events_are_counted() -> None:
+    async with scripted(chunks(*EVENTS[:4])) as (_, client):
+        answer = await client.stream("/completions", {})
+    assert answer.error is None and not answer.has_usage
+    assert answer.completion_tokens == 2
 
 
-def test_a_response_may_end_with_its_connection() -> None:
-    async def ask() -> None:
-        async with scripted(CLOSED + b"".join(EVENTS)) as (_, client):
-            answer = await client.stream("/completions", {})
-        assert (answer.error, answer.completion_tokens) == (None, 5)
-
-    asyncio.run(ask())
+@in_loop
+async def test_a_response_may_end_with_its_connection() -> None:
+    async with scripted(CLOSED + b"".join(EVENTS)) as (_, client):
+        answer = await client.stream("/completions", {})
+    assert (answer.error, answer.completion_tokens) == (None, 5)
 
 
-def test_a_connection_is_used_again_and_replaced_when_it_is_gone() -> None:
-    async def ask() -> None:
-        whole = chunks(*EVENTS)
-        async with scripted(whole, whole, b"", whole) as (script, client):
-            answers = [await client.stream("/completions", {}) for _ in range(3)]
-        assert [each.error for each in answers] == [None] * 3
-        assert (script.connections, len(script.heads)) == (2, 4)
-
-    asyncio.run(ask())
+@in_loop
+async def test_a_connection_is_used_again_and_replaced_when_it_is_gone() -> None:
+    whole = chunks(*EVENTS)
+    async with scripted(whole, whole, b"", whole) as (script, client):
+        answers = [await client.stream("/completions", {}) for _ in range(3)]
+    assert [each.error for each in answers] == [None] * 3
+    assert (script.connections, len(script.heads)) == (2, 4)
 
 
-def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced() -> None:
+@in_loop
+async def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced() -> None:
     """As some servers do after a while, or after each answer, without saying so."""
     whole = chunks(*EVENTS)
-
-    async def ask() -> None:
-        async with scripted(whole, whole) as (script, client):
-            script.closes = True
-            answers = [await client.stream("/completions", {})]
-            await asyncio.sleep(0.1)  # it is replaced too if this is too short
-            answers.append(await client.stream("/completions", {}))
-        assert [each.error for each in answers] == [None, None]
-        assert (script.connections, len(script.heads)) == (2, 2)
-
-    asyncio.run(ask())
+    async with scripted(whole, whole) as (script, client):
+        script.closes = True
+        answers = [await client.stream("/completions", {})]
+        await asyncio.sleep(0.1)  # it is replaced too if this is too short
+        answers.append(await client.stream("/completions", {}))
+    assert [each.error for each in answers] == [None, None]
+    assert (script.connections, len(script.heads)) == (2, 2)
 
 
-def test_errors_have_names() -> None:
+@in_loop
+async def test_errors_have_names() -> None:
     refused = b'{"error": {"message": "try later", "type": "rate_limit_error", "code": "full"}}'
     head = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n"
     failing = b'data: {"error": {"message": "gone", "type": "server_error", "code": null}}\n\n'
@@ -144,15 +135,11 @@ def test_errors_have_names() -> None:
         (chunks(*EVENTS[3:]), "no token", ""),
         (chunks(*EVENTS[:3], end=False), "ConnectionResetError", "the connection was lost"),
     ]
-
-    async def ask() -> None:
-        async with scripted(*(response for response, _, _ in cases)) as (_, client):
-            for _, name, detail in cases:
-                answer = await client.stream("/completions", {})
-                assert (answer.error, answer.detail) == (name, detail)
-        async with scripted(b"SSH-2.0-OpenSSH\r\n") as (_, client):
-            assert (await client.stream("/completions", {})).error == "ValueError"
-        answer = await client.stream("/completions", {})
-        assert answer.error == "ConnectionRefusedError"
-
-    asyncio.run(ask())
+    async with scripted(*(response for response, _, _ in cases)) as (_, client):
+        for _, name, detail in cases:
+            answer = await client.stream("/completions", {})
+            assert (answer.error, answer.detail) == (name, detail)
+    async with scripted(b"SSH-2.0-OpenSSH\r\n") as (_, client):
+        assert (await client.stream("/completions", {})).error == "ValueError"
+    answer = await client.stream("/completions", {})
+    assert answer.error == "ConnectionRefusedError"

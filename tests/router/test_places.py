@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.places import Places
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 
 
 def test_keys_share_places_however_many_lines_each_has() -> None:

@@ -24,7 +24,7 @@ from router.batches.uploads import Upload
 from router.errors import BodyTimeout, TooManyRequests
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.places import Places
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 from tests.router.batches.conftest import line
 from tests.router.batches.test_states import VALUES, file
 

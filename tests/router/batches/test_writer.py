@@ -11,7 +11,7 @@ from router.batches.storage.directory import BatchDirectory
 from router.batches.storage.states import BatchState
 from router.batches.storage.store import BatchStore, Result
 from router.batches.storage.writer import ResultWriter
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 from tests.router.batches.test_states import added
 
 

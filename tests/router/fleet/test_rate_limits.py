@@ -18,7 +18,7 @@ from router.fleet.metrics.prometheus import Metrics
 from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.rate_windows import MemoryWindows, RateWindows
 from router.fleet.tenants.tenant import Tenant
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 from tests.router.conftest import StartServer, eventually
 
 CLIENTS = 200

@@ -10,7 +10,7 @@ from pathlib import Path
 from router.fleet.models.renderers import Renderers
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 

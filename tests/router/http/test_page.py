@@ -27,7 +27,7 @@ from router.http.status.page import PATHS
 from router.http.status.sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 from tests.router.conftest import Server, StartServer, eventually, ok
 from tests.router.scripted_engine import make_hello
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from router.images.fetching import MAX_AT_ONCE, ImageFetcher, NotFetched, is_public_address
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 
 HOST = "pictures.example"
 MOST = 100_000

@@ -11,7 +11,7 @@ import pytest
 
 from router.errors import TooManyRequests, Unavailable
 from router.tokens.work_pool import REST_FACTOR, SMALL_SIZE, WorkPool
-from tests.async_tests import in_loop
+from tests.conftest import in_loop
 
 LARGE = SMALL_SIZE + 1
 

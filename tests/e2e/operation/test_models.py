@@ -218,11 +218,11 @@ def test_more_models_than_fit_are_all_answered_in_turn_and_nothing_swaps(
         models = Models(server, file)
         first = {name: models.ask(name) for name in names}
         assert len(set(first.values())) == 3
-        assert models.ask("a") == first["a"]
+        assert {name: models.ask(name) for name in names} == first
         assert len(server.pids("services.processes.engine")) <= 2
         assert swapped_kb(server) == 0
         loads = [line for line in server.log if "was loaded in" in line]
-        assert len(loads) >= 4, "the first is unloaded before it is asked again"
+        assert len(loads) >= 4, "one at least had to be loaded again"
         print("\n".join(loads))  # noqa: T201
 
 

@@ -226,6 +226,29 @@ def test_texts_of_windows_sinks_and_recurrent_layers_are_right(
     check_texts(whole, tiny_model(kind))
 
 
+def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Alone, with cached blocks, and among others: settings of docs/design/cpu.md."""
+    alone = {"max_batch_size": 1, "prefill_batch_size": 1, "prefill_chunk_tokens": BLOCK}
+    whole = forced(tiny_model("llama"), kv_bits=8, **alone)
+    shared = prompt(8, 70)
+    prompts = {f"r{n}": shared[: 70 * (n % 2)] + prompt(20 + n, 5 + 37 * n % 90) for n in range(6)}
+
+    def scores(*, together: bool) -> dict[str, list[float]]:
+        for name, tokens in prompts.items():
+            whole.submit(name, tokens, 20, logprobs=1)
+            if not together:
+                whole.run()
+        whole.run()
+        return {name: [one.chosen for one in whole.logprobs.pop(name)] for name in prompts}
+
+    first, again = scores(together=False), scores(together=False)
+    assert whole.scheduler.stats().cached_ram_tokens_total > 200
+    whole.renew(look_ahead=True)
+    assert first == again == scores(together=True)
+
+
 def check_texts(whole: Whole, path: Path) -> None:
     """Uneven prompts that share prefixes join and leave; rows move; blocks go to the kvstore and
     come back; log-probabilities of outputs and prompts are asked for beside penalties."""

@@ -12,6 +12,15 @@ _MAC_MAX = 10_240
 """macOS's OPEN_MAX: higher values are refused there, even if the hard limit is "unlimited"."""
 
 
+_MIN_RESERVE = 64
+
+
+def reserve(limit: int) -> int:
+    """Return how many descriptors of ``limit`` clients of the network must leave free: for
+    processes of this server, files and libraries, some of which abort without one."""
+    return min(limit // 2, max(_MIN_RESERVE, limit // 8))
+
+
 def raise_descriptor_limit() -> int:
     """Raise this process's limit as far as allowed; return it.
 

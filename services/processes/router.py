@@ -21,6 +21,7 @@ from router.fleet.demand import demand, load
 from router.fleet.engines.socket import EngineSocketError
 from router.fleet.router import Router
 from router.fleet.tenants.rate_windows import LimitsStoreError
+from router.http.acceptor import Acceptor
 from router.http.app import create_app
 from router.http.connections import Connection
 from router.http.endpoints.health import can_answer
@@ -54,7 +55,7 @@ logger = logging.getLogger("router")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
-    raise_descriptor_limit()
+    max_descriptors = raise_descriptor_limit()
     leave_out_mlx()
     remember_transformers()
     link = SupervisorLink.from_environment()
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = "--limits-url: " if isinstance(error, LimitsStoreError) else ""
         return fail(PROG, f"{flag}{error}")
     try:
-        server = _server(router, keys, tracing)
+        server = _server(router, keys, tracing, max_descriptors)
     except BatchDirectoryError as error:
         return fail(PROG, f"--batch-dir: {error}")
     except ArchiveError as error:
@@ -103,9 +104,25 @@ class _Server(uvicorn.Server):
     uvicorn checks ten times per second whether it should exit, and sets the date header; this
     server is notified, and `_heartbeat` sets the date."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(
+        self, config: uvicorn.Config, max_descriptors: int, on_refused: Callable[[], None]
+    ) -> None:
         self._exit = asyncio.Event()
+        self._max_descriptors, self._on_refused = max_descriptors, on_refused
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on ``sockets``."""
+        config = self.config
+
+        def connection() -> asyncio.Protocol:
+            return Connection(config, self.server_state, self.lifespan.state)
+
+        self.servers = [
+            Acceptor(each, connection, config.ssl, self._max_descriptors, self._on_refused)  # type: ignore[misc]
+            for each in sockets or []
+        ]
+        self.started = True
 
     @property
     def should_exit(self) -> bool:
@@ -130,7 +147,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(router: Router, keys: ApiKeys, tracing: Tracing | None) -> _Server:
+def _server(
+    router: Router, keys: ApiKeys, tracing: Tracing | None, max_descriptors: int
+) -> _Server:
     settings = router.settings
     config = uvicorn.Config(
         create_app(router, keys, tracing),
@@ -147,7 +166,7 @@ def _server(router: Router, keys: ApiKeys, tracing: Tracing | None) -> _Server:
         ssl_keyfile=settings.ssl_keyfile,
     )
     config.load()
-    return _Server(config)
+    return _Server(config, max_descriptors, router.metrics.connections_refused.inc)
 
 
 async def _serve(

@@ -30,12 +30,19 @@ class Server:
     engines: ClassVar[list[ScriptedEngine]] = []
     """Those that leave when the test ends."""
 
-    def __init__(self, socket_dir: Path, log: Path, model_dir: Path, *flags: str) -> None:
+    def __init__(
+        self,
+        socket_dir: Path,
+        log: Path,
+        model_dir: Path,
+        *flags: str,
+        max_descriptors: int | None = None,
+    ) -> None:
         self.address = f"ipc://{socket_dir}/engines"
         self.log = log
         self.model_dir = model_dir
         here = ("--host=127.0.0.1", "--port=0", f"--engine-socket={self.address}")
-        self.process = RouterProcess([*here, *flags], log)
+        self.process = RouterProcess([*here, *flags], log, max_descriptors)
         self.url = self._wait_for_url()
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
@@ -156,9 +163,10 @@ def start_server(
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="rt-") as short:
 
-        def start(*flags: str) -> Server:
+        def start(*flags: str, max_descriptors: int | None = None) -> Server:
             socket_dir, log = Path(tempfile.mkdtemp(dir=short)), tmp_path_factory.mktemp("log")
-            servers.append(Server(socket_dir, log / "log", model_dir, *flags))
+            limited = {"max_descriptors": max_descriptors}
+            servers.append(Server(socket_dir, log / "log", model_dir, *flags, **limited))
             return servers[-1]
 
         yield start

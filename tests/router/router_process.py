@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,8 +23,13 @@ else:  # programs of macOS may crash after a fork without exec
 CONTEXT.set_forkserver_preload(["services.processes.router"])
 
 
-def serve(argv: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+def serve(
+    argv: Sequence[str], log: Path, environ: Mapping[str, str], max_descriptors: int | None
+) -> None:
     from services.processes.router import main
+
+    if max_descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
 
     with log.open("w") as file:
         for descriptor in (1, 2):
@@ -43,10 +49,12 @@ def serve(argv: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
 class RouterProcess:
     """Has those parts of `subprocess.Popen` that tests need."""
 
-    def __init__(self, argv: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], log: Path, max_descriptors: int | None = None
+    ) -> None:
         log.touch()
         environ = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-        self._process = CONTEXT.Process(target=serve, args=(argv, log, environ), daemon=True)
+        self._process = CONTEXT.Process(target=serve, args=(argv, log, environ, max_descriptors), daemon=True)
         self._process.start()
 
     @property

@@ -182,6 +182,10 @@ class Metrics:
             registry=self.registry,
         )
         self._add_counters_of_batches(counter)
+        self.connections_refused = counter(
+            "connections_refused",
+            "HTTP connections closed because too many file descriptors were in use",
+        )
         self.work_refused = counter(
             "work_refused", "Requests rejected because the preparation threads were busy"
         )

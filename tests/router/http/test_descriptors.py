@@ -1,0 +1,96 @@
+"""Clients that use up the descriptors of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from router.http import acceptor
+from router.http.acceptor import Acceptor
+from tests.router.conftest import Server, StartServer, eventually, text_of
+
+LIMIT = 256
+ENGINES = 3
+
+
+@contextmanager
+def flood(server: Server, count: int) -> Iterator[list[socket.socket]]:
+    """Open ``count`` connections that say nothing."""
+    address = server.client.base_url.host, server.client.base_url.port
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Return whether the server has closed a connection on which nothing was sent."""
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_a_flood_of_connections_leaves_descriptors_for_engines(
+    start_server: StartServer, background: Callable[..., Future[Any]]
+) -> None:
+    """An engine that joins when there is no descriptor left would be the end of the router."""
+    server = start_server(max_descriptors=LIMIT)
+    engine = server.join("hello world", hold_tokens_after=1)
+    streamed = background(server.chat, "x", stream=True)
+    eventually(lambda: len(engine.running) == 1)
+    with flood(server, LIMIT + 50) as clients:
+        eventually(lambda: any(map(is_closed, clients)))
+        for number in range(ENGINES):
+            server.start_engine("hello world", name=f"late-{number}")
+        eventually(lambda: server.log.read_text().count("is ready") == 1 + ENGINES)
+        engine.behaviour.hold_tokens_after = None
+        assert "[DONE]" in streamed.result(60).text
+        assert sum(map(is_closed, clients)) < LIMIT
+    eventually(lambda: text_of(server.chat("x")) == "hello world")
+    assert server.metric("connections_refused_total ") > 50
+    assert server.log.read_text().count("closed a new connection") == 1
+    assert server.stop() == 0
+
+
+class ExhaustedListener(socket.socket):
+    """A listener that fails for want of descriptors once."""
+
+    failures = 1
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_accepting_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "_PAUSE_S", 0.1)
+
+    class Greeting(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(b"hello")
+            transport.close()
+
+    async def connect() -> bytes:
+        with ExhaustedListener() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            accepting = Acceptor(listener, Greeting, None, 1000, lambda: None)
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            greeting = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            accepting.close()
+            return greeting
+
+    assert asyncio.run(connect()) == b"hello"

@@ -91,9 +91,7 @@ class Acceptor:
 
     async def _connect(self, client: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(
-                self._protocol_factory, client, ssl=self._tls
-            )
+            await self._loop.connect_accepted_socket(self._protocol_factory, client, ssl=self._tls)
         except OSError as error:  # the TLS handshake failed, or the client has gone
             logger.debug("a connection failed: %s", error)
             client.close()

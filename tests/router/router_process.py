@@ -49,12 +49,12 @@ def serve(
 class RouterProcess:
     """Has those parts of `subprocess.Popen` that tests need."""
 
-    def __init__(
-        self, argv: Sequence[str], log: Path, max_descriptors: int | None = None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], log: Path, max_descriptors: int | None = None) -> None:
         log.touch()
         environ = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-        self._process = CONTEXT.Process(target=serve, args=(argv, log, environ, max_descriptors), daemon=True)
+        self._process = CONTEXT.Process(
+            target=serve, args=(argv, log, environ, max_descriptors), daemon=True
+        )
         self._process.start()
 
     @property

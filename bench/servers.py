@@ -61,6 +61,18 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
 
 
 @contextmanager
+def mlx_vlm_server(python: str, *flags: str) -> Iterator[int]:
+    """Run mlx-vlm's server in the environment of ``python``, with the same fast BLAS; yield its
+    port."""
+    environment = dict(os.environ)
+    if blas := load_fast_blas():
+        environment["LD_PRELOAD"] = blas
+    command = [python, "-m", "mlx_vlm.server", "--host", "127.0.0.1", *flags]
+    with running(command, "/health", environment) as (port, _):
+        yield port
+
+
+@contextmanager
 def llama_server(
     program: str, gguf: Path, streams: int, threads: int, context: int = CONTEXT_TOKENS
 ) -> Iterator[int]:

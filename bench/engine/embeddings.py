@@ -26,7 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.servers import running
+from bench.servers import mlx_vlm_server, running
 from engine.backend.graphs import Graph
 
 TOKENS = 256
@@ -167,7 +167,7 @@ def _throughput(folder: Path, runs: int) -> None:
             if python := os.environ.get(TORCH_VARIABLE):
                 rates["torch"].append(_torch_rate(python, folder, clients))
             if python := os.environ.get(MLX_VLM_VARIABLE):
-                with _mlx_vlm(python, folder) as port:
+                with mlx_vlm_server(python, "--embedding-model", str(folder)) as port:
                     rates["vlm"].append(_rate(port, clients, str(folder)))
         mine, bound, torch, vlm = (
             f"{statistics.median(each):.2f}" if each else "-" for each in rates.values()
@@ -186,14 +186,6 @@ def _served(folder: Path, *flags: str) -> Iterator[int]:
     command = [sys.executable, "-m", "mlx_lm_server", "--host", "127.0.0.1", "--no-ssd"]
     command += flags or ("--model", str(folder), "--served-model-name", "base")
     with running(command, "/readyz") as (port, _):
-        yield port
-
-
-@contextmanager
-def _mlx_vlm(python: str, folder: Path) -> Iterator[int]:
-    command = [python, "-m", "mlx_vlm.server", "--embedding-model", str(folder)]
-    command += ["--host", "127.0.0.1"]
-    with running(command, "/health") as (port, _):
         yield port
 
 

@@ -16,8 +16,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from bench.client import checked, token_rate
-from bench.servers import ours, running
-from engine.backend.blas import load_fast_blas
+from bench.servers import mlx_vlm_server, ours
 from services.measuring.answers import StreamedAnswer
 from services.measuring.client import ApiClient
 from shared.imports.bare_package import leave_out_code_of
@@ -69,7 +68,7 @@ def images(model: str, runs: int) -> None:
         sys.exit(f"{MLX_VLM_VARIABLE} has to be a Python that has mlx-vlm with its server")
     with tempfile.TemporaryDirectory(prefix="bench-") as private:
         folder = make_model(Path(private) / "model")
-        with ours(str(folder)) as mine, _mlx_vlm(python, folder) as theirs:
+        with ours(str(folder)) as mine, mlx_vlm_server(python, "--model", str(folder)) as theirs:
             ports = {"ours": mine, "mlx-vlm": theirs}
             for port in ports.values():  # decoder processes start on demand
                 _ask_all(port, folder, max(CLIENTS))
@@ -135,16 +134,6 @@ def _messages(seed: int) -> list[dict[str, Any]]:
     words = " ".join(f"w{word}" for word in draw.integers(0, WORDS - 10, ASKED_WORDS))
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
     return [{"role": "user", "content": content}]
-
-
-@contextmanager
-def _mlx_vlm(python: str, folder: Path) -> Iterator[int]:
-    environment = dict(os.environ)
-    if blas := load_fast_blas():
-        environment["LD_PRELOAD"] = blas
-    command = [python, "-m", "mlx_vlm.server", "--model", str(folder), "--host", "127.0.0.1"]
-    with running(command, "/health", environment) as (port, _):
-        yield port
 
 
 def make_model(path: Path) -> Path:

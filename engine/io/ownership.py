@@ -27,6 +27,9 @@ class Ownership(Generic[Owner]):
     def __len__(self) -> int:
         return len(self._owners)
 
+    def has_any_of(self, owner: Owner) -> bool:
+        return any(one is owner for one in self._owners.values())
+
     def add(self, request: wire.Submit | wire.Encode, owner: Owner) -> None:
         key = (request.request_id, request.attempt)
         self._owners[key] = owner

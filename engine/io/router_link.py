@@ -10,14 +10,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shared import wire
-from shared.network.curve import HANDSHAKE_FAILED, EngineKeys, watch_peer
+from shared.network.curve import HANDSHAKE_FAILED, EngineKeyFiles, watch_peer
+from shared.network.keyed_connection import KeyedConnection
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 2_000
 OUTBOX_LIMIT = 20_000
 _LINGER_MS = 500
-_ASK_AGAIN_S = 5.0
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -33,10 +33,9 @@ class RouterLink:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        keys: EngineKeys | None,
+        keys: EngineKeyFiles | None,
     ) -> None:
         self.endpoint = endpoint
-        self._own_key = "" if keys is None else keys.own.public
         self.router_id: str | None = None
         """The router id in its last `Ping`."""
         self.pinged = False
@@ -44,7 +43,6 @@ class RouterLink:
         self.gone_since: float | None = None
         """When the connection to a router with requests was lost; None while it is connected."""
         self._outbox: deque[list[bytes | memoryview]] = deque()
-        self._retry_at: float | None = None
         self._complaint = ""
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
@@ -57,10 +55,8 @@ class RouterLink:
         ):
             self.socket.set(option, value)
         watch_peer(self.socket, endpoint)
-        if keys is not None:
-            keys.protect(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(endpoint)
+        self._connection = KeyedConnection(self.socket, endpoint, keys)
 
     def __str__(self) -> str:
         return self.endpoint
@@ -81,7 +77,7 @@ class RouterLink:
     @property
     def asks_again(self) -> bool:
         """Whether the router has refused this engine, which will retry."""
-        return self._retry_at is not None
+        return self._connection.asks_again
 
     @property
     def is_away(self) -> bool:
@@ -118,20 +114,20 @@ class RouterLink:
             if self.router_id is not None and self.gone_since is None:
                 self.gone_since = time.monotonic()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            # ZeroMQ does not retry, but the key may be added to the list later.
-            self._retry_at = time.monotonic() + _ASK_AGAIN_S
-            self._complain(f"the key {self._own_key} of this engine is not on its allow list")
-        elif self._own_key:
+            self._connection.on_refused(time.monotonic())
+            self._complain(
+                f"the key {self._connection.own_key} of this engine is not on its allow list"
+            )
+        elif self._connection.own_key:
             self._complain("it does not use CURVE, or its key is not the local server.key")
         elif self.endpoint.startswith("tcp:"):
             self._complain("it requires CURVE: set --curve-dir")
 
-    def tick(self, now: float) -> None:
-        """Try to join again, if it is time."""
-        if self._retry_at is not None and now >= self._retry_at:
-            self._retry_at = None
-            self.socket.disconnect(self.endpoint)
-            self.socket.connect(self.endpoint)
+    def tick(self, now: float, *, is_idle: bool) -> None:
+        """Connect again if the router has refused this engine a while ago, or if the keys have
+        changed and ``is_idle``: no request of the router is running."""
+        if self._connection.tick(now, is_idle=is_idle or not self.is_connected):
+            self.is_connected = False
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import zmq
 
 from engine.io.router_link import RouterLink
-from shared.network.curve import EngineKeys
+from shared.network.curve import EngineKeyFiles
 from shared.network.named_address import NameWatch, is_named
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class RouterLinks:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        addresses: Mapping[str, EngineKeys | None],
+        addresses: Mapping[str, EngineKeyFiles | None],
         watch: Callable[[str], NameWatch] = NameWatch,
     ) -> None:
         """Connect to ``addresses``, each with its keys. Names are looked up after `start`."""

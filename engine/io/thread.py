@@ -300,7 +300,7 @@ class IOThread(threading.Thread):
             self._poller.unregister(link.monitor)
             link.close()
         for link in self._links:
-            link.tick(now)
+            link.tick(now, is_idle=not self._requests.has_any_of(link))
             if link.gone_since is not None and now - link.gone_since > ROUTER_GONE_S:
                 logger.warning("the router at %s is gone: its requests are dropped", link)
                 link.gone_since = None

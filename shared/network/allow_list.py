@@ -54,7 +54,7 @@ class AllowList:
     def __init__(self, path: Path) -> None:
         """Raises `AllowListError`."""
         self._path = path
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self._keys = read_allow_list(path)
 
     def find(self, key: str) -> AllowedKey | None:
@@ -65,17 +65,17 @@ class AllowList:
 
         Raises `AllowListError`; the keys then stay as they were.
         """
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        found = stamp(self._path)
+        if found == self._stamp:
             return False
         try:
             self._keys = read_allow_list(self._path)
         except AllowListUnreadable:
             raise  # The next call tries again: the file may have lost a key.
         except AllowListError:
-            self._stamp = stamp
+            self._stamp = found
             raise
-        self._stamp = stamp
+        self._stamp = found
         return True
 
 
@@ -138,7 +138,7 @@ def parse_allowed_key(key: str, fields: Iterable[str]) -> AllowedKey:
     return AllowedKey(key, name, models)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with the contents of the file; None if there is no file."""
     try:
         status = path.stat()

@@ -26,7 +26,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from shared.logs import RateLimitedLogger
-from shared.network.allow_list import AllowedKey, AllowList, AllowListError, AllowListUnreadable
+from shared.network.allow_list import (
+    AllowedKey,
+    AllowList,
+    AllowListError,
+    AllowListUnreadable,
+    stamp,
+)
 from shared.network.named_address import is_named
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ ALLOW_LIST = "allowed"
 Role = Literal["server", "engine"]
 
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_ENGINE_FILES = ("engine.key", "engine.secret", "server.key")
 _POLL_S = 0.5
 _MAX_LOGGED_KEYS = 1000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
@@ -83,12 +90,38 @@ class EngineKeys:
         socket.curve_serverkey = _z85(self.server)
 
 
-def engine_keys(directory: Path | None, endpoint: str) -> EngineKeys | None:
+class EngineKeyFiles:
+    """The keys in ``directory``, which may be replaced while a process uses them."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CurveError`."""
+        self._directory = directory
+        self._stamps = self._look()
+        self._warnings = RateLimitedLogger(logger)
+        self.keys = EngineKeys.load(directory)
+
+    def refresh(self) -> EngineKeys:
+        """Return the keys, read again if the files have changed. If they cannot be used, or not all
+        are replaced yet, the keys stay as they were until the next call."""
+        stamps = self._look()
+        if stamps != self._stamps:
+            try:
+                self.keys = EngineKeys.load(self._directory)
+                self._stamps = stamps
+            except CurveError as error:
+                self._warnings.warning("cannot use the new keys yet: %s", error)
+        return self.keys
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [stamp(self._directory / name) for name in _ENGINE_FILES]
+
+
+def engine_keys(directory: Path | None, endpoint: str) -> EngineKeyFiles | None:
     """Return the keys for a connection to ``endpoint``, or None if it is unencrypted. Raises
     `CurveError`.
     """
     over_tcp = endpoint.startswith("tcp:") or is_named(endpoint)
-    return EngineKeys.load(directory) if directory and over_tcp else None
+    return EngineKeyFiles(directory) if directory and over_tcp else None
 
 
 def create_pair(directory: Path, role: Role) -> KeyPair:

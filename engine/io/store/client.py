@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from engine.io.store import block_fetch
 from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payload, WrongLayout
@@ -28,11 +27,12 @@ from engine.io.store.block_puts import BlockPuts
 from engine.io.store.questions import Question, Questions
 from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats, StoreCounters
+from engine.io.store.store_socket import StoreSocket
 from engine.plan import FoundState, StateSearch, StoreRoom
 from shared import wire
-from shared.blockfile import MAX_FILE_BYTES, BlockFileError
+from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
-from shared.network.curve import EngineKeys
+from shared.network.curve import EngineKeyFiles
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class StoreClient:
         wake: Callable[[], None],
         timeout_s: float = 2.0,
         states: FileKind | None = None,
-        keys: EngineKeys | None = None,
+        keys: EngineKeyFiles | None = None,
         on_stores_answered: Callable[[list[tuple[bytes, bool]]], None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
@@ -81,21 +81,9 @@ class StoreClient:
         self._counters = StoreCounters()
         self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
         self._warnings = RateLimitedLogger(logger)
-        self.socket = context.socket(zmq.DEALER)
+        self._socket = StoreSocket(context, endpoint, keys)
+        self.socket = self._socket.dealer
         self.sockets = (self.socket,)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a missing kvstore
-        self.socket.set(zmq.IPV6, int("[" in endpoint))
-        self.socket.set(zmq.RECONNECT_IVL, 100)
-        self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a vanished machine closes no connection
-        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
-        if keys is not None:
-            keys.protect(self.socket)
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = self.socket.get_monitor_socket(events)
-        self.socket.connect(endpoint)
 
     @property
     def stats(self) -> StoreClientStats:
@@ -159,6 +147,8 @@ class StoreClient:
     def tick(self, now: float) -> None:
         """Run posted actions, timeouts and probes. ``now`` is time.monotonic()."""
         self._poll_connection()
+        if self._socket.tick(now, is_idle=not self._has_questions):
+            self._on_disconnected()
         with suppress(Empty):
             while True:
                 self._actions.get_nowait()()
@@ -208,19 +198,17 @@ class StoreClient:
         self.tick(time.monotonic())
         for fetch in list(self._reading):
             self._give_up(fetch)
-        self.socket.disable_monitor()
-        self._monitor.close()
-        self.socket.close()
+        self._socket.close()
 
     # -- the connection, on the IO thread --------------------------------------
 
     def _poll_connection(self) -> None:
-        while self._monitor.poll(0):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                self._on_disconnected()
-            else:
+        for is_connected in self._socket.changes():
+            if is_connected:
                 self._session = "connected"
                 self._connected_at = time.monotonic()
+            else:
+                self._on_disconnected()
         if self._session == "connected" and self._send(wire.Locate()):
             self._session = "locating"
 
@@ -254,6 +242,11 @@ class StoreClient:
             for fetch in waiting:
                 self._request(fetch)
 
+    @property
+    def _has_questions(self) -> bool:
+        waiting = self._requested or self._waiting or self._reading
+        return bool(waiting or self._puts.num_under_way)
+
     def _probe(self, now: float) -> None:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
             if not self._unresponsive:
@@ -261,8 +254,8 @@ class StoreClient:
                 self._warnings.warning(why)
             self._unresponsive = True
         if self._session != "away" and self._probed_at is None and now >= self._next_probe_at:
-            asks = self._requested or self._waiting or self._reading or self._puts.num_under_way
-            self._next_probe_at = now + (PROBE_INTERVAL_S if asks else IDLE_PROBE_INTERVAL_S)
+            is_asked = self._has_questions
+            self._next_probe_at = now + (PROBE_INTERVAL_S if is_asked else IDLE_PROBE_INTERVAL_S)
             if self._send(wire.StoreStatsWanted()):
                 self._probed_at = now
 

@@ -77,18 +77,46 @@ class RouterProcess:
                     yield json.loads(line[6:])["choices"][0]["text"]
 
 
+class KeyDirectories:
+    """The keys of both sides."""
+
+    def __init__(self, server: Path, engine: Path) -> None:
+        self.server, self.engine = server, engine
+        self.make("server", server)
+        self.make("engine", engine)
+
+    def make(self, role: str, directory: Path) -> None:
+        """Create the keys of a role in place of those that there are."""
+        for name in (f"{role}.key", f"{role}.secret"):
+            (directory / name).unlink(missing_ok=True)
+        public = [] if role == "server" else ["--server", self.public(self.server, "server")]
+        assert keys.main([role, f"--curve-dir={directory}", *public]) == 0
+
+    def allow(self) -> None:
+        own = self.public(self.engine, "engine")
+        assert keys.main(["allow", f"--curve-dir={self.server}", own, "--name=studio"]) == 0
+
+    def remove(self) -> None:
+        assert keys.main(["remove", f"--curve-dir={self.server}", "studio"]) == 0
+
+    @staticmethod
+    def public(directory: Path, role: str) -> str:
+        return (directory / f"{role}.key").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> KeyDirectories:
+    return KeyDirectories(tmp_path_factory.mktemp("server"), tmp_path_factory.mktemp("engine"))
+
+
 @pytest.fixture(scope="module")
 def routers(
-    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path], directories: KeyDirectories
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
     """Two routers, one at IPv6 with CURVE and one at a private socket, over one engine. It finds
     the first as it finds those that have a name."""
-    server, engine = (tmp_path_factory.mktemp(name) for name in ("server", "engine"))
-    keys.main(["server", f"--curve-dir={server}"])
-    public = (server / "server.key").read_text().strip()
-    keys.main(["engine", f"--curve-dir={engine}", "--server", public])
-    own = (engine / "engine.key").read_text().strip()
-    keys.main(["allow", f"--curve-dir={server}", own, "--name=studio"])
+    server, engine = directories.server, directories.engine
+    directories.allow()
     with ExitStack() as stack:
         private = stack.enter_context(private_directory())
         first = f"--engine-socket=tcp://[::1]:{unused_port()}"
@@ -147,3 +175,34 @@ def test_a_router_that_is_killed_takes_nothing_from_the_other_and_comes_back(
     first.start()
     first.wait_ready()
     assert first.text() == expected
+
+
+def test_new_keys_of_the_engine_replace_the_old_ones_without_a_restart(
+    routers: tuple[RouterProcess, RouterProcess], directories: KeyDirectories
+) -> None:
+    """Also those of its connection to the kvstore, which refuses them at first."""
+    first, second = routers
+    expected = second.text()
+    directories.make("engine", directories.engine)
+    directories.remove()
+    first.wait_until(lambda: first.client.get("/readyz").status_code == 503)
+    second.wait_until(lambda: not second.knows_the_store())
+    directories.allow()
+    first.wait_ready()
+    assert first.text() == expected
+    first.wait_until(first.knows_the_store)
+
+
+def test_an_engine_finds_a_router_that_was_restarted_with_new_keys(
+    routers: tuple[RouterProcess, RouterProcess], directories: KeyDirectories
+) -> None:
+    """Stands last: the kvstore still has the old ones."""
+    first, second = routers
+    first.kill()
+    directories.make("server", directories.server)
+    first.start()
+    (directories.engine / "server.key").write_text(
+        directories.public(directories.server, "server") + "\n"
+    )
+    first.wait_ready()
+    assert first.text() == second.text()

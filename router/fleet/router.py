@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -15,6 +14,7 @@ from typing import Any
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
 from router.fleet.adapters import Adapters, with_adapter
 from router.fleet.administration import Administration
+from router.fleet.background import BackgroundTasks
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.engines.sockets import EngineSockets
@@ -115,7 +115,7 @@ class Router:
         """Set when answers without an end of their own must end."""
         self.shutdown_clean = True
         """False after a shutdown has cancelled requests."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
         self._add_gauges()
 
     def _add_gauges(self) -> None:
@@ -141,27 +141,23 @@ class Router:
 
     async def start(self) -> None:
         self.engine_sockets.start()
-        self._tasks = [
-            asyncio.create_task(self._tick()),
-            asyncio.create_task(self.rate_limits.run()),
-            asyncio.create_task(asyncio.to_thread(warm_up)),
-            *(asyncio.create_task(run()) for run in self.background),
-        ]
+        self._tasks.start(self._tick(), self.rate_limits.run(), asyncio.to_thread(warm_up))
+        self._tasks.start(*(run() for run in self.background))
 
     async def stop(self) -> None:
         self.abort_all("The server is shutting down.")
         self.administration.close()
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._tasks.stop()
         self.loop_lag.close()
         self.work.close()
         await self.rate_limits.close()
         self.engine_sockets.close()
         self.registry.close()
         for close in self.closers:
-            await asyncio.to_thread(close)
+            try:
+                await asyncio.to_thread(close)
+            except Exception:
+                logger.exception("closing %r", close)
 
     async def drain(self, timeout_s: float, delay_s: float = 0.0) -> None:
         """Refuse new requests and wait for those in flight. Cancel them after ``timeout_s``.

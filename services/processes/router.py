@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from router.batches.storage.directory import BatchDirectoryError
+from router.fleet.background import BackgroundTasks
 from router.fleet.demand import demand, load
 from router.fleet.engines.socket import EngineSocketError
 from router.fleet.router import Router
@@ -195,10 +196,8 @@ async def _serve(
             "every process on this machine can join --engine-socket as an engine and read "
             "prompts: use ipc://, or tcp:// with --curve-dir"
         )
-    background = [
-        asyncio.create_task(_heartbeat(server, router, link)),
-        asyncio.create_task(keys.follow()),
-    ]
+    background = BackgroundTasks()
+    background.start(_heartbeat(server, router, link), keys.follow())
     await router.start()
     try:
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
@@ -212,8 +211,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         end.cancel()
-        for task in background:
-            task.cancel()
+        await background.stop()
         await router.stop()
 
 

@@ -137,10 +137,8 @@ class LocalProcess:
 
     def stop(self, *, at_once: bool = False) -> None:
         if self._process.poll() is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL if at_once else self.spec.stop_signal)
-            except (ProcessLookupError, PermissionError):
-                pass  # it has just exited (macOS reports "not permitted" for a zombie)
+            self._signal_group(signal.SIGKILL if at_once else self.spec.stop_signal)
+            self._signal_group(signal.SIGCONT)  # a stopped process handles no other signal
 
     def hang_up(self) -> None:
         self._process.send_signal(signal.SIGHUP)  # only to the child
@@ -159,7 +157,10 @@ class LocalProcess:
             "arguments": spec.command[len(spec.spare) :],
             "environment": dict(spec.environment),
         }
-        return self.is_alive() and self.send(order)
+        if not self.is_alive():
+            return False
+        self._signal_group(signal.SIGCONT)  # it may have been stopped
+        return self.send(order)
 
     def end(self) -> None:
         """Kill the process, and wait until it has exited."""
@@ -169,8 +170,12 @@ class LocalProcess:
 
     def _end_group(self) -> None:
         """Kill the rest of its process group, such as a stopped rank."""
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> None:
+        # It may have just exited. macOS reports "not permitted" for a zombie.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     def close(self) -> None:
         self._link.close()

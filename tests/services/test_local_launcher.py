@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ SPARE = (
     "order = json.loads(os.read(int(link), 65536)); os.environ.update(order['environment']);"
     f"os.execv(sys.executable, [sys.executable, '-c', {CHILD!r}, *order['arguments']])"
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 40.0
 
 
 def spec(name: str, spare: str = SPARE) -> ChildSpec:
@@ -73,6 +74,17 @@ def test_a_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> 
     assert facts(started[0])["pid"] != spare
     launcher.keep_spare(121.0)
     assert launcher.spare_pid is None  # the next one is due ten seconds after this start
+
+
+def test_a_stopped_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> None:
+    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
+    started.append(launcher.start(spec("a"), now=100.0))
+    launcher.keep_spare(110.0)
+    spare = launcher.spare_pid
+    assert spare is not None
+    os.kill(spare, signal.SIGSTOP)
+    started.append(launcher.start(spec("b"), now=112.0))
+    assert facts(started[1])["pid"] == spare
 
 
 def test_a_spare_that_has_ended_is_not_used(started: list[LocalProcess]) -> None:

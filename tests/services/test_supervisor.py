@@ -110,6 +110,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def is_stopped(pid: int) -> bool:
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return shown.stdout.startswith("T")
+
+
 def wait_until_gone(pid: int) -> None:
     wait_until(lambda: not is_running(pid))
 
@@ -184,6 +189,25 @@ def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     os.kill(first.pid, signal.SIGSTOP)
     server.wait_for_starts(2)
     assert not is_running(first.pid)
+
+
+def test_a_stopped_child_ends_by_itself_when_it_is_told_to(start: Start) -> None:
+    server = start("a:serve:0")
+    server.wait_until_ready()
+    os.kill(server.child("a").pid, signal.SIGSTOP)
+    code, _, log = server.stop()
+    assert code == EXIT_OK and "killed" not in log
+    assert [entry.name for entry in server.journal("end")] == ["a"]
+
+
+def test_a_stopped_child_does_not_survive_a_killed_supervisor(start: Start) -> None:
+    server = start("a:serve:0")
+    server.wait_until_ready()
+    pid = server.child("a").pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(pid))
+    server.process.kill()
+    wait_until_gone(pid)
 
 
 def test_a_child_that_never_heartbeats_is_killed_after_a_longer_time(start: Start) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -97,3 +98,4 @@ class EngineHost:
         self._told_to_end = self._told_to_end or ends
         if self._process.poll() is None:
             self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)  # a stopped process handles no other signal

@@ -24,7 +24,10 @@ from router.fleet.metrics.prometheus import LoopHistogram
 from router.fleet.router import Router
 from router.http.app import create_app
 from router.http.middleware.api_keys import ApiKeys
-from router.schemas.requests import SamplingRequest
+from router.schemas.body import refusals
+from router.schemas.other_servers import OtherServersFields
+from router.schemas.requests import ChatRequest
+from router.schemas.sampling import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings
 from shared.wire import (
@@ -81,6 +84,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "largest models": _largest_models,
         "model choices": _model_choices,
         "vision models": _vision_models,
+        "fields refused": _refused_fields,
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
     }
@@ -224,11 +228,30 @@ def _fields(document: dict[str, Any], path: str) -> str:
         for name in _accepted(schema)
         if name not in sampling or schema["properties"][name] != common[name]
     ]
-    refused = [name for name in schema["properties"] if name not in _accepted(schema)]
+    refused = [
+        name
+        for name in schema["properties"]
+        if name not in _accepted(schema) and name not in refusals(OtherServersFields)
+    ]
     listed = ", ".join(f"`{name}`" for name in sorted(refused))
     required = schema.get("required", ())
     accepted.sort(key=lambda name: name not in required)
-    return f"{_fields_table(schema, accepted)}\n\nRefused by name: {listed}."
+    others = "[those of other servers](#fields-of-other-servers)"
+    return f"{_fields_table(schema, accepted)}\n\nRefused by name: {listed}, and {others}."
+
+
+def _refused_fields() -> str:
+    """The fields of other servers by what to do instead, each with the values it may have."""
+    advices: dict[str, list[str]] = {}
+    for name, refusal in refusals(OtherServersFields).items():
+        values = ", ".join(json.dumps(each) for each in refusal.neutral)
+        told = re.sub(r"'(\S+?)'", r"`\1`", refusals(ChatRequest)[name].advice)
+        told = told or "not supported"
+        advices.setdefault(told, []).append(f"`{name}`" + (f" ({values})" if values else ""))
+    return _table(
+        ("refused, unless null or a value in parentheses", "instead"),
+        [(", ".join(advices[told]), told) for told in advices],
+    )
 
 
 def _fields_table(schema: dict[str, Any], names: Iterable[str]) -> str:

@@ -12,7 +12,8 @@ from bench.peers import front
 from router.anthropic.schemas import MessagesRequest
 from router.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from router.responses.schemas import ResponsesRequest
-from router.schemas.requests import ChatRequest, CompletionRequest, RequestBody, unsupported_fields
+from router.schemas.body import RequestBody, refusals
+from router.schemas.requests import ChatRequest, CompletionRequest
 from services.commands.bench import kv, options, step
 from shared.flags import flags_of
 from shared.settings import Settings
@@ -96,7 +97,7 @@ def anchors(path: Path) -> set[str]:
 )
 def test_every_field_of_a_request_is_explained(kind: type[RequestBody]) -> None:
     """By hand: what is generated names types and ranges only."""
-    assert not fields_of(kind) - set(unsupported_fields(kind)) - explained("api.md")
+    assert not fields_of(kind) - set(refusals(kind)) - explained("api.md")
 
 
 @pytest.mark.parametrize("kind", [OllamaChatRequest, OllamaGenerateRequest, OllamaOptions])

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from router.schemas.body import Count, refused
 from router.schemas.conversation import MAX_TOOLS, ToolName
-from router.schemas.requests import MAX_STOP_STRINGS, Count, SamplingRequest, StopString
+from router.schemas.requests import MAX_STOP_STRINGS, StopString
+from router.schemas.sampling import SamplingRequest
 
 
 class BlockSource(Struct, frozen=True, kw_only=True):
@@ -124,8 +126,9 @@ class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
 
-    container: Any = None
-    mcp_servers: Any = None
+    container: Annotated[Any, refused()] = None
+    mcp_servers: Annotated[Any, refused([])] = None
+    stop: Annotated[Any, refused([], advice="Use 'stop_sequences'.")] = None
 
     @property
     def image_chars(self) -> int:

@@ -28,6 +28,7 @@ from router.api.translation import (
     with_paths,
 )
 from router.errors import InvalidRequest, NotSupported
+from router.schemas.body import validated
 from router.schemas.conversation import (
     ChatMessage,
     ContentPart,
@@ -40,7 +41,8 @@ from router.schemas.conversation import (
     ToolMode,
 )
 from router.schemas.images import SentImage
-from router.schemas.requests import ChatRequest, sampling_fields, validated
+from router.schemas.requests import ChatRequest
+from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")

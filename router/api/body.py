@@ -23,7 +23,7 @@ from router.errors import (
 )
 from router.fleet.router import Router
 from router.images.memory import HeldMemory
-from router.schemas.requests import RequestBody, parse_body
+from router.schemas.body import RequestBody, parse_body
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0

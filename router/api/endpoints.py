@@ -35,7 +35,8 @@ from router.generation.sampling import (
     check_prediction_length,
     check_prompt_length,
 )
-from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
+from router.schemas.body import RequestBody
+from router.schemas.requests import ChatRequest, GenerationRequest
 from router.tokens.image_prompts import Prompt
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser

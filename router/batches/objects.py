@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from router.batches.storage.states import BatchState
 from router.errors import InvalidValue
-from router.schemas.requests import RequestBody
+from router.schemas.body import RequestBody
 
 BatchEndpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"

@@ -22,8 +22,6 @@ MAX_SEQUENCES = 128
 MAX_ENTRIES = 500_000
 """Max tokens and alternatives in an answer with log-probabilities or repeated prompts. Each takes
 about a hundred bytes here and as many in the answer."""
-REPETITION_CONTEXT_SIZE = 20
-"""mlx-lm's default of ``repetition_context_size``."""
 
 
 class SequenceSpec(NamedTuple):
@@ -222,8 +220,9 @@ def _sampling(
     request: GenerationRequest, model: Model, settings: Settings, seed: int
 ) -> SamplingParams:
     """Take each parameter from the request, else from the flags, else from the model."""
-    renderer, context = model.renderer, request.repetition_context_size
+    renderer = model.renderer
     defaults = renderer.sampling_defaults
+    penalty, context = request.repetition
 
     def pick(asked: float | None, flag: float | None, default: float) -> float:
         return asked if asked is not None else flag if flag is not None else default
@@ -237,8 +236,8 @@ def _sampling(
         xtc_probability=request.xtc_probability or 0.0,
         xtc_threshold=0.1 if request.xtc_threshold is None else request.xtc_threshold,
         xtc_special_ids=renderer.xtc_special_ids if request.xtc_probability else [],
-        repetition_penalty=request.repetition_penalty or 1.0,
-        repetition_context_size=REPETITION_CONTEXT_SIZE if context is None else context,
+        repetition_penalty=penalty,
+        repetition_context_size=context,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=list((request.logit_bias or {}).items()),

@@ -10,15 +10,10 @@ from msgspec import Meta, Struct
 
 from router.encoding.embedding import MAX_TEXTS
 from router.errors import InvalidRequest, InvalidValue
+from router.schemas.body import RequestBody, TokenId, refused
 from router.schemas.conversation import MAX_TOOLS, Tool
-from router.schemas.requests import (
-    MAX_STOP_STRINGS,
-    LogprobsCount,
-    Penalty,
-    RequestBody,
-    StopString,
-    TokenId,
-)
+from router.schemas.requests import MAX_STOP_STRINGS, LogprobsCount, StopString
+from router.schemas.sampling import Penalty
 
 _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|μs|ms|s|m|h))+")
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|μs|ms|s|m|h)")
@@ -146,7 +141,6 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     """A prompt to answer. Without one it loads the model, or unloads it if ``keep_alive`` is 0."""
 
-    neutral: ClassVar = {"suffix": ("",), "template": ("",)}
     may_have_images = True
 
     prompt: str = ""
@@ -155,8 +149,8 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     context: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
 
-    suffix: Any = None
-    template: Any = None
+    suffix: Annotated[Any, refused("")] = None
+    template: Annotated[Any, refused("", advice="Use '--chat-template', or 'raw'.")] = None
 
     @property
     def image_chars(self) -> int:

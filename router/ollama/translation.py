@@ -18,9 +18,10 @@ from router.ollama.schemas import (
     OllamaOptions,
     OllamaRequest,
 )
+from router.schemas.body import validated
 from router.schemas.conversation import ChatMessage, ContentPart, FunctionCall, ToolCall
 from router.schemas.images import SentImage
-from router.schemas.requests import ChatRequest, GenerationRequest, validated
+from router.schemas.requests import ChatRequest, GenerationRequest
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _LONGEST = 2**31 - 1

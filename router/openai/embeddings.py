@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,7 +27,9 @@ from router.errors import (
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.sequences.remote_texts import Rows
-from router.schemas.requests import RequestBody, TokenId
+from router.schemas.body import RequestBody, TokenId, refused
+
+_PROMPT = "Use 'prompt_name'."
 
 EncodingFormat = Literal["float", "base64"]
 
@@ -70,6 +72,29 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
         bool | None, Meta(description="Truncate texts that are too long instead of rejecting them.")
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    # Of vLLM, SGLang, llama.cpp, text-embeddings-inference, Jina, Voyage and Cohere.
+    input_type: Annotated[Any, refused(advice=_PROMPT)] = None
+    task: Annotated[Any, refused(advice=_PROMPT)] = None
+    instruction: Annotated[Any, refused("", advice=_PROMPT)] = None
+    output_dimension: Annotated[Any, refused(advice="Use 'dimensions'.")] = None
+    output_dtype: Annotated[Any, refused("float")] = None
+    embedding_type: Annotated[Any, refused("float", advice="Use 'encoding_format'.")] = None
+    embedding_types: Annotated[Any, refused(["float"], advice="Use 'encoding_format'.")] = None
+    embed_dtype: Annotated[Any, refused("float32")] = None
+    endianness: Annotated[Any, refused("native", "little")] = None
+    normalize: Annotated[Any, refused(True)] = None
+    normalized: Annotated[Any, refused(True)] = None
+    embd_normalize: Annotated[Any, refused(2)] = None
+    use_activation: Annotated[Any, refused(True)] = None
+    late_chunking: Annotated[Any, refused(False)] = None
+    add_special_tokens: Annotated[Any, refused(True)] = None
+    truncation: Annotated[Any, refused(False, advice="Use 'truncate'.")] = None
+    truncate_prompt_tokens: Annotated[Any, refused(advice="Use 'truncate'.")] = None
+    truncation_side: Annotated[Any, refused("right")] = None
+    truncation_direction: Annotated[Any, refused("Right", "right")] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
+    lora_path: Annotated[Any, refused("")] = None
 
     def check(self) -> None:
         if len(self.texts) > MAX_TEXTS:

@@ -85,7 +85,12 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         found: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                found.append(model.renderer.encode(prompt, check_length=check_length))
+                special = request.add_special_tokens is not False
+                found.append(
+                    model.renderer.encode(
+                        prompt, add_special_tokens=special, check_length=check_length
+                    )
+                )
             elif any(token >= model.hello.vocab_size for token in prompt):
                 raise InvalidValue(
                     f"'prompt' contains a token id greater than {model.hello.vocab_size - 1}.",

@@ -70,6 +70,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         )
         self._header = asdict(header)
         self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
         self._text_frames: dict[int, tuple[bytes, bytes]] = {}
         """By choice: the JSON around the text of a chunk that contains only text."""
         self._spliced: list[bytes] = []
@@ -93,14 +94,17 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        if delta.tokens is not None or delta.reasoning or delta.calls:
-            return self._event(self._chunk_choice(generation, choice.index, delta, None))
+        if delta.tokens is not None or delta.reasoning or delta.calls or self._continuous_usage:
+            return self._event(
+                generation, self._chunk_choice(generation, choice.index, delta, None)
+            )
         start, end = self._text_frame(generation, choice.index)
         return encode_event(start + msgspec.json.encode(delta.text) + end)
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
         index, reason = choice.index, choice.finish_reason
-        return self._event(self._chunk_choice(generation, index, OutputDelta(), reason))
+        chunk = self._chunk_choice(generation, index, OutputDelta(), reason)
+        return self._event(generation, chunk)
 
     def stream_end(self, generation: Generation) -> bytes:
         end = encode_event(DONE.encode())
@@ -111,18 +115,20 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     def error(self, error: ApiError) -> bytes:
         return encode_event(error.body())
 
-    def _event(self, choice: _ChunkChoice) -> bytes:
-        return encode_event(self._chunk_json(choice))
+    def _event(self, generation: Generation, choice: _ChunkChoice) -> bytes:
+        return encode_event(self._chunk_json(generation, choice))
 
-    def _chunk_json(self, choice: _ChunkChoice) -> bytes:
+    def _chunk_json(self, generation: Generation, choice: _ChunkChoice) -> bytes:
         # OpenAI's chunks have "usage": null if the usage comes at the end.
         usage = None if self._include_usage else UNSET
+        if self._continuous_usage:
+            return msgspec.json.encode(self._chunk([choice], generation.usage()))
         return msgspec.json.encode(self._chunk([choice], usage))
 
     def _text_frame(self, generation: Generation, index: int) -> tuple[bytes, bytes]:
         if index not in self._text_frames:
             choice = self._chunk_choice(generation, index, OutputDelta(_MARK), None)
-            start, end = self._chunk_json(choice).split(_PLACE)
+            start, end = self._chunk_json(generation, choice).split(_PLACE)
             self._text_frames[index] = start, end
         return self._text_frames[index]
 
@@ -185,7 +191,7 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
     def stream_start(self, generation: Generation) -> bytes:
         opening = DeltaMessage(role="assistant", content="")
         return b"".join(
-            self._event(ChatChunkChoice(index=choice.index, delta=opening))
+            self._event(generation, ChatChunkChoice(index=choice.index, delta=opening))
             for choice in generation.choices
         )
 

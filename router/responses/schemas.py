@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from router.errors import InvalidRequest
+from router.schemas.body import Count, refused
 from router.schemas.conversation import MAX_TOOLS, ToolName
-from router.schemas.requests import Count, LogprobsCount, SamplingRequest
+from router.schemas.requests import MAX_STOP_STRINGS, LogprobsCount, StopString
+from router.schemas.sampling import SamplingRequest
 
 MAX_ITEMS = 10_000
+_LIMIT = "Use 'max_output_tokens'."
 _HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("computer", "tool_search", "programmatic"),
@@ -124,7 +127,6 @@ class ReasoningConfig(Struct, frozen=True, kw_only=True):
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation to answer: OpenAI's fields and those of `SamplingRequest`."""
 
-    neutral: ClassVar = {"background": (False,), "context_management": ([],)}
     may_have_images = True
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -133,6 +135,7 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     store: bool | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -148,11 +151,13 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    moderation: Any = None
-    prompt: Any = None
+    background: Annotated[Any, refused(False)] = None
+    context_management: Annotated[Any, refused([])] = None
+    conversation: Annotated[Any, refused(advice="Use 'previous_response_id'.")] = None
+    moderation: Annotated[Any, refused()] = None
+    prompt: Annotated[Any, refused(advice="Use 'instructions' and 'input'.")] = None
+    max_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    max_completion_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
 
     @property
     def image_chars(self) -> int:

@@ -28,8 +28,10 @@ from router.responses.calls import (
 )
 from router.responses.schemas import InputItem, ItemContentPart, ResponsesRequest, TextFormat
 from router.responses.tools import ClientTool, tool_choice
+from router.schemas.body import validated
 from router.schemas.conversation import ChatMessage, ContentPart, Tool
-from router.schemas.requests import ChatRequest, sampling_fields, validated
+from router.schemas.requests import ChatRequest
+from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _ID_PREFIXES = {"reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
@@ -62,6 +64,7 @@ def chat_request(
             **fields,
             messages=_messages(items, body.instructions, num_earlier),
             max_tokens=body.max_output_tokens,
+            stop=body.stop,
             tools=[Tool(function=tool.function) for tool in tools],
             tool_choice=tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,

@@ -1,19 +1,13 @@
-"""Request bodies in OpenAI's format.
-
-Every field that is read has a type and a range, so that a decoded body is valid in itself. Checks
-that depend on the model are in `router.generation.sampling`.
-"""
+"""Request bodies of chat and text completions, in OpenAI's format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
-from router.errors import InvalidRequest, InvalidValue, NotSupported
+from router.errors import InvalidRequest, InvalidValue
+from router.schemas.body import Count, TokenId, refused
 from router.schemas.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -27,87 +21,26 @@ from router.schemas.conversation import (
     image_chars,
     prompt_ending,
 )
-from router.schemas.structured import StructuredOutputFields
-from router.schemas.validation import validation_error
+from router.schemas.sampling import SamplingRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 128
 
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_LIMIT = "Use 'max_tokens'."
+
 LogprobsCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
-
-
-class RequestBody(Struct, frozen=True, kw_only=True):
-    """A body of any API. Fields of type ``Any`` are rejected by name unless their value
-    is neutral."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """By field, the values besides null that have no effect. True and 1 are different."""
-    any_media_type: ClassVar[bool] = False  # whether JSON may be sent with another media type
-    may_have_images: ClassVar[bool] = False
-
-    @property
-    def image_chars(self) -> int:
-        """The number of characters of the images in the body."""
-        return 0
-
-    def check(self) -> None:
-        """Raise `InvalidRequest` for fields that contradict each other."""
-
-    @property
-    def left_out_tools(self) -> list[str]:
-        """The types of tools that this server cannot run and does not offer to the model."""
-        return []
-
-
-class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=True):
-    """Fields of all APIs that control how an answer is generated. None: not set."""
-
-    model: Annotated[str, Meta(max_length=512)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
-    repetition_context_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     """Fields of chat and text completions."""
-
-    neutral = {
-        "top_logprobs": (0,),
-        "best_of": (1,),
-        "echo": (False,),
-        "suffix": ("",),
-        "include_stop_str_in_output": (False,),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-    }
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
@@ -115,10 +48,13 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     prompt_logprobs: LogprobsCount | None = None
 
-    # Not supported yet.
-    best_of: Any = None
-    suffix: Any = None
-    include_stop_str_in_output: Any = None
+    suffix: Annotated[Any, refused("")] = None
+    # Other servers' and APIs' names of the fields above.
+    n_cmpl: Annotated[Any, refused(1, advice="Use 'n'.")] = None
+    n_predict: Annotated[Any, refused(-1, advice=_LIMIT)] = None
+    max_new_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    max_output_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    stop_sequences: Annotated[Any, refused([], advice="Use 'stop'.")] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -142,7 +78,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
         return None
 
     def check(self) -> None:
-        _ = self.grammar  # raises if one of its fields is invalid
+        _ = self.grammar, self.repetition  # raise if one of their fields is invalid
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be combined with 'stream'.", param="prompt_logprobs"
@@ -156,6 +92,10 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -188,12 +128,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobsCount | None = None
 
-    echo: Any = None
-    functions: Any = None  # the predecessor of `tools`
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    web_search_options: Any = None
+    add_special_tokens: Annotated[Any, refused(False)] = None
+    echo: Annotated[Any, refused(False)] = None
+    functions: Annotated[Any, refused([], advice="Use 'tools'.")] = None
+    function_call: Annotated[Any, refused("none", "auto", advice="Use 'tool_choice'.")] = None
+    audio: Annotated[Any, refused()] = None
+    modalities: Annotated[Any, refused(["text"])] = None
+    web_search_options: Annotated[Any, refused()] = None
 
     @property
     def image_chars(self) -> int:
@@ -317,7 +258,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: LogprobsCount | None = None
     echo: bool | None = None
 
-    top_logprobs: Any = None
+    add_special_tokens: bool | None = None
+
+    top_logprobs: Annotated[Any, refused(0, advice="Use 'logprobs'.")] = None
+    max_completion_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
 
     def check(self) -> None:
         super().check()
@@ -355,44 +299,3 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]
-
-
-_Body = TypeVar("_Body", bound=RequestBody)
-
-
-def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
-    """Return the request in ``body``. Raises `InvalidRequest` with the name of the field."""
-    try:
-        request = msgspec.json.decode(body, type=body_type)
-    except msgspec.ValidationError as error:
-        raise validation_error(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
-    return validated(request)
-
-
-def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
-    """Return the fields shared by requests of all APIs, by name."""
-    return {name: getattr(request, name) for name in SamplingRequest.__struct_fields__}
-
-
-def validated(request: _Body) -> _Body:
-    """Return ``request``. Raises `NotSupported` for fields that would change the meaning of the
-    answer, and `InvalidRequest` for fields that contradict each other."""
-    for name in unsupported_fields(type(request)):
-        value = getattr(request, name)
-        if value is None or any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in request.neutral.get(name, ())
-        ):
-            continue
-        raise NotSupported(f"'{name}' is not supported yet.", param=name)
-    request.check()
-    return request
-
-
-@cache
-def unsupported_fields(body_type: type[RequestBody]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(body_type) if field.type is Any)

@@ -17,6 +17,13 @@ MAX_INPUT_GRAMMAR_BYTES = 32 * 1024
 """Size limit for the grammar of a tool's input, which grows several times in the
 grammar of calls."""
 
+_UNSUPPORTED = (
+    "structural_tag",
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
+
 Schema = dict[str, Any]
 SchemaOrText = Schema | str
 """A JSON schema, or its JSON text."""
@@ -62,12 +69,16 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
     def grammars(self) -> list[Grammar]:
         """Return the grammars of all fields that are set. Raises `InvalidRequest`."""
-        if self.structural_tag is not None:
-            name = "structured_outputs.structural_tag"
-            raise NotSupported(f"'{name}' is not supported.", param=name)
+        for unsupported in _UNSUPPORTED:
+            if getattr(self, unsupported):
+                name = f"structured_outputs.{unsupported}"
+                raise NotSupported(f"'{name}' is not supported.", param=name)
         grammars = _given_grammars(
             "structured_outputs.", self.json, self.regex, self.choice, self.grammar
         )

@@ -13,7 +13,7 @@ from router.api.operations import Operation
 from router.errors import BODY_ERRORS, ModelNotFound, Unavailable
 from router.fleet.adapters import ServedAdapter
 from router.fleet.router import Router
-from router.schemas.requests import RequestBody
+from router.schemas.body import RequestBody
 
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from router.api.operations import Operation
 from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
-from router.schemas.requests import RequestBody, unsupported_fields
+from router.schemas.body import RequestBody, refusals
 
 _Json = dict[str, Any]
 
@@ -184,11 +184,9 @@ def _event(content: _Json, last_data: str | None) -> _Json:
 
 def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
     """Restrict the schemas of unsupported fields to their neutral values."""
-    for name in unsupported_fields(kind):
-        properties[name] = {
-            "enum": [None, *kind.neutral.get(name, ())],
-            "description": "Not supported: other values are rejected.",
-        }
+    for name, refusal in refusals(kind).items():
+        description = f"Not supported: other values are rejected. {refusal.advice}".rstrip()
+        properties[name] = {"enum": [None, *refusal.neutral], "description": description}
 
 
 def _normalized(value: Any) -> Any:

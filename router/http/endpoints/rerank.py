@@ -31,7 +31,7 @@ from router.fleet.router import Router
 from router.fleet.sequences.remote_texts import Rows
 from router.fleet.tasks import models_for
 from router.openai.embeddings import audit
-from router.schemas.requests import Count, RequestBody
+from router.schemas.body import Count, RequestBody, refused
 
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
@@ -62,9 +62,21 @@ class RerankRequest(RequestBody, frozen=True, kw_only=True):
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
-    # From Cohere's first version: which fields of a document are used, and in which order.
-    rank_fields: Any = None
-    max_chunks_per_doc: Any = None
+    # Of Cohere's first version.
+    rank_fields: Annotated[Any, refused([])] = None
+    max_chunks_per_doc: Annotated[Any, refused(advice="Use 'max_tokens_per_doc'.")] = None
+    # Of Voyage, Jina, text-embeddings-inference, vLLM and SGLang.
+    top_k: Annotated[Any, refused(advice="Use 'top_n'.")] = None
+    truncation: Annotated[Any, refused(True, advice="Use 'truncate'.")] = None
+    raw_scores: Annotated[Any, refused(False)] = None
+    use_activation: Annotated[Any, refused(True)] = None
+    max_tokens_per_query: Annotated[Any, refused(0)] = None
+    instruct: Annotated[Any, refused("", advice="Use 'instruction'.")] = None
+    truncate_prompt_tokens: Annotated[
+        Any, refused(advice="Use 'truncate' and 'max_tokens_per_doc'.")
+    ] = None
+    chat_template_kwargs: Annotated[Any, refused({})] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
 
     @property
     def texts(self) -> list[str]:
@@ -117,6 +129,15 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
         bool | None, Meta(description="Truncate texts that are too long instead of rejecting them.")
     ] = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    # Of vLLM.
+    use_activation: Annotated[Any, refused(True)] = None
+    instruction: Annotated[Any, refused("", advice="Use '/v1/rerank'.")] = None
+    truncate_prompt_tokens: Annotated[Any, refused(advice="Use 'truncate'.")] = None
+    max_tokens_per_query: Annotated[Any, refused(0)] = None
+    max_tokens_per_doc: Annotated[Any, refused(0, advice="Use '/v1/rerank'.")] = None
+    chat_template_kwargs: Annotated[Any, refused({})] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
 
     def check(self) -> None:
         _ = self.pairs

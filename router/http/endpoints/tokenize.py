@@ -18,6 +18,7 @@ from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest, InvalidValu
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
+from router.schemas.body import RequestBody, TokenId, refused
 from router.schemas.conversation import (
     MAX_TOOLS,
     ChatMessage,
@@ -26,7 +27,6 @@ from router.schemas.conversation import (
     image_chars,
     prompt_ending,
 )
-from router.schemas.requests import RequestBody, TokenId
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
@@ -50,8 +50,9 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     ] = None
     return_token_strs: bool | None = None
 
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
+    chat_template: Annotated[Any, refused("", advice="Use '--chat-template'.")] = None
+    media_io_kwargs: Annotated[Any, refused({})] = None
+    mm_processor_kwargs: Annotated[Any, refused({})] = None
 
     @property
     def image_chars(self) -> int:

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from router.errors import InvalidRequest
-from router.schemas.requests import CompletionRequest, parse_body
+from router.schemas.body import parse_body
+from router.schemas.requests import CompletionRequest
 from tests.router.conftest import Server, error_of, ok
 from tests.router.scripted_engine import ScriptedEngine, make_refusal
 

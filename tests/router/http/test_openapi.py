@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from router.schemas.requests import ChatRequest, unsupported_fields
+from router.schemas.body import refusals
+from router.schemas.requests import ChatRequest
 from tests.router.conftest import Server, StartServer, ok
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -106,7 +107,7 @@ def test_the_lines_of_a_stream_are_as_described(
 def test_an_unsupported_field_is_described_by_its_neutral_values(
     document: dict[str, Any], server: Server
 ) -> None:
-    unsupported = unsupported_fields(ChatRequest)
+    unsupported = refusals(ChatRequest)
     assert unsupported
     properties = document["components"]["schemas"]["ChatRequest"]["properties"]
     for name in unsupported:

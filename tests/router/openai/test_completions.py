@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from router.generation.choice import OutputDelta
 from router.openai.writer import ChatCompletionWriter, TextCompletionWriter
 from router.tokens.logprobs import LogprobsContext
 from shared.wire import Abort, SamplingParams, Submit
-from tests.router.conftest import Server, eventually, ok
+from tests.router.conftest import Server, error_of, eventually, ok
 from tests.router.scripted_engine import EOS, ScriptedEngine
-from tests.router.tiny_tokenizer import write_tokenizer
+from tests.router.tiny_tokenizer import BOS, write_tokenizer
 
 
 def events(text: str) -> list[Any]:
@@ -37,7 +39,7 @@ def streamed(server: Server, **body: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", [ChatCompletionWriter, TextCompletionWriter])
 def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, text: str) -> None:
     hello = SimpleNamespace(fingerprint="f" * 16)
-    body: Any = SimpleNamespace(model=None, include_usage=usage)
+    body: Any = SimpleNamespace(model=None, include_usage=usage, continuous_usage=False)
     writer = kind(body, SimpleNamespace(names=["m"], hello=hello))
     vocabulary: Any = SimpleNamespace(unique_name=str)
     generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(vocabulary, 0))
@@ -314,3 +316,80 @@ def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
     offsets = echoed["logprobs"]["text_offset"]
     tokens = echoed["logprobs"]["tokens"]
     assert all(text.startswith(t, o) for t, o in zip(tokens, offsets, strict=True) if o)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"repeat_penalty": 1.2}, (1.2, 64)),
+        ({"repeat_penalty": 1.2, "repeat_last_n": 7}, (1.2, 7)),
+        ({"repeat_penalty": 1.2, "repeat_last_n": -1}, (1.2, 0)),
+        ({"repeat_penalty": 1.2, "repeat_last_n": 0}, (1.0, 0)),
+        ({"repetition_penalty": 1.2, "repeat_last_n": 7}, (1.2, 7)),
+        ({"repeat_penalty": 1.2, "repetition_context_size": 7}, (1.2, 7)),
+        ({"repeat_penalty": 0}, (1.0, 64)),
+    ],
+)
+def test_a_penalty_of_repetitions_may_have_llama_cpps_name(
+    server: Server, engine: ScriptedEngine, fields: Any, expected: tuple[float, int]
+) -> None:
+    conversation = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    bodies: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "x"},
+        "chat/completions": conversation,
+        "responses": {"input": "x"},
+        "messages": conversation,
+    }
+    for path, body in bodies.items():
+        ok(server.client.post(f"/v1/{path}", json={**body, **fields}))
+        sampling = engine.got(Submit)[-1].sampling
+        assert (sampling.repetition_penalty, sampling.repetition_context_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("repetition_penalty", "repeat_penalty"), ("repetition_context_size", "repeat_last_n")],
+)
+def test_a_field_is_not_given_under_two_names(
+    server: Server, engine: ScriptedEngine, ours: str, theirs: str
+) -> None:
+    fields: dict[str, Any] = {ours: 1, theirs: 1}
+    error = error_of(server.chat(**fields))
+    assert error["param"] == theirs and ours in error["message"]
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_every_chunk_has_the_usage_so_far_if_requested(
+    server: Server, engine: ScriptedEngine, include_usage: bool, logprobs: bool
+) -> None:
+    engine.says("hello world")
+    engine.behaviour.tokens_per_step = 1
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": logprobs}
+    options = {"continuous_usage_stats": True, "include_usage": include_usage}
+    chunks = streamed(server, **body, stream_options=options)
+    whole = server.client.post("/v1/chat/completions", json=body).json()["usage"]
+    usages = [chunk["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and len(set(counts)) > 2
+    assert {usage["prompt_tokens"] for usage in usages} == {whole["prompt_tokens"]}
+    assert usages[-1] == whole
+    assert (chunks[-1]["choices"] == []) == include_usage
+
+
+def test_a_text_may_begin_without_special_tokens(server: Server, tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "m")
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.save(str(tmp_path / "m" / "tokenizer.json"))
+    engine = server.start_engine("hi", directory=tmp_path / "m", model="begins")
+    eventually(lambda: server.client.get("/v1/models/begins").json().get("ready_replicas") == 1)
+    fields: dict[str, Any] = {"model": "begins", "prompt": "ab c", "echo": True, "logprobs": 0}
+    answers = [
+        ok(server.complete(**fields, max_tokens=3, add_special_tokens=special)).json()
+        for special in (False, True)
+    ]
+    ids = tokenizer.encode("ab c", add_special_tokens=False).ids
+    assert [submit.token_ids for submit in engine.got(Submit)] == [ids, [BOS, *ids]]
+    choices = [answer["choices"][0] for answer in answers]
+    assert all(each["text"].startswith("ab c") for each in choices)
+    assert [each["logprobs"]["tokens"][0] for each in choices] == ["a", "<s>"]

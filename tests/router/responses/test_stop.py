@@ -1,4 +1,4 @@
-"""Stop sequences, which the Responses API of OpenAI does not have, and those of vLLM and SGLang do."""
+"""Stop sequences of responses, as vLLM and SGLang have them. OpenAI has none."""
 
 from __future__ import annotations
 

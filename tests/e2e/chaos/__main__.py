@@ -8,6 +8,8 @@ Every answer must be the one that the undisturbed server gave, or a documented e
 hang, nothing be answered twice, and nothing be left at the end. In the last third of a long run
 nothing is disturbed, and the memory of no process may grow.
 
+A line each minute tells how far it is: answers, faults, what is wrong, and memory.
+
 Limits are in time awake: all of it may be stopped (SIGSTOP) for minutes, as by a machine that
 sleeps.
 """
@@ -36,6 +38,7 @@ from tests.e2e.chaos.batches import Batches
 from tests.e2e.chaos.faults import RECOVERED_WITHIN_S, Saboteur
 from tests.e2e.chaos.hostile import Hostile
 from tests.e2e.chaos.load import HUNG_S, Clients, Judge, learn
+from tests.e2e.chaos.progress import print_progress, resident_bytes
 from tests.e2e.chaos.questions import Question, Reply, make_questions
 from tests.e2e.chaos.site import (
     KEYS,
@@ -141,6 +144,8 @@ class Chaos:
                     group.create_task(each.run(CLIENTS_A_KEY))
                 group.create_task(batches.run(pace))
                 group.create_task(asyncio.to_thread(self.hostile.run, pace))
+                roles = (*site.roles, *SUPERVISORS)
+                group.create_task(print_progress(ends, self.judge, self.saboteur, roles, site.pids))
                 calm_s = self.seconds / 3 if self.seconds >= LONG_S else 0
                 await self.saboteur.run(ends - calm_s)
                 if calm_s:
@@ -289,13 +294,6 @@ def processes_with(text: str) -> list[str]:
         ["ps", "-A", "-ww", "-o", "args="], capture_output=True, text=True, check=True
     ).stdout
     return [line for line in listing.splitlines() if text in line]
-
-
-def resident_bytes(pid: int) -> int | None:
-    listing = subprocess.run(
-        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False
-    ).stdout
-    return int(listing) * 1024 if listing.strip() else None
 
 
 def chaos(directory: Path, seconds: float, seed: int, pace: float) -> Chaos:

@@ -39,3 +39,7 @@ def test_every_answer_under_chaos_is_right_or_a_documented_error() -> None:
     assert process.returncode == 0, printed[-6000:]
     faults = re.search(r"^(\d+) faults$", printed, re.MULTILINE)
     assert faults is not None and int(faults[1]) >= 3
+    progress = re.findall(
+        r"^\d+\.\d min: \d+ answers, .* faults, 0 wrong; MB: router \d+, ", printed, re.MULTILINE
+    )
+    assert progress, "the last line of progress stands at the end of the faults"

@@ -15,10 +15,11 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -34,6 +35,7 @@ from shared.network.allow_list import (
     stamp,
 )
 from shared.network.named_address import is_named
+from shared.network.peer_limit import PeerLimit
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +178,8 @@ class Gatekeeper:
         on_refused: Callable[[str], None] = lambda reason: None,
         any_model_only: bool = False,
     ) -> None:
-        """Call ``on_refused`` with "key" or "handshake" for each refused connection, on a thread.
-        With ``any_model_only``, keys restricted to some models are refused.
+        """Call ``on_refused`` with "key", "handshake" or "connections" for each refused connection,
+        on a thread. With ``any_model_only``, keys restricted to some models are refused.
 
         Raises `CurveError`.
         """
@@ -191,6 +193,7 @@ class Gatekeeper:
         self._logged: set[str] = set()
         self._warnings = RateLimitedLogger(logger)
         self._monitors: list[zmq.Socket[bytes]] = []
+        self._peers = PeerLimit()
         self._closing = threading.Event()
         self._authenticator = _HexAuthenticator(context)
         self._authenticator.start()
@@ -202,7 +205,7 @@ class Gatekeeper:
         socket.curve_server = True
         socket.curve_publickey = _z85(self._pair.public)
         socket.curve_secretkey = _z85(self._pair.secret)
-        self._monitors.append(socket.get_monitor_socket(HANDSHAKE_FAILED))
+        self._monitors.append(socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED))
 
     def start(self) -> None:
         self._watcher.start()
@@ -259,17 +262,25 @@ class Gatekeeper:
                 logger.info("the allow list was reloaded")
 
     def _watch(self) -> None:
-        poller = zmq.Poller()
+        poller, refresh_at = zmq.Poller(), 0.0
         for monitor in self._monitors:
             poller.register(monitor, zmq.POLLIN)
         while not self._closing.is_set():
             for monitor, _ in poller.poll(int(_POLL_S * 1000)):
-                recv_monitor_message(monitor)
-                self._on_refused("handshake")
-                self._warnings.warning(
-                    "refused a connection: no CURVE, or encrypted for another server key"
-                )
-            self._refresh()
+                self._on_event(recv_monitor_message(monitor))
+            if (now := time.monotonic()) >= refresh_at:
+                refresh_at = now + _POLL_S
+                self._refresh()
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            if not self._peers.on_accepted(event["value"], event["endpoint"].decode()):
+                self._on_refused("connections")
+            return
+        self._on_refused("handshake")
+        self._warnings.warning(
+            "refused a connection: no CURVE, or encrypted for another server key"
+        )
 
 
 class _HexAuthenticator(ThreadAuthenticator):

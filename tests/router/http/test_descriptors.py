@@ -8,13 +8,17 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.http import acceptor
 from router.http.acceptor import Acceptor
+from services.commands import keys
+from shared.network.curve import EngineKeys
 from tests.router.conftest import Server, StartServer, eventually, text_of
+from tests.router.scripted_engine import ScriptedEngine
 
 LIMIT = 256
 ENGINES = 3
@@ -28,11 +32,13 @@ def flood(server: Server, count: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
 
 
-def is_closed(client: socket.socket) -> bool:
-    """Return whether the server has closed a connection on which nothing was sent."""
+def is_ended(client: socket.socket) -> bool:
+    """Return whether the server has closed a connection, possibly after a greeting."""
     client.setblocking(False)
     try:
-        return client.recv(1) == b""
+        while client.recv(4096):
+            pass
+        return True
     except BlockingIOError:
         return False
     except ConnectionResetError:
@@ -48,16 +54,37 @@ def test_a_flood_of_connections_leaves_descriptors_for_engines(
     streamed = background(server.chat, "x", stream=True)
     eventually(lambda: len(engine.running) == 1)
     with flood(server, LIMIT + 50) as clients:
-        eventually(lambda: any(map(is_closed, clients)))
+        eventually(lambda: any(map(is_ended, clients)))
         for number in range(ENGINES):
             server.start_engine("hello world", name=f"late-{number}")
         eventually(lambda: server.log.read_text().count("is ready") == 1 + ENGINES)
         engine.behaviour.hold_tokens_after = None
         assert "[DONE]" in streamed.result(60).text
-        assert sum(map(is_closed, clients)) < LIMIT
+        assert sum(map(is_ended, clients)) < LIMIT
     eventually(lambda: text_of(server.chat("x")) == "hello world")
     assert server.metric("connections_refused_total ") > 50
     assert server.log.read_text().count("closed a new connection") == 1
+    assert server.stop() == 0
+
+
+def test_a_flood_of_the_address_for_other_machines_needs_no_key_and_does_no_harm(
+    start_server: StartServer, tmp_path: Path, free_port: int
+) -> None:
+    assert keys.main(["init", f"--curve-dir={tmp_path}"]) == 0
+    address = f"tcp://127.0.0.1:{free_port}"
+    flags = f"--engine-socket={address}", f"--curve-dir={tmp_path}"
+    server = start_server(*flags, max_descriptors=LIMIT)
+    with ExitStack() as stack:
+        peers = ("127.0.0.1", free_port)
+        clients = [stack.enter_context(socket.create_connection(peers)) for _ in range(LIMIT)]
+        eventually(lambda: server.metric('engines_refused_total{reason="connections"}') > LIMIT / 2)
+        assert not all(map(is_ended, clients))
+        server.join("hello world")
+        assert text_of(server.chat("x")) == "hello world"
+    assert server.log.read_text().count("closed a new connection to tcp://") == 1
+    mine = ScriptedEngine(address, server.model_dir, says="hi", keys=EngineKeys.load(tmp_path))
+    server.engines.append(mine)
+    eventually(lambda: "engine native.engine-0 is ready" in server.log.read_text())
     assert server.stop() == 0
 
 

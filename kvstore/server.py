@@ -180,10 +180,8 @@ class Server:
         message, payload = wire.decode(frames, wire.ToStore)
         match message:
             case wire.Locate():
-                if message.protocol not in wire.SUPPORTED_VERSIONS:
-                    raise wire.WireError(
-                        f"a message of an engine with protocol version {message.protocol}"
-                    )
+                if (difference := wire.other_version(message.protocol)) is not None:
+                    raise wire.WireError(f"the engine {difference}")
                 path = str(self._directory.nonce_path)
                 self._reply(peer, wire.Nonce(path=path, finds_last=True))
             case wire.Located(nonce=nonce):

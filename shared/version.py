@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+from functools import cache
 
 
+@cache
 def installed_version() -> str:
     """Return the installed release; ``unknown`` in a checkout that is not installed."""
     try:

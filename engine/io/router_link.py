@@ -115,13 +115,13 @@ class RouterLink:
                 self.gone_since = time.monotonic()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._connection.on_refused(time.monotonic())
-            self._complain(
+            self._refused(
                 f"the key {self._connection.own_key} of this engine is not on its allow list"
             )
         elif self._connection.own_key:
-            self._complain("it does not use CURVE, or its key is not the local server.key")
+            self._refused("it does not use CURVE, or its key is not the local server.key")
         elif self.endpoint.startswith("tcp:"):
-            self._complain("it requires CURVE: set --curve-dir")
+            self._refused("it requires CURVE: set --curve-dir")
 
     def tick(self, now: float, *, is_idle: bool) -> None:
         """Connect again if the router has refused this engine a while ago, or if the keys have
@@ -134,8 +134,17 @@ class RouterLink:
         self.monitor.close(0)
         self.socket.close(_LINGER_MS)
 
-    def _complain(self, reason: str) -> None:
-        """Log ``reason`` once in a row."""
-        if reason != self._complaint:
-            self._complaint = reason
-            logger.error("the router at %s refuses this engine: %s", self.endpoint, reason)
+    def compare(self, protocol: int) -> None:
+        """Log it if this engine does not know the router's ``protocol``. A newer router may still
+        know the engine's."""
+        if (difference := wire.other_version(protocol)) is not None:
+            self._complain(difference)
+
+    def _refused(self, reason: str) -> None:
+        self._complain(f"refuses this engine: {reason}")
+
+    def _complain(self, complaint: str) -> None:
+        """Log ``complaint`` once in a row."""
+        if complaint != self._complaint:
+            self._complaint = complaint
+            logger.error("the router at %s %s", self.endpoint, complaint)

@@ -236,12 +236,7 @@ class IOThread(threading.Thread):
         self._inbox.put(item)
 
     def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:
-        if ping.protocol not in wire.SUPPORTED_VERSIONS:
-            logger.error(
-                "the router uses protocol %d, this engine %s: upgrade the older one",
-                ping.protocol,
-                " or ".join(map(str, wire.SUPPORTED_VERSIONS)),
-            )
+        link.compare(ping.protocol)
         if ping.router_id != link.router_id:
             if link.router_id is not None:
                 logger.warning("new router: the requests of the previous one are dropped")

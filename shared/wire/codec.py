@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shared.version import installed_version
+
 PROTOCOL_VERSION = 1
 SUPPORTED_VERSIONS = (1,)
 """Protocol versions that this release understands: its own, and the previous one if there is one.
@@ -15,6 +17,19 @@ SUPPORTED_VERSIONS = (1,)
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_FRAMES = 4096
+
+
+def other_version(protocol: int) -> str | None:
+    """Return, as the end of a sentence about a peer, how its ``protocol`` differs from those of
+    this release and what to do; None if this release understands it."""
+    if protocol in SUPPORTED_VERSIONS:
+        return None
+    here = " and ".join(map(str, SUPPORTED_VERSIONS))
+    older = "this process" if protocol > max(SUPPORTED_VERSIONS) else "the other process"
+    return (
+        f"uses protocol {protocol}, and this process (mlx-lm-server {installed_version()}) "
+        f"{here}: upgrade {older}"
+    )
 
 
 class WireError(Exception):

@@ -323,7 +323,11 @@ class StoreClient:
             if time.monotonic() - self._connected_at < self._timeout_s:
                 self._waiting.append(fetch)
             else:
-                self._finish(fetch)  # the kvstore does not understand this engine
+                self._finish(fetch)
+                self._warnings.warning(
+                    "the kvstore does not accept this engine, so nothing is cached on SSD: its log "
+                    "has the reason, such as another version of the protocol"
+                )
         else:
             ticket = next(self._tickets)
             self._requested[ticket] = fetch

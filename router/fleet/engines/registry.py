@@ -15,7 +15,7 @@ from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.flags import FlagError
 from shared.network.allow_list import AllowedKey
 from shared.settings import Settings, overlay
-from shared.wire import SUPPORTED_VERSIONS, Files, FilesWanted, Heartbeat, Hello, Message, Ping
+from shared.wire import Files, FilesWanted, Heartbeat, Hello, Message, Ping, other_version
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Registry:
         self._model_of: dict[Engine, ModelReplicas] = {}
         self._pinged_at: dict[bytes, float] = {}
         self._unregistered: dict[bytes, tuple[float, Heartbeat]] = {}
-        self._rejected: set[str] = set()
+        self._rejected: dict[str, str] = {}
         self._drained: set[str] = set()
         self._files_asked_at: dict[str, float] = {}
         self._load_tasks: set[asyncio.Task[None]] = set()
@@ -104,9 +104,13 @@ class Registry:
     @property
     def unregistered_engines(self) -> list[str]:
         """Engines, in words, that send heartbeats but have not introduced themselves, because they
-        are loading."""
+        are loading, or whose protocol is another one."""
         return [
-            f"engine {heartbeat.engine}: {heartbeat.phase} for {heartbeat.phase_s:.0f} s"
+            f"engine {heartbeat.engine}: "
+            + (
+                self._rejected.get(heartbeat.incarnation)
+                or f"{heartbeat.phase} for {heartbeat.phase_s:.0f} s"
+            )
             for _, heartbeat in self._unregistered.values()
         ]
 
@@ -162,11 +166,9 @@ class Registry:
             names = ", ".join([hello.model, *hello.aliases])
             self._reject(hello, f"its key may not serve {names}", "model")
             return
-        if hello.protocol not in SUPPORTED_VERSIONS:
-            spoken = " or ".join(map(str, SUPPORTED_VERSIONS))
-            self._reject(
-                hello, f"it uses protocol {hello.protocol}, this router {spoken}", "version"
-            )
+        if (difference := other_version(hello.protocol)) is not None:
+            release = hello.version or "of an unknown release"
+            self._reject(hello, f"it (mlx-lm-server {release}) {difference}", "version")
             return
         if nonsense := _invalid_hello(hello):
             self._reject(hello, nonsense, "nonsense")
@@ -334,7 +336,8 @@ class Registry:
         if hello.incarnation not in self._rejected:
             if len(self._rejected) >= _MAX_REJECTED:
                 self._rejected.clear()
-            self._rejected.add(hello.incarnation)
+            # Only a difference of versions is shown to clients.
+            self._rejected[hello.incarnation] = reason if word == "version" else ""
             self._listener.on_engine_refused(word)
             logger.error("engine %s was refused: %s", hello.engine, reason)
 

@@ -35,6 +35,9 @@ class Connection(HttpToolsProtocol):
     _header_bytes = 0
     _in_body = False
     """Whether the body of the last request is incomplete."""
+    _bytes_without_body = 0
+    """Bytes that arrived inside a body after its last content: extensions of a chunk, or trailers.
+    The parser copies all previous bytes of a trailer for each further piece."""
     _refusal: ApiError | None = None
     """The reason why the parser was stopped; None if the input is not HTTP."""
     _answered: RequestResponseCycle | None = None
@@ -61,8 +64,12 @@ class Connection(HttpToolsProtocol):
         cast(DrainingTransport, self.transport).watch()
 
     def data_received(self, data: bytes) -> None:
+        self._bytes_without_body += len(data)
         super().data_received(data)
         if self.transport.is_closing():
+            return
+        if self._in_body and self._bytes_without_body > self.max_header_bytes:
+            self._respond_and_close(self._headers_too_large)
             return
         if self._headers_timer is None:
             if not self._responding:
@@ -92,12 +99,14 @@ class Connection(HttpToolsProtocol):
         if size > self.max_header_bytes:
             self._stop_parser(self._headers_too_large)
         self._in_body = True
+        self._bytes_without_body = 0
         super().on_headers_complete()
         if self.pipeline:
             # uvicorn stops reading here, and would not notice that the client disconnects.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
+        self._bytes_without_body = 0
         if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             self._stop_parser(InvalidRequest("A pipelined request has a large body."))
         super().on_body(body)

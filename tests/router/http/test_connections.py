@@ -198,6 +198,30 @@ def test_complete_headers_that_are_too_long_are_a_431(client: socket.socket) -> 
     assert error_code(read_to_end(client), 431) == "headers_too_large"
 
 
+@pytest.mark.parametrize("path", [b"/", b"/unread"])
+@pytest.mark.parametrize("ending", [b"0\r\na: ", b"0\r\na", b"1;a="])
+def test_trailers_and_extensions_of_chunks_that_do_not_end_are_a_431(
+    client: socket.socket, path: bytes, ending: bytes
+) -> None:
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
+    client.sendall(head + b"4\r\nbody\r\n" + ending)
+    if path == b"/unread":
+        read_answer(client)
+    for _ in range(2):
+        time.sleep(0.05)
+        client.sendall(b"b" * (MAX_BYTES // 2 + 1))
+    assert error_code(read_to_end(client), 431) == "headers_too_large"
+
+
+def test_small_chunks_are_no_headers(client: socket.socket) -> None:
+    client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(4):
+        client.sendall(b"1\r\na\r\n" * (MAX_BYTES // 4))
+        time.sleep(0.01)
+    client.sendall(b"0\r\na: trailer\r\n\r\n")
+    assert read_answer(client).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_closes_ends_its_pipelined_requests(address: tuple[str, int]) -> None:
     left_early.clear()
     with socket.create_connection(address) as client:

@@ -195,7 +195,7 @@ class Choice:
         """Add the output of the new tokens to ``parsed``."""
         sequence = self.sequence
         detokenizer, parser = self._detokenizer, self._parser
-        start, end = self._tokens_read, len(sequence.output_token_ids)
+        start, end = self._tokens_read, sequence.num_readable_tokens  # read before `done`
         if not self._stop_requested:
             end = min(end, start + _MAX_TOKENS)
         new = [] if self._stop_requested else sequence.output_token_ids[start:end]

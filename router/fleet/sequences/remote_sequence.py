@@ -39,6 +39,9 @@ class RemoteSequence(RemoteRequest):
         self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
         """Whether log-probabilities arrive with the tokens."""
         self.output_token_ids: list[int] = []
+        self.num_readable_tokens = 0
+        """Number of `output_token_ids` that other threads may read. Otherwise one might find the
+        last token before the reason why it is the last, and take a stop token for text."""
         self.logprobs: list[TokenLogprobs] = []
         """The log-probabilities of `output_token_ids`, if requested."""
         self._prompt_logprobs: list[PackedLogprobs] = []
@@ -127,6 +130,7 @@ class RemoteSequence(RemoteRequest):
             self.stop_token = delta.stop_token
             self.finish_reason = delta.finish
             self.state = RemoteRequestState.DONE
+        self.num_readable_tokens = len(self.output_token_ids)
         self._on_change()
 
     def _add_logprobs(self, delta: Delta) -> None:

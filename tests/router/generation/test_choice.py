@@ -1,0 +1,70 @@
+"""A choice that is read on a thread while its sequence receives tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlx_lm import tokenizer_utils
+
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import EVERYBODY
+from router.generation.choice import Choice, OutputDelta
+from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.reply_parser import PlainReplyParser
+from router.tokens.vocabulary import Vocabulary
+from shared.wire import Delta
+from tests.router.scripted_engine import make_submit
+from tests.router.tiny_tokenizer import EOS, write_tokenizer
+
+
+class InterruptedTokens(list[int]):
+    """Tokens after whose arrival the interpreter switches to the thread that reads them."""
+
+    choice: Choice
+    read: list[OutputDelta]
+
+    def extend_and_read(self, more: list[int]) -> InterruptedTokens:
+        self.extend(more)
+        self.read.append(self.choice.advance())
+        return self
+
+    __iadd__ = extend_and_read  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_thread_never_reads_the_stop_token_as_text(tmp_path: Path, alone: bool) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = tokenizer_utils.load(tmp_path)
+    sequence = RemoteSequence(make_submit("r", max_tokens=9), EVERYBODY, lambda: None)
+    choice = Choice(
+        0,
+        sequence,
+        IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), []),
+        PlainReplyParser(),
+        prompt_text_tokens=[1],
+        stop=RemoteSequence.end,
+        prompt_logprobs_source=sequence,
+        aligner=None,
+        echo=None,
+    )
+    sequence.output_token_ids = tokens = InterruptedTokens()
+    tokens.choice, tokens.read = choice, []
+    text = tokenizer.encode("hello", add_special_tokens=False)
+    last = [EOS] if alone else [*text, EOS]
+    deltas = [text, last] if alone else [last]
+    for number, own in enumerate(deltas, 1):
+        sequence.apply(
+            Delta(
+                request_id="r",
+                attempt=0,
+                index=len(tokens),
+                token_ids=own,
+                finish="stop" if number == len(deltas) else None,
+                stop_token=EOS if number == len(deltas) else None,
+            ),
+            0.0,
+        )
+    found = OutputDelta.join([*tokens.read, choice.advance()])
+    assert (found.text, choice.finish_reason) == ("hello", "stop")
+    assert choice.completion_tokens == len(text) + 1

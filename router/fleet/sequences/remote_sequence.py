@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from router.errors import ApiError
 from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 from router.fleet.tenants.tenant import Tenant
-from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs
+from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs, Usage
 
 
 class MissingTokensError(Exception):
@@ -125,7 +125,7 @@ class RemoteSequence(RemoteRequest):
         if self.state is RemoteRequestState.PLACED:
             self.state = RemoteRequestState.ACCEPTED
         if delta.usage is not None:
-            self.usage = delta.usage
+            self.usage = self._with_first_prefix(delta.usage)
         if delta.finish is not None:
             self.stop_token = delta.stop_token
             self.finish_reason = delta.finish
@@ -143,6 +143,17 @@ class RemoteSequence(RemoteRequest):
             if len(delta.logprobs or ()) != len(delta.token_ids):
                 raise MissingTokensError("tokens arrived without their log-probabilities")
             self.logprobs += delta.logprobs or ()
+
+    def _with_first_prefix(self, usage: Usage) -> Usage:
+        """Return ``usage`` with the cached tokens of the first one. A request that continues, on
+        any engine, finds the prefix that it has computed itself."""
+        if (first := self.usage) is None:
+            return usage
+        ram, ssd = first.cached_ram_tokens, first.cached_ssd_tokens
+        return replace(usage, cached_ram_tokens=ram, cached_ssd_tokens=ssd)
+
+    def end(self, usage: Usage | None = None) -> None:
+        super().end(None if usage is None else self._with_first_prefix(usage))
 
     def stop(self) -> None:
         self.state = RemoteRequestState.STOPPING

@@ -233,3 +233,34 @@ def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
 
     asyncio.run(run())
     assert admitted == [after] * 3
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_prefix_that_a_request_has_computed_itself_does_not_count_as_cached(
+    is_stopped: bool,
+) -> None:
+    sequence = RemoteSequence(make_submit("r"), Tenant(name="a"), lambda: None)
+
+    def usage(ram: int, ssd: int) -> Usage:
+        return Usage(
+            prompt_tokens=64,
+            completion_tokens=len(sequence.output_token_ids) + 1,
+            cached_ram_tokens=ram,
+            cached_ssd_tokens=ssd,
+        )
+
+    def receive(usage: Usage) -> None:
+        index = len(sequence.output_token_ids)
+        named = {"request_id": "r", "attempt": sequence.attempt}
+        sequence.apply(Delta(index=index, token_ids=[5], usage=usage, **named), 0.0)
+
+    receive(usage(16, 0))
+    sequence.requeue()  # its engine was lost, or a line of a batch gave its place back
+    if is_stopped:
+        sequence.stop()
+        sequence.end(usage(32, 16))
+    else:
+        receive(usage(32, 16))
+    assert sequence.usage is not None
+    assert (sequence.usage.cached_ram_tokens, sequence.usage.cached_ssd_tokens) == (16, 0)
+    assert sequence.usage.completion_tokens == 2

@@ -238,14 +238,14 @@ class ModelReplicas:
         *,
         has_output: bool,
         has_images: bool = False,
-        names_adapter: bool = False,
+        adapter: AdapterRef | None = None,
         prefer_successor: bool = False,
     ) -> ModelReplicas:
         """Return the version that a waiting sequence of this one goes on with: this one while it
         has a ready engine, unless the successor is preferred.
 
         The tokens and the images of the prompt have to mean the same there, output has to be of
-        the same weights, and an adapter needs an engine that takes adapters.
+        the same weights, and an adapter of those, or named there too.
         """
         other = self.successor
         if other is None or (self.ready_engines and not prefer_successor):
@@ -254,8 +254,10 @@ class ModelReplicas:
         same_tokens = other.tokenizer_files == self.tokenizer_files
         same_tokens &= not has_images or other.hello.vision == self.hello.vision
         same_tokens &= other.hello.text_task == self.hello.text_task
-        if names_adapter and not any(engine.takes_adapters for engine in other.engines):
-            return self
+        if adapter is not None:
+            same_tokens &= any(engine.takes_adapters for engine in other.engines)
+            named = adapter if same_weights else other.adapters.get(adapter.name)
+            same_tokens &= named is not None and named.digest == adapter.digest
         return other if same_tokens and (same_weights or not has_output) else self
 
 

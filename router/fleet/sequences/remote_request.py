@@ -12,7 +12,7 @@ from types import MappingProxyType
 from router.errors import ApiError
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.tenants.tenant import Tenant
-from shared.wire import Abort, Encode, LiveRequest, Submit, Usage
+from shared.wire import Abort, AdapterRef, Encode, LiveRequest, Submit, Usage
 
 
 class RemoteRequestState(enum.Enum):
@@ -31,8 +31,8 @@ class RemoteRequest(ABC):
 
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
     """The result of `router.fleet.queue.placement.prompt_blocks`."""
-    names_adapter = False
-    """Whether it needs an engine that supports adapters."""
+    adapter: AdapterRef | None = None
+    """The adapter that it names."""
     payload: Sequence[bytes | memoryview] = ()
     """Raw frames sent with the message of each attempt."""
     computed_prompt_tokens: int | None = None
@@ -64,6 +64,11 @@ class RemoteRequest(ABC):
     def key(self) -> str:
         """The name of the tenant, for fairness between keys."""
         return self.tenant.name
+
+    @property
+    def names_adapter(self) -> bool:
+        """Whether it needs an engine that supports adapters."""
+        return self.adapter is not None
 
     @property
     def done(self) -> bool:
@@ -151,6 +156,6 @@ class InFlight:
         return self.model.version_for(
             has_output=self.sequence.has_output,
             has_images=bool(self.sequence.payload),
-            names_adapter=self.sequence.names_adapter,
+            adapter=self.sequence.adapter,
             prefer_successor=prefer_successor,
         )

@@ -33,7 +33,7 @@ class RemoteSequence(RemoteRequest):
         super().__init__(submit.request_id, submit.priority, tenant, on_change)
         self.submit = submit
         """The message of the first attempt."""
-        self.names_adapter = submit.adapter is not None
+        self.adapter = submit.adapter
         self.prompt_blocks = prompt_blocks
         self.payload = payload
         self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None

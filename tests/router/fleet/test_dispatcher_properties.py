@@ -21,7 +21,17 @@ from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
-from shared.wire import Accepted, AdapterRef, Delta, LiveRequest, Refused, TextTask, Usage, Vision
+from shared.wire import (
+    Accepted,
+    AdapterDecision,
+    AdapterRef,
+    Delta,
+    LiveRequest,
+    Refused,
+    TextTask,
+    Usage,
+    Vision,
+)
 from tests.router.scripted_engine import make_hello, make_submit
 
 ROWS = 3
@@ -200,9 +210,19 @@ def test_adapters_are_not_given_to_a_version_that_takes_none() -> None:
     before, after = version(), version()
     before.successor = after
     assert before.version_for(has_output=False) is after
-    assert before.version_for(has_output=False, names_adapter=True) is before
+    assert before.version_for(has_output=False, adapter=ADAPTER) is before
     after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
-    assert before.version_for(has_output=False, names_adapter=True) is after
+    assert before.version_for(has_output=False, adapter=ADAPTER) is after
+
+
+def test_adapters_are_not_given_to_other_weights_unless_they_are_named_there_too() -> None:
+    before, after = version(), version(fingerprint="other weights")
+    before.successor = after
+    after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
+    assert before.version_for(has_output=False) is after
+    assert before.version_for(has_output=False, adapter=ADAPTER) is before
+    after.apply([AdapterDecision(name="a", adapter=ADAPTER, version=1)])
+    assert before.version_for(has_output=False, adapter=ADAPTER) is after
 
 
 def test_texts_are_not_given_to_a_version_with_other_vectors() -> None:

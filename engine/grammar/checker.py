@@ -77,9 +77,9 @@ class GrammarChecker:
                 break
         else:
             raise GrammarError("it is too deep or too large to compile")
-        message, param = msgspec.msgpack.decode(answer, type=tuple[str, str | None])
+        message, number = msgspec.msgpack.decode(answer, type=tuple[str, int])
         if message:
-            raise GrammarError(message, param=param)
+            raise GrammarError(message, source=(*grammar.parts, grammar)[number].source)
 
     def _try(self, grammar: Grammar, is_wanted: Callable[[], bool]) -> bytes | None:
         """Return the reply, None if the process exited."""
@@ -183,12 +183,9 @@ def main() -> None:
 def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: IO[bytes]) -> None:
     while True:
         whole = msgspec.msgpack.decode(grammars.get(), type=Grammar)
-        message, param = "", None
-        for grammar in (*whole.parts, whole):
-            if message := _fault(tokenizer, grammar):
-                param = grammar.param
-                break
-        write_frames(answers, msgspec.msgpack.encode((message, param)))
+        faults = (_fault(tokenizer, grammar) for grammar in (*whole.parts, whole))
+        found = next(((fault, number) for number, fault in enumerate(faults) if fault), ("", 0))
+        write_frames(answers, msgspec.msgpack.encode(found))
 
 
 def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:

@@ -29,10 +29,12 @@ models never finish."""
 class GrammarError(Exception):
     """A grammar cannot be compiled, or an output violates it."""
 
-    def __init__(self, message: str, *, transient: bool = False, param: str | None = None) -> None:
+    def __init__(self, message: str, *, transient: bool = False, source: str | None = None) -> None:
         super().__init__(message)
         self.transient = transient  # whether a retry may succeed
-        self.param = param  # the request field, if the error is in a part of the grammar
+        self.source = source
+        """The source at fault, if known: that of the grammar or of one of its parts. Requests
+        have the same source in different fields."""
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):

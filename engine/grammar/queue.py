@@ -123,7 +123,9 @@ def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrR
     if isinstance(outcome, CompiledGrammar):
         return ReadyRequest(request, outcome)
     if isinstance(outcome, GrammarError):
-        param = outcome.param or (request.grammar.param if request.grammar else None)
+        parts = request.grammar.parts if request.grammar else ()
+        param = next((each.param for each in parts if each.source == outcome.source), None)
+        param = param or (request.grammar.param if request.grammar else None)
         message = f"Invalid '{param or 'grammar'}': {outcome}"
         return _refused(request, "invalid", message, param)
     return _refused(request, "full", str(outcome))

@@ -47,15 +47,15 @@ def test_a_grammar_that_compiles_passes(checker: GrammarChecker, grammar: Gramma
     checker.check(grammar)
 
 
-def test_an_error_in_a_part_names_its_field_and_its_own_lines(checker: GrammarChecker) -> None:
+def test_an_error_in_a_part_names_its_source_and_its_own_lines(checker: GrammarChecker) -> None:
     part = Grammar(kind="lark", source='start: "a"\n  b', param="b")
     whole = Grammar(kind="lark", source='start: "a"', param="a", parts=[lark("start: /a/"), part])
     with pytest.raises(GrammarError, match=r"at 1\(8\): unknown name") as raised:
         checker.check(Grammar(kind="lark", source="start: y", param="a", parts=[lark("start: z")]))
-    assert raised.value.param is None
+    assert raised.value.source == "start: z"
     with pytest.raises(GrammarError, match=r"^2\(4\): Expected token") as raised:
         checker.check(whole)
-    assert raised.value.param == "b"
+    assert raised.value.source == part.source
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
+import msgspec
 import pytest
 from llguidance import LLTokenizer
 
@@ -94,6 +95,31 @@ def test_a_bad_grammar_is_refused_by_name_and_remembered(
         assert (refusal.reason, refusal.param) == ("invalid", "guided_regex")
         assert "it is bad" in refusal.message
     assert len(recorder.grammars) == 1
+
+
+def test_a_bad_grammar_is_refused_with_each_requests_own_field(
+    grammar_queue: GrammarQueue, recorder: RecordingCompiler
+) -> None:
+    """The same source may be in another field, or be a part there."""
+    other = msgspec.structs.replace(DIGITS, param="response_format")
+    part = msgspec.structs.replace(DIGITS, param="tools[1]")
+    whole = wire.Grammar(kind="lark", source="start: x", param="tools", parts=[part])
+    grammar_queue.add(submit("a"))
+    grammar_queue.add(submit("b", other))
+    grammar_queue.add(submit("c", whole))
+    error = GrammarError("it is bad", source=DIGITS.source)
+    found = [
+        *grammar_queue.on_compiled(DIGITS, error),
+        *grammar_queue.on_compiled(whole, error),
+        grammar_queue.add(submit("d", other)),
+    ]
+    fields = {one.request_id: one.param for one in found if isinstance(one, wire.Refused)}
+    assert fields == {
+        "a": "guided_regex",
+        "b": "response_format",
+        "c": "tools[1]",
+        "d": "response_format",
+    }
 
 
 @pytest.mark.parametrize(

@@ -270,9 +270,9 @@ def test_a_prefix_that_a_request_has_computed_itself_does_not_count_as_cached(
         )
 
     def receive(usage: Usage) -> None:
-        index = len(sequence.output_token_ids)
-        named = {"request_id": "r", "attempt": sequence.attempt}
-        sequence.apply(Delta(index=index, token_ids=[5], usage=usage, **named), 0.0)
+        index, attempt = len(sequence.output_token_ids), sequence.attempt
+        delta = Delta(request_id="r", attempt=attempt, index=index, token_ids=[5], usage=usage)
+        sequence.apply(delta, 0.0)
 
     receive(usage(16, 0))
     sequence.requeue()  # its engine was lost, or a line of a batch gave its place back

@@ -25,6 +25,7 @@ from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES
 from shared.logs import RateLimitedLogger
 from shared.network.curve import Gatekeeper, watch_peer
+from shared.network.peer_limit import PeerWatch
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
 """Max size of the blocks in one reply (but at least one block); the engine requests the rest."""
@@ -80,6 +81,7 @@ class Server:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._gatekeeper = gatekeeper
+        self._watches: list[PeerWatch] = []
         self._poller = zmq.Poller()
         self._poller.register(self._wake_receiver, zmq.POLLIN)
         self._sockets = [self._bind(context, endpoint) for endpoint in endpoints]
@@ -97,8 +99,11 @@ class Server:
             (zmq.MAXMSGSIZE, MAX_FILE_BYTES),
         ):
             socket.set(option, value)
-        if self._gatekeeper is not None and endpoint.startswith("tcp:"):
-            self._gatekeeper.protect(socket)
+        if endpoint.startswith("tcp:"):
+            if self._gatekeeper is not None:
+                self._gatekeeper.protect(socket)
+            else:
+                self._watches.append(PeerWatch(socket))
         watch_peer(socket, endpoint)
         socket.bind(endpoint)
         self._poller.register(socket, zmq.POLLIN)
@@ -171,6 +176,8 @@ class Server:
         self._readers.shutdown(cancel_futures=True)
         if self._gatekeeper is not None:
             self._gatekeeper.close()
+        for watch in self._watches:
+            watch.close()
         for socket_ in self._sockets:
             socket_.close(linger=500)
         self._wake_receiver.close()

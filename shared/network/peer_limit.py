@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import threading
 import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from shared.descriptors import reserve
 from shared.logs import RateLimitedLogger
 
 _COUNT_AGAIN_S = 0.1
+_POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,29 @@ class PeerLimit:
             self._max,
         )
         return False
+
+
+class PeerWatch:
+    """Applies a `PeerLimit` to a socket without keys, on a thread."""
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        """Call it before ``watched`` is bound."""
+        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._limit = PeerLimit()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._monitor.close(0)
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            if self._monitor.poll(int(_POLL_S * 1000)):
+                event = recv_monitor_message(self._monitor)
+                self._limit.on_accepted(event["value"], event["endpoint"].decode())
 
 
 def _is_at(descriptor: int, port: int) -> bool:

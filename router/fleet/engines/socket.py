@@ -16,6 +16,7 @@ from shared.locks import try_lock
 from shared.logs import RateLimitedLogger
 from shared.network.allow_list import AllowedKey
 from shared.network.curve import Gatekeeper, watch_peer
+from shared.network.peer_limit import PeerWatch
 from shared.wire import Message, ToRouter, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,11 @@ class EngineSocket:
         ):
             self._socket.setsockopt(option, value)
         watch_peer(self._socket, address)
+        self._watch: PeerWatch | None = None
         if gatekeeper is not None:
             gatekeeper.protect(self._socket)
+        elif not address.startswith("ipc:"):
+            self._watch = PeerWatch(self._socket)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         try:
             self._socket.bind(address)
@@ -86,6 +90,8 @@ class EngineSocket:
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
+        if self._watch is not None:
+            self._watch.close()
         self._socket.close()
         if self._lock is not None:
             with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.locks import try_lock
+from shared.opened_file import OpenedFile
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +54,29 @@ class ResponseArchive:
 
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""
+        self._directory = directory
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = try_lock(directory / "lock")
-            if self._lock is None:
-                raise ArchiveError(f"another router uses {directory}")
-            path = directory / "responses.db"
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._database = sqlite3.connect(path, check_same_thread=False)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            self._database.execute("PRAGMA secure_delete = ON")
-            self._database.execute(_TABLE)
+            self._open()
         except (OSError, sqlite3.Error) as error:
             raise ArchiveError(f"{directory} cannot be used: {error}") from None
         self._changes: queue.Queue[_Change | None] = queue.Queue()
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
+
+    def _open(self) -> None:
+        """Raises `ArchiveError`, OSError and sqlite3.Error."""
+        directory = self._directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = try_lock(directory / "lock")
+        if self._lock is None:
+            raise ArchiveError(f"another router uses {directory}")
+        path = directory / "responses.db"
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._file = OpenedFile(path)
+        self._database = sqlite3.connect(path, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.execute("PRAGMA secure_delete = ON")
+        self._database.execute(_TABLE)
 
     def load(self) -> Iterator[ArchivedTurn]:
         """Yield all turns, oldest first, and start accepting changes."""
@@ -93,6 +101,9 @@ class ResponseArchive:
         """Write the queued changes, as far as possible within ``timeout_s``."""
         self._changes.put(None)
         self._thread.join(timeout_s)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -131,9 +142,23 @@ class ResponseArchive:
 
     def _write(self, change: _Change) -> bool:
         try:
+            if not self._file.is_there:
+                self._begin_again()
             with self._database:
                 self._database.execute(*change)
         except Exception as error:  # the disk is full or fails; the thread must continue
             logger.error("a stored response is not written: %s", error)
             return False
         return True
+
+    def _begin_again(self) -> None:
+        """Store what comes in a new file, because the old one was removed: what is written to it
+        would be lost at the next start."""
+        self._database.close()
+        self._unlock()
+        self._open()
+        logger.error(
+            "%s was removed; responses stored before are lost at the next start, new ones are "
+            "written again",
+            self._directory,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from contextlib import closing
@@ -19,6 +20,12 @@ from tests.router.responses.test_responses import turn
 def opened(directory: Path, **limits: int) -> tuple[ResponseStore, ResponseArchive]:
     archive = ResponseArchive(directory)
     return ResponseStore(limits.pop("max_bytes", 10**6), **limits, archive=archive), archive
+
+
+def num_turns(directory: Path) -> int:
+    with closing(sqlite3.connect(directory / "responses.db")) as database:
+        (count,) = database.execute("SELECT count(*) FROM turns").fetchone()
+    return int(count)
 
 
 def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
@@ -64,6 +71,22 @@ def test_a_conversation_whose_beginning_was_not_written_is_gone_after_a_restart(
     with closing(sqlite3.connect(tmp_path / "responses.db")) as database:
         rows = database.execute("SELECT response_id FROM turns ORDER BY number").fetchall()
     assert rows == [("d",), ("e",)]
+
+
+def test_what_comes_after_the_directory_was_removed_survives_and_a_line_says_what_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "responses"
+    store, archive = opened(directory)
+    store.put("a", turn(1))
+    eventually(lambda: num_turns(directory) == 1)
+    shutil.rmtree(directory)
+    store.put("b", turn(2))
+    archive.close()
+    again, archive = opened(directory)
+    assert len(again) == 1 and again.find("k", "b")
+    archive.close()
+    assert f"{directory} was removed" in caplog.text
 
 
 def test_a_router_that_is_started_again_has_the_responses(

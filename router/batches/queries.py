@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,8 +12,10 @@ from starlette.requests import Request
 from router.batches.jobs.context import BatchContext
 from router.batches.storage.store import BatchStore, StoreFailed
 from router.errors import InvalidValue, NotFound, Unavailable
+from shared.logs import RateLimitedLogger
 
 _Result = TypeVar("_Result")
+_warnings = RateLimitedLogger(logging.getLogger(__name__), interval_s=5.0)
 
 
 class FileNotFound(NotFound, code="file_not_found"):
@@ -37,7 +40,10 @@ async def run_store(context: BatchContext, work: Callable[[BatchStore], _Result]
 
 
 def storage_failed(error: Exception) -> StorageFailed:
-    return StorageFailed(f"The server cannot write to its disk: {error}", retry_after_s=30)
+    """Return the answer to a client, which is not told the paths in ``error``."""
+    _warnings.warning("--batch-dir: %s", error)
+    reason = error.strerror if isinstance(error, OSError) else error
+    return StorageFailed(f"The server cannot write to its disk: {reason}", retry_after_s=30)
 
 
 def required(found: _Result | None, what: str, name: str | None) -> _Result:

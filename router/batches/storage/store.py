@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from router.batches.storage.states import FOLLOWERS, BatchState
+from shared.opened_file import OpenedFile
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -90,6 +91,7 @@ class BatchStore:
     def __init__(self, path: Path) -> None:
         """Raises sqlite3.Error and OSError."""
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._file = OpenedFile(path)
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.row_factory = sqlite3.Row
         self._database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before there is any table
@@ -106,6 +108,8 @@ class BatchStore:
     def _change(self) -> Iterator[sqlite3.Connection]:
         """Make all changes of the block or none. Raises `StoreFailed`."""
         database = self._database
+        if not self._file.is_there:  # the changes would be lost at the next start
+            raise StoreFailed("its directory was removed; restart the router")
         try:
             database.execute("BEGIN IMMEDIATE")
             try:

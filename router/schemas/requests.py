@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -37,6 +37,14 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Thinking(Struct, frozen=True, kw_only=True):
+    """Whether the model reasons, as DeepSeek, GLM and Kimi let clients choose it. ``auto`` leaves
+    it to the chat template."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
@@ -99,9 +107,10 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """``enable_thinking`` and ``thinking_budget`` can also be set in ``chat_template_kwargs``; a
-    ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message``, the
-    answer continues the last message, which is the assistant's, without repeating it."""
+    """``enable_thinking`` and ``thinking_budget`` can also be set in ``chat_template_kwargs``, or
+    in ``thinking``; a ``reasoning_effort`` of ``none`` makes the first false. With
+    ``continue_final_message``, the answer continues the last message, which is the assistant's,
+    without repeating it."""
 
     may_have_images = True
 
@@ -121,6 +130,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    thinking: bool | Thinking | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -186,14 +196,29 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     def template_args(self) -> dict[str, Any]:
         """The arguments of the chat template besides messages and tools."""
         args = dict(self.chat_template_kwargs or {})
-        thinking = False if self.reasoning_effort == "none" else self.enable_thinking
+        thinking = False if self.reasoning_effort == "none" else self._enable_thinking
         if thinking is not None:
             args.setdefault("enable_thinking", thinking)
-        if self.thinking_budget is not None:
-            args.setdefault("thinking_budget", self.thinking_budget)
+        budget = self.thinking_budget
+        if budget is None and isinstance(self.thinking, Thinking):
+            budget = self.thinking.budget_tokens
+        if budget is not None:
+            args.setdefault("thinking_budget", budget)
         if self.reasoning_effort not in (None, "none"):
             args.setdefault("reasoning_effort", self.reasoning_effort)
         return args
+
+    @property
+    def _enable_thinking(self) -> bool | None:
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        match self.thinking:
+            case Thinking(type="auto"):
+                return None
+            case Thinking(type=kind):
+                return kind != "disabled"
+            case given:
+                return given
 
     @property
     def max_thinking_tokens(self) -> int | None:

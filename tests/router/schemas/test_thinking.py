@@ -1,0 +1,58 @@
+"""The fields of a chat that say whether, and for how long, the model reasons."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.errors import InvalidValue
+from router.schemas.body import parse_body
+from router.schemas.requests import ChatRequest
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return parse_body(json.dumps(body).encode(), ChatRequest)
+
+
+ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "args"),
+    [
+        ({"thinking": {"type": "enabled"}}, ON),
+        ({"thinking": {"type": "adaptive"}}, ON),
+        ({"thinking": {"type": "disabled", "clear_thinking": True}}, OFF),
+        ({"thinking": {"type": "auto"}}, {}),
+        ({"thinking": None}, {}),
+        ({"thinking": True}, ON),
+        ({"thinking": False}, OFF),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, ON | {"thinking_budget": 7}),
+        ({"thinking": {"type": "auto", "budget_tokens": 0}}, {"thinking_budget": 0}),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, OFF),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, OFF),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": OFF}, OFF),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 7}, "thinking_budget": 9},
+            ON | {"thinking_budget": 9},
+        ),
+    ],
+)
+def test_thinking_goes_to_the_template_and_to_the_budget(
+    fields: dict[str, Any], args: dict[str, Any]
+) -> None:
+    request = chat(**fields)
+    assert request.template_args == args
+    assert request.max_thinking_tokens == args.get("thinking_budget")
+
+
+@pytest.mark.parametrize(
+    "value", ["on", {"type": "maybe"}, {}, {"type": "auto", "budget_tokens": -1}]
+)
+def test_an_unknown_way_of_thinking_is_named(value: Any) -> None:
+    with pytest.raises(InvalidValue) as raised:
+        chat(thinking=value)
+    assert str(raised.value.param).startswith("thinking")

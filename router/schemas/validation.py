@@ -17,6 +17,7 @@ def validation_error(reason: str) -> InvalidRequest:
     missing = _MISSING.search(reason)
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
+    of_key = "key in " if " - at `key` in " in reason else ""
     reason = _PATH.sub("", reason).replace("`", "'")
-    at = f"'{param}': " if param else ""
+    at = f"{of_key}'{param}': " if param else ""
     return InvalidValue(f"Invalid {at}{reason}.", param=param or None)

@@ -112,6 +112,13 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
             raise InvalidRequest(
                 "'context' has token ids that are not in the model's vocabulary.", param="context"
             )
+        if renderer.vision and renderer.vision.image_token_id in request.earlier_tokens:
+            # Without their embeddings, the model would see something else in place of the images.
+            raise InvalidRequest(
+                "'context' has the places of images, but not the images: send the conversation to "
+                "/api/chat.",
+                param="context",
+            )
         return [prompts[0].after(request.earlier_tokens, renderer)]
 
     def reply_parser(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:

@@ -231,3 +231,17 @@ def test_the_model_is_said_to_see(server: Server, seeing: ScriptedEngine) -> Non
     assert "vision" in server.client.get("/v1/models").json()["data"][0]["capabilities"]
     shown = server.client.post("/api/show", json={"model": "tiny"}).json()
     assert "vision" in shown["capabilities"]
+
+
+def test_a_context_of_ollama_without_its_images_is_an_error(
+    server: Server, seeing: ScriptedEngine
+) -> None:
+    body = {"model": "tiny", "stream": False, "prompt": "a"}
+    first = ok(
+        server.client.post("/api/generate", json={**body, "images": [in_base64(RED)]})
+    ).json()
+    assert IMAGE_TOKEN in first["context"]
+    answer = server.client.post("/api/generate", json={**body, "context": first["context"]})
+    assert answer.status_code == 400 and "'context' has the places" in answer.json()["error"]
+    plain = ok(server.client.post("/api/generate", json=body)).json()
+    ok(server.client.post("/api/generate", json={**body, "context": plain["context"]}))

@@ -105,6 +105,8 @@ class RaggedBatch(ABC):
         self.turned_by: int | mx.array | Axes = self.offset
         """The offset by which a model rotates the first of each row's new tokens."""
         self.given: Given | None = None
+        self.sampled: list[int] | None = None
+        """Which of the packed tokens `packed_logits` returns the logits of; None: all."""
         if any(row.shift for row in rows):
             shifted = [row.start + row.shift for row in rows]
             self.turned_by = shifted[0] if len(rows) == 1 else mx.array(shifted)
@@ -199,17 +201,17 @@ class RaggedBatch(ABC):
         return
 
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
-        """Run ``model`` like `logits`, and return (tokens, vocab): all rows one after the other,
-        without padding."""
+        """Run ``model`` like `logits`, and return (tokens, vocab) of the ``sampled`` tokens: all
+        rows one after the other, without padding."""
         found = self.logits(model, inputs)
         if self.decoding:
             return found[:, -1]
         found = found.reshape(-1, found.shape[-1])
-        if len(found) == sum(row.width for row in self.rows):
-            return found
-        firsts = range(0, len(found), self.width)
-        rows = zip(firsts, self.rows, strict=True)
-        return found[mx.array([first + i for first, row in rows for i in range(row.width)])]
+        if len(found) > sum(row.width for row in self.rows):
+            firsts = range(0, len(found), self.width)
+            rows = zip(firsts, self.rows, strict=True)
+            found = found[mx.array([first + i for first, row in rows for i in range(row.width)])]
+        return found if self.sampled is None else found[mx.array(self.sampled)]
 
     def state(self, number: int) -> mx.array | None:
         """Return recurrent state ``number`` of all rows, (batch, ...).

@@ -38,6 +38,7 @@ class ExecutorSpec:
     state_layout: tuple[str, ...] = ()
     """Shapes and types of a state's arrays. Stored states with another layout are not read."""
     verifies_drafts: bool = False  # whether decodes may have drafts
+    decodes_ends: bool = False  # whether decodes may compute known tokens too (`Decode.before`)
     guesses: str = ""
     """Name of the component that guesses tokens after a run (`Decode.guesses`); empty if there
     is none."""

@@ -5,7 +5,7 @@ penalties, grammars and log-probabilities need not handle drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -70,6 +70,7 @@ def _rows_of(decode: Decode) -> list[Decode]:
                 output_index=decode.output_index + number,
                 history=None,
                 grammar=None,
+                before=(),
             )
         )
     return rows
@@ -126,13 +127,13 @@ class DecodePasses:
         self, rows: DecodeRows, members: Sequence[range], inputs: mx.array
     ) -> tuple[RaggedBatch, mx.array]:
         """Return the batch of ``members``, each consecutive rows of one slot, and its part of
-        ``inputs``: (batch, width), padded."""
+        ``inputs``: (batch, width), padded, after the known tokens before them."""
         firsts = [rows.decodes[member.start] for member in members]
         batch = self.batch(
             [
                 Row(
                     first.slot,
-                    first.position,
+                    first.position - len(first.before),
                     first.position + len(member),
                     first.shift,
                     first.adapter,
@@ -142,7 +143,19 @@ class DecodePasses:
         )
         if batch.width == 1 and len(members) == len(inputs):
             return batch, inputs[:, None]
-        places = [[min(i, member[-1]) for i in _from(member, batch.width)] for member in members]
+        known = [token for first in firsts for token in first.before]
+        if known:
+            inputs = mx.concatenate([inputs, mx.array(known, inputs.dtype)])
+        places, sampled = [], list[int]()
+        count, start = 0, len(inputs) - len(known)
+        for first, member in zip(firsts, members, strict=True):
+            begin, start = start, start + len(first.before)
+            its = [*range(begin, start), *member]
+            sampled += range(count + len(first.before), count + len(its))
+            count += len(its)
+            places.append(its + its[-1:] * (batch.width - len(its)))
+        if known:
+            batch.sampled = sampled
         return batch, inputs[mx.array(places)]
 
     def _passes(self, rows: DecodeRows) -> list[list[range]]:
@@ -160,7 +173,3 @@ class DecodePasses:
         alone = [[member] for member in everything if is_alone(member)]
         others = [member for member in everything if not is_alone(member)]
         return [*alone, others] if others else alone
-
-
-def _from(member: range, width: int) -> Iterable[int]:
-    return range(member.start, member.start + width)

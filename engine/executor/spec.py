@@ -41,6 +41,8 @@ def spec_of(
         max_sequences=None,
         prefix_cache=True,
         verifies_drafts=True,
+        # Elsewhere, rows are padded to the longest.
+        decodes_ends=not (batch_class.runs_model or layout.states or layout.rings or guesses),
         guesses=Guesser.NAME if guesses else "",
         keeps_kv=bool(layout.layers) or not layout.states,
         kv_bits=layout.kv_bits,

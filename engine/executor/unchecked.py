@@ -56,5 +56,5 @@ class UncheckedSlots:
 def _begun(plan: Plan) -> Iterator[Slot]:
     yield from (restore.slot for restore in plan.restores if restore.start == 0)
     yield from (move.target for move in plan.moves)
-    yield from (decode.slot for decode in plan.decodes if decode.position == 0)
+    yield from (decode.slot for decode in plan.decodes if decode.position == len(decode.before))
     yield from (chunk.slot for chunk in plan.chunks if chunk.start == 0)

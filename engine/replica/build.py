@@ -293,6 +293,7 @@ def _scheduler_config(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_chunk_tokens=spec.max_chunk_tokens,
         has_experts=spec.has_experts,
+        decodes_ends=spec.decodes_ends and not spec.look_ahead,
         layers=spec.layers,
         pass_token_bytes=spec.pass_token_bytes,
         streams_share=settings.streams_share,

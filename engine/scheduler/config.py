@@ -43,6 +43,7 @@ class SchedulerConfig:
     includes the temporary copy of a slab."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
+    decodes_ends: bool = False  # whether decodes may compute known tokens too (`Decode.before`)
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
     max_chunk_tokens: int = MAX_TOKENS  # in that case, the max size of a chunk
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode

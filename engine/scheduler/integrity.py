@@ -87,5 +87,7 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
         if kept is not None and memory.snapshots.holds(kept) and kept.hash in seq.block_hashes:
             yield f"{name} has a private snapshot that is published"
         is_computed = seq.status in (Status.READY, Status.DECODING, Status.ENDING)
-        if is_computed and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight:
+        may_end = config.decodes_ends and seq.status is Status.READY
+        computed = seq.next_position if may_end else seq.num_computed_tokens
+        if is_computed and computed != len(seq.token_ids) - 1 + seq.num_inflight:
             yield f"{name} is at {seq.num_computed_tokens} with {len(seq.token_ids)} tokens"

@@ -41,12 +41,14 @@ class StepMeter:
         if step.encoding is not None and result.failed_pictures:  # its time has no information
             of_prompts = step.encoding._replace(size_bytes=0.0, is_last=False)
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
-        is_apart = result.chunks_apart or of_prompts is None
-        if is_apart and rows:
+        is_apart = (result.chunks_apart or of_prompts is None) and not step.ends
+        if step.ends:
+            self._measure_ends(step, result.elapsed_s)
+        elif is_apart and rows:
             self._chunk_policy.observe_decodes(result.elapsed_s)
             self._time_share.decoded(result.elapsed_s)
         if of_prompts is not None and not result.chunks_apart:
-            self._measure_prompts(of_prompts, result.elapsed_s, rows)
+            self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=not step.makes_slabs)
         elif of_prompts is not None:
             self._unmeasured[step.number] = of_prompts
         if rows:
@@ -59,17 +61,31 @@ class StepMeter:
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s
         self._counters.batch_rows += rows
-        self._counters.prefill_tokens += sum(chunk.tokens for chunk in step.completed)
+        of_ends = sum(chunk.tokens for chunk in step.ends)
+        self._counters.prefill_tokens += of_ends + sum(chunk.tokens for chunk in step.completed)
         if stretch is None:
-            return rows + drafted + (step.encoding is not None)
+            return rows + drafted + of_ends + (step.encoding is not None)
         self._counters.prefill_stretches += 1
         self._counters.prefill_passes += bool(step.completed)
         return rows + drafted + max(1, int(stretch.share * sum(n for _, n in stretch.sizes)))
 
+    def _measure_ends(self, step: InFlightStep, elapsed_s: float) -> None:
+        """Divide the time of a decode between its rows and the ends of prompts."""
+        if step.ends_owing_s is not None:
+            of_ends_s = min(step.ends_owing_s, elapsed_s)
+            self._time_share.decoded(elapsed_s - of_ends_s)
+            self._time_share.computed(of_ends_s, step.ends_owing_s)
+
     def _measure_prompts(
-        self, stretch: PlannedStretch | PlannedEncoding, elapsed_s: float, rows: int
+        self,
+        stretch: PlannedStretch | PlannedEncoding,
+        elapsed_s: float,
+        rows: int,
+        *,
+        learns: bool = True,
     ) -> None:
-        """Learn from a stretch, computed with ``rows`` decodes in the same time."""
+        """Count the time of a stretch, computed with ``rows`` decodes in the same time, and learn
+        from it."""
         if stretch.owing_s is not None:
             self._time_share.computed(elapsed_s, stretch.owing_s)
         if isinstance(stretch, PlannedEncoding):
@@ -77,7 +93,7 @@ class StepMeter:
                 self._pictures.observe(stretch.size_bytes, elapsed_s)
             self._counters.encode_seconds += elapsed_s
             self._counters.encoded_images += stretch.is_last
-        elif not stretch.scored:
+        elif learns and not stretch.scored:
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
             )

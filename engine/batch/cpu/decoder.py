@@ -112,11 +112,13 @@ class Decoder:
     def __call__(
         self, batch: DecoderBatch, tokens: Array, *, silent: bool, given: Given | None = None
     ) -> Array | None:
-        """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
+        """Return logits (tokens, vocabulary) of the packed ``tokens``, or of the ``sampled`` ones
+        of the batch; None if ``silent``."""
         count, positions = len(tokens), batch.positions
         if given is not None and given.axes is not None:
             positions = given.axes.positions
-        if batch.deterministic and self.same_bits == "even" and count % 2:
+        even = batch.deterministic and self.same_bits == "even"
+        if even and count % 2:
             tokens = np.append(tokens, tokens[:1])
             positions = np.append(positions, positions[..., :1], axis=-1)
         adapted = partial(self.adapters.feeds, rows=batch.adapters, padded=len(tokens))
@@ -128,6 +130,7 @@ class Decoder:
             x = x * self._embedding_scale
         tables = self._tables(positions, None if given is None else given.axes)
         x, *new = self.stretches[0](x, *tables[self._rotaries[0]], named=adapted(0))
+        found: Array | None = None
         for number in range(len(self._layers)):
             if batch.division is not None:
                 batch.division.enter_layer(number)
@@ -140,8 +143,14 @@ class Decoder:
             added = [] if number >= self._deep_layers else [_added(x, number, given)]
             named = adapted(number + 1)
             x, *new = self.stretches[number + 1](x, found, *added, *turns, named=named)
+        places = batch.sampled
+        if places is not None and found is not None and batch.adapters is None:
+            # Adapters' factors would be those of all tokens.
+            count = len(places)
+            padded = places + places[:1] * (even and count % 2)
+            x, found, places = x[padded], found[padded], None
         logits: Array = self.stretches[-1](x, found, named=adapted(len(self._layers)))[0]
-        return logits[:count]
+        return logits[:count] if places is None else logits[places]
 
     def _attend(
         self,

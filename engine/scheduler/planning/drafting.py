@@ -62,7 +62,7 @@ class Drafting:
         ``num_rows`` rows decode in the plan, and this decode has ``num_drafts`` drafts."""
         if self._speculator is None or seq.drafts is None:
             return 0
-        end = seq.num_computed_tokens + 1 + num_drafts  # if all drafts are accepted
+        end = seq.next_position + 1 + num_drafts  # if all drafts are accepted
         limit = min(seq.capacity, seq.max_positions) - end - 1
         return self._speculator.guesses_after(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
 
@@ -95,7 +95,9 @@ class Drafting:
 
     def _limit(self, seq: Sequence) -> int:
         """Return the max number of drafts for the next decode of ``seq``."""
-        config, request, position = self._config, seq.request, seq.num_computed_tokens
+        config, request, position = self._config, seq.request, seq.next_position
+        if position > seq.num_computed_tokens:  # this decode computes the end of its prompt
+            return 0
         index = position + 1 - seq.num_prompt_tokens
         limits = [min(seq.capacity, seq.max_positions) - position - 1]
         limits += (ring.tokens - ring.window_tokens - 1 for ring in config.rings)

@@ -45,6 +45,10 @@ class InFlightStep:
     pass_number: int | None = None  # of the stretch's pass
     encoding: PlannedEncoding | None = None
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
+    ends: list[PlannedChunk] = field(default_factory=list)  # that its decodes compute
+    ends_owing_s: float | None = None  # as in `PlannedStretch`
+    makes_slabs: bool = False
+    """Whether it waits for new memory, so that its time says little about the next ones."""
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
@@ -186,4 +190,5 @@ class PlanBuilder:
         memory.forget_changes()
         if not any(operations.values()):
             return None
+        self.step.makes_slabs = bool(operations["new_slabs"])
         return plan.Plan(step=self.step.number, **operations), self.step

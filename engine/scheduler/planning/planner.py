@@ -236,7 +236,8 @@ class Planner:
         if has_prompts and has_streams and not table.has_foreground(*streams):
             # Background streams leave all the time to a prompt that a client is waiting for.
             self._time_share.clear()
-            self.prefilling.plan(builder, streaming=False)
+            if not self.prefilling.join_decode(builder, streaming=False):
+                self.prefilling.plan(builder, streaming=False)
             if not builder.has_prompts:
                 self._decode(builder)
             return
@@ -250,6 +251,10 @@ class Planner:
                 self.prefilling.plan(builder, streaming=bool(builder.decodes))
             return
         prompts_first = self.prefilling.has_turn and not self._lets_first_token_pass()
+        is_decoding = table.count(Status.DECODING) > 0
+        if prompts_first or not is_decoding:
+            joined = self.prefilling.join_decode(builder, streaming=is_decoding)
+            prompts_first = prompts_first and not joined
         if not prompts_first:
             self._decode(builder)
         if not builder.decodes:
@@ -291,7 +296,7 @@ class Planner:
             drafts = proposal.tokens if proposal else ()
             guesses = self._drafting.guesses_after(seq, len(drafts), len(rows))
             builder.decode(seq, self._make_decode(seq, drafts, guesses), proposal)
-            seq.advance(seq.num_computed_tokens + 1)
+            seq.advance(seq.next_position + 1)
             seq.num_inflight += 1
             seq.num_inflight_drafts, seq.awaits_guesses = len(drafts), guesses > 0
             if seq.all_outputs_planned:
@@ -309,7 +314,7 @@ class Planner:
                 self._sequences.set_status(seq, Status.READY)
 
     def _make_decode(self, seq: Sequence, drafts: tuple[int, ...], guesses: int) -> Decode:
-        request, position = seq.request, seq.num_computed_tokens
+        request, position = seq.request, seq.next_position
         index = position + 1 - seq.num_prompt_tokens
         history = self._take_history(seq)
         thinking = seq.follow_thinking()
@@ -329,6 +334,7 @@ class Planner:
             guesses=guesses,
             shift=position_shift(seq, position) if seq.pictures else 0,
             adapter=seq.adapter,
+            before=tuple(seq.token_ids[seq.num_computed_tokens : position]),
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:
@@ -347,7 +353,7 @@ class Planner:
         if seq.history_sent or not (request.sampling.needs_history or request.grammar is not None):
             return None
         seq.history_sent = True
-        return tuple(seq.token_ids[: seq.num_computed_tokens])
+        return tuple(seq.token_ids[: seq.next_position])
 
     # -- leaving -------------------------------------------------------------------
 

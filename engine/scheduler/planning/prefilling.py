@@ -96,6 +96,52 @@ class Prefilling:
                 return
             candidates.remove(seq)
 
+    def join_decode(self, builder: PlanBuilder, *, streaming: bool) -> bool:
+        """Let the decode of this plan compute the ends of prompts, as many as there is time and are
+        rows for, if they come before other prompts. Return whether there are any.
+
+        A pass of their own would read the weights once more. ``streaming``: whether others wait
+        for their next token."""
+        if not self._config.decodes_ends:
+            return False
+        table = self._sequences
+        prefilling = table.ordered(Status.PREFILLING)
+        candidates = [seq for seq in prefilling if self._is_decodable_end(seq)]
+        rows = self._config.max_batch_size - table.count(Status.READY, Status.DECODING)
+        if not candidates or not self._is_decodable_end(self._first(prefilling)):
+            return False
+        claimed = self._claimed()
+        left_s = self._chunk_policy.ends_s(streaming=streaming)
+        joined: list[Sequence] = []
+        for seq in candidates[: max(rows, 0)]:
+            if not self._has_to_compute(seq, claimed, builder):
+                continue
+            start, end = seq.num_computed_tokens, seq.prefill_end
+            seconds = self._chunk_policy.predict_s(start, end - start)
+            if joined and seconds > left_s:
+                break
+            left_s -= seconds
+            joined.append(seq)
+            builder.step.ends.append(PlannedChunk(seq, start, end))
+            size = self._config.block_size
+            claimed.update(seq.block_hashes[start // size : (end + 1) // size])
+            table.set_status(seq, Status.READY)
+        if not joined:
+            return False
+        self._stretch_s = self._chunk_policy.ends_s(streaming=streaming) - left_s
+        self._count_lead(is_first=prefilling[0] in joined)
+        if streaming:
+            builder.step.ends_owing_s = self._stretch_s
+            self._time_share.planned(self._stretch_s)
+        return True
+
+    def _is_decodable_end(self, seq: Sequence) -> bool:
+        """Return whether a decode may compute the rest of the prompt of ``seq``."""
+        is_simple = not (seq.pictures or seq.needs_prompt_logprobs)
+        is_open = self.passes.of(seq) is not None
+        most = min(MAX_END_TOKENS, self._config.prefill_chunk_tokens or MAX_END_TOKENS)
+        return is_simple and not is_open and 0 < _tokens_left(seq) <= most
+
     def _first(self, candidates: SequenceOf[Sequence]) -> Sequence:
         """Return the next of ``candidates``, which are in order: the first one, or a much
         shorter one whose priority is not lower."""

@@ -91,6 +91,7 @@ class PrefixCache:
             if source.pictures or source.block_hashes[before] != seq.block_hashes[before]:
                 continue
             last = min(start + self._config.block_size, seq.prefill_end, source.prefill_end)
+            last = min(last, source.num_computed_tokens)  # its end may not be computed yet
             common = _count_common(seq.token_ids[start:last], source.token_ids[start:last])
             if start + common > end:
                 end, best = start + common, source

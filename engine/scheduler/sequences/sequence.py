@@ -173,6 +173,12 @@ class Sequence:
         return msgspec.structs.replace(self.request, generated=generated, prompt_logprobs=None)
 
     @property
+    def next_position(self) -> int:
+        """The position of the next decode's input. If it is not the next position to compute, the
+        decode computes the end of the prompt too (`Decode.before`)."""
+        return max(self.num_computed_tokens, self.prefill_end)
+
+    @property
     def max_positions(self) -> int:
         """Max number of positions to compute: the last output is never an input."""
         return self.num_prompt_tokens + self.max_tokens - 1

@@ -15,6 +15,12 @@ EXPERTS_UNIT_S = 0.25
 so longer chunks read them less often."""
 MIN_UNIT_S = 0.03
 """Min of the same in seconds: nobody notices such a wait."""
+ALONE_TOKENS = 384
+"""Min tokens of a divisible chunk on a CPU while no stream runs. The first steps of a process are
+slow. By their times, chunks would be so short that a prompt takes a quarter longer; and this many
+tokens cost a newcomer little, because a single layer of them is computed without a break."""
+ENDS_UNITS = 2.0
+"""Max time of the ends of prompts in one decode while no stream runs, in units as above."""
 STREAMING_TARGET_S = 0.4
 """Max time of an indivisible chunk while others wait for their next token."""
 ALONE_TARGET_S = 0.75
@@ -84,6 +90,8 @@ class ChunkPolicy:
             self, target_s, self._max_tokens, self._block_size, self._shared_tokens
         )
         budget.evens = not streaming
+        if self.layers > 1 and not streaming:
+            budget.first_tokens = ALONE_TOKENS
         return budget
 
     def unit_s(self, *, streaming: bool) -> float:
@@ -91,6 +99,10 @@ class ChunkPolicy:
         if streaming:
             return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), MIN_UNIT_S)
         return max(UNIT_PASSES * self.pass_s, self._alone_unit_s)
+
+    def ends_s(self, *, streaming: bool) -> float:
+        """Return the seconds that ends of prompts may add to one decode."""
+        return (1.0 if streaming else ENDS_UNITS) * self.unit_s(streaming=streaming)
 
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the predicted seconds that ``tokens`` tokens from ``start`` add to a pass over
@@ -167,11 +179,13 @@ class ChunkBudget:
         self._tokens = tokens
         self._unshared_tokens = tokens - min(tokens, shared_tokens)
         self._block_size = block_size
-        self._min_tokens = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
+        self._min_tokens = self._whole_blocks(min(MIN_TOKENS, tokens))
         self._width = 0
         self._longest = 0
         self.evens = False
         """Whether all chunks of a prompt should have about the same length."""
+        self.first_tokens = 0
+        """Min tokens of the first chunk, whatever their time."""
 
     def take(self, start: int, remaining: int) -> int:
         """Return how many of the ``remaining`` tokens from ``start`` are computed now.
@@ -179,7 +193,9 @@ class ChunkBudget:
         The result is all of them, or ends at the end of a block, so that the block can be saved.
         The first call never returns 0."""
         if not self._width:
-            tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
+            least = self._whole_blocks(min(self.first_tokens, self._tokens))
+            most = min(remaining, max(self._tokens, self._min_tokens))
+            tokens = max(self._fit_to_time(start, most), min(most, least))
             tokens = self._end_at_block(start, self._even(tokens, remaining), remaining)
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
@@ -216,7 +232,10 @@ class ChunkBudget:
         if not self.evens:
             return tokens
         even = -(-remaining // -(-remaining // tokens))
-        return min(tokens, -(-even // self._block_size) * self._block_size)
+        return min(tokens, self._whole_blocks(even))
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size) * self._block_size
 
     def _end_at_block(self, start: int, tokens: int, remaining: int) -> int:
         beyond = (start + tokens) % self._block_size

@@ -172,3 +172,30 @@ def test_a_reset_gives_up_open_passes(runner: Runner) -> None:
     runner.executor.reset()
     assert not runner.executor._passes.open
     assert mx.get_active_memory() <= before
+
+
+@pytest.mark.parametrize("ends", [(1, 7), (16, 3, 2), (32, 1)])
+def test_a_decode_computes_known_tokens_with_the_bits_of_chunks(
+    tiny_model: Callable[..., Path], ends: tuple[int, ...]
+) -> None:
+    """Beside a decode without any."""
+    whole = Whole(tiny_model("llama"), num_blocks=1024)
+    runner = Runner(whole)
+    assert whole.executor.spec.decodes_ends and whole.executor.deterministic
+    runner.run(new_slabs=(SlabSpec(1, 1, 128),))
+    slots = [Slot(1, 0), *(Slot(0, number) for number in range(3))]
+    prompts = [prompt(number, 40 + 9 * number) for number in range(1 + len(ends))]
+    found: list[list[list[float]]] = []
+    whole.executor.logits_observer = lambda _, logits: found.append(logits.tolist())
+    for joins in (False, True):
+        decodes = []
+        for slot, tokens, end in zip(slots, prompts, (0, *ends), strict=False):
+            cut = len(tokens) - 1 - (end if joins else 0)
+            runner.run(chunks=(Chunk(slot, 0, tuple(tokens[:cut])),))
+            before = tuple(tokens[cut:-1])
+            decodes.append(Decode(slot, len(tokens) - 1, tokens[-1], 0, GREEDY, before=before))
+        runner.run(decodes=tuple(decodes))
+        later = (Decode(d.slot, d.position + 1, 5, 1, GREEDY) for d in decodes)
+        runner.run(decodes=tuple(later))
+    assert len(found) == 4 and len(found[0]) == len(prompts)
+    assert found[:2] == found[2:]

@@ -168,7 +168,8 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        decode_s = sum(1 + len(decode.drafts) for decode in plan.decodes) / self.speed_tokens_s
+        computed = (1 + len(decode.drafts) + len(decode.before) for decode in plan.decodes)
+        decode_s = sum(computed) / self.speed_tokens_s
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(
@@ -393,6 +394,10 @@ class FakeExecutor:
             slot = decode.slot
             token = self.sampled[slot] if decode.token_id is None else decode.token_id
             assert not decode.drafts or (decode.token_id is not None and decode.forced is None)
+            if decode.before:
+                assert self.config.decodes_ends and not decode.drafts
+                assert len(decode.before) <= MAX_END_TOKENS and decode.token_id is not None
+                self._write(slot, decode.position - len(decode.before), decode.before)
             if decode.history is not None:
                 assert decode.sampling.needs_history
                 self.history[slot] = list(decode.history)

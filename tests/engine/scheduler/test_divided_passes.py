@@ -82,6 +82,24 @@ def test_without_look_ahead_tokens_never_wait_for_a_stretch_in_their_own_plan() 
         made.assert_right(client)
 
 
+def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None:
+    made = engine(decodes_ends=True)
+    (stream,) = begin_streams(made, 1)
+    long = made.submit(request("long", prompt(401)))
+    begun_s, tokens, number = made.now_s, len(stream.tokens), 0
+    while not long.tokens:
+        number += 1
+        end = made.submit(request(f"end {number}", prompt(20, number), max_tokens=1))
+        while end.end is None:
+            made.turn()
+    assert number > 5
+    # A token takes a thousandth of a second, and half of the time is for streams.
+    assert len(stream.tokens) - tokens >= 400 * (made.now_s - begun_s)
+    plans = [plan for plan in made.plans if any(decode.before for decode in plan.decodes)]
+    assert len(plans) >= number
+    made.finish(stream, long)
+
+
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)

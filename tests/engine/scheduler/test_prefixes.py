@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -73,6 +75,39 @@ def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
     engine.finish(*clients, same)
     assert engine.computed == 92 + 7 * 2
     assert same.cached == (92, 0)
+
+
+def test_decodes_compute_the_ends_of_prompts() -> None:
+    """All at once, without a pass of their own."""
+    engine = Engine(config(blocks=600, decodes_ends=True, max_batch_size=8))
+    prompts = [[*SHARED, n, n + 1, n + 2] for n in range(8)]
+    clients = [engine.submit(request(f"r{n}", each)) for n, each in enumerate(prompts)]
+    engine.finish(*clients)
+    ends = [[len(decode.before) for decode in plan.decodes] for plan in engine.plans]
+    assert [each for each in ends if any(each)] == [[102 % 16], 7 * [2]]
+    assert [len(plan.chunks) for plan in engine.plans if plan.chunks] == 102 // 16 * [1]
+    assert engine.scheduler.stats().prefill_tokens_total == 102 + 7 * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes"),
+    [(SHARED[:70], {"prompt_logprobs": 0}), ([*SHARED[:60], *[1] * 34], {})],
+    ids=["log-probabilities", "too long"],
+)
+def test_other_ends_are_computed_by_chunks(prompt: list[int], changes: dict[str, Any]) -> None:
+    engine = Engine(config(blocks=600, decodes_ends=True, prefill_chunk_tokens=64))
+    engine.serve(request("first", SHARED[:60]))
+    chunks = sum(len(plan.chunks) for plan in engine.plans)
+    engine.serve(request("second", prompt, **changes))
+    assert sum(len(plan.chunks) for plan in engine.plans) > chunks
+    assert not any(decode.before for plan in engine.plans for decode in plan.decodes)
+
+
+def test_a_fixed_length_of_chunks_limits_the_ends_too() -> None:
+    engine = Engine(config(decodes_ends=True, prefill_chunk_tokens=8))
+    engine.serve(request("first", SHARED[:20]))
+    assert [len(plan.chunks[0].token_ids) for plan in engine.plans if plan.chunks] == [8, 8]
+    assert [len(d.before) for plan in engine.plans for d in plan.decodes if d.before] == [3]
 
 
 def test_a_whole_block_takes_the_place_of_a_part_that_was_copied() -> None:

@@ -44,6 +44,7 @@ CONFIGS = st.fixed_dictionaries(
         "streams_share": st.sampled_from([0.05, 0.5, 0.95]),
         "shares_slabs": st.booleans(),
         "batches_chunks": st.booleans(),
+        "decodes_ends": st.booleans(),
         "max_sequences": st.sampled_from([3, 100]),
     }
 )
@@ -257,6 +258,8 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
 ) -> None:
     if window is not None:
         changes |= rings(window, **changes)
+    if window is not None or states or changes["look_ahead"]:
+        changes["decodes_ends"] = False
     engine = Engine(
         config(**changes, **states),
         None if drafts is None else speculator(*drafts, guesses is not None),

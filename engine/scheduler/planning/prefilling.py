@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 
 from engine.plan import Chunk
@@ -17,6 +18,8 @@ from engine.scheduler.sequences.sequence import Sequence, SequencePicture, Statu
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.timing.chunks import MIN_TOKENS, ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
+
+logger = logging.getLogger(__name__)
 
 LOGPROBS_CHUNK_TOKENS = 64
 """Max chunk with log-probabilities, which need the logits of every position."""
@@ -243,6 +246,7 @@ class Prefilling:
             claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
         assert chunks, "a pass has a chunk"
         begun = OpenPass(builder.step.number, chunks, reserved)
+        logger.debug("pass %d: chunks (start, tokens) %s", begun.number, begun.sizes)
         self.passes.begin(begun)
         return begun
 

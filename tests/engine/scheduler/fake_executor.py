@@ -104,6 +104,7 @@ class FakeExecutor:
     def __init__(self, config: SchedulerConfig, speed_tokens_s: float = 1000.0) -> None:
         self.config = config
         self.speed_tokens_s = speed_tokens_s
+        self.slab_s = 0.0  # that a new slab takes
         self.slabs: dict[int, tuple[int, int]] = {}
         self.rows: dict[Slot, list[int]] = {}
         self.states: dict[Slot, list[int]] = {}
@@ -170,6 +171,7 @@ class FakeExecutor:
         ]
         computed = (1 + len(decode.drafts) + len(decode.before) for decode in plan.decodes)
         decode_s = sum(computed) / self.speed_tokens_s
+        decode_s += self.slab_s * len(plan.new_slabs)
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(

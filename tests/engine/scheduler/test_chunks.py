@@ -6,6 +6,7 @@ import pytest
 
 from engine.scheduler.timing.chunks import (
     ALONE_TARGET_S,
+    ALONE_TOKENS,
     MAX_TOKENS,
     MIN_TOKENS,
     MIN_UNIT_S,
@@ -88,6 +89,18 @@ def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) 
     assert policy.unit_s(streaming=False) == wanted_s
     tokens = policy.budget(streaming=False).take(0, 50_000)
     assert 0.4 * wanted_s <= policy.predict_layer_s([(0, tokens)]) <= wanted_s
+
+
+def test_slow_first_steps_do_not_make_chunks_of_a_prompt_alone_short() -> None:
+    policy = ChunkPolicy(16, layers=30)
+    policy.observe_decodes(0.03)
+    for _ in range(30):
+        policy.observe_chunks([(0, 300)], 0.1, share=1 / 30)
+    assert policy.budget(streaming=True).take(0, 1000) < ALONE_TOKENS
+    alone = policy.budget(streaming=False)
+    assert ALONE_TOKENS * 7 // 8 <= alone.take(0, 1000) <= ALONE_TOKENS
+    assert policy.budget(streaming=False).take(5000, 2500) >= ALONE_TOKENS * 7 // 8
+    assert ChunkPolicy(16, 64, layers=30).budget(streaming=False).take(0, 1000) == 64
 
 
 def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None:

@@ -82,6 +82,15 @@ def test_without_look_ahead_tokens_never_wait_for_a_stretch_in_their_own_plan() 
         made.assert_right(client)
 
 
+def test_the_time_of_a_step_that_makes_slabs_says_nothing_about_chunks() -> None:
+    made = engine(prefill_chunk_tokens=None)
+    made.executor.slab_s = 10.0
+    client = made.submit(request("first", prompt(401)))
+    made.finish(client)
+    policy = made.scheduler.planner.prefilling._chunk_policy
+    assert policy.predict_s(0, 100) < 0.3, "three times as long as they take"
+
+
 def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None:
     made = engine(decodes_ends=True)
     (stream,) = begin_streams(made, 1)

@@ -101,11 +101,10 @@ def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None
         end = made.submit(request(f"end {number}", prompt(20, number), max_tokens=1))
         while end.end is None:
             made.turn()
-    assert number > 5
-    # A token takes a thousandth of a second, and half of the time is for streams.
-    assert len(stream.tokens) - tokens >= 400 * (made.now_s - begun_s)
+        # A token takes a thousandth of a second, and half of the time is for streams.
+        assert number % 5 or len(stream.tokens) - tokens >= 400 * (made.now_s - begun_s)
     plans = [plan for plan in made.plans if any(decode.before for decode in plan.decodes)]
-    assert len(plans) >= number
+    assert len(plans) >= number > 5
     made.finish(stream, long)
 
 

@@ -103,6 +103,16 @@ def test_other_ends_are_computed_by_chunks(prompt: list[int], changes: dict[str,
     assert not any(decode.before for plan in engine.plans for decode in plan.decodes)
 
 
+def test_nothing_is_copied_from_a_sequence_whose_end_is_computed_in_the_same_plan() -> None:
+    engine = Engine(config(blocks=600, block_size=16, decodes_ends=True))
+    engine.serve(request("first", SHARED[:96]))
+    same = [*SHARED[:96], *range(10)]
+    clients = [engine.submit(request(name, same)) for name in ("second", "third")]
+    engine.finish(*clients)
+    ends = [[len(decode.before) for decode in plan.decodes] for plan in engine.plans]
+    assert [9, 9] in ends
+
+
 def test_a_fixed_length_of_chunks_limits_the_ends_too() -> None:
     engine = Engine(config(decodes_ends=True, prefill_chunk_tokens=8))
     engine.serve(request("first", SHARED[:20]))

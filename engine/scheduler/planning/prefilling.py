@@ -121,8 +121,8 @@ class Prefilling:
                 continue
             start, end = seq.num_computed_tokens, seq.prefill_end
             seconds = self._chunk_policy.predict_s(start, end - start)
-            if joined and seconds > left_s:
-                break
+            if seconds > left_s and (joined or streaming):
+                break  # streams would notice it; a pass is computed between their tokens
             left_s -= seconds
             joined.append(seq)
             builder.step.ends.append(PlannedChunk(seq, start, end))

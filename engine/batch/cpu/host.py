@@ -44,6 +44,9 @@ WORTH_THREADS = 3_000
 cost."""
 SAME_BITS_WORTH_THREADS = 1_500
 """The same if single queries have the bits of a chunk, which takes longer."""
+PREFILL_WORTH_THREADS = 20_000
+"""The same for chunks: about 100 tokens at position 0 with 3 heads of keys. Threads with short calls
+wait for each other to release the interpreter."""
 FEW_TOKENS = 17
 """Rows with at most this many tokens, such as those with drafts, attend together."""
 MAX_SCORES = 65_536
@@ -118,8 +121,11 @@ class HostBatch(RaggedBatch):
         """Return the work of a layer with ``group`` queries for each of its ``heads`` of keys."""
         key = heads, group * (not self.by_token)
         if key not in self._shared:
-            pieces = self._row_pieces() if self.by_token else self._prefill_pieces(heads, group)
-            self._shared[key] = _in_order(pieces, self._worth_threads)
+            if self.by_token:
+                work = _in_order(self._row_pieces(), self._worth_threads)
+            else:
+                work = _in_order(self._prefill_pieces(heads, group), PREFILL_WORTH_THREADS)
+            self._shared[key] = work
         return self._shared[key]
 
     def _row_pieces(self) -> list[Piece]:

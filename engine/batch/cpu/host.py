@@ -45,8 +45,8 @@ cost."""
 SAME_BITS_WORTH_THREADS = 1_500
 """The same if single queries have the bits of a chunk, which takes longer."""
 PREFILL_WORTH_THREADS = 20_000
-"""The same for chunks: about 100 tokens at position 0 with 3 heads of keys. Threads with short calls
-wait for each other to release the interpreter."""
+"""The same for chunks: about 100 tokens at position 0 with 3 heads of keys. Threads with short
+calls wait for each other to release the interpreter."""
 FEW_TOKENS = 17
 """Rows with at most this many tokens, such as those with drafts, attend together."""
 MAX_SCORES = 65_536

@@ -104,7 +104,6 @@ class FakeExecutor:
     def __init__(self, config: SchedulerConfig, speed_tokens_s: float = 1000.0) -> None:
         self.config = config
         self.speed_tokens_s = speed_tokens_s
-        self.slab_s = 0.0  # that a new slab takes
         self.slabs: dict[int, tuple[int, int]] = {}
         self.rows: dict[Slot, list[int]] = {}
         self.states: dict[Slot, list[int]] = {}
@@ -169,9 +168,7 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        computed = (1 + len(decode.drafts) + len(decode.before) for decode in plan.decodes)
-        decode_s = sum(computed) / self.speed_tokens_s
-        decode_s += self.slab_s * len(plan.new_slabs)
+        decode_s = sum(1 + len(decode.drafts) for decode in plan.decodes) / self.speed_tokens_s
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(
@@ -396,10 +393,6 @@ class FakeExecutor:
             slot = decode.slot
             token = self.sampled[slot] if decode.token_id is None else decode.token_id
             assert not decode.drafts or (decode.token_id is not None and decode.forced is None)
-            if decode.before:
-                assert self.config.decodes_ends and not decode.drafts
-                assert len(decode.before) <= MAX_END_TOKENS and decode.token_id is not None
-                self._write(slot, decode.position - len(decode.before), decode.before)
             if decode.history is not None:
                 assert decode.sampling.needs_history
                 self.history[slot] = list(decode.history)

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+import msgspec
+
 from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
+from engine.scheduler.planning.prefilling import MAX_END_TOKENS
 from engine.speculation.speculator import Speculator
 from shared import wire
 from tests.engine.scheduler.fake_executor import (
@@ -66,6 +69,26 @@ def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
     return wire.Submit(**(fields | changes))
 
 
+class EndsExecutor(FakeExecutor):
+    """Computes known tokens before those of decodes, too."""
+
+    slab_s = 0.0  # that a new slab takes
+
+    def run(self, plan: Plan) -> StepResult:
+        result = super().run(plan)
+        known = sum(len(decode.before) for decode in plan.decodes)
+        more_s = known / self.speed_tokens_s + self.slab_s * len(plan.new_slabs)
+        return msgspec.structs.replace(result, elapsed_s=result.elapsed_s + more_s)
+
+    def _decode(self, plan: Plan) -> list[list[int]]:
+        for decode in plan.decodes:
+            if decode.before:
+                assert self.config.decodes_ends and not decode.drafts
+                assert len(decode.before) <= MAX_END_TOKENS and decode.token_id is not None
+                self._write(decode.slot, decode.position - len(decode.before), decode.before)
+        return super()._decode(plan)
+
+
 @dataclass
 class Client:
     """What a router has received of one request."""
@@ -95,7 +118,7 @@ class Engine:
         self.config = settings
         self.now_s = 0.0
         self.scheduler = Scheduler(settings, lambda: self.now_s, speculator)
-        self.executor = FakeExecutor(settings)
+        self.executor = EndsExecutor(settings)
         self.results: deque[StepResult] = deque()
         self.plans: list[Plan] = []
         self.clients: dict[tuple[str, int], Client] = {}

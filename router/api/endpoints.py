@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -230,16 +231,20 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         model = generation.model
         prediction = self.prediction(request, model)
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
+        seen: Counter[tuple[int, ...]] = Counter()
         for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
             tokens = prompt.token_ids
+            earlier, n = seen[tuple(tokens)], request.n or 1
+            seen[tuple(tokens)] += n
             grammar = self.grammar(request, model, tokens)
             thinking = self.thinking(request, model, tokens)
             echo = None if echoed is None else Echo.of(echoed, tokens, model.renderer)
             blocks = generation.prompt_blocks(prompt)
-            for choice in range(request.n or 1):
+            for choice in range(n):
                 parser = self.reply_parser(request, model, tokens)
                 yield SequenceSpec(
-                    prompt, limit, choice, parser, grammar, thinking, echo, blocks, prediction
+                    *(prompt, limit, choice, parser, grammar, thinking, echo, blocks, prediction),
+                    seed_number=earlier + choice,
                 )
 
 

@@ -37,6 +37,9 @@ class SequenceSpec(NamedTuple):
     echo: Echo | None = None
     prompt_blocks: PromptBlocks = MappingProxyType({})
     prediction: tuple[int, ...] = ()
+    seed_number: int = 0
+    """Tells its seed from those of other sequences of the same prompt, also if the request repeats
+    the prompt."""
 
 
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
@@ -157,7 +160,7 @@ def submit_message(
         attempt=0,
         token_ids=spec.prompt.token_ids,
         images=_image_parts(spec.prompt),
-        sampling=_sampling(request, model, settings, _choice_seed(seed, spec.choice)),
+        sampling=_sampling(request, model, settings, _numbered_seed(seed, spec.seed_number)),
         max_tokens=spec.max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
         min_tokens=min(request.min_tokens or 0, spec.max_tokens),
@@ -244,10 +247,10 @@ def _sampling(
     )
 
 
-def _choice_seed(seed: int, choice: int) -> int:
+def _numbered_seed(seed: int, number: int) -> int:
     """Return 63 bits. The first choice keeps a small seed, so that increasing ``n`` only adds
     choices."""
-    if choice == 0:
+    if number == 0:
         return seed & (2**63 - 1)
-    digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)

@@ -208,6 +208,9 @@ def test_each_of_n_choices_has_a_seed_of_its_own(server: Server, engine: Scripte
     assert seeds[0] == 11
     prompt_tokens = {tuple(s.token_ids) for s in engine.got(Submit)}
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompt_tokens))
+    # A prompt that is repeated counts as further choices, or its texts would be equal.
+    ok(server.complete(["hello", "hello"], seed=11))
+    assert [submit.sampling.seed for submit in engine.got(Submit)[6:]] == seeds[:2]
 
 
 def test_a_drawn_seed_is_reported_and_used(server: Server, engine: ScriptedEngine) -> None:

@@ -145,7 +145,9 @@ class Chaos:
                 group.create_task(batches.run(pace))
                 group.create_task(asyncio.to_thread(self.hostile.run, pace))
                 roles = (*site.roles, *SUPERVISORS)
-                group.create_task(print_progress(ends, self.judge, self.saboteur, roles, site.pids))
+                group.create_task(
+                    print_progress(ends, self.judge, self.saboteur.done, roles, site.pids)
+                )
                 calm_s = self.seconds / 3 if self.seconds >= LONG_S else 0
                 await self.saboteur.run(ends - calm_s)
                 if calm_s:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tests.e2e.chaos.faults import Saboteur
 from tests.e2e.chaos.load import Judge
 from tests.e2e.soak.report import print_line
 
@@ -24,7 +24,7 @@ def resident_bytes(pid: int) -> int | None:
 def line(
     seconds: float,
     judge: Judge,
-    saboteur: Saboteur,
+    faults: Counter[str],
     roles: Sequence[str],
     pids: Callable[[str], list[int]],
 ) -> str:
@@ -38,14 +38,14 @@ def line(
     answers, right = judge.outcomes.total(), judge.outcomes["right"]
     return (
         f"{seconds / 60:.1f} min: {answers} answers, {right} of them whole and right, "
-        f"{saboteur.done.total()} faults, {len(judge.findings)} wrong; MB: {memory}"
+        f"{faults.total()} faults, {len(judge.findings)} wrong; MB: {memory}"
     )
 
 
 async def print_progress(
     until: float,
     judge: Judge,
-    saboteur: Saboteur,
+    faults: Counter[str],
     roles: Sequence[str],
     pids: Callable[[str], list[int]],
     every_s: float = EVERY_S,
@@ -55,4 +55,4 @@ async def print_progress(
     while (left_s := until - time.monotonic()) > 0:
         await asyncio.sleep(min(every_s, left_s))
         seconds = time.monotonic() - begin
-        print_line(await asyncio.to_thread(line, seconds, judge, saboteur, roles, pids))
+        print_line(await asyncio.to_thread(line, seconds, judge, faults, roles, pids))

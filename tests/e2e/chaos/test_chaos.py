@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 
 import pytest
 
+from tests.e2e.chaos.load import Judge
+from tests.e2e.chaos.progress import print_progress
 from tests.e2e.process import ROOT
 
 SECONDS = 15
 PATIENCE_S = 550
+
+
+def test_progress_is_a_line_each_time_with_the_memory_of_what_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    judge, roles = Judge(), ("router", "image decoder")
+    judge.outcomes.update(right=2, cancelled=1)
+    until = time.monotonic() + 0.5
+
+    def pids(role: str) -> list[int]:
+        return [os.getpid()] if role == "router" else []
+
+    asyncio.run(print_progress(until, judge, Counter(kill=3), roles, pids, every_s=0.2))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 2
+    for line in lines:
+        assert re.fullmatch(
+            r"0\.0 min: 3 answers, 2 of them whole and right, 3 faults, 0 wrong; MB: router \d+",
+            line,
+        )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from engine.backend.settling import settle
 from engine.batch.cpu.decoder import embedding_scale
 from engine.cache.rounding import Array
 from engine.embedding.encoder import Affine, Encoder, EncoderLayer
@@ -42,6 +43,7 @@ class PaddedModel:
                     mx.eval(next(work))
                 except StopIteration as done:
                     states = np.asarray(done.value.astype(mx.float32))
+                    settle()
                     break
                 yield
             found |= {i: states[row, : len(texts[i])] for row, i in enumerate(numbers)}

@@ -50,6 +50,9 @@ class ExecutorSpec:
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that plans can request one by one (`Stretch`)
     pass_token_bytes: int = 0  # estimated size of the activations of one token of a pass
+    score_bytes: int = 0
+    """Estimated size of the attention scores of one token, for each position that it may attend
+    to; 0 if the device does not store them."""
 
 
 class PendingStep(ABC):

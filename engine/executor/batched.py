@@ -58,7 +58,7 @@ class BatchedExecutor(Executor):
         self.layout = layout
         self._block_size = block_size
         self.batch_class = batch_class
-        self._sampler = Sampler()
+        self._sampler, self._line = Sampler(), DeviceLine()
         self._pads_chunks = pads_chunks(layout, batch_class)
         self._passes = Passes(
             model=self._model,
@@ -86,9 +86,9 @@ class BatchedExecutor(Executor):
         self._sampler.reset()
         if self._guesser is not None:
             self._guesser.reset(self._slabs)
-        self._line, self._late = DeviceLine(), LateResults()
-        shows_all = any(layer.window is None for layer in self.layout.layers)
-        self._unchecked = UncheckedSlots(shows_all)
+        self._line.abandon()
+        self._late = LateResults()
+        self._unchecked = UncheckedSlots(any(layer.window is None for layer in self.layout.layers))
         self._last: BatchedStep | None = None
         mx.clear_cache()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from engine.backend.settling import settle
 from engine.executor.stopwatch import StepClock
 
 
@@ -56,10 +58,22 @@ class DeviceLine:
         return self.piece
 
     def wait(self) -> None:
-        """Wait until the piece in flight is done, if there is one."""
+        """Wait until the piece in flight is done, if there is one. Raises: RuntimeError if the
+        device could not compute it."""
         if self.piece is not None:
             mx.eval(self._marker)
+            settle()
             self.piece.elapsed_s = self._clock.elapsed_s(self.piece.started)
+            self.piece = self._marker = None
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight, whatever became of it. An error that nobody has seen
+        would be raised by the next piece."""
+        if self.piece is not None:
+            with suppress(RuntimeError):
+                mx.eval(self._marker)
+            with suppress(RuntimeError):
+                mx.synchronize()
             self.piece = self._marker = None
 
     def wait_for_slabs(self) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.adapters.layers import applied
+from engine.backend.settling import settle
 from engine.executor.base import Executor, ExecutorSpec, PendingStep
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
@@ -107,6 +108,7 @@ class SerialExecutor(Executor):
         sampled = self._sampler.sample(logits, [decode], inputs, masks)
         failed += [(decode.slot, why) for _, why in sampled.failed]
         token: int = sampled.tokens.item()
+        settle()
         return token, sampled.logprobs.read()[0] if sampled.logprobs else None
 
 

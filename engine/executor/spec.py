@@ -21,6 +21,13 @@ GPU_CHUNK_TOKENS = 2048
 EXPERTS_CHUNK_TOKENS = 8192
 """The limit for models with experts: each chunk reads nearly all of them."""
 
+FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
+"""Sizes of heads for which Metal has a kernel that attends with many queries and stores no scores
+(`ScaledDotProductAttention::use_fallback` in MLX)."""
+SCORE_ARRAYS = 3
+"""Arrays of scores that exist at once: masks and biases make others, and MLX dispatches a few
+operations ahead."""
+
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
@@ -57,6 +64,7 @@ def spec_of(
         has_experts=has_experts,
         layers=num_layers(layout),
         pass_token_bytes=activation_bytes(model),
+        score_bytes=attention_score_bytes(model, layout, batch_class) if on_gpu else 0,
         max_chunk_tokens=min(
             EXPERTS_CHUNK_TOKENS if has_experts else chunk_tokens,
             layout.longest_pass or EXPERTS_CHUNK_TOKENS,
@@ -80,6 +88,21 @@ def activation_bytes(model: Any) -> int:
     )
     inner = max(inner, experts * _largest(args, "moe_intermediate_size", "expert_ffn_hidden_size"))
     return int(mx.float32.size) * (6 * hidden + 3 * (inner or 4 * hidden))
+
+
+def attention_score_bytes(model: Any, layout: Layout, batch_class: type[RaggedBatch]) -> int:
+    """Return an estimate of the bytes of attention scores that one token of a chunk has for each
+    position before it. Windows are short, so layers with one do not count if only their window is
+    attended to."""
+    sizes = [
+        int(layer.dtype.size)
+        for layer in layout.layers
+        if (layer.window is None or not batch_class.has_rings)
+        and not (layer.key_dim == layer.value_dim and layer.key_dim in FUSED_HEAD_DIMS)
+    ]
+    heads = _largest(list(_arguments(model)), "num_attention_heads", "n_heads", "n_head")
+    kv_heads = max((layer.kv_heads for layer in layout.layers), default=0)
+    return SCORE_ARRAYS * max(heads, kv_heads) * max(sizes, default=0)
 
 
 def _arguments(model: Any) -> Iterator[dict[str, Any]]:

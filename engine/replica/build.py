@@ -296,6 +296,7 @@ def _scheduler_config(
         decodes_ends=spec.decodes_ends and not spec.look_ahead,
         layers=spec.layers,
         pass_token_bytes=spec.pass_token_bytes,
+        score_bytes=spec.score_bytes,
         streams_share=settings.streams_share,
         namespace=namespace,
         prefix_cache=reuses_prefixes,

@@ -49,6 +49,8 @@ class SchedulerConfig:
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that may be computed in different plans
     pass_token_bytes: int = 0  # activations of one token of a pass
+    score_bytes: int = 0
+    """Attention scores of one token of a pass, for each position that it may attend to."""
     streams_share: float = DEFAULT_STREAMS_SHARE
     """Fraction of the time for running streams while prompts are computed."""
     prefix_cache: bool = True  # False for models whose KV cannot be divided into blocks

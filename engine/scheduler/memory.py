@@ -110,20 +110,20 @@ class Memory:
                 return slot, capacity
         return None
 
-    def reserve_pass(self, tokens: int) -> bool:
-        """Reserve memory for the activations of ``tokens`` tokens. Return False if there is no
-        room."""
-        size_bytes = tokens * self._config.pass_token_bytes
+    def reserve_pass(self, size_bytes: int) -> bool:
+        """Reserve memory for the activations of a pass. Return False if there is no room."""
+        if not size_bytes:
+            return True
         if not self._make_room(size_bytes):
             return False
         self.ledger.reserve(size_bytes)
         self.pass_bytes += size_bytes
         return True
 
-    def release_pass(self, tokens: int) -> None:
+    def release_pass(self, size_bytes: int) -> None:
         """Release what `reserve_pass` reserved."""
-        self.pass_bytes -= tokens * self._config.pass_token_bytes
-        self.ledger.release(tokens * self._config.pass_token_bytes)
+        self.pass_bytes -= size_bytes
+        self.ledger.release(size_bytes)
 
     def reserve_fetch(self, seq: Sequence, blocks: int) -> int | None:
         """Reserve memory for up to ``blocks`` blocks of ``seq`` that will be fetched from the

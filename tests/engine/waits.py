@@ -48,8 +48,8 @@ class WaitCounter:
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not args:
-                self._wait(self._now + 1)
+            if not args:  # of `mx.synchronize`: it waits for what was dispatched
+                self._wait(self._now)
             for _, array in tree_flatten(args):
                 if isinstance(array, mx.array):
                     self._wait(self._dispatched.get(id(array), (self._now + 1, array))[0])

@@ -25,10 +25,10 @@ class OpenPass:
     """A pass in progress. Until it is complete or dropped, its sequences keep their slots, and
     `Sequence.num_computed_tokens` does not change."""
 
-    def __init__(self, number: int, chunks: list[PlannedChunk], reserved_tokens: int) -> None:
+    def __init__(self, number: int, chunks: list[PlannedChunk], reserved_bytes: int) -> None:
         self.number = number  # of the plan that started it
         self.chunks = chunks
-        self.reserved_tokens = reserved_tokens  # whose activations are in the ledger
+        self.reserved_bytes = reserved_bytes  # in the ledger, for activations
         self.layers_done = 0  # once every plan made so far has run
 
     @property
@@ -110,7 +110,7 @@ class OpenPasses:
         del self._passes[one.number]
         for chunk in one.chunks:
             self._release(chunk.seq)
-        self._memory.release_pass(one.reserved_tokens)
+        self._memory.release_pass(one.reserved_bytes)
 
     def _release(self, seq: Sequence) -> None:
         del self._by_sequence[seq]

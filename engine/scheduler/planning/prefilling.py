@@ -30,6 +30,9 @@ MIN_SHARED = 16
 MAX_END_TOKENS = 32
 """The rest of a prompt whose prefix is cached does not count as a prompt of its pass if it is at
 most this long: many are little work, and one after the other each takes a pass over the weights."""
+MAX_SCORES_SHARE = 1 / 4
+"""Max attention scores of a chunk, as a fraction of the memory: cached blocks make room for them.
+Longer chunks would hardly be faster."""
 MAX_LEAD_S = 0.5
 """Max extra time of overtaking prompts over the overtaken one. Beyond it they alternate."""
 
@@ -213,7 +216,7 @@ class Prefilling:
         budget = self._chunk_policy.budget(streaming=streaming)
         size = self._config.block_size
         chunks: list[PlannedChunk] = []
-        reserved = 0
+        reserved = 0  # bytes
         others = [seq for seq in candidates if seq is not first]
         left = self._config.prefill_batch_size
         for seq in (first, *others):
@@ -234,10 +237,10 @@ class Prefilling:
                 remaining = min(remaining, max(LOGPROBS_CHUNK_TOKENS // size, 1) * size)
             tokens = budget.take(start, remaining)
             if tokens and not chunks:
-                tokens, reserved = self._within_memory(tokens)
+                tokens, reserved = self._within_memory(start, tokens)
                 tokens, reserved = self._with_whole_pictures(seq, tokens, reserved)
-            elif tokens and self._memory.reserve_pass(tokens):
-                reserved += tokens
+            elif tokens and self._memory.reserve_pass(more := self._pass_bytes(start, tokens)):
+                reserved += more
             else:
                 continue
             left -= is_counted
@@ -260,26 +263,42 @@ class Prefilling:
         is_longer = _tokens_left(seq) >= MUCH_SHORTER * max(_tokens_left(first), MIN_SHARED)
         return self._config.batches_chunks and not scored and not is_longer
 
-    def _within_memory(self, tokens: int) -> tuple[int, int]:
-        """Return how many of ``tokens`` fit into memory, and for how many of them the ledger has
-        reserved memory. A few tokens use part of the memory that is kept free for steps."""
+    def _within_memory(self, start: int, tokens: int) -> tuple[int, int]:
+        """Return how many of the ``tokens`` from ``start`` fit into memory, and how many bytes the
+        ledger has reserved for them. A few tokens use part of the memory that is kept free for
+        steps."""
         size = self._config.block_size
-        while tokens > MIN_TOKENS and not self._memory.reserve_pass(tokens - MIN_TOKENS):
+        scores_bytes = int(self._config.limit_bytes * MAX_SCORES_SHARE)
+        while tokens > MIN_TOKENS:
+            wanted = self._pass_bytes(start, tokens, free=MIN_TOKENS)
+            fits = self._scores_bytes(start, tokens) <= scores_bytes
+            if fits and self._memory.reserve_pass(wanted):
+                return tokens, wanted
             tokens = max(MIN_TOKENS, tokens // 2) // size * size or min(tokens, size)
             if tokens <= max(MIN_TOKENS, size):
-                return tokens, 0
-        return tokens, max(0, tokens - MIN_TOKENS)
+                break
+        return tokens, 0
+
+    def _pass_bytes(self, start: int, tokens: int, free: int = 0) -> int:
+        """Return the size of the activations of ``tokens`` from ``start``, except for ``free`` of
+        them, and of all their attention scores."""
+        activations = max(0, tokens - free) * self._config.pass_token_bytes
+        return activations + self._scores_bytes(start, tokens)
+
+    def _scores_bytes(self, start: int, tokens: int) -> int:
+        return tokens * (start + tokens) * self._config.score_bytes
 
     def _with_whole_pictures(self, seq: Sequence, tokens: int, reserved: int) -> tuple[int, int]:
         """Return the length of the next chunk of ``seq``, adjusted so that no picture is divided
-        if it must not be, and for how many tokens memory is reserved.
+        if it must not be, and how many bytes are reserved.
 
         Such a picture is computed at once, even if there is no room for more tokens."""
         start = seq.num_computed_tokens
         whole = self._whole_pictures.chunk_end(seq, start + tokens) - start
         more = whole - tokens
-        if more > 0 and self._memory.reserve_pass(more):
-            reserved += more
+        size = self._pass_bytes(start + tokens, more)
+        if more > 0 and self._memory.reserve_pass(size):
+            reserved += size
         return whole, reserved
 
     # -- going on ------------------------------------------------------------------

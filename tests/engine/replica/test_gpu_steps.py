@@ -21,6 +21,7 @@ from engine.cache.quantization import Precision
 from engine.executor.batched import BatchedExecutor
 from engine.executor.line import DeviceLine
 from engine.executor.prefill import Prefill
+from engine.executor.spec import SCORE_ARRAYS
 from engine.executor.steps import BatchedStep
 from engine.plan import Plan
 from engine.scheduler.timing.chunks import ChunkPolicy
@@ -343,3 +344,28 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     assert any(plan.decodes and plan.restores for plan in plans)
     assert any(len(plan.decodes) == 8 and plan.saves and plan.exports for plan in plans)
     assert worst <= allowed_bytes < slab_bytes, (worst, allowed_bytes, slab_bytes)
+
+
+def test_scores_that_a_gpu_stores_are_in_the_ledger(tmp_path: Path) -> None:
+    """Metal's kernels for many queries know heads of 64 elements, and not of 32."""
+    fields = {"num_key_value_heads": 2, "num_attention_heads": 8, "max_position_embeddings": 8192}
+    path = make_tiny("llama", tmp_path / "32", head_dim=32, **fields)
+    whole = Whole(path, num_blocks=60_000, spec_decode="none", prefill_chunk_tokens=1024)
+    config, memory = whole.scheduler.config, whole.scheduler.memory
+    assert config.score_bytes == SCORE_ARRAYS * 8 * 4
+    whole.submit("long", prompt(1, 6000), 2)
+    worst = most = 0
+    while not whole.scheduler.idle:
+        mx.reset_peak_memory()
+        reserved = memory.ledger.used_bytes
+        whole.turn()
+        reserved = max(reserved, memory.ledger.used_bytes)
+        most = max(most, memory.pass_bytes)
+        taken = mx.get_peak_memory() - whole.before_bytes - whole.weight_bytes
+        worst = max(worst, taken - reserved)
+    assert worst < 16 << 20 < most <= config.limit_bytes / 2, (worst, most)
+
+
+def test_scores_in_a_kernel_take_no_memory(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, head_dim=64)
+    assert Whole(path, num_blocks=2000).executor.spec.score_bytes == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.timing.chunks import MIN_UNIT_S
+from engine.scheduler.timing.chunks import MIN_TOKENS, MIN_UNIT_S
 from engine.scheduler.timing.time_share import MAX_OWED_S, TimeShare
 from tests.engine.scheduler.harness import Client, Engine, config, prompt, request
 
@@ -297,3 +297,28 @@ def test_a_stretch_that_nobody_waited_for_is_no_debt() -> None:
     # One stretch of the first prompt took some tens of decode steps of 1 ms.
     assert sum(len(plan.decodes) for plan in made.plans[number:]) < 0.6 * MIN_UNIT_S / 0.001 + 2
     made.finish(second)
+
+
+@pytest.mark.parametrize("score_bytes", [0, 6])
+def test_chunks_far_into_a_prompt_are_shorter_where_scores_are_stored(score_bytes: int) -> None:
+    made = engine(blocks=4000, score_bytes=score_bytes)
+    config, memory = made.scheduler.config, made.scheduler.memory
+    client = made.submit(request("long", prompt(1401)))
+    most = 0
+    while not client.end:
+        made.turn()
+        for one in made.scheduler.planner.prefilling.passes:
+            (chunk,) = one.chunks
+            if chunk.tokens > MIN_TOKENS:
+                assert memory.pass_bytes == chunk.tokens * chunk.end * score_bytes
+            most = max(most, memory.pass_bytes)
+    chunks = [len(chunk.token_ids) for plan in made.plans for chunk in plan.chunks]
+    if score_bytes:
+        assert chunks[0] > 2 * chunks[-2] >= MIN_TOKENS, chunks
+        assert config.limit_bytes / 8 < most <= config.limit_bytes / 4
+    else:
+        assert chunks == [400, 400, 400, 200]
+    made.run()
+    assert memory.pass_bytes == 0
+    made.assert_right(client)
+    made.assert_nothing_left()

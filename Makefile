@@ -42,7 +42,7 @@ help:
 	@echo "make abuse         do all that one client could hurt others by, and measure the others"
 	@echo "make fuzz          10,000 requests generated from /openapi.json, every answer checked"
 	@echo "make test-store    100,000 random operations on the SSD tier, with faults of the disk and kills"
-	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (5 minutes)"
+	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md and a list of docs/adapters.md (10 minutes)"
 	@echo "make compose-test  build, start and test the three containers (needs a Docker daemon)"
 	@echo "make dist          build wheel and source distribution, and try both in clean environments"
 	@echo "make release       the same for VERSION=1.2.3, with a commit and a tag"
@@ -181,6 +181,7 @@ test-store: setup
 
 zoo: setup
 	$(BIN)/python -m engine.zoo --write docs/models.md $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m engine.zoo.adapters --write docs/adapters.md)
 
 compose-test: setup
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/deploy/test_compose.py $(ARGS)

@@ -45,6 +45,8 @@ compute each of them on the CPU, through the same stages, and are compared with 
 * As on a GPU: {summary_gpu}.
 * On 2 ranks: {divided} can be divided, {divided_right} right.
 
+Which architectures take adapters by name is a [list of its own](adapters.md#architectures).
+
 Right, batched as `ragged` (each row at its own length) on both paths, with prefixes and INT8:
 {plain}.
 

@@ -109,7 +109,8 @@ class Batches:
         }
 
         def add(store: BatchStore) -> Row:
-            file = required(store.find_file(key, body.input_file_id), "file", body.input_file_id)
+            name = body.input_file_id
+            file = required(store.find_file(key, name), "file", name, param="input_file_id")
             if file["purpose"] != "batch":
                 raise InvalidRequest("This file cannot be used as input.", param="input_file_id")
             if len(store.unfinished(key)) >= MAX_UNFINISHED:

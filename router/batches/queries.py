@@ -46,11 +46,14 @@ def storage_failed(error: Exception) -> StorageFailed:
     return StorageFailed(f"The server cannot write to its disk: {reason}", retry_after_s=30)
 
 
-def required(found: _Result | None, what: str, name: str | None) -> _Result:
-    """Return ``found``. Raises `NotFound` if there is none, or if it belongs to another key."""
+def required(
+    found: _Result | None, what: str, name: str | None, *, param: str | None = None
+) -> _Result:
+    """Return ``found``. Raises `NotFound` if there is none, or if it belongs to another key: its
+    ``param`` is, by default, the one in the path."""
     if found is None:
         kind = FileNotFound if what == "file" else BatchNotFound
-        raise kind(f"There is no {what} '{(name or '')[:64]}'.", param=f"{what}_id")
+        raise kind(f"There is no {what} '{(name or '')[:64]}'.", param=param or f"{what}_id")
     return found
 
 

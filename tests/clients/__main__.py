@@ -30,13 +30,14 @@ from tests.clients.matrix import (  # noqa: E402
     Cell,
     Client,
     Row,
+    joined,
     table,
     tests_table,
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
 from tests.e2e.installing import NotInstalled  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
-from tests.page_tables import write_tables  # noqa: E402
+from tests.page_tables import read_table, write_tables  # noqa: E402
 from tests.text_models import make_text_model  # noqa: E402
 
 KEY = "a-secret-key"
@@ -49,11 +50,15 @@ _SCENARIOS_S = 900
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--model", default="demo", help="a directory, demo, or reciter")
-    parser.add_argument("--only", default="", help="clients whose names match this expression")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="clients whose name and API, like 'litellm /api/chat', match this",
+    )
     parser.add_argument("--keep", type=Path, help="install below this directory, and keep it")
     parser.add_argument("--write", type=Path, help="put the tables into this file")
     options = parser.parse_args()
-    clients = [client for client in CLIENTS if re.search(options.only, client.name)]
+    clients = _chosen(CLIENTS, options.only)
     with tempfile.TemporaryDirectory(prefix="clients-") as private:
         root = options.keep or Path(private)
         model = _model(options.model, Path(private))
@@ -65,19 +70,37 @@ def main() -> int:
             server.client.headers["authorization"] = f"Bearer {KEY}"
             rows = [row for same in by_run(clients) for row in _try(same, root, server, model)]
             tested = _standard_tests(root, server, model, options.only)
-        embedding = _try_embeddings(root, Path(private), options.only)
+        embedding = _try_embeddings(root, Path(private), model, options.only)
     tables = {}
     if rows:
-        tables["clients"] = table(rows)
+        tables["clients"] = _table("clients", rows, CLIENTS, SCENARIOS, options.write)
     if tested:
         tables["langchain-tests"] = tests_table(tested)
     if embedding:
-        tables["embeddings"] = table(embedding, EMBEDDING_SCENARIOS)
+        tables["embeddings"] = _table(
+            "embeddings", embedding, EMBEDDING_CLIENTS, EMBEDDING_SCENARIOS, options.write
+        )
     print("\n".join(tables.values()))
     if options.write is not None:
         write_tables(options.write, tables)
     cells = [*tested.values(), *(c for row in (*rows, *embedding) for c in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
+
+
+def _chosen(clients: Sequence[Client], only: str) -> list[Client]:
+    return [client for client in clients if re.search(only, f"{client.name} {client.api}")]
+
+
+def _table(
+    name: str,
+    rows: Sequence[Row],
+    clients: Sequence[Client],
+    scenarios: Sequence[str],
+    page: Path | None,
+) -> str:
+    """Return the table of ``rows``, which replace those of the same clients on the ``page``."""
+    old = "" if page is None else read_table(page, name)
+    return table(joined(old, rows, clients, scenarios), scenarios)
 
 
 def _model(name: str, private: Path) -> Path:
@@ -98,13 +121,17 @@ def by_run(clients: Sequence[Client]) -> list[list[Client]]:
     return list(runs.values())
 
 
-def _try_embeddings(root: Path, private: Path, only: str) -> list[Row]:
-    """Run the clients for embeddings and rankings against a server with tiny models for these."""
-    clients = [client for client in EMBEDDING_CLIENTS if re.search(only, client.name)]
+def _try_embeddings(root: Path, private: Path, model: Path, only: str) -> list[Row]:
+    """Run the clients for embeddings and rankings against a server with tiny models for these, and
+    ``model``."""
+    clients = _chosen(EMBEDDING_CLIENTS, only)
     if not clients:
         return []
     config = write_config(private)
+    with config.open("a") as file:
+        file.write(f'[[model]]\nid = "{SERVED}"\npath = "{model}"\n')
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
+        os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{server.port}"
         server.client.headers["authorization"] = f"Bearer {KEY}"
         return [
             row
@@ -135,7 +162,8 @@ def _try(
     client = clients[0]
     print(f"{client.name} ...", file=sys.stderr, flush=True)
     try:
-        cells = _run(command_for(client, root), server, tokenizer, scenarios)
+        names = [each.prefix + name for each in clients for name in scenarios]
+        cells = _run([*command_for(client, root), *names], server, tokenizer, scenarios)
     except NotInstalled as error:
         return [Row(each, dict.fromkeys(scenarios, Cell("n/a", str(error)))) for each in clients]
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,14 @@ class Client:
     def is_node(self) -> bool:
         return self.script.endswith(".mjs")
 
+    @property
+    def version(self) -> str:
+        return self.packages[0].replace("==", "@").rpartition("@")[2]
+
 
 _OPENAI = ("openai==3.54.0",)
+_OPEN_WEBUI = ("open-webui==0.12.4", "playwright==1.65.2", "torch==2.13.0")
+"""It needs some PyTorch. Other releases may bring several GB for GPUs."""
 CLIENTS = (
     Client("openai (Python)", _OPENAI, "openai_python.py"),
     Client("openai (Python)", _OPENAI, "openai_python.py", "/v1/responses", "responses_"),
@@ -56,7 +63,8 @@ CLIENTS = (
     Client(
         "lm-eval", ("lm-eval[api]==0.4.13", "transformers"), "with_lm_eval.py", "/v1/completions"
     ),
-    Client("Open WebUI (its calls)", ("httpx==0.28.1",), "open_webui.py"),
+    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", "/api/chat"),
+    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", "/v1/chat/completions", "openai_"),
     Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs"),
     Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs", "/v1/responses", "responses_"),
     Client(
@@ -101,9 +109,9 @@ EMBEDDING_CLIENTS = (
         "/v1/embeddings",
     ),
     Client(
-        "Open WebUI (its calls)",
-        ("httpx==0.28.1",),
-        "vectors/open_webui_embeddings.py",
+        "Open WebUI",
+        _OPEN_WEBUI,
+        "webui/documents.py",
         "/v1/embeddings, /api/embed, /v1/rerank",
     ),
     Client("cohere", ("cohere==7.3.1",), "vectors/cohere_rerank.py", "/v2/rerank"),
@@ -129,6 +137,31 @@ class Row:
     client: Client
     cells: dict[str, Cell]
     """By scenario, without the prefix."""
+    version: str = ""
+    """The one that was tried. Empty: the client's."""
+
+
+def joined(
+    old: str, rows: Sequence[Row], clients: Sequence[Client], scenarios: Sequence[str]
+) -> list[Row]:
+    """Return ``rows`` and those of the table ``old`` for other ``clients``, in their order."""
+    notes = dict(re.findall(r"^(\d+)\. .*?: (.*)$", old, re.MULTILINE))
+    found = {(row.client.name, row.client.api): row for row in rows}
+    by_name = {(client.name, f"`{client.api}`"): client for client in clients}
+    for line in old.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        client = by_name.get((cells[0], cells[2])) if len(cells) == len(scenarios) + 3 else None
+        if client is not None:
+            results = [_read(cell, notes) for cell in cells[3:]]
+            row = Row(client, dict(zip(scenarios, results, strict=True)), cells[1])
+            found.setdefault((client.name, client.api), row)
+    return [found[key] for each in clients if (key := (each.name, each.api)) in found]
+
+
+def _read(cell: str, notes: Mapping[str, str]) -> Cell:
+    """Read ``n/a (2)``, with the note of that number."""
+    result, _, number = cell.rstrip(")").partition(" (")
+    return Cell(result, notes.get(number, "").replace("\\|", "|"))
 
 
 def table(rows: Sequence[Row], scenarios: Sequence[str] = SCENARIOS) -> str:
@@ -138,8 +171,7 @@ def table(rows: Sequence[Row], scenarios: Sequence[str] = SCENARIOS) -> str:
     notes: list[str] = []
     for row in rows:
         client = row.client
-        _, _, version = client.packages[0].replace("==", "@").rpartition("@")
-        cells = [client.name, version, f"`{client.api}`"]
+        cells = [client.name, row.version or client.version, f"`{client.api}`"]
         for scenario in scenarios:
             cell = row.cells.get(scenario, Cell("n/a", "not tried"))
             if cell.result == "pass":

@@ -17,7 +17,8 @@ import pytest
 
 from tests.clients.__main__ import EMBEDDER, RANKER, by_run, write_config
 from tests.clients.environments import SCENARIOS
-from tests.clients.matrix import CLIENTS
+from tests.clients.matrix import CLIENTS, Cell, Row, joined, table
+from tests.clients.matrix import SCENARIOS as MATRIX
 from tests.clients.reciter import make_reciter
 from tests.e2e.server import Server, serving
 
@@ -90,3 +91,16 @@ def test_a_script_runs_once_with_each_set_of_packages() -> None:
     assert sum(map(len, runs)) == len(CLIENTS)
     assert {run[0].script for run in runs if len(run) > 1} >= {"openai_python.py"}
     assert ["langchain-openai"] in [[client.name for client in run] for run in runs]
+
+
+def test_rows_that_were_tried_replace_their_own_in_a_table() -> None:
+    one, two, three = CLIENTS[:3]
+    tried = {name: Cell("pass") for name in MATRIX}
+    first = {**tried, "tools": Cell("n/a", "it has: no tools | none")}
+    old = table([Row(one, tried), Row(three, first, "0.1")])
+    assert table(joined(old, [], CLIENTS, MATRIX)) == old
+    rows = [Row(two, {**tried, "cancel": Cell("fail", "late")}), Row(one, first)]
+    found = joined(old, rows, CLIENTS, MATRIX)
+    assert [row.client for row in found] == [one, two, three]
+    assert found[0].cells == first and found[2].version == "0.1"
+    assert "2. openai (Python), cancel: late" in table(found)

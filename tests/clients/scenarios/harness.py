@@ -35,10 +35,19 @@ def check(condition: object, what: object) -> None:
 
 
 def aborts() -> float:
+    return counted("mlx_lm_server_aborts_total")
+
+
+def answers(path: str) -> float:
+    """Return how many requests of ``path`` have had an answer with 200."""
+    return counted(f'mlx_lm_server_requests_total{{path="{path}",status="200"}}')
+
+
+def counted(name: str) -> float:
+    """Return the sum of the server's metrics whose lines begin with ``name``."""
     request = urllib.request.Request(URL + "/metrics", headers={"authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    name = "mlx_lm_server_aborts_total"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 

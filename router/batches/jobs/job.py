@@ -274,7 +274,7 @@ def _unfinished(
     for number, start, raw in lines:
         if place < len(done) and done[place] == number:
             place += 1
-        elif raw is not None:  # a validated file has no line that is too long
+        elif raw:  # a validated file has no line that is too long, and few blank ones
             yield number, start, raw
 
 

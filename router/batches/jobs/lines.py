@@ -16,6 +16,8 @@ from router.batches.objects import BatchError
 
 MAX_LINES = 50_000
 """OpenAI's limit."""
+MAX_BLANK_LINES = 50_000
+"""A file of nothing else would take minutes of Python's time, which all threads share."""
 MAX_ID_CHARS = 512
 _MAX_ERRORS = 50
 _ENVELOPE_BYTES = 4096
@@ -27,14 +29,15 @@ _REST_EVERY_BYTES = 256 * 1024
 
 
 class FoundLine(NamedTuple):
-    """A nonempty line of a file."""
+    """A line of a file."""
 
     number: int
     """Counted from 1."""
     start: int
     """Its offset in the file, in bytes."""
     raw: bytes | None
-    """None if it is too long; then it is not read into memory."""
+    """None if it is too long; then it is not read into memory. Empty for a blank line, which is
+    found only after too many others."""
 
 
 class InputLine(Struct, frozen=True):
@@ -57,9 +60,10 @@ class Checked(Struct, frozen=True):
 
 
 def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
-    """Yield each nonempty line. Raises OSError."""
+    """Yield each nonempty line, and blank ones after the first `MAX_BLANK_LINES`. Raises
+    OSError."""
     limit = max_body_bytes + _ENVELOPE_BYTES
-    number = start = following = 0
+    number = start = following = blank = 0
     with path.open("rb") as file:
         while line := file.readline(limit + 1):
             number += 1
@@ -71,8 +75,10 @@ def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
                     break
             if is_cut:
                 yield FoundLine(number, start, None)
-            elif stripped := _stripped(line, start):
+            elif (stripped := _stripped(line, start)) or blank >= MAX_BLANK_LINES:
                 yield FoundLine(number, start, stripped)
+            else:
+                blank += 1
 
 
 def read_line(path: Path, start: int, max_body_bytes: int) -> bytes:
@@ -114,6 +120,10 @@ def check_file(
             errors.append(
                 _error("too_many_lines", f"There are more than {MAX_LINES} lines.", number)
             )
+            break
+        if raw == b"":
+            message = f"There are more than {MAX_BLANK_LINES} blank lines."
+            errors.append(_error("too_many_lines", message, number))
             break
         found = _check_line(raw, endpoint, number, seen, max_body_bytes)
         if isinstance(found, BatchError):

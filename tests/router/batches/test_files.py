@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from router.batches.uploads import Upload
+from router.errors import InvalidRequest
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 
@@ -93,6 +95,27 @@ def test_bodies_that_are_no_form_are_refused(server: Server) -> None:
     part = b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n'
     for content in (part + b"y" * 5000 + b"\r\n--x--", (part + b"1\r\n") * 40 + b"--x--"):
         assert server.client.post(url, content=content, headers=form).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        pytest.param(b"\r\n--x" + b" " * 100_000, id="padding"),
+        pytest.param(b"\r\n--x\rx" * 2, id="line feed missing"),
+        pytest.param(b"\r\n--x-x" * 2, id="hyphen missing"),
+        pytest.param(b"\r\n--xy" * 2, id="longer"),
+        pytest.param(b"\r\n--x--" + b"after" * 10_000, id="after the end"),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 100_000])
+def test_a_body_must_be_cheap_to_read(tmp_path: Path, rest: bytes, piece_bytes: int) -> None:
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    body = head + b"content" + rest
+    upload = Upload(b"x", tmp_path / "file", 10**6)
+    with pytest.raises(InvalidRequest, match=r"boundary|besides"):
+        for at in range(0, len(body), piece_bytes):
+            upload.feed(body[at : at + piece_bytes])
+    upload.close()
 
 
 def test_a_page_of_a_browser_cannot_upload_without_a_key(server: Server) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.jobs.lines import check_file, read_line, read_lines
+from router.batches.jobs.lines import MAX_BLANK_LINES, check_file, read_line, read_lines
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -25,6 +25,20 @@ def test_a_line_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
     ]
     for _, start, raw in found:
         assert raw is None or read_line(path, start, 100) == raw
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \r\n"])
+def test_a_file_has_a_limited_number_of_blank_lines(tmp_path: Path, blank: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = json.dumps(line("a")).encode() + b"\n"
+    path.write_bytes(blank * MAX_BLANK_LINES + lines)
+    checked = check_file(path, "/v1/completions", 10_000, threading.Event())
+    assert checked is not None and checked.total == 1 and not checked.errors
+    path.write_bytes(blank * (MAX_BLANK_LINES + 1) + lines)
+    checked = check_file(path, "/v1/completions", 10_000, threading.Event())
+    assert checked is not None
+    (error,) = checked.errors
+    assert (error.code, error.line) == ("too_many_lines", MAX_BLANK_LINES + 1)
 
 
 def test_large_lines_are_answered(batches: BatchClient, engine: ScriptedEngine) -> None:

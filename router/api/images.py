@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from msgspec.structs import replace
 from starlette.datastructures import State
@@ -31,20 +32,26 @@ async def with_images(
     with a note. Images are shared within ``scope``; ``state`` belongs to the request. Raises
     `ApiError`.
     """
-    images = list(_images(messages))
-    size -= sum(image.size for image in images)
+    tenant: Tenant = state.tenant
+    # No more than needed: this runs on the event loop, and a body may have very many.
+    images = list(islice(_images(messages), router.settings.max_images + 1))
     if not images:
         return list(messages), size
     processor = model.image_processor
     if processor is None:
         if not router.settings.skip_unsupported_content:
             raise unsupported_content(images[0].type, images[0].path)
-        notes = (ContentPart("text", content_note(image.type)) for image in images)
-        return _replaced(messages, notes), size
-    tenant: Tenant = state.tenant
+        return await router.work.run_large(tenant.name, lambda: _with_notes(messages, size), size)
     held = held_memory(router, state)
     prepared = await router.images.prepare(images, processor, tenant.name, scope, held)
+    size -= sum(image.size for image in images)
     return _replaced(messages, (_content(image) for image in prepared)), size
+
+
+def _with_notes(messages: Sequence[ChatMessage], size: int) -> tuple[list[ChatMessage], int]:
+    images = list(_images(messages))
+    notes = (ContentPart("text", content_note(image.type)) for image in images)
+    return _replaced(messages, notes), size - sum(image.size for image in images)
 
 
 def _content(image: ModelImage) -> ImageContent:

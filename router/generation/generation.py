@@ -269,7 +269,7 @@ class Generation:
 
     async def begin_echoes(self) -> None:
         """Repeat the prompts of the choices that need it, as soon as possible."""
-        if not self._request.echo_prompts:
+        if not self._request.echoes:
             return
         for choice in self.choices:
             if choice.echo_is_due:

@@ -60,7 +60,7 @@ def check_num_entries(
     """Raise `InvalidRequest` if the answers to ``prompts``, of at most ``limits`` tokens, would
     have more than `MAX_ENTRIES`."""
     scored = request.num_logprobs is not None or request.prompt_logprobs is not None
-    if not scored and request.echo_prompts is None:
+    if not scored and not request.echoes:
         return
     n = request.n or 1
     entries = num_entries(
@@ -85,7 +85,7 @@ def num_entries(
     output, per_prompt_token = (request.num_logprobs or 0) + 1, 0
     if request.prompt_logprobs is not None:
         per_prompt_token += request.prompt_logprobs + 1
-    if request.echo_prompts is not None:
+    if request.echoes:
         per_prompt_token += output
     return sum(prompt_lengths) * per_prompt_token + sum(output_lengths) * output
 
@@ -207,7 +207,7 @@ def cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -
 def _prompt_logprobs(request: GenerationRequest) -> int | None:
     """Return how many alternatives are needed at each position of the prompt."""
     wanted = [request.prompt_logprobs]
-    if request.echo_prompts is not None:
+    if request.echoes:
         wanted.append(request.num_logprobs)
     return max((count for count in wanted if count is not None), default=None)
 

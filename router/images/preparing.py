@@ -117,7 +117,7 @@ class ImagePreparer:
         if len(images) > most:
             self._metrics.rejected("count")
             raise InvalidRequest(
-                f"{len(images)} images, the limit is {most}.",
+                f"There are more than {most} images, the limit of this server.",
                 param=images[most].path,
                 code="too_many_images",
             )

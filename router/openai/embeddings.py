@@ -157,13 +157,14 @@ class Embeddings:
             limits_left=state["limits_left"],
         )
         async with cancel_on_disconnect(receive):
+            texts = await router.work.run_large(caller.tenant.name, lambda: body.texts, size)
             model = await text_model(router, body.model, caller, "embed")
             async with router.admit(caller.tenant, model, caller.limits_left):
                 found = await embed_texts(
                     router,
                     model,
                     caller,
-                    body.texts,
+                    texts,
                     prompt_name=body.prompt_name,
                     dimensions=body.dimensions,
                     truncate=bool(body.truncate),

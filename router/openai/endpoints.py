@@ -73,7 +73,9 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         return TextCompletionWriter(body, model)
 
     def num_prompts(self, request: CompletionRequest) -> int:
-        return len(request.prompts)
+        # This runs on the event loop, and there may be many token ids: nothing is copied.
+        prompt = request.prompt
+        return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
     def tokenize_prompts(
         self,

@@ -76,8 +76,13 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
         return None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the prompts are returned before their answers."""
+        return False
+
+    @property
     def echo_prompts(self) -> list[str | list[int]] | None:
-        """The prompts to return before their answers, as text or token ids."""
+        """The prompts to return before their answers, as text or token ids. Copies them."""
         return None
 
     @property
@@ -300,6 +305,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def echo_prompts(self) -> list[str | list[int]] | None:

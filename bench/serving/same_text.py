@@ -1,23 +1,22 @@
 """`python -m bench same-text`: how often a question gets the same answer, however it is asked.
 
-Greedy answers of a new server, one after the other, are compared with those that the same
-questions get in other ways, each from real processes over HTTP. The text may be the same while
+Greedy answers of a new server to a crowd are compared with those that the same questions get in
+other ways, also one by one, each from real processes over HTTP. The text may be the same while
 log-probabilities are not, so both are counted. ``python -m bench same-text --help`` lists the
 ways and the choice of questions; what follows ``--`` are flags of all servers. ``--answers`` keeps
-the first answers in a file, so that many questions can be asked in several calls, also of another
-model with the same weights.
+what was answered in a file, and blocks in a directory beside it: a later call asks what is missing,
+also of another model with the same weights, whose answers are compared with the same first ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +24,17 @@ from typing import NamedTuple
 
 from bench.client import Message, chat
 from bench.servers import kill_engine, running
+from bench.serving.kept_answers import Compared, FirstAnswer, KeptAnswers, Saved, compared
 from bench.serving.questions import KINDS, ChatQuestion, questions
 from services.measuring.answers import StreamedAnswer
 
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
 KILLED_AFTER = 0.3
 """The fraction of a crowd's longest possible answers after which its engine is killed."""
-MAX_AT_ONCE = 48
-"""Max number of questions at once: fewer than a server accepts by default."""
+AT_ONCE = 16
+"""Questions of a crowd: fewer than a server accepts by default."""
+MARGIN = 1.1
+"""Time that must be left, beside what the same took before."""
 SAVED_S = 2.0
 """Seconds for the last blocks to reach the SSD."""
 LITTLE_BLOCKS = 96
@@ -70,14 +72,9 @@ def _empty(asked: list[Asked]) -> Answers:
 def _asking(
     server: AskedServer, asked: list[Asked], tokens: int, answers: Answers
 ) -> list[asyncio.Task[StreamedAnswer]]:
-    """Ask `MAX_AT_ONCE` at a time. Fill ``answers`` as they come."""
-    room = asyncio.Semaphore(MAX_AT_ONCE)
-
-    async def one(messages: Asked, answer: StreamedAnswer) -> StreamedAnswer:
-        async with room:
-            return await chat(server.port, messages, tokens, answer)
-
-    return [asyncio.create_task(one(*each)) for each in zip(asked, answers, strict=True)]
+    """Ask everything. Fill ``answers`` as they come."""
+    pairs = zip(asked, answers, strict=True)
+    return [asyncio.create_task(chat(server.port, one, tokens, into)) for one, into in pairs]
 
 
 def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
@@ -99,12 +96,16 @@ def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
 
 @dataclass(frozen=True)
 class WayToAsk:
-    """A way to ask. With ``on`` it is asked at the server of that name, after what comes before it
-    in `WAYS`; otherwise at a new one with ``flags``."""
+    """A way to ask. With ``on`` it is asked at the server of that name, otherwise at a new one with
+    ``flags``."""
 
     ask: Ask
     on: str = ""
     flags: tuple[str, ...] = ()
+
+    @property
+    def at_once(self) -> int:
+        return 1 if self.ask is one_by_one else AT_ONCE
 
 
 FIRST, SSD = "first", "SSD"
@@ -125,27 +126,27 @@ WAYS = {
 }
 
 
+class OutOfTime(Exception):
+    """What is next would take longer than there is time."""
+
+
 @dataclass
-class ComparedWay:
-    """The comparison of one way with the first answers."""
+class Clock:
+    """How long this call may still ask, by how long it took so far."""
 
-    kinds: list[str]
-    seconds: float = 0.0
-    texts: list[bool] = field(default_factory=list)
-    bits: list[bool] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    seconds: float
+    begun: float = field(default_factory=time.monotonic)
+    _slowest: dict[tuple[Ask, int], float] = field(default_factory=dict)
 
-    def add(self, found: StreamedAnswer, expected: StreamedAnswer) -> None:
-        if found.error:
-            self.errors.append(found.error)
-        self.texts.append(not found.error and found.text == expected.text)
-        self.bits.append(self.texts[-1] and found.logprobs == expected.logprobs)
+    def before(self, ask: Ask, count: int) -> None:
+        """Raise `OutOfTime` unless there is time to ``ask`` so many questions at once."""
+        left = self.begun + self.seconds - time.monotonic()
+        others = [taken for (_, many), taken in self._slowest.items() if many == count]
+        if left < MARGIN * self._slowest.get((ask, count), max(others, default=0.0)):
+            raise OutOfTime
 
-    def __str__(self) -> str:
-        count = len(self.texts)
-        other = sorted({kind for kind, same in zip(self.kinds, self.bits, strict=True) if not same})
-        shares = f"{sum(self.texts):4d}/{count}  {sum(self.bits):9d}/{count}  {self.seconds:6.1f} s"
-        return f"{shares}  {', '.join([*other, *self.errors])}"
+    def took(self, ask: Ask, count: int, seconds: float) -> None:
+        self._slowest[ask, count] = max(seconds, self._slowest.get((ask, count), 0.0))
 
 
 def compare(
@@ -156,93 +157,168 @@ def compare(
     tokens: int = TOKENS,
     flags: Sequence[str] = (),
     first: int = 0,
-    answers: Path | None = None,
+    path: Path | None = None,
+    seconds: float = float("inf"),
 ) -> bool:
-    """Print a row for each of the ``ways``. Return whether everything was the same.
+    """Print a row for each of the ``ways``. Return whether everything was asked and the same.
 
-    First answers are read from ``answers`` if there is such a file, and written to it otherwise."""
-    asked_kinds, chosen = zip(*questions(kinds, first, count), strict=True)
-    outcomes: dict[str, ComparedWay] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        cache = Path(name)
-        keeping = (*flags, "--ssd-policy", "write_through")
-        print(f"{'':28}{'texts':>8}{'bits':>13}{'time':>10}  kinds with other bits", flush=True)
+    What was answered is kept at ``path``, and not asked again."""
+    chosen = dict(zip(range(first, first + count), questions(kinds, first, count), strict=True))
+    kept = KeptAnswers(path)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        blocks = Path(scratch) if path is None else path.with_suffix(".blocks")
+        asking = AnswersRun(model, tuple(flags), tokens, kept, blocks, Clock(seconds))
+        try:
+            asking.ask(chosen, ways)
+        except OutOfTime:
+            print("out of time", flush=True)
+    print(f"{'':28}{'texts':>8}{'bits':>13}{'cached':>9}{'time':>10}  kinds with other bits")
+    rows = [
+        WayOutcome(
+            way, {n: kind for n, (kind, _) in chosen.items()}, kept.compared[asking.name, way]
+        )
+        for way in ways
+    ]
+    print(*rows, sep="\n", flush=True)
+    return all(row.is_same for row in rows)
 
-        def take(way: str, server: AskedServer) -> None:
-            begun = time.perf_counter()
-            answers = WAYS[way].ask(server, asked, tokens)
-            outcome = ComparedWay(list(asked_kinds), time.perf_counter() - begun)
-            for found, best in zip(answers, expected, strict=True):
-                outcome.add(found, best)
-            outcomes[way] = outcome
-            print(f"{way:28}{outcome}", flush=True)
 
-        kept = _kept(answers)
-        if kept is not None:
-            asked, expected = kept
-        if kept is None or any(WAYS[way].on for way in ways):
-            with _server(model, cache, keeping) as server:
-                begun = time.perf_counter()
-                if kept is None:
-                    asked, expected = _first(server, chosen, tokens)
-                    _keep(answers, asked, expected)
-                    print(f"{'first':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
-                else:
-                    take(NEW, server)
-                for way in ways:
-                    if WAYS[way].on == FIRST:
-                        take(way, server)
-                time.sleep(SAVED_S)
+@dataclass
+class WayOutcome:
+    """What came of one way to ask."""
+
+    way: str
+    kinds: Mapping[int, str]  # of all questions
+    found: Mapping[int, Compared]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all questions were asked and have the same bits."""
+        return all(n in self.found and self.found[n].same_bits for n in self.kinds)
+
+    def __str__(self) -> str:
+        lines = [self.found[number] for number in self.kinds if number in self.found]
+        count = len(lines)
+        texts, bits = sum(one.same_text for one in lines), sum(one.same_bits for one in lines)
+        cached = sum(one.cached_share for one in lines) / max(1, count)
+        spent = sum(one.seconds for one in lines)
+        other = sorted({self.kinds[one.number] for one in lines if not one.same_bits})
+        errors = sorted({one.error for one in lines if one.error})
+        shares = f"{texts:4d}/{count}  {bits:9d}/{count}  {cached:7.0%}  {spent:6.1f} s"
+        return f"{self.way:28}{shares}  {', '.join([*other, *errors])}"
+
+
+@dataclass
+class AnswersRun:
+    """Asks what is not in ``kept``."""
+
+    model: str
+    flags: tuple[str, ...]
+    tokens: int
+    kept: KeptAnswers
+    blocks: Path  # directories of servers whose blocks others read
+    clock: Clock
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.model, *self.flags])
+
+    def ask(self, chosen: Mapping[int, tuple[str, ChatQuestion]], ways: Sequence[str]) -> None:
+        numbers = list(chosen)
+        new = [number for number in numbers if number not in self.kept.first]
+        again = [way for way in ways if WAYS[way].on == FIRST]
         on_ssd = [way for way in ways if WAYS[way].on == SSD]
-        if on_ssd:
-            with _server(model, cache, keeping) as server:
-                for way in on_ssd:
-                    take(way, server)
-    for way in ways:
-        if not WAYS[way].on and way not in outcomes:
-            with (
-                tempfile.TemporaryDirectory(prefix="bench-") as name,
-                _server(model, Path(name), (*flags, *WAYS[way].flags)) as server,
-            ):
-                take(way, server)
-    return all(all(outcome.bits) for outcome in outcomes.values())
+        saved = {n for found in self.kept.saved(self.name, numbers).values() for n in found}
+        here = [
+            number
+            for number in numbers
+            if any(self.kept.missing(self.name, way, [number]) for way in again)
+            or (on_ssd and number not in saved)
+        ]
+        if new or here:
+            self.blocks.mkdir(exist_ok=True)
+            directory = tempfile.mkdtemp(dir=self.blocks)
+            with self._server(Path(directory), "--ssd-policy", "write_through") as server:
+                for piece in _pieces(sorted({*new, *here}), AT_ONCE):
+                    if first := {number: chosen[number][1] for number in piece if number in new}:
+                        self._first(server, first)
+                    self._again(server, piece, again, asked_here=new)
+                    time.sleep(SAVED_S)
+                    self.kept.add(*(Saved(self.name, number, directory) for number in piece))
+        for way in on_ssd:
+            for directory, found in self.kept.saved(self.name, numbers).items():
+                if missing := self.kept.missing(self.name, way, found):
+                    with self._server(Path(directory)) as server:
+                        self._pieces(way, server, missing)
+        for way in ways:
+            missing = self.kept.missing(self.name, way, numbers)
+            if not WAYS[way].on and missing:
+                with (
+                    tempfile.TemporaryDirectory(prefix="bench-") as scratch,
+                    self._server(Path(scratch), *WAYS[way].flags) as server,
+                ):
+                    self._pieces(way, server, missing)
+
+    @contextmanager
+    def _server(self, cache: Path, *flags: str) -> Iterator[AskedServer]:
+        command = [sys.executable, "-m", "mlx_lm_server", "--model", self.model]
+        command += ["--host", "127.0.0.1", "--ssd-cache-dir", str(cache), *self.flags, *flags]
+        self.clock.before(all_at_once, AT_ONCE)  # or it would start for nothing
+        with running(command, "/readyz") as found:
+            yield AskedServer(*found)
+
+    def _first(self, server: AskedServer, chosen: Mapping[int, ChatQuestion]) -> None:
+        """Keep the first answers to these questions, or to those that follow an answer."""
+        self.clock.before(all_at_once, len(chosen))
+        begun = time.monotonic()
+        asked = {number: [_user(question.text)] for number, question in chosen.items()}
+        talks = {number: one.then for number, one in chosen.items() if one.then}
+        answers = all_at_once(server, [asked[number] for number in talks], self.tokens)
+        for number, answer in zip(talks, _checked(answers), strict=True):
+            asked[number] += [
+                {"role": "assistant", "content": answer.text},
+                _user(talks[number]),
+            ]
+        answers = _checked(all_at_once(server, list(asked.values()), self.tokens))
+        self.clock.took(all_at_once, len(chosen), time.monotonic() - begun)
+        for (number, messages), answer in zip(asked.items(), answers, strict=True):
+            self.kept.add(FirstAnswer(number, messages, answer.text, answer.logprobs))
+
+    def _again(
+        self, server: AskedServer, piece: list[int], ways: Sequence[str], asked_here: list[int]
+    ) -> None:
+        """Ask questions that the server has answered, or answers now."""
+        if missing := [number for number in piece if number not in asked_here]:
+            self._take(NEW, server, missing)
+        for way in ways:
+            self._pieces(way, server, self.kept.missing(self.name, way, piece))
+
+    def _pieces(self, way: str, server: AskedServer, numbers: list[int]) -> None:
+        for piece in _pieces(numbers, WAYS[way].at_once):
+            self._take(way, server, piece)
+
+    def _take(self, way: str, server: AskedServer, numbers: list[int]) -> None:
+        """Ask these questions and keep what is found."""
+        ask, count = WAYS[way].ask, len(numbers)
+        self.clock.before(ask, count)
+        begun = time.monotonic()
+        expected = [self.kept.first[number] for number in numbers]
+        answers = ask(server, [each.asked for each in expected], self.tokens)
+        spent = time.monotonic() - begun
+        self.clock.took(ask, count, spent)
+        each = spent / count
+        found = [
+            compared(self.name, way, *pair, each) for pair in zip(expected, answers, strict=True)
+        ]
+        if self.kept.missing(self.name, way, numbers) == numbers:
+            self.kept.add(*found)
+        same = sum(one.same_bits for one in found)
+        if count > 1 or not same:
+            print(f"{way}: {numbers[0]} to {numbers[-1]}: {same} of {count}", flush=True)
 
 
-@contextmanager
-def _server(model: str, cache: Path, flags: Sequence[str]) -> Iterator[AskedServer]:
-    command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
-    command += ["--ssd-cache-dir", str(cache), *flags]
-    with running(command, "/readyz") as found:
-        yield AskedServer(*found)
-
-
-def _first(
-    server: AskedServer, chosen: Sequence[ChatQuestion], tokens: int
-) -> tuple[list[Asked], list[StreamedAnswer]]:
-    """Return the messages, with first answers where there is a second question, and the answers."""
-    asked: list[Asked] = []
-    for question in chosen:
-        messages = [_user(question.text)]
-        if question.then:
-            (answer,) = _checked(one_by_one(server, [messages], tokens))
-            messages += [{"role": "assistant", "content": answer.text}, _user(question.then)]
-        asked.append(messages)
-    return asked, _checked(one_by_one(server, asked, tokens))
-
-
-def _kept(path: Path | None) -> tuple[list[Asked], Answers] | None:
-    """Return the messages and first answers in ``path``, None if there is no such file."""
-    if path is None or not path.exists():
-        return None
-    found = json.loads(path.read_text())
-    answers = [StreamedAnswer(text=text, logprobs=scores) for _, text, scores in found]
-    return [asked for asked, _, _ in found], answers
-
-
-def _keep(path: Path | None, asked: list[Asked], answers: Answers) -> None:
-    if path is not None:
-        found = zip(asked, answers, strict=True)
-        path.write_text(json.dumps([(each, got.text, got.logprobs) for each, got in found]))
+def _pieces(numbers: list[int], count: int) -> list[list[int]]:
+    return [numbers[first : first + count] for first in range(0, len(numbers), count)]
 
 
 def _checked(answers: Answers) -> Answers:
@@ -264,7 +340,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer, at most")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--answers", type=Path, help="file of first answers, for other calls too")
+    parser.add_argument("--answers", type=Path, help="file of what was answered; calls add to it")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after which nothing more is asked"
+    )
     parser.add_argument("flags", nargs="*", help="of the servers, after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
@@ -277,6 +356,7 @@ def main() -> int:
         options.flags,
         options.first,
         options.answers,
+        options.seconds,
     )
     return int(not same)
 

@@ -1,20 +1,22 @@
 """What the same bits cost: steps and chunks by default, beside those with `--no-deterministic`.
 
-One engine computes both in turn: the steps of two engines with equal settings differ by several per
-cent, by where their memory lies.
+One engine computes both in turn, step by step on the same sequences: the steps of two engines with
+equal settings, or of two slabs, differ by several per cent, by where their memory lies.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.side import OurSide, RemoteSide, answer, side
+from services.measuring.executor_steps import DecodeSteps
 
 BY_DEFAULT, WITHOUT = "by default", "--no-deterministic"
 ROWS, CONTEXTS, CHUNKS = (1, 4, 8, 16), (200, 1000), ((0, 256), (1000, 256))
-STEPS = 8
+PAIRS_OF_A_RUN, CHUNK_PAIRS_OF_A_RUN = 10, 2
 
 
 def same_bits(model: str, runs: int) -> None:
@@ -24,22 +26,15 @@ def same_bits(model: str, runs: int) -> None:
         print(f"{'':>22}  {BY_DEFAULT:>12}  {WITHOUT:>18}  ratio  median", flush=True)
         for context in CONTEXTS:
             for rows in ROWS:
-                what = f"{rows} rows, {context} tokens"
-                _compare(one, runs, what, "decode", [context] * rows, STEPS)
+                median = one.call("steps", [context] * rows, runs * PAIRS_OF_A_RUN)
+                _show(one, f"{rows} rows, {context} tokens", median)
         for start, tokens in CHUNKS:
-            _compare(one, runs, f"{tokens} tokens from {start}", "prefill", start, tokens)
+            median = one.call("chunks", start, tokens, runs * CHUNK_PAIRS_OF_A_RUN)
+            _show(one, f"{tokens} tokens from {start}", median)
 
 
-def _compare(one: RemoteSide, runs: int, what: str, method: str, *arguments: Any) -> None:
-    pairs = []
-    for number in range(2 * runs):
-        found = {}
-        for promised in (True, False) if number % 2 else (False, True):
-            one.call("promise", promised)
-            found[promised] = 1e3 * one.call(method, *arguments)
-        pairs.append((found[True], found[False]))
-    ours, theirs = (min(each) for each in zip(*pairs, strict=True))
-    median = statistics.median(with_it / without for with_it, without in pairs)
+def _show(one: RemoteSide, what: str, median: float) -> None:
+    ours, theirs = 1e3 * one.call("shortest", True), 1e3 * one.call("shortest", False)
     print(
         f"{what:>22}  {ours:12.1f}  {theirs:18.1f}  {ours / theirs:5.2f}  {median:6.2f}", flush=True
     )
@@ -48,13 +43,41 @@ def _compare(one: RemoteSide, runs: int, what: str, method: str, *arguments: Any
 class EitherSide(OurSide):
     """An engine that computes the same bits or not, by turns."""
 
-    def promise(self, bits: bool) -> float:
+    def __init__(self, model: str, precision: str) -> None:
+        super().__init__(model, precision)
+        self._pairs: list[dict[bool, float]] = []
+
+    def steps(self, lengths: Sequence[int], pairs: int) -> float:
+        """Return the median ratio of steps that follow each other, with the same bits and
+        without."""
+        with DecodeSteps(self._executor, lengths, 2 * pairs) as steps:
+            return self._in_turn(pairs, steps.step_s)
+
+    def chunks(self, start: int, tokens: int, pairs: int) -> float:
+        """Return the same ratio of chunks."""
+        return self._in_turn(pairs, lambda: self.prefill(start, tokens))
+
+    def shortest(self, promised: bool) -> float:
+        """Return the shortest time of either kind."""
+        return min(pair[promised] for pair in self._pairs)
+
+    def _in_turn(self, pairs: int, measure: Callable[[], float]) -> float:
+        self._pairs = [self._pair(measure, number % 2 == 0) for number in range(pairs)]
+        return statistics.median(pair[True] / pair[False] for pair in self._pairs)
+
+    def _pair(self, measure: Callable[[], float], first: bool) -> dict[bool, float]:
+        found = {}
+        for promised in (first, not first):
+            self._promise(promised)
+            found[promised] = measure()
+        return found
+
+    def _promise(self, bits: bool) -> None:
         """Compute the same bits from now on, or as with `--no-deterministic`."""
         batches: Any = self._executor
         batches.batch_class.deterministic = False
         if bits and not batches.make_deterministic():
             raise RuntimeError("the engine cannot give the same bits")
-        return 0.0
 
 
 def main(name: str, model: str, precision: str) -> None:

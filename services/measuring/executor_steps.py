@@ -40,24 +40,44 @@ def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False
     return seconds
 
 
+class DecodeSteps:
+    """Steps of the same sequences, with that many tokens at first. Frees them at the end."""
+
+    def __init__(
+        self, executor: Executor, lengths: Sequence[int], steps: int, *, filled: bool = False
+    ) -> None:
+        self._executor, self._lengths, self._done = executor, lengths, 0
+        _allocate(executor, len(lengths), max(lengths) + steps + 16)
+        if filled:
+            _fill(executor, lengths)
+
+    def __enter__(self) -> DecodeSteps:
+        for _ in range(WARM_UP_STEPS):
+            self.step_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _free(self._executor)
+
+    def step_s(self) -> float:
+        """Return the seconds of the next step."""
+        done, sampling = self._done, SamplingParams(seed=0)
+        decodes = tuple(
+            Decode(Slot(0, row), length + done, None if done else 5, done, sampling)
+            for row, length in enumerate(self._lengths)
+        )
+        self._done += 1
+        begun = time.perf_counter()
+        self._executor.dispatch(Plan(step=0, decodes=decodes)).read()
+        return time.perf_counter() - begun
+
+
 def decode_s(
     executor: Executor, lengths: Sequence[int], steps: int, *, filled: bool = False
 ) -> float:
     """Return the median seconds of a step of sequences with that many tokens."""
-    _allocate(executor, len(lengths), max(lengths) + steps + 16)
-    if filled:
-        _fill(executor, lengths)
-    sampling, seconds = SamplingParams(seed=0), []
-    for index in range(steps + WARM_UP_STEPS):
-        decodes = tuple(
-            Decode(Slot(0, row), length + index, None if index else 5, index, sampling)
-            for row, length in enumerate(lengths)
-        )
-        begun = time.perf_counter()
-        executor.dispatch(Plan(step=0, decodes=decodes)).read()
-        seconds.append(time.perf_counter() - begun)
-    _free(executor)
-    return statistics.median(seconds[WARM_UP_STEPS:])
+    with DecodeSteps(executor, lengths, steps, filled=filled) as running:
+        return statistics.median(running.step_s() for _ in range(steps))
 
 
 def _allocate(executor: Executor, rows: int, capacity: int) -> None:

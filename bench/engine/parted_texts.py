@@ -1,8 +1,8 @@
 """How often greedy texts part on MLX's graph: a sequence alone, beside the same one among others.
 
 Tiny random models of twenty architectures, as the zoo builds them: llamas, windows, sinks,
-experts, latents, recurrent layers and hybrids. Their two best tokens are closer to each other
-than those of trained models, so texts part more often.
+experts, latents, recurrent layers and hybrids. The demo, which is trained, parts more often
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -249,7 +250,8 @@ class ScriptedEngine:
                 now = time.monotonic()
                 if self.behaviour.heartbeats and now >= heartbeat_at:
                     number += 1
-                    socket.send_multipart(wire.encode(self._heartbeat(number)))
+                    with suppress(zmq.Again):  # while the router refuses its keys
+                        socket.send_multipart(wire.encode(self._heartbeat(number)), zmq.NOBLOCK)
                     heartbeat_at = now + 0.1
                 if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
                     message, payload = wire.decode(socket.recv_multipart(), wire.ToEngine)

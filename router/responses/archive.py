@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.locks import try_lock
-from shared.opened_file import OpenedFile
+from shared.watched_file import OpenedFile
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class ResponseArchive:
         if self._lock is None:
             raise ArchiveError(f"another router uses {directory}")
         path = directory / "responses.db"
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._file = OpenedFile(path)
         self._database = sqlite3.connect(path, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = WAL")

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.watched_file import stamp
+
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _NO_NAME = re.compile(r"[\s#]")
@@ -136,12 +138,3 @@ def parse_allowed_key(key: str, fields: Iterable[str]) -> AllowedKey:
     if models is not None and any(_NO_NAME.search(each) for each in models):
         raise AllowListError("models: a name on the list cannot contain whitespace or '#'")
     return AllowedKey(key, name, models)
-
-
-def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the contents of the file; None if there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

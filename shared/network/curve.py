@@ -27,15 +27,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from shared.logs import RateLimitedLogger
-from shared.network.allow_list import (
-    AllowedKey,
-    AllowList,
-    AllowListError,
-    AllowListUnreadable,
-    stamp,
-)
+from shared.network.allow_list import AllowedKey, AllowList, AllowListError, AllowListUnreadable
 from shared.network.named_address import is_named
 from shared.network.peer_limit import PeerLimit
+from shared.watched_file import stamp
 
 logger = logging.getLogger(__name__)
 

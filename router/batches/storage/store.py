@@ -6,7 +6,6 @@ which is on disk when the method returns (a write-ahead log with ``synchronous =
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from array import array
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from router.batches.storage.states import FOLLOWERS, BatchState
-from shared.opened_file import OpenedFile
+from shared.watched_file import OpenedFile
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -90,7 +89,6 @@ class Result(NamedTuple):
 class BatchStore:
     def __init__(self, path: Path) -> None:
         """Raises sqlite3.Error and OSError."""
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._file = OpenedFile(path)
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.row_factory = sqlite3.Row

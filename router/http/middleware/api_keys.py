@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from starlette.datastructures import Headers
@@ -22,6 +21,7 @@ from router.http.middleware.key_file import (
 )
 from shared.logs import RateLimitedLogger
 from shared.settings import Settings
+from shared.watched_file import stamp
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ApiKeys:
         """Read ``--api-key`` and ``--api-key-file``. Raises `KeyFileError`."""
         self._settings = settings
         self._path = settings.api_key_file
-        self._stamp = _stamp(self._path)
+        self._stamp = self._look()
         self._tenants = read_tenants(settings)
         self._everybody = replace(
             EVERYBODY,
@@ -78,12 +78,15 @@ class ApiKeys:
             with contextlib.suppress(TimeoutError):
                 poll_s = None if self._path is None else _POLL_S
                 await asyncio.wait_for(self._reload_asked.wait(), poll_s)
-            stamp = await asyncio.to_thread(_stamp, self._path)
-            settled, seen = stamp == seen, stamp
-            if self._reload_asked.is_set() or (settled and stamp != self._stamp):
+            found = await asyncio.to_thread(self._look)
+            settled, seen = found == seen, found
+            if self._reload_asked.is_set() or (settled and found != self._stamp):
                 self._reload_asked.clear()
                 if await self._try_reload():
-                    self._stamp = stamp
+                    self._stamp = found
+
+    def _look(self) -> tuple[int, int, int] | None:
+        return None if self._path is None else stamp(self._path)
 
     async def reload(self) -> int:
         """Reload the keys, and return their number. Running requests continue.
@@ -156,12 +159,3 @@ def given_key(headers: Headers) -> str:
     if not given:
         raise Unauthorized("An API key is required: Authorization: Bearer KEY.")
     return given
-
-
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Return a value that changes with the contents of the file; None if there is no file."""
-    try:
-        status = None if path is None else path.stat()
-    except OSError:
-        return None
-    return status and (status.st_mtime_ns, status.st_size, status.st_ino)

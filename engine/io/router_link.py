@@ -10,14 +10,20 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shared import wire
-from shared.network.curve import HANDSHAKE_FAILED, EngineKeyFiles, watch_peer
+from shared.network.curve import HANDSHAKE_FAILED, EngineKeyFiles
 from shared.network.keyed_connection import KeyedConnection
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 2_000
 OUTBOX_LIMIT = 20_000
-_LINGER_MS = 500
+_OPTIONS = (
+    (zmq.LINGER, 500),
+    (zmq.SNDHWM, HIGH_WATER_MARK),
+    (zmq.RCVHWM, HIGH_WATER_MARK),
+    (zmq.RECONNECT_IVL, 50),
+    (zmq.RECONNECT_IVL_MAX, 1000),
+)
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -44,19 +50,10 @@ class RouterLink:
         """When the connection to a router with requests was lost; None while it is connected."""
         self._outbox: deque[list[bytes | memoryview]] = deque()
         self._complaint = ""
-        self.socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, _LINGER_MS),
-            (zmq.SNDHWM, HIGH_WATER_MARK),
-            (zmq.RCVHWM, HIGH_WATER_MARK),
-            (zmq.IPV6, int("[" in endpoint)),
-            (zmq.RECONNECT_IVL, 50),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-        ):
-            self.socket.set(option, value)
-        watch_peer(self.socket, endpoint)
-        self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self._connection = KeyedConnection(self.socket, endpoint, keys)
+        self._connection = KeyedConnection(
+            context, endpoint, keys, options=_OPTIONS, events=_EVENTS
+        )
+        self.socket, self.monitor = self._connection.socket, self._connection.monitor
 
     def __str__(self) -> str:
         return self.endpoint
@@ -130,9 +127,7 @@ class RouterLink:
             self.is_connected = False
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(_LINGER_MS)
+        self._connection.close()
 
     def compare(self, protocol: int) -> None:
         """Log it if this engine does not know the router's ``protocol``. A newer router may still

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import zmq
 
-from shared.network.curve import EngineKeyFiles
+from shared.network.curve import EngineKeyFiles, watch_peer
 
 _ASK_AGAIN_S = 5.0
 """Pause after a refusal. ZeroMQ itself does not retry then."""
@@ -17,12 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 class KeyedConnection:
-    """The connection of ``socket`` to ``endpoint``, unencrypted without ``keys``."""
+    """A DEALER that connects to ``endpoint``, unencrypted without ``keys``, and its monitor."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], endpoint: str, keys: EngineKeyFiles | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: EngineKeyFiles | None,
+        *,
+        options: Iterable[tuple[int, int]],
+        events: int,
     ) -> None:
-        self._socket, self._endpoint, self._files = socket, endpoint, keys
+        """``options`` of the socket come after those of `watch_peer`; ``events`` are monitored."""
+        self._endpoint, self._files = endpoint, keys
+        self.socket = context.socket(zmq.DEALER)
+        watch_peer(self.socket, endpoint)
+        for option, value in (*options, (zmq.IPV6, int("[" in endpoint))):
+            self.socket.set(option, value)
+        self.monitor = self.socket.get_monitor_socket(events)
         self._keys = None if keys is None else keys.refresh()
         self._retry_at: float | None = None
         self._look_at = 0.0
@@ -55,11 +68,16 @@ class KeyedConnection:
         if found != self._keys:
             logger.info("connecting to %s with new keys", self._endpoint)
         self._keys, self._retry_at = found, None
-        self._socket.disconnect(self._endpoint)
+        self.socket.disconnect(self._endpoint)
         self._connect()
         return True
 
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close()
+
     def _connect(self) -> None:
         if self._keys is not None:
-            self._keys.protect(self._socket)
-        self._socket.connect(self._endpoint)
+            self._keys.protect(self.socket)
+        self.socket.connect(self._endpoint)

@@ -33,12 +33,10 @@ class StoreSocket:
         endpoint: str,
         keys: EngineKeyFiles | None,
     ) -> None:
-        self.dealer = context.socket(zmq.DEALER)
-        for option, value in _OPTIONS:
-            self.dealer.set(option, value)
-        self.dealer.set(zmq.IPV6, int("[" in endpoint))
-        self._monitor = self.dealer.get_monitor_socket(_EVENTS)
-        self._connection = KeyedConnection(self.dealer, endpoint, keys)
+        self._connection = KeyedConnection(
+            context, endpoint, keys, options=_OPTIONS, events=_EVENTS
+        )
+        self.dealer, self._monitor = self._connection.socket, self._connection.monitor
 
     def changes(self) -> Iterator[bool]:
         """Yield whether the kvstore is connected, after each change of that."""
@@ -54,6 +52,4 @@ class StoreSocket:
         return self._connection.tick(now, is_idle=is_idle)
 
     def close(self) -> None:
-        self.dealer.disable_monitor()
-        self._monitor.close()
-        self.dealer.close()
+        self._connection.close()

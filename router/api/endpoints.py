@@ -135,9 +135,6 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._respond(scope, receive, send)
-        except ApiError as error:
-            error.rename_fields(self.field_names)
-            raise
         finally:
             # Requests of batches do not pass through the middleware.
             if (held := scope["state"].get("image_memory")) is not None:
@@ -146,7 +143,11 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         body, size = await read_body(http, self._router, self.body_type)
-        await self.respond_to(body, size, http, send)
+        try:
+            await self.respond_to(body, size, http, send)
+        except ApiError as error:
+            error.rename_fields(self.field_names)
+            raise
 
     async def respond_to(self, body: _Body, size: int, http: Request, send: Send) -> None:
         """Answer ``body``, which has ``size`` bytes. Raises `ApiError` and `ClientDisconnected`."""

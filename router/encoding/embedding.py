@@ -11,7 +11,7 @@ from router.errors import InvalidRequest, InvalidValue
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.sequences.remote_texts import Rows
-from router.fleet.tasks import check_task, models_for
+from router.fleet.tasks import check_task, default_model
 from router.tokens.text_tokens import TokenizedPair, text_tokens, too_long
 from shared.wire import Task, TextTask
 
@@ -22,11 +22,7 @@ MAX_TEXTS = 2048
 async def text_model(router: Router, name: str | None, caller: Caller, task: Task) -> Model:
     """Return the loaded model called ``name`` if it is for ``task``; without a name, the first such
     model. Raises `ApiError`."""
-    if name is None:
-        found = models_for(task, router)
-        if not found:
-            raise InvalidRequest("'model' is required.", param="model")
-        name = found[0]
+    name = default_model(task, router) if name is None else name
     model = await router.loaded_model(name, caller.tenant)
     check_task(model, task, router)
     return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.errors import NotSupported
+from router.errors import InvalidRequest, NotSupported
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from shared.wire import Task
@@ -32,20 +32,28 @@ def check_task(model: Model, task: Task, router: Router) -> None:
     if (own := model.hello.task) == task:
         return
     others = models_for(task, router)
-    advice = (
-        f"Use {' or '.join(others)} instead"
-        if others
-        else (f"No such model is loaded here; load one such as {_EXAMPLES[task]}")
-    )
+    advice = f"Use {' or '.join(others)} instead." if others else _nothing_loaded(task)
     raise NotSupported(
         f"The model '{model.names[0]}' {_DOES[own]} (use {_PATHS[own]}), but {_PATHS[task]} "
-        f"needs a model that {_DOES[task]}. {advice}.",
+        f"needs a model that {_DOES[task]}. {advice}",
         param="model",
         code="wrong_task",
     )
+
+
+def default_model(task: Task, router: Router) -> str:
+    """Return the name of the first model that performs ``task``. Raises `InvalidRequest`."""
+    if found := models_for(task, router):
+        return found[0]
+    message = f"'model' is required: {_PATHS[task]} needs a model that {_DOES[task]}."
+    raise InvalidRequest(f"{message} {_nothing_loaded(task)}", param="model")
 
 
 def models_for(task: Task, router: Router) -> list[str]:
     """Return the names of the models that have joined for ``task``."""
     models = router.registry.models.values()
     return sorted(each.id for each in models if each.hello.task == task)
+
+
+def _nothing_loaded(task: Task) -> str:
+    return f"No such model is loaded here; load one such as {_EXAMPLES[task]}."

@@ -309,8 +309,9 @@ def _image_tokens(tokenizer: Any, vision: Vision | None) -> list[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return what is in the file ``path``; nothing if there is none, or no object in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

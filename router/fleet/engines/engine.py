@@ -127,7 +127,10 @@ class ModelReplicas:
         self.renderer: Renderer | None = None
         """None until the tokenizer is loaded."""
         self.load_error: str | None = None
-        """The reason why there is no renderer, in words."""
+        """What is wrong with the tokenizer, in words."""
+        self.load_at = 0.0
+        """When it may be loaded (again), from ``time.monotonic``; infinity: it is loading."""
+        self.failed_loads = 0
         self.model: Model | None = None
         """The data for requests; None until an engine has been ready."""
         self._last_ready = self._last_ready_for_adapters = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +28,9 @@ _MAX_UNREGISTERED = 1000
 _MAX_REJECTED = 1000
 _PING_INTERVAL_S = 1.0
 _FILES_RETRY_S = 10.0
+_LOAD_RETRY_S, _LONGEST_LOAD_RETRY_S = 10.0, 600.0
+"""The pause after a tokenizer could not be loaded, doubled each time: the cause may be one of the
+machine, such as a full disk, and need not last."""
 
 
 class RegistryListener(Protocol):
@@ -353,8 +357,8 @@ class Registry:
             self._send(peer, FilesWanted(names=missing))
 
     def _start_loading(self, model: ModelReplicas) -> None:
-        if model.renderer is None and model.load_error is None:
-            model.load_error = "its tokenizer is loading"
+        if model.renderer is None and time.monotonic() >= model.load_at:
+            model.load_at = math.inf
             task = asyncio.ensure_future(self._load_renderer(model))
             self._load_tasks.add(task)
             task.add_done_callback(self._load_tasks.discard)
@@ -367,6 +371,9 @@ class Registry:
         except Exception as error:  # a broken tokenizer may raise anything
             logger.error("cannot load the tokenizer of %s: %s", model.id, error)
             logger.debug("the tokenizer of %s", model.id, exc_info=error)
+            pause_s = min(_LOAD_RETRY_S * 2.0**model.failed_loads, _LONGEST_LOAD_RETRY_S)
+            model.load_at = time.monotonic() + pause_s
+            model.failed_loads = min(model.failed_loads + 1, 30)
             model.load_error = "its tokenizer cannot be loaded"
             return
         model.load_error = None

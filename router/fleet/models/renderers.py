@@ -38,15 +38,16 @@ class Renderers:
         key = repr((sorted(files.items()), options, template, args, tools, reasoning, vision))
         renderer = self._loaded.get(key)
         if renderer is None:
-            renderer = await Renderer.load(
-                self._files.assemble(files),
-                tokenizer_options=options,
-                chat_template=template,
-                template_args=args,
-                tool_parser=tools,
-                reasoning_parser=reasoning,
-                vision=vision,
-            )
+            with self._files.assembled(files) as directory:
+                renderer = await Renderer.load(
+                    directory,
+                    tokenizer_options=options,
+                    chat_template=template,
+                    template_args=args,
+                    tool_parser=tools,
+                    reasoning_parser=reasoning,
+                    vision=vision,
+                )
             # The garbage collector scans all objects from time to time and blocks everything else:
             # the libraries that read tokenizers create so many objects that it takes a tenth of a
             # second.

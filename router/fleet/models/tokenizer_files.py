@@ -6,7 +6,8 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from shared.wire import TOKENIZER_FILES
@@ -42,12 +43,18 @@ class TokenizerFileStore:
             partial.write_bytes(content)
             partial.replace(self._root / digest)
 
-    def assemble(self, files: Mapping[str, str]) -> Path:
-        """Return a directory that contains ``files`` under their names."""
+    @contextmanager
+    def assembled(self, files: Mapping[str, str]) -> Iterator[Path]:
+        """Provide a directory that contains ``files`` under their names. It is kept, unless what
+        it is for fails."""
         directory = Path(tempfile.mkdtemp(prefix="model-", dir=self._root))
-        for name, digest in files.items():
-            (directory / name).symlink_to(self._root / digest)
-        return directory
+        try:
+            for name, digest in files.items():
+                (directory / name).symlink_to(self._root / digest)
+            yield directory
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
 
 
 def acceptable_files(offered: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,15 @@
-"""Models with the same tokenizer share it."""
+"""The tokenizers of models: shared, and loaded with all that is in their files."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import weakref
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from router.fleet.models.renderers import Renderers
 from router.fleet.models.tokenizer_files import TokenizerFileStore
@@ -14,13 +18,19 @@ from tests.conftest import in_loop
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 
+def stored(directory: Path) -> tuple[TokenizerFileStore, dict[str, str]]:
+    """Return a store with the files in ``directory``, and their names and digests."""
+    store, files = TokenizerFileStore(directory / "store"), {}
+    for path in directory.glob("*.json"):
+        files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        store.put(path.read_bytes(), [files[path.name]])
+    return store, files
+
+
 @in_loop
 async def test_a_tokenizer_is_loaded_once_for_all_models_that_have_it(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path)
-    store, files = TokenizerFileStore(tmp_path / "store"), {}
-    for path in tmp_path.glob("*.json"):
-        files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        store.put(path.read_bytes(), [files[path.name]])
+    store, files = stored(tmp_path)
     renderers, settings = Renderers(store), parse([], {}, "test")
     other = parse(["--reasoning-parser=none"], {}, "test")
     first = await renderers.get(files, settings)
@@ -32,3 +42,29 @@ async def test_a_tokenizer_is_loaded_once_for_all_models_that_have_it(tmp_path: 
     gc.collect()
     assert gone() is None
     assert (await renderers.get(files, settings)).encode("abc")
+
+
+@in_loop
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+async def test_a_file_that_cannot_be_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The model would end its answers elsewhere, or always take the likeliest token."""
+    write_chat_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    store, files = stored(tmp_path)
+    renderers, settings = Renderers(store), parse([], {}, "test")
+    read_text = Path.read_text
+
+    def fails(path: Path, *args: Any, **named: Any) -> str:
+        if path.name == name:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read_text(path, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fails)
+        with pytest.raises(OSError, match="Too many"):
+            await renderers.get(files, settings)
+    assert not list((tmp_path / "store").glob("model-*"))
+    assert (await renderers.get(files, settings)).sampling_defaults.temperature == 0.5

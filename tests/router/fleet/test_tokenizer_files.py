@@ -28,5 +28,6 @@ def test_a_file_that_could_not_be_written_in_whole_is_missing(
     assert store.missing({"tokenizer.json": DIGEST}) == ["tokenizer.json"]
     store.put(CONTENT, [DIGEST])
     assert store.missing({"tokenizer.json": DIGEST}) == []
-    directory = store.assemble({"tokenizer.json": DIGEST})
+    with store.assembled({"tokenizer.json": DIGEST}) as directory:
+        pass
     assert (directory / "tokenizer.json").read_bytes() == CONTENT

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from router.errors import InvalidRequest
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
 from router.schemas.images import ImageContent, ModelImage
-from router.tokens.fitting import TemplateLimits, fitted, limits_of, written_calls
+from router.tokens.conversations.calls import with_named_ids, written_calls
+from router.tokens.conversations.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
@@ -88,6 +89,7 @@ class ChatTemplate:
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
         """Whether ids have nine letters and digits, as Mistral's templates require."""
+        self._named_ids = "<|tool_calls_section_begin|>" in source
         self._arguments_as_text: bool | None = None  # None: unknown so far
         self._limits: TemplateLimits | None = None  # None: unknown so far
         self._placeholder = next(iter(image_tokens), "")
@@ -265,7 +267,7 @@ class ChatTemplate:
             if message.role == "tool" and message.tool_call_id in names:
                 plain.setdefault("name", names[message.tool_call_id])
             conversation.append(plain)
-        return conversation
+        return with_named_ids(conversation) if self._named_ids else conversation
 
     def _message(self, message: ChatMessage, path: str, marks: ImageMarks) -> dict[str, Any]:
         if message.audio is not None:

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from router.schemas.conversation import ChatMessage
-from router.tokens.fitting import TemplateLimits, fitted
+from router.tokens.conversations.fitting import TemplateLimits, fitted
 from router.tokens.templates import ChatTemplate
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.template_table import (

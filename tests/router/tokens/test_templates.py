@@ -15,7 +15,7 @@ from router.schemas.conversation import (
     Tool,
     ToolCall,
 )
-from router.tokens.fitting import written_calls
+from router.tokens.conversations.calls import written_calls
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import HARMONY_CALLS, REASONING, ReplyState, detect_format
@@ -100,6 +100,52 @@ def test_ids_are_shortened_in_calls_and_results_alike_if_the_template_needs_it(
     assert text == "[TOOL_CALLS]3456789ab3456789ab"
     assert rendered(tokenizer, called("{}", "abcDEF123")) == "[TOOL_CALLS]abcDEF123"
     assert rendered(tokenizer, called("{}", "x_1")) == "[TOOL_CALLS]0000000x1"
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (["functions.f:4", "functions.g:5"], "functions.f:4 functions.g:5"),  # the model's own
+        (["toolu_functions.f:0", "toolu_g:1"], "functions.f:0 g:1"),  # from the Messages API
+        (["call_1", "call_2"], "functions.f:0 functions.g:1"),  # of another model
+        ([None, None], "functions.f:0 functions.g:1"),  # from Ollama's API
+    ],
+)
+def test_ids_have_the_name_of_the_function_if_the_template_shows_nothing_else(
+    tmp_path: Path, ids: list[str | None], expected: str
+) -> None:
+    """As Kimi K2's does."""
+    template = (
+        "<|tool_calls_section_begin|>{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c['id'] }} {% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }} "
+        "{% endif %}{% endfor %}"
+    )
+    calls = [
+        ToolCall(FunctionCall(name, "{}"), id=own) for name, own in zip("fg", ids, strict=True)
+    ]
+    results = [
+        ChatMessage(role="tool", content=name.upper(), tool_call_id=own, name=None if own else name)
+        for name, own in zip("fg", ids, strict=True)
+    ]
+    text = rendered(
+        loaded(tmp_path, template),
+        ChatMessage(role="assistant", tool_calls=calls),
+        *reversed(results),
+    )
+    of_f, of_g = expected.split()
+    assert text == f"<|tool_calls_section_begin|>{expected} {of_g}=G {of_f}=F "
+
+
+def test_results_without_id_or_name_belong_to_the_calls_in_their_order(tmp_path: Path) -> None:
+    template = (
+        "<|tool_calls_section_begin|>{% for m in messages %}{{ m.tool_call_id }}={{ m.content }} "
+        "{% endfor %}"
+    )
+    answers = [ChatMessage(role="tool", content=text) for text in ("1", "2", "3")]
+    text = rendered(
+        loaded(tmp_path, template), called("{}"), answers[0], called("{}"), *answers[1:]
+    )
+    assert "functions.f:0=1 " in text and "functions.f:1=2 " in text and text.endswith("=3 ")
 
 
 def test_a_result_of_a_tool_has_the_name_of_the_tool(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Conversations as templates and models take them."""

@@ -5,6 +5,7 @@ https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
@@ -147,7 +148,7 @@ class _Element(NamedTuple):
 
 def _minimax_calls(text: str, tools: Any) -> Any:
     """Read calls whose arguments are nested elements, with types from the schema."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
+    schemas = _schemas(tools)
     calls: list[dict[str, Any]] = []
     opened: list[_Element] = []
     for piece in text.split(_MINIMAX)[1:]:
@@ -195,8 +196,151 @@ def _element_value(element: _Element, schema: ValueSchema) -> Any:
     return value if "string" not in types or schema.names_type_of(value) else element.text
 
 
-def _seed_oss_call(text: str, tools: Any) -> Any:
-    return _mlx_lm_syntax("qwen3_coder").parse(text.strip(), tools)
+# -- arguments between tags ------------------------------------------------------
+
+
+class _Tags(NamedTuple):
+    """The syntax of calls with each argument between tags of its own, as text without quotes."""
+
+    next: re.Pattern[str]
+    """Finds where a call begins, with its ``name``, or an argument, with its ``key``."""
+    end: str  # after the value of an argument
+    call_end: str = ""
+    """What ends a call, if it is not the marker after calls."""
+    text_of: Callable[[str], str] = str
+    """Returns the text of a value, given what stands between the tags."""
+    other: str = ""
+    """The parser of mlx-lm that reads calls without such tags."""
+    guesses: bool = False
+    """Whether a value without a type in the schema is JSON if it can be. Otherwise only objects and
+    lists are."""
+
+    def parse(self, text: str, tools: Any) -> Any:
+        """Read calls as their templates write them: text with the whitespace around it, and other
+        values with types from the schema. mlx-lm's parsers strip text, and take some for JSON."""
+        schemas, schema = _schemas(tools), ValueSchema(None)
+        calls: list[dict[str, Any]] = []
+        position = 0
+        while (found := self.next.search(text, position)) is not None:
+            position = found.end()
+            if found["name"] is not None:
+                calls.append({"name": found["name"].strip(), "arguments": {}})
+                schema = ValueSchema(schemas.get(calls[-1]["name"]))
+                continue
+            end = text.find(self.end, position)
+            if not calls or end < 0:
+                raise ValueError("an argument without a call or an end")
+            key, value = found["key"].strip(), self.text_of(text[position:end])
+            calls[-1]["arguments"][key] = self._value(value, schema.member(key))
+            position = end + len(self.end)
+        if self.call_end not in text:
+            raise ValueError("a call without an end")
+        if not calls and self.other:
+            return _mlx_lm_syntax(self.other).parse(text, tools)
+        return calls[0] if len(calls) == 1 else calls
+
+    def _value(self, text: str, schema: ValueSchema) -> Any:
+        types, value = schema.types, _decoded(text)
+        if "string" in types:
+            return value if schema.names_type_of(value) else text
+        if not types and not self.guesses:
+            return value if isinstance(value, dict | list) else text
+        if isinstance(value, str):
+            value = _python_value(text)
+        if isinstance(value, float) and value.is_integer() and not schema.names_type_of(value):
+            return int(value)
+        return value
+
+
+def _python_value(text: str) -> Any:
+    """Return the value that ``text`` has in Python, such as True; the text if it has none."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text.strip()
+
+
+def _without_line_breaks(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _without_cdata(text: str) -> str:
+    stripped = text.strip()
+    if stripped.startswith("<![CDATA[") and stripped.endswith("]]>"):
+        return stripped.removeprefix("<![CDATA[").removesuffix("]]>")
+    return text
+
+
+def _without_quotes(text: str) -> str:
+    value = _decoded(text) if text.lstrip().startswith('"') else text
+    return value if isinstance(value, str) else text
+
+
+def _tags(call: str, argument: str, end: str, call_end: str = "", **options: Any) -> _Tags:
+    call = call.replace("NAME", r"(?P<name>[^<>\"']{1,256}?)")
+    argument = argument.replace("KEY", r"(?P<key>[^<>\"']{1,256}?)")
+    return _Tags(re.compile(f"{call}|{argument}"), end, call_end, **options)
+
+
+def _glm(prefix: str, other: str) -> _Tags:
+    return _tags(
+        rf"\ANAME(?=<{prefix}arg_key>)",
+        rf"<{prefix}arg_key>KEY</{prefix}arg_key>(?:\\n|\s)*+<{prefix}arg_value>",
+        f"</{prefix}arg_value>",
+        other=other,
+        guesses=True,
+    )
+
+
+_FUNCTION = r"<function=NAME>", r"<parameter=KEY>", "</parameter>", "</function>"
+_TAGGED = {
+    "glm47": ("<tool_call>", "</tool_call>", _glm("", "glm47")),
+    "laguna": ("<tool_call>", "</tool_call>", _glm("", "laguna")),
+    "longcat": ("<longcat_tool_call>", "</longcat_tool_call>", _glm("longcat_", "longcat")),
+    "minimax_m2": (
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        _tags(
+            r"<invoke name=[\"']?NAME[\"']?>",
+            r"<parameter name=[\"']?KEY[\"']?>",
+            "</parameter>",
+            "</invoke>",
+        ),
+    ),
+    "minicpm5": (
+        "<function name=",
+        "</function>",
+        _tags(
+            r"(?:\A\s*+|<function\s++name\s*+=\s*+)[\"']?NAME[\"']?\s*+>",
+            r"<param\s++name\s*+=\s*+[\"']?KEY[\"']?\s*+>",
+            "</param>",
+            text_of=_without_cdata,
+        ),
+    ),
+    "muse_spark": (
+        "<atem:function_calls>",
+        "</atem:function_calls>",
+        _tags(
+            r'<atem:invoke\b[^>]{0,200}?\bname="NAME">',
+            r'<atem:parameter\b[^>]{0,200}?\bname="KEY"[^>]{0,200}+>',
+            "</atem:parameter>",
+            "</atem:invoke>",
+            text_of=_without_quotes,
+            guesses=True,
+        ),
+    ),
+    "qwen3_coder": (
+        "<tool_call>",
+        "</tool_call>",
+        _tags(*_FUNCTION, text_of=_without_line_breaks),
+    ),
+    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>", _tags(*_FUNCTION)),
+}
+
+
+def _schemas(tools: Any) -> dict[Any, Any]:
+    """Return the schemas of arguments by the names of functions."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
 
 
 def _listed(name: str, start: str, end: str) -> ToolSyntax:
@@ -222,7 +366,7 @@ OWN_SYNTAXES = {
         _listed("jamba", "<tool_calls>", "</tool_calls>"),
         _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
         _listed("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),
-        ToolSyntax("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _seed_oss_call),
+        *(ToolSyntax(name, start, end, tags.parse) for name, (start, end, tags) in _TAGGED.items()),
     )
 }
 """By the value of `--tool-parser`."""

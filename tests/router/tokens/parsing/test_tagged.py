@@ -1,0 +1,122 @@
+"""Arguments between tags are what the model wrote: text with its whitespace, other values with the
+types of the schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.tokens.parsing.calls import parse_calls, with_plain_properties
+from router.tokens.parsing.formats import ReplyState
+from router.tokens.parsing.grammars import CALL_TEMPLATES, CallTemplate
+from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.parsing.syntaxes import syntax_named
+from tests.router.tokens.parsing.test_marked import format_of
+
+PROPERTIES = {
+    "text": {"type": "string"},
+    "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["string", "null"]},
+    "choice": {"enum": ["1", "2"]},
+    "named": {"$ref": "#/$defs/Named"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "list": {"type": "array", "items": {"type": "string"}},
+    "object": {"type": "object"},
+    "unknown": {},
+}
+TOOLS = with_plain_properties(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "edit",
+                "parameters": {
+                    "type": "object",
+                    "properties": PROPERTIES,
+                    "$defs": {"Named": {"type": "string"}},
+                },
+            },
+        }
+    ]
+)
+WRITTEN = {name: each for name, each in CALL_TEMPLATES.items() if each.argument} | {
+    "muse_spark": CallTemplate(
+        '<atem:invoke name="edit">\n',
+        "</atem:invoke>\n",
+        before="<atem:function_calls>\n",
+        after="</atem:function_calls>",
+        argument='<atem:parameter name="{key}">',
+        argument_end="</atem:parameter>\n",
+    )
+}
+"""How each model writes a call."""
+
+
+def written(parser: str, arguments: dict[str, str], *, is_text: bool = True) -> str:
+    syntax, template = syntax_named(parser), WRITTEN[parser]
+    pieces = [template.before, template.begin.replace("{name}", "edit")]
+    for key, text in arguments.items():
+        opening = template.argument.replace("{is_text}", json.dumps(is_text))
+        pieces += [opening.replace("{key}", key), text, template.argument_end]
+    whole = "".join([*pieces, template.end, template.after])
+    assert whole.startswith(syntax.start)
+    return whole
+
+
+def read(parser: str, text: str) -> list[Any]:
+    """Return the arguments of the call in ``text``: read at once, and as they arrive."""
+    syntax = syntax_named(parser)
+    inner = text.strip().removeprefix(syntax.start).removesuffix(syntax.end)
+    (call,) = parse_calls(inner, syntax, TOOLS)
+    found = [json.loads(call.arguments)]
+    for size in (1, 7, len(text)):
+        reply = MarkedReplyParser(format_of(parser), ReplyState.NORMAL, TOOLS)
+        deltas = [reply.feed(text[at : at + size]) for at in range(0, len(text), size)]
+        calls = [call for delta in (*deltas, reply.finish()) for call in delta.calls]
+        found.append(json.loads("".join(call.arguments for call in calls)))
+    return found
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_text_stays_as_it_was_written(parser: str) -> None:
+    texts = {
+        "text": "    if a < b:\n        return\n",
+        "optional": "true",
+        "either": "12",
+        "choice": "1",
+        "named": "null",
+    }
+    for whitespace in (" ", "\t", "\n\n", "\n", ""):
+        arguments = texts | {"text": whitespace + texts["text"] + whitespace}
+        found = read(parser, written(parser, arguments))
+        assert found == [arguments] * len(found)
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_other_values_have_the_types_of_the_schema(parser: str) -> None:
+    values = {
+        "count": 3,
+        "share": 0.5,
+        "flag": True,
+        "maybe": None,
+        "optional": None,
+        "list": ["1", "a\n"],
+        "object": {"a": "b"},
+        "unknown": {"a": [1]},
+    }
+    text = written(parser, {key: json.dumps(value) for key, value in values.items()}, is_text=False)
+    found = read(parser, text)
+    assert found == [values] * len(found)
+
+
+@pytest.mark.parametrize("parser", [name for name in WRITTEN if "deepseek" not in name])
+def test_values_of_another_type_are_read_as_far_as_they_mean_one_thing(parser: str) -> None:
+    arguments = {"flag": "False", "count": "4.0", "maybe": "many", "list": "('a', 'b')"}
+    found = read(parser, written(parser, arguments))
+    expected = {"flag": False, "count": 4, "maybe": "many", "list": ["a", "b"]}
+    assert found == [expected] * len(found)

@@ -191,12 +191,19 @@ class DiskStore:
         self._remove(key, size, remove, is_bad=True)
 
     def clear(self, namespace: str) -> None:
-        """Delete all blocks of ``namespace``. Raises: OSError if a file cannot be deleted."""
+        """Delete all blocks of ``namespace``. Raises: OSError if a file cannot be deleted; the rest
+        is, and it is not found any more."""
         with self._lock:
             keys = self._index.keys_of(namespace)
+        failed = None
         for key in keys:
-            if (info := self._directory.info(key)) is not None:
-                self._remove(key, info.size, self._directory.remove)
+            try:
+                if (info := self._directory.info(key)) is not None:
+                    self._remove(key, info.size, self._directory.remove, is_bad=True)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def flush(self) -> None:
         """Write the times of use to the disk, evict blocks over the limits, and check a failed
@@ -308,17 +315,12 @@ class DiskStore:
         return used_bytes + incoming_bytes - max(limit_bytes, incoming_bytes)
 
     def _remove(
-        self,
-        key: BlockKey,
-        size: int,
-        remove: Callable[[BlockKey], None],
-        *,
-        is_bad: bool = False,
+        self, key: BlockKey, size: int, remove: Callable[[BlockKey], None], *, is_bad: bool = False
     ) -> None:
         """Forget a block and ``remove`` its file. Raises: OSError if that fails.
 
         A file that cannot be deleted is remembered, unless the whole disk fails and the block is
-        good: then it stays as it was.
+        not bad: then it stays as it was.
         """
         try:
             remove(key)

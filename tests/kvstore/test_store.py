@@ -258,6 +258,33 @@ def test_a_file_that_cannot_be_removed_still_counts(tmp_path: Path) -> None:
     directory.close()
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_files_that_cannot_be_removed_do_not_keep_the_rest_of_a_namespace(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk()
+    directory = BlockDirectory(tmp_path, disk)
+    store = loaded(directory)
+    put(store, 1, 2, 3)
+
+    def unlink(path: Path) -> None:
+        if path == directory.path(key_of(1)):
+            raise OSError(number, "cannot be removed")
+        kept(path)
+
+    kept = disk.unlink
+    monkeypatch.setattr(disk, "unlink", unlink)
+    with pytest.raises(OSError, match="cannot be removed"):
+        store.clear(key_of(1).namespace)
+    assert there(store, 1, 2, 3) == set()
+    assert store.stats().bytes == SIZE
+    monkeypatch.undo()
+    store.flush()
+    assert store.stats().bytes == 0
+    assert not directory.path(key_of(1)).exists()
+    directory.close()
+
+
 def test_room_is_made_before_a_block_is_written(tmp_path: Path) -> None:
     disk = FaultyDisk()
     directory = BlockDirectory(tmp_path, disk)

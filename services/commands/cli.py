@@ -56,6 +56,7 @@ _HELP = ("-h", "--help", "--help-all")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named in ``argv`` (default: sys.argv); return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     with _readers_that_leave():
         code = _run(argv)
         sys.stdout.flush()
@@ -83,6 +84,16 @@ def _run(argv: list[str]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open the streams that were closed at start, as with ``>&-``: they are None, and the next
+    files to be opened would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r"))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ from services.supervision.launcher import ChildSpec
 from services.supervision.local import GRACE_S, Children
 from services.supervision.local_launcher import LocalLauncher
 from services.supervision.managed_child import Limits
-from services.supervision.output import LogCollector
+from services.supervision.output import LogCollector, announce
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
@@ -93,10 +92,6 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
 
-    def announce() -> None:
-        sys.stdout.write(f"{PROG} ready, for {', '.join(options.engine_socket)}\n")
-        sys.stdout.flush()
-
     launcher = LocalLauncher(output, options.spare_engine_after_s)
 
     def tick() -> None:
@@ -107,7 +102,7 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
         specs,
         launcher,
         limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
-        on_ready=announce,
+        on_ready=lambda: announce(f"{PROG} ready, for {', '.join(options.engine_socket)}\n"),
         on_tick=tick,
     )
     try:

@@ -25,7 +25,7 @@ from services.supervision.launched import end_with_parent, keep_rank, launched_h
 from services.supervision.launcher import ChildSpec, LaunchedProcess, Launcher
 from services.supervision.local_launcher import LocalLauncher
 from services.supervision.managed_child import Limits
-from services.supervision.output import LogCollector
+from services.supervision.output import LogCollector, announce
 from services.supervision.ray.cluster import ClusterUnavailable, RayCluster
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
@@ -266,18 +266,14 @@ def announcement(
     address = url(options, http)
     began = time.monotonic()
 
-    def announce() -> None:
+    def announce_ready() -> None:
         took_s = time.monotonic() - began
         line = f"{PROG} ready: {address}  ({noun} {names}, after {took_s:.1f} s)\n"
         if sys.stdout.isatty():
             line += first_steps(options, models, address)
-        try:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-        except OSError:
-            logger.info("%s", line.strip())  # stdout is closed
+        announce(line)
 
-    return announce
+    return announce_ready
 
 
 def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -> str:

@@ -88,7 +88,8 @@ class ManagedChild:
 
 def describe_exit(code: int) -> str:
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {int(each): each.name for each in signal.Signals}  # those of Linux have gaps
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     if code == EXIT_STUCK:
         return "made no progress and exited"
     return f"exited with code {code}"

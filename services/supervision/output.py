@@ -7,6 +7,7 @@ fit into the queue are dropped, and a line in the stream gives their number.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -22,6 +23,17 @@ _MAX_QUEUED_LINES = 20_000
 _MAX_LINE_BYTES = 64 * 1024
 _PROGRESS_EVERY_S = 2.0
 _END_OF_LINE = re.compile(rb"[\r\n]")
+
+logger = logging.getLogger("supervisor")
+
+
+def announce(line: str) -> None:
+    """Write ``line`` to stdout; to the log if stdout is closed or its disk is full."""
+    try:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    except OSError:
+        logger.info("%s", line.strip())
 
 
 class LogCollector:

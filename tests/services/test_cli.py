@@ -92,6 +92,19 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) ->
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_none_of_the_files(closed: str) -> None:
+    program = (
+        "import os, sys; from services.commands import cli; code = cli.main(['--version']);"
+        "print(end='', flush=True), print(end='', file=sys.stderr, flush=True);"
+        "os._exit(code or any(each.fileno() != n for n, each in"
+        " enumerate((sys.stdin, sys.stdout, sys.stderr))))"
+    )
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("words", [["status", "--what"], ["keys"], ["bench", "serve", "--seed=x"]])
 def test_a_wrong_argument_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.commands import cli
+from services.supervision import joining
 from services.supervision.joining import joining_children
 from services.supervision.launcher import ChildSpec
+from shared import logs
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 
@@ -90,3 +96,31 @@ def test_what_is_missing_is_one_line(
     error = capsys.readouterr().err
     assert (found, error.count("\n")) == (code, 1)
     assert error.startswith("mlx-lm-server engine: ") and line in error
+
+
+class Supervisor:
+    """Is ready at once."""
+
+    def __init__(self, *_: Any, on_ready: Callable[[], None], **__: Any) -> None:
+        self._on_ready = on_ready
+
+    def run(self) -> int:
+        self._on_ready()
+        return 7
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_engines_keep_running_if_nobody_reads_that_they_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, _ = parse_models([f"--engine-socket={FIRST}", "--model=demo"], {}, "prog")
+    monkeypatch.setattr(joining, "Supervisor", Supervisor)
+    monkeypatch.setattr(logs, "setup", lambda *_: None)
+    monkeypatch.setattr(sys, "stdout", Unread())
+    with RunDir.create(tmp_path) as run_dir, caplog.at_level("INFO"):
+        assert joining._supervise(options, [], run_dir) == 7
+    assert f"mlx-lm-server engine ready, for {FIRST}" in caplog.text

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from services.supervision.launcher import ChildSpec
-from services.supervision.managed_child import Limits, ManagedChild
+from services.supervision.managed_child import Limits, ManagedChild, describe_exit
 from shared.exits import EXIT_CONFIG, EXIT_OK
 from tests.e2e.server import is_running
 
@@ -130,6 +130,11 @@ def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -
     assert code == EXIT_OK
     assert rest == "", "ready was announced twice"
     assert "warning supervisor: a was killed by SIGKILL" in log
+
+
+def test_every_signal_that_ends_a_child_has_a_name() -> None:
+    assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"  # of those for real time, without a name
 
 
 def test_a_killed_child_leaves_no_stopped_process_of_its_group(start: Start) -> None:

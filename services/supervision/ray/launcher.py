@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ from services.supervision.launcher import (
 from services.supervision.output import LogCollector
 from services.supervision.ray.host import EngineHost
 from shared.supervisor_link import LineReader
+
+logger = logging.getLogger(__name__)
 
 PLACING = b'{"phase": "placing"}\n'
 """The phase reported for an engine that Ray has not placed yet."""
@@ -127,10 +130,14 @@ class RayProcess:
     def _follow(self) -> None:
         """Forward the engine's messages, until it has exited permanently."""
         with self._to_us, os.fdopen(self._log, "wb", buffering=0) as log:
+            code = -signal.SIGKILL
             try:
-                self._exit_code = self._read_all(log)
-            except OSError:  # closed: there is no listener any more
-                self._exit_code = -signal.SIGKILL
+                code = self._read_all(log)
+            except OSError:
+                pass  # closed: there is no listener any more
+            except Exception:  # any error of Ray: the supervisor has to start another one
+                logger.exception("lost %s", self.spec.name)
+            self._exit_code = code
 
     def _read_all(self, log: Any) -> int:
         lost_at = 0.0

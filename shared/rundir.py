@@ -50,7 +50,8 @@ class RunDir:
         the same user.
 
         ``parent`` defaults to the first of $XDG_RUNTIME_DIR, the temporary directory and /tmp that
-        is writable and has a short enough path. Raises: `RunDirError`, with the reason for each.
+        is writable and has a short enough path; that of the login is the last. Raises:
+        `RunDirError`, with the reason for each.
         """
         reasons = []
         for base in _bases() if parent is None else (parent,):
@@ -145,9 +146,16 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
     return lock
 
 
+def ends_with_login(folder: str) -> bool:
+    """Return whether ``folder``, from $XDG_RUNTIME_DIR, is the one that systemd removes when the
+    user logs out. A server may outlive that, and its processes would not find each other again."""
+    return folder.rstrip("/") == f"/run/user/{os.getuid()}"
+
+
 def _bases() -> list[Path]:
     """Return the places where a directory may be created, best first."""
-    found = [os.environ.get("XDG_RUNTIME_DIR")]
+    given, found = os.environ.get("XDG_RUNTIME_DIR", ""), ["/tmp"]
     with suppress(FileNotFoundError):  # none is writable
-        found.append(tempfile.gettempdir())
-    return [Path(each) for each in dict.fromkeys((*found, "/tmp")) if each]
+        found.insert(0, tempfile.gettempdir())
+    found.insert(len(found) if ends_with_login(given) else 0, given)
+    return [Path(each) for each in dict.fromkeys(found) if each]

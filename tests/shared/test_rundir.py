@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shared import rundir
 from shared.rundir import (
     FRESH_S,
     MAX_SOCKET_PATH_BYTES,
@@ -114,6 +115,18 @@ exec "$@"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="with namespaces of Linux")
+def test_a_server_outlives_the_login_whose_directory_is_removed_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, socket_dir: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(socket_dir))
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    for given in ("/run/user/4321", "/run/user/4321/"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
+        assert rundir._bases() == [socket_dir, Path("/tmp"), Path("/run/user/4321")]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/4321/mine")
+    assert rundir._bases()[0] == Path("/run/user/4321/mine")
+
+
 def test_a_machine_that_cannot_be_written_is_told_in_one_line() -> None:
     """As a container with a read-only root: no folder of those that Python knows can be used."""
     isolated = ["unshare", "--map-root-user", "--mount", "bash", "-ec"]

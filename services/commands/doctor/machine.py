@@ -15,7 +15,7 @@ import zmq
 from services.commands.doctor.report import Check, bad, good, warning
 from services.supervision.fleet.memory import machine_bytes
 from shared.locks import try_lock
-from shared.rundir import RunDir, RunDirError
+from shared.rundir import RunDir, RunDirError, ends_with_login
 from shared.settings import Settings
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -118,7 +118,7 @@ def _run_folder() -> Check:
             "60 bytes; in a container with a read-only root, mount one (docker --tmpfs /tmp)",
         )
     wanted = os.environ.get("XDG_RUNTIME_DIR")
-    if wanted and Path(wanted) != parent:
+    if wanted and Path(wanted) != parent and not ends_with_login(wanted):
         remedy = "correct or unset XDG_RUNTIME_DIR; its path must be short"
         return warning("run folder", f"{wanted} is not usable, {parent} is used instead", remedy)
     return good("run folder", f"sockets are created in {parent}")

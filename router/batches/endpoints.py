@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
-from router.batches.files import FileEndpoints
+from router.batches.files import FileEndpoints, check_count
 from router.batches.jobs.context import BatchContext
 from router.batches.jobs.runner import BatchRunner
 from router.batches.objects import (
@@ -42,7 +42,7 @@ from router.batches.queries import (
 )
 from router.batches.storage.directory import BatchDirectory
 from router.batches.storage.states import CANCELLABLE, BatchState
-from router.batches.storage.store import BatchStore, Row
+from router.batches.storage.store import RESULT_FILES, BatchStore, Row
 from router.batches.storage.writer import ResultWriter
 from router.errors import BODY_ERRORS, InvalidRequest, TooManyRequests
 from router.fleet.router import Router
@@ -119,6 +119,8 @@ class Batches:
                     code="too_many_batches",
                     retry_after_s=60,
                 )
+            count, _ = store.use_of(key)
+            check_count(count + RESULT_FILES, self.context.settings.batch_max_files)
             return store.add_batch(values)
 
         row = await run_store(self.context, add)

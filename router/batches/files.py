@@ -25,7 +25,7 @@ from router.batches.objects import (
     FileObject,
 )
 from router.batches.queries import page_query, required, run_store, storage_failed
-from router.batches.storage.store import BatchStore, NewFile, Row
+from router.batches.storage.store import RESULT_FILES, BatchStore, NewFile, Row
 from router.batches.uploads import Upload, boundary_of
 from router.errors import (
     BodyTimeout,
@@ -182,7 +182,7 @@ class FileEndpoints:
         """Raise `ApiError` if ``tenant`` may not have another file."""
         settings = self._context.settings
         count, used = await self._run(lambda store: store.use_of(tenant.name))
-        _check_count(count, settings.batch_max_files)
+        check_count(count + 1, settings.batch_max_files)
         length = headers.get("content-length", "0")
         if used + (int(length) if length.isdecimal() else 0) > self._context.max_bytes:
             raise _storage_full(settings.batch_max_mb)
@@ -190,7 +190,7 @@ class FileEndpoints:
     def _add(self, store: BatchStore, new: NewFile) -> Row:
         """Add an uploaded file. Others may have been added in the meantime."""
         count, used = store.use_of(new.key)
-        _check_count(count, self._context.settings.batch_max_files)
+        check_count(count + 1, self._context.settings.batch_max_files)
         if used + new.bytes > self._context.max_bytes:
             raise _storage_full(self._context.settings.batch_max_mb)
         return store.add_file(new)
@@ -244,9 +244,8 @@ def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewF
                 param="expires_after[seconds]",
             )
         expiry_s = min(int(seconds), keep_s)
-    expires_at = int(time.time()) + expiry_s
-    filename = upload.filename or ""
-    return NewFile(file_id, tenant.name, filename, "batch", upload.size, expires_at)
+    now, filename = int(time.time()), upload.filename or ""
+    return NewFile(file_id, tenant.name, filename, "batch", upload.size, now, now + expiry_s)
 
 
 def _check_origin(headers: Headers) -> None:
@@ -256,10 +255,12 @@ def _check_origin(headers: Headers) -> None:
         raise Forbidden("Uploads from web pages require an API key.", code="key_needed")
 
 
-def _check_count(count: int, limit: int) -> None:
-    if count >= limit:
+def check_count(count: int, limit: int) -> None:
+    """Raise `InvalidRequest` if ``count`` files of a key are too many."""
+    if count > limit:
         raise InvalidRequest(
-            f"This API key has reached its limit of {count} files: delete some.",
+            f"This API key may have {limit} files, including the {RESULT_FILES} that each "
+            "unfinished batch may write: delete some.",
             code="too_many_files",
         )
 

@@ -67,7 +67,7 @@ def operations(router: Router) -> list[Operation]:
             body_type=OllamaModelRequest,
             example={"model": "nobody"},
             media_type="text/plain",
-            errors=(*BODY_ERRORS, ModelNotFound, Unavailable),
+            errors=(*BODY_ERRORS, ModelNotFound, Unavailable, ModelJobFailed),
         ),
     ]
 
@@ -78,12 +78,17 @@ async def pull_model(http: Request) -> Response:
     _check_allowed(http)
     name = _name(router, body)
     states = router.supervised.follow_job("pull", name)
+    try:
+        async with cancel_on_disconnect(http.receive):
+            _check_job(await anext(states))
+    except BaseException:
+        await states.aclose()
+        raise
     if body.stream is not False:
         return StreamingResponse(_lines(name, states, http), media_type=MEDIA_TYPE)
     async with cancel_on_disconnect(http.receive), aclosing(states):
         async for job in states:
-            if job.state == "failed":
-                raise ModelJobFailed(f"pull model: {job.reason}")
+            _check_job(job)
     return json_response(OllamaProgress(status="success"))
 
 
@@ -95,9 +100,17 @@ async def delete_model(http: Request) -> Response:
     if name not in _all_names(router):
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
     async for job in router.supervised.follow_job("delete", name):
-        if job.state == "failed":
-            raise InvalidRequest(f"Cannot delete {name}: {job.reason}.", param="model")
+        _check_job(job)
     return Response()
+
+
+def _check_job(job: RemoteJob) -> None:
+    """Raise `InvalidRequest` if the supervisor refused ``job``, `ModelJobFailed` if it failed."""
+    match job.state:
+        case "refused":
+            raise InvalidRequest(f"Cannot {job.kind} the model: {job.reason}.", param="model")
+        case "failed":
+            raise ModelJobFailed(f"{job.kind} model: {job.reason}")
 
 
 def _check_allowed(http: Request) -> None:
@@ -125,8 +138,7 @@ async def _lines(
     try:
         async with cancel_on_disconnect(http.receive), aclosing(states):
             async for job in states:
-                if job.state == "failed":
-                    raise ModelJobFailed(f"pull model: {job.reason}")
+                _check_job(job)
                 if job.total:
                     yield _line(_progress(name, job))
     except ApiError as error:

@@ -59,12 +59,14 @@ class DecodeSteps:
     def __exit__(self, *_: object) -> None:
         _free(self._executor)
 
-    def step_s(self) -> float:
-        """Return the seconds of the next step."""
+    def step_s(self, adapters: Sequence[int] = ()) -> float:
+        """Return the seconds of the next step, with the adapters in these places if there are
+        any."""
         done, sampling = self._done, SamplingParams(seed=0)
+        places = adapters or [0] * len(self._lengths)
         decodes = tuple(
-            Decode(Slot(0, row), length + done, None if done else 5, done, sampling)
-            for row, length in enumerate(self._lengths)
+            Decode(Slot(0, row), length + done, None if done else 5, done, sampling, adapter=place)
+            for row, (length, place) in enumerate(zip(self._lengths, places, strict=True))
         )
         self._done += 1
         begun = time.perf_counter()

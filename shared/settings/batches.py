@@ -23,7 +23,7 @@ class BatchesSettings:
         32, "batch lines that run at once, in capacity that other requests leave idle", at_least=1
     )
     batch_file_mb: int = flag(200, "max size of an uploaded request file in MB", at_least=1)
-    batch_max_files: int = flag(500, "max files per API key", at_least=1)
+    batch_max_files: int = flag(500, "max files per API key, including result files", at_least=3)
     batch_max_mb: int = flag(
         2000, "max total size in MB of files and results per API key", at_least=1
     )

@@ -58,18 +58,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="install below this directory, and keep it")
     parser.add_argument("--write", type=Path, help="put the tables into this file")
     options = parser.parse_args()
-    clients = _chosen(CLIENTS, options.only)
     with tempfile.TemporaryDirectory(prefix="clients-") as private:
         root = options.keep or Path(private)
         model = _model(options.model, Path(private))
-        names = ("--served-model-name", SERVED, "--served-model-name", ALIAS)
-        flags = (*names, "--api-key", KEY, "--no-ssd")
-        caller = make_caller(Path(private) / "caller")
-        with serving(model, *flags) as server, serving(caller, *flags) as second:
-            os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{second.port}"
-            server.client.headers["authorization"] = f"Bearer {KEY}"
-            rows = [row for same in by_run(clients) for row in _try(same, root, server, model)]
-            tested = _standard_tests(root, server, model, options.only)
+        rows, tested = _try_chats(root, Path(private), model, options.only)
         embedding = _try_embeddings(root, Path(private), model, options.only)
     tables = {}
     if rows:
@@ -119,6 +111,26 @@ def by_run(clients: Sequence[Client]) -> list[list[Client]]:
     for client in clients:
         runs.setdefault((client.script, client.packages), []).append(client)
     return list(runs.values())
+
+
+def _try_chats(
+    root: Path, private: Path, model: Path, only: str
+) -> tuple[list[Row], dict[str, Cell]]:
+    """Run the clients that generate text, and LangChain's standard tests, against a server with
+    ``model``, beside one that calls a tool."""
+    clients, has_tests = _chosen(CLIENTS, only), re.search(only, STANDARD_TESTS.name)
+    if not clients and not has_tests:
+        return [], {}
+    names = ("--served-model-name", SERVED, "--served-model-name", ALIAS)
+    flags = (*names, "--api-key", KEY, "--no-ssd")
+    with (
+        serving(model, *flags) as server,
+        serving(make_caller(private / "caller"), *flags) as second,
+    ):
+        os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{second.port}"
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        rows = [row for same in by_run(clients) for row in _try(same, root, server, model)]
+        return rows, _standard_tests(root, server, model) if has_tests else {}
 
 
 def _try_embeddings(root: Path, private: Path, model: Path, only: str) -> list[Row]:
@@ -176,10 +188,8 @@ def _try(
     return rows
 
 
-def _standard_tests(root: Path, server: Server, tokenizer: Path, only: str) -> dict[str, Cell]:
+def _standard_tests(root: Path, server: Server, tokenizer: Path) -> dict[str, Cell]:
     name = STANDARD_TESTS.name
-    if not re.search(only, name):
-        return {}
     print(f"{name} ...", file=sys.stderr, flush=True)
     try:
         return _run(command_for(STANDARD_TESTS, root), server, tokenizer, (name,))

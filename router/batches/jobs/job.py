@@ -234,9 +234,8 @@ class BatchJob:
             for column, ok, name in files:
                 file_id = context.directory.new_id()
                 expiry_s = min(row["file_expiry_s"] or context.keep_s, context.keep_s)
-                expires_at = int(time.time()) + expiry_s
-                filename = f"{self._id}_{name}.jsonl"
-                new = NewFile(file_id, self._key, filename, "batch_output", 0, expires_at)
+                now, filename = int(time.time()), f"{self._id}_{name}.jsonl"
+                new = NewFile(file_id, self._key, filename, "batch_output", 0, now, now + expiry_s)
                 made.append((column, new))
                 async with context.checking:
                     size = await context.directory.read(partial(self._write_file, file_id, ok))

@@ -48,6 +48,8 @@ _VACUUM_PAGES = 20_000
 """Pages returned to the file system at a time: some 80 MB."""
 MAX_BATCHES = 10_000
 """Max batches per key that are kept; nothing else limits their disk space."""
+RESULT_FILES = 2
+"""Max files that a batch writes: answers and errors."""
 _ENDED = ", ".join(f"'{state}'" for state in BatchState if state.has_ended)
 _UNFINISHED_INDEX = (
     "CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (input_file_id)"
@@ -69,6 +71,7 @@ class NewFile(NamedTuple):
     filename: str
     purpose: str
     bytes: int
+    created_at: int
     expires_at: int
 
 
@@ -168,10 +171,13 @@ class BatchStore:
         return found[:limit], len(found) > limit
 
     def use_of(self, key: str) -> tuple[int, int]:
-        """Return the number of files of ``key``, and the total bytes of its files and results."""
+        """Return the number of files of ``key``, including those that its unfinished batches will
+        write, and the total bytes of its files and results."""
         files = self._rows("SELECT count(*) n, total(bytes) b FROM files WHERE key = ?", key)[0]
         results = self._rows("SELECT total(result_bytes) b FROM batches WHERE key = ?", key)[0]
-        return files["n"], int(files["b"] + results["b"])
+        query = f"SELECT count(*) n FROM batches WHERE key = ? AND state NOT IN ({_ENDED})"
+        unfinished = self._rows(query, key)[0]["n"]
+        return files["n"] + RESULT_FILES * unfinished, int(files["b"] + results["b"])
 
     def user_of(self, file_id: str) -> str | None:
         """Return the id of an unfinished batch that reads a file, if there is one."""
@@ -301,10 +307,10 @@ def read_results(path: Path, number: int, ok: bool) -> Iterator[bytes]:
 
 def _insert_file(database: sqlite3.Connection, file: NewFile) -> None:
     query = (
-        "INSERT INTO files (id, key, filename, purpose, bytes, expires_at, created_at)"
+        "INSERT INTO files (id, key, filename, purpose, bytes, created_at, expires_at)"
         " VALUES (?, ?, ?, ?, ?, ?, ?)"
     )
-    database.execute(query, (*file, int(time.time())))
+    database.execute(query, file)
 
 
 def _advance(

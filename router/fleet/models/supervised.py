@@ -43,7 +43,7 @@ class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["pull", "delete"]
     number: int
-    state: Literal["running", "done", "failed", "cancelled"]
+    state: Literal["running", "done", "failed", "refused", "cancelled"]
     reason: str = ""
     completed: int = 0  # bytes
     total: int = 0  # as far as known

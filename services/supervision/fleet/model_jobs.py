@@ -15,6 +15,7 @@ from shared.exits import EXIT_OK
 logger = logging.getLogger(__name__)
 
 Kind = Literal["pull", "delete"]
+State = Literal["running", "done", "failed", "refused", "cancelled"]
 StartJob = Callable[[Kind, str], LaunchedProcess]
 """Starts the process of a job for the model with this path or id. Raises: OSError."""
 
@@ -32,7 +33,7 @@ class ModelJob:
     path: str
     number: int
     process: LaunchedProcess | None = None
-    state: Literal["running", "done", "failed", "cancelled"] = "running"
+    state: State = "running"
     reason: str = ""
     completed: int = 0
     total: int = 0
@@ -66,10 +67,11 @@ class ModelJobs:
         self._number += 1
         self._jobs.pop(name, None)  # the newest is last
         job = self._jobs[name] = ModelJob(kind, name, path, self._number)
-        if not refusal and len(running) >= MAX_AT_ONCE:
-            refusal = f"{len(running)} models are already being pulled or deleted"
         if refusal:
-            self._end(job, refusal)
+            self._end(job, "refused", refusal)
+        elif len(running) >= MAX_AT_ONCE:
+            reason = f"{len(running)} models are already being pulled or deleted"
+            self._end(job, "failed", reason)
         else:
             self._start_process(job)
 
@@ -127,7 +129,7 @@ class ModelJobs:
         try:
             job.process = self._start(job.kind, job.path)
         except OSError as error:
-            self._end(job, f"cannot start a process ({error.strerror})")
+            self._end(job, "failed", f"cannot start a process ({error.strerror})")
 
     def _has_ended_well(self, job: ModelJob, process: LaunchedProcess, now: float) -> bool:
         process.refresh(now)
@@ -138,15 +140,15 @@ class ModelJobs:
         code = process.state.exit_code
         if code is not None:
             process.close()
-            reason = job.reason or f"its process {describe_exit(code)}"
-            self._end(job, "" if code == EXIT_OK else reason)
+            if code == EXIT_OK:
+                self._end(job, "done")
+            else:
+                self._end(job, "failed", job.reason or f"its process {describe_exit(code)}")
         return code == EXIT_OK
 
-    def _end(self, job: ModelJob, failure: str) -> None:
+    def _end(self, job: ModelJob, state: State, reason: str = "") -> None:
         job.process, job.ended_at = None, time.monotonic()
-        failure = failure[:_REASON_CHARS]
-        job.state, job.reason = "failed" if failure else "done", failure
-        what = f"failed: {failure}" if failure else "done"
-        logger.log(
-            logging.ERROR if failure else logging.INFO, "%s %s: %s", job.kind, job.name, what
-        )
+        job.state, job.reason = state, reason[:_REASON_CHARS]
+        level = logging.INFO if state == "done" else logging.ERROR
+        what = f"{state}: {job.reason}" if job.reason else state
+        logger.log(level, "%s %s: %s", job.kind, job.name, what)

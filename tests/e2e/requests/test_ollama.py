@@ -93,10 +93,13 @@ def test_a_model_is_unloaded_after_an_answer_that_is_not_to_keep_it(server: Serv
 def test_what_cannot_be_pulled_says_why(server: Server) -> None:
     *_, last = pull(server, "me/none")
     assert "me/none" in last["error"]
-    *_, last = pull(server, "llama3.2:3b")
-    assert "OWNER/MODEL" in last["error"]
     whole = server.post("/api/pull", model="me/none", stream=False)
     assert whole.status_code == 500 and "me/none" in whole.json()["error"]
+    for name in ("llama3.2:3b", "/etc", "a/b/c", "../x", "x" * 300, "engine/model"):
+        for stream in (True, False):
+            refused = server.post("/api/pull", model=name, stream=stream)
+            assert refused.status_code == 400, refused.text
+            assert set(refused.json()) == {"error"} and name in refused.json()["error"]
     assert {"status": "success"} in pull(server, "own"), "it is there already"
 
 

@@ -29,7 +29,7 @@ def added(store: BatchStore, name: str = "batch_0") -> int:
 
 
 def file(name: str) -> NewFile:
-    return NewFile(name, "k", "out.jsonl", "batch_output", 1, 2**40)
+    return NewFile(name, "k", "out.jsonl", "batch_output", 1, 1, 2**40)
 
 
 def test_every_state_leads_to_an_end() -> None:

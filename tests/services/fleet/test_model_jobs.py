@@ -89,6 +89,7 @@ def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
     assert len(run.job_processes) == MAX_AT_ONCE
     ask(run, "pull", "me/more")
     assert "already" in run.jobs["me/more"]["reason"]
+    assert run.jobs["me/more"]["state"] == "failed", "later it may work"
     ask(run, "cancel pull", "me/0")
     ask(run, "cancel pull", "nobody")
 
@@ -97,7 +98,7 @@ def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
 def test_only_names_of_the_hub_are_pulled(name: str) -> None:
     run = one_model()
     ask(run, "pull", name)
-    assert run.jobs[name]["state"] == "failed" and not run.job_processes
+    assert run.jobs[name]["state"] == "refused" and not run.job_processes
 
 
 def test_only_what_was_pulled_is_deleted() -> None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import zmq
@@ -86,7 +87,7 @@ class IOThread(threading.Thread):
         self._calls: deque[Callable[[], None]] = deque()
         self._store: EngineStore | None = None
         self._hello: wire.Hello | None = None  # until the model is loaded
-        self._tokenizer_files: dict[str, Path] = {}
+        self._tokenizer_files: dict[str, IO[bytes]] = {}
         self._decisions = DecisionTable()
         self._stall = StallWatch()
         self._wakes_at = time.monotonic()
@@ -107,10 +108,12 @@ class IOThread(threading.Thread):
         signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
 
     def introduce(self, hello: wire.Hello, files: dict[str, Path]) -> None:
-        """Give routers ``hello`` and the named ``files``. Called once the model is loaded."""
+        """Give routers ``hello`` and the named ``files``, even if others replace them. Called once
+        the model is loaded."""
+        opened: dict[str, IO[bytes]] = {name: file.open("rb") for name, file in files.items()}
 
         def call() -> None:
-            self._hello, self._tokenizer_files = hello, files
+            self._hello, self._tokenizer_files = hello, opened
             for link in self._links:
                 if link.pinged:
                     link.post(hello)
@@ -268,7 +271,8 @@ class IOThread(threading.Thread):
         for name in wire.TOKENIZER_FILES:
             if name in wanted.names and name in self._tokenizer_files:
                 try:
-                    contents[name] = self._tokenizer_files[name].read_bytes()
+                    self._tokenizer_files[name].seek(0)
+                    contents[name] = self._tokenizer_files[name].read()
                 except OSError as error:
                     logger.error("cannot read a file of the model any more: %s", error)
         link.post(wire.Files(names=list(contents)), *contents.values())

@@ -311,11 +311,21 @@ def test_only_files_of_the_tokenizer_are_sent_and_each_once(engine: Engine) -> N
     assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
 
 
-def test_a_missing_file_is_not_sent_and_ends_nothing(engine: Engine) -> None:
+def test_files_stay_those_of_the_loaded_model_when_others_take_their_place(engine: Engine) -> None:
     engine.serve()
     engine.tokenizer.unlink()
+    for _ in range(2):
+        engine.send(wire.FilesWanted(names=["tokenizer.json"]))
+        assert engine.hear_with_frames(wire.Files)[1] == [b"the tokenizer"]
+        engine.tokenizer.write_text("that of another revision")
+
+
+def test_a_file_that_cannot_be_read_is_not_sent_and_ends_nothing(engine: Engine) -> None:
+    engine.serve()
+    engine.command("lose")
     engine.send(wire.FilesWanted(names=["tokenizer.json"]))
     assert engine.hear(wire.Files).names == []
+    assert "cannot read a file of the model any more" in engine.log
     assert engine.lives_for(0.2)
 
 

@@ -7,6 +7,7 @@ hangs between them.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def main() -> None:
         match line.split():
             case ["introduce"]:
                 io_thread.introduce(HELLO, {"tokenizer.json": Path(tokenizer)})
+            case ["lose"]:
+                replacement = os.open("/", os.O_RDONLY)  # which cannot be read
+                os.dup2(replacement, io_thread._tokenizer_files["tokenizer.json"].fileno())
             case ["phase", "loading" | "warming" | "ready" | "draining" as phase]:
                 status.enter_phase(phase)
             case ["live", *names]:

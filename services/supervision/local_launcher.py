@@ -103,7 +103,11 @@ class LocalProcess:
                 process_group=0,
             )
         assert self._process.stdout is not None
-        output.follow(self._process.stdout, lambda: self.spec.name)
+        try:
+            output.follow(self._process.stdout, lambda: self.spec.name)
+        except OSError:
+            self.end()
+            raise
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,7 @@ fit into the queue are dropped, and a line in the stream gives their number.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -53,12 +54,16 @@ class LogCollector:
 
     def follow(self, pipe: IO[bytes], name: Callable[[], str]) -> None:
         """Read the output of the process ``name`` from ``pipe``, and close it at the
-        end of file."""
+        end of file. Raises: OSError if there can be no further thread."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         reader = threading.Thread(
             target=self._read_all, args=(pipe, name), name=f"output-{name()}", daemon=True
         )
-        reader.start()
+        try:
+            reader.start()
+        except RuntimeError as error:
+            pipe.close()
+            raise OSError(errno.EAGAIN, str(error)) from None
         self._readers.append(reader)
 
     def write(self, text: str) -> None:

@@ -142,7 +142,11 @@ def load_pair(directory: Path, role: Role) -> KeyPair:
     public = load_public(directory, role)
     path = directory / f"{role}.secret"
     secret = _read(path)
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:  # removed meanwhile
+        raise CurveError(f"cannot read {path}: {error.strerror}") from None
+    if stat.S_IMODE(mode) & 0o077:
         raise CurveError(f"{path} can be read by other users: chmod 600 {path}")
     if z85.decode(zmq.curve_public(_z85(secret))).hex() != public:
         raise CurveError(f"{path} is not the secret key of {role}.key")

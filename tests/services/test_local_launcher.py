@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -74,6 +75,27 @@ def test_a_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> 
     assert facts(started[0])["pid"] != spare
     launcher.keep_spare(121.0)
     assert launcher.spare_pid is None  # the next one is due ten seconds after this start
+
+
+def test_without_a_thread_for_its_output_a_child_is_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=0)
+    children: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: Any, **fields: Any) -> subprocess.Popen[bytes]:
+        children.append(start(*arguments, **fields))
+        return children[0]
+
+    def no_thread(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr("threading.Thread.start", no_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        launcher.start(spec("a"), now=100.0)
+    assert children[0].returncode == -signal.SIGKILL
 
 
 def test_a_stopped_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> None:

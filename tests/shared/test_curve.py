@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from shared.network import curve
 from shared.network.allow_list import (
     AllowedKey,
     AllowList,
@@ -19,7 +20,13 @@ from shared.network.allow_list import (
     read_allow_list,
     write_allow_list,
 )
-from shared.network.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
+from shared.network.curve import (
+    ALLOW_LIST,
+    EngineKeyFiles,
+    EngineKeys,
+    Gatekeeper,
+    create_pair,
+)
 
 PATIENCE_MS = 20_000
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -131,3 +138,29 @@ def test_a_key_that_was_removed_is_out_though_the_list_could_not_be_read_at_firs
     with pytest.raises(AllowListError, match="line 1"):
         keys.refresh()
     assert not keys.refresh(), "it is said once"
+
+
+def test_keys_that_are_replaced_while_they_are_read_stay_until_the_new_ones_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_pair(tmp_path, "server")
+    old = create_pair(tmp_path, "engine")
+    files = EngineKeyFiles(tmp_path)
+
+    def read(path: Path) -> str:
+        text = kept(path)
+        if path.suffix == ".secret":
+            path.unlink()
+        return text
+
+    for name in ("engine.key", "engine.secret"):
+        (tmp_path / name).unlink()
+    new, kept = create_pair(tmp_path, "engine"), curve._read
+    secret = (tmp_path / "engine.secret").read_text()
+    monkeypatch.setattr(curve, "_read", read)
+    assert files.refresh().own == old
+    assert "cannot use the new keys yet" in caplog.text
+    monkeypatch.undo()
+    (tmp_path / "engine.secret").write_text(secret)
+    (tmp_path / "engine.secret").chmod(0o600)
+    assert files.refresh().own == new

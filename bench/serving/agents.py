@@ -31,7 +31,8 @@ from router.responses.tools import client_tools
 from router.responses.translation import chat_request as from_responses
 from router.responses.translation import resolve_input
 from router.schemas.requests import ChatRequest
-from router.tokens.templates import TOKEN_BREAK, ChatTemplate, tool_schema
+from router.tokens.conversations.tools import tool_schema
+from router.tokens.templates import TOKEN_BREAK, ChatTemplate
 from shared.settings import Settings
 
 LAYERS = 1

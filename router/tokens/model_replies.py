@@ -10,6 +10,7 @@ import msgspec
 
 from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
+from router.tokens.conversations.tools import tool_schema
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
 from router.tokens.parsing.grammars import (
@@ -24,7 +25,6 @@ from router.tokens.parsing.grammars import (
 from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
 from router.tokens.parsing.streaming_calls import StreamingCallParser
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
-from router.tokens.templates import tool_schema
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Grammar, ThinkingBudget
 

@@ -10,7 +10,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from router.errors import InvalidRequest
@@ -18,6 +17,7 @@ from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, P
 from router.schemas.images import ImageContent, ModelImage
 from router.tokens.conversations.calls import with_named_ids, written_calls
 from router.tokens.conversations.fitting import TemplateLimits, fitted, limits_of
+from router.tokens.conversations.tools import ToolsPlace, tool_schema, tools_place, with_tools
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
@@ -78,7 +78,7 @@ class ChatTemplate:
         call_syntax: str = JSON.name,
     ) -> None:
         self._tokenizer = tokenizer
-        self._write_calls = partial(written_calls, call_syntax)
+        self._call_syntax = call_syntax
         self._template_args = dict(template_args)
         # mlx-lm passes false by default for models whose markers it does not know.
         unknown_markers = has_reasoning and not tokenizer.has_thinking
@@ -92,6 +92,7 @@ class ChatTemplate:
         self._named_ids = "<|tool_calls_section_begin|>" in source
         self._arguments_as_text: bool | None = None  # None: unknown so far
         self._limits: TemplateLimits | None = None  # None: unknown so far
+        self._tools_place: ToolsPlace | None = None  # None: unknown so far
         self._placeholder = next(iter(image_tokens), "")
         self._image_texts: ImageTexts | None = None  # None: unknown so far
         added = tokenizer.added_tokens_decoder.values()
@@ -138,15 +139,18 @@ class ChatTemplate:
             marks = ImageMarks()
             plain = fitted(self._conversation(messages, marks), self.limits)
             conversation = self._break_control_tokens(plain)
+            schemas = self._break_control_tokens([tool_schema(tool) for tool in tools])
+            conversation, shown = with_tools(
+                conversation, schemas, self.tools_place, self.limits, self._call_syntax
+            )
             images = marks.images_in(conversation)
             if marks:
                 conversation = [self._with_images(message, marks) for message in conversation]
             conversation = [self._with_calls(message) for message in conversation]
-            schemas = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
-            args = self._template_args | self._break_control_tokens(dict(template_args))
+            args = shown | self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
-        return Rendered(self._render(conversation, schemas, args, ending), images)
+        return Rendered(self._render(conversation, schemas or None, args, ending), images)
 
     @property
     def limits(self) -> TemplateLimits:
@@ -154,6 +158,17 @@ class ChatTemplate:
         if self._limits is None:
             self._limits = limits_of(self._render_probe, self._arguments)
         return self._limits
+
+    @property
+    def tools_place(self) -> ToolsPlace:
+        """Where the template shows tools, detected on first use."""
+        if self._tools_place is None:
+
+            def applies(messages: list[_Json], tools: list[_Json] | None, args: _Json) -> str:
+                return self._apply(messages, tools, args | self._template_args, "last_message")
+
+            self._tools_place = tools_place(applies, _PROBE_TOOL, self.limits)
+        return self._tools_place
 
     def _render_probe(self, messages: list[_Json], with_tool: bool) -> str:
         tools = [_PROBE_TOOL] if with_tool else None
@@ -177,7 +192,8 @@ class ChatTemplate:
             return message
         content = message["content"]
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
-        written = self._write_calls([each["function"] for each in message["tool_calls"]])
+        functions = [each["function"] for each in message["tool_calls"]]
+        written = written_calls(self._call_syntax, functions)
         if isinstance(content, str):
             return {**kept, "content": content + written}
         return {**kept, "content": [*content, {"type": "text", "text": written}]}
@@ -340,16 +356,6 @@ class ChatTemplate:
             return "probed" in probe('{"probed": "x"}')
         except Exception:
             return False
-
-
-def tool_schema(tool: Tool) -> dict[str, Any]:
-    """Return a tool in the format of transformers' ``get_json_schema``, which templates expect."""
-    function = tool.function
-    schema: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        schema["description"] = function.description
-    schema["parameters"] = function.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": schema}
 
 
 def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:

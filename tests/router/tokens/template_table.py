@@ -22,7 +22,7 @@ from tests.router.chat_tokenizer import write_chat_tokenizer
 DIRECTORY = Path(__file__).parent / "templates"
 NAMES = sorted(path.stem for path in DIRECTORY.glob("*.jinja"))
 HEAD = (
-    *("template", "first system messages", "later ones", "results", "two calls"),
+    *("template", "tools", "first system messages", "later ones", "results", "two calls"),
     *("text beside a call", "text after a result", "reasoning before a call", "earlier reasoning"),
 )
 _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -63,6 +63,7 @@ def row(name: str, directory: Path) -> list[str]:
     thought = shows("THOUGHT", USER, called(CALL, thought="THOUGHT"), RESULT)
     return [
         f"`{name}`",
+        "described" if template.tools_place == "text" else "kept",
         "in the first of the user's" if limits.system else first,
         "the user's" if limits.later_system else "kept",
         "text" if limits.tool_messages else "kept",

@@ -32,11 +32,13 @@ from engine.model.load import resolve
 from router.fleet.metrics.loop_lag import EVERY_S
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
 from tests.e2e.server import Server, serving
-from tests.tiny_models import make_tiny
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
 GOOD, BAD = "good-key", "bad-key"
 FLAGS = ("--api-key", GOOD, "--api-key", BAD, "--no-ssd", "--num-blocks", "2000")
 CONTEXT = 8192
+TEMPLATE = "{% for tool in tools or () %}{{ tool.function.name }}\n{% endfor %}" + CHAT_TEMPLATE
+"""Of the tiny model: with all of a large tool in it, a prompt would be refused at once."""
 LIVEZ_S, LIVEZ_WORST_S = 0.1, 0.5
 LAG_S = 0.1
 FIRST_TOKEN_FACTOR = 1.5
@@ -244,8 +246,10 @@ def abused_server(
     directory: Path, model: Path | None = None, flags: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Run a server of ``model``, or of a tiny one, for one good key and one bad."""
-    made = model or make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
-    with serving(made, *FLAGS, *flags) as server:
+    if model is None:
+        model = make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
+        flags = ("--chat-template", TEMPLATE, *flags)
+    with serving(model, *FLAGS, *flags) as server:
         server.client.headers["authorization"] = f"Bearer {GOOD}"
         yield server
 

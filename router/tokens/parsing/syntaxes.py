@@ -241,6 +241,8 @@ class _Tags(NamedTuple):
 
     def _value(self, text: str, schema: ValueSchema) -> Any:
         types, value = schema.types, _decoded(text)
+        if text == "None" and "null" in types:  # so some templates write null
+            return None
         if "string" in types:
             return value if schema.names_type_of(value) else text
         if not types and not self.guesses:

@@ -116,7 +116,21 @@ def test_other_values_have_the_types_of_the_schema(parser: str) -> None:
 
 @pytest.mark.parametrize("parser", [name for name in WRITTEN if "deepseek" not in name])
 def test_values_of_another_type_are_read_as_far_as_they_mean_one_thing(parser: str) -> None:
-    arguments = {"flag": "False", "count": "4.0", "maybe": "many", "list": "('a', 'b')"}
+    arguments = {
+        "flag": "False",
+        "count": "4.0",
+        "maybe": "many",
+        "list": "('a', 'b')",
+        "either": "None",
+        "text": "None",
+    }
     found = read(parser, written(parser, arguments))
-    expected = {"flag": False, "count": 4, "maybe": "many", "list": ["a", "b"]}
+    expected = {
+        "flag": False,
+        "count": 4,
+        "maybe": "many",
+        "list": ["a", "b"],
+        "either": None,
+        "text": "None",
+    }
     assert found == [expected] * len(found)

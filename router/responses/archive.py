@@ -70,12 +70,13 @@ class ResponseArchive:
         if self._lock is None:
             raise ArchiveError(f"another router uses {directory}")
         path = directory / "responses.db"
-        self._file = OpenedFile(path)
+        file = OpenedFile(path)
         self._database = sqlite3.connect(path, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
         self._database.execute("PRAGMA secure_delete = ON")
         self._database.execute(_TABLE)
+        self._file = file  # last: if any of this fails, the next write tries again
 
     def load(self) -> Iterator[ArchivedTurn]:
         """Yield all turns, oldest first, and start accepting changes."""

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import secrets
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -58,17 +59,18 @@ def _stored_key() -> bytes:
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(base) / "mlx-lm-server" / "reasoning.key"
     try:
+        with suppress(FileNotFoundError):  # first: to create one may fail, on a full disk
+            return path.read_bytes()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Linked as a complete file: two routers that start at once then use the same key.
         new = path.with_suffix(f".{os.getpid()}")
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
         try:
-            os.link(new, path)
-        except FileExistsError:
-            pass
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            with suppress(FileExistsError):
+                os.link(new, path)
         finally:
-            new.unlink()
+            new.unlink(missing_ok=True)
         return path.read_bytes()
     except OSError as error:
         logger.warning("encrypted reasoning will not be readable after a restart: %s", error)

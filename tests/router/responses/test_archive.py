@@ -89,6 +89,29 @@ def test_what_comes_after_the_directory_was_removed_survives_and_a_line_says_wha
     assert f"{directory} was removed" in caplog.text
 
 
+def test_a_new_file_that_cannot_be_used_yet_is_tried_again_with_the_next_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "responses"
+    store, archive = opened(directory)
+    store.put("a", turn(1))
+    eventually(lambda: num_turns(directory) == 1)
+    shutil.rmtree(directory)
+
+    def fails(*_: Any, **__: Any) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("unable to open database file")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("router.responses.archive.sqlite3.connect", fails)
+        store.put("b", turn(2))
+        eventually(lambda: "unable to open" in caplog.text)
+    store.put("c", turn(3))
+    archive.close()
+    again, archive = opened(directory)
+    assert len(again) == 1 and again.find("k", "c")
+    archive.close()
+
+
 def test_a_router_that_is_started_again_has_the_responses(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,3 +271,24 @@ def test_the_key_of_sealed_reasoning_outlives_a_process(
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     lasting = ReasoningSeal(None)
     assert lasting.unseal(lasting.seal("text")) == "text"
+
+
+def test_the_key_of_sealed_reasoning_is_used_though_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sealed = ReasoningSeal(None).seal("text")
+    (folder,) = tmp_path.iterdir()
+    open_file = os.open
+
+    def full_disk(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and folder in Path(path).parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", full_disk)
+    assert ReasoningSeal(None).unseal(sealed) == "text"
+    (folder / "reasoning.key").unlink()
+    lasting = ReasoningSeal(None)
+    assert lasting.unseal(lasting.seal("text")) == "text"
+    assert not list(folder.iterdir())

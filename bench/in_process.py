@@ -127,17 +127,12 @@ class InProcessEngine:
         prompts: Sequence[list[int]],
         steps: int,
         warm_up_steps: int,
-        places: Sequence[int] = (),
     ) -> float:
-        """Return the median seconds of ``steps`` in which all ``prompts`` decode, with the adapters
-        in ``places`` if there are any.
+        """Return the median seconds of ``steps`` in which all ``prompts`` decode.
 
         Prefixes computed before come from the cache.
         """
-        requests = [
-            self.submit(prompt, 100 * steps + 1000, place=place)
-            for prompt, place in zip(prompts, places or [0] * len(prompts), strict=True)
-        ]
+        requests = [self.submit(prompt, 100 * steps + 1000) for prompt in prompts]
         scheduler = self.replica.scheduler
         seconds: list[float] = []
         while len(seconds) < steps + warm_up_steps:
@@ -219,11 +214,10 @@ class InProcessEngine:
         token_ids: list[int],
         max_tokens: int,
         stop: Iterable[int] = (),
-        place: int = 0,
         **fields: Any,
     ) -> str:
-        """Submit a request, greedy unless ``fields`` of `Submit` specify otherwise, with the
-        adapter in ``place``; return its id."""
+        """Submit a request, greedy unless ``fields`` of `Submit` specify otherwise. Return its
+        id."""
         self._number += 1
         submit = Submit(
             request_id=str(self._number),
@@ -236,7 +230,7 @@ class InProcessEngine:
         compiled = None
         if submit.grammar is not None and self._grammars is not None:
             compiled = self._grammars.get(submit.grammar)
-        self.replica.scheduler.submit(submit, compiled, place)
+        self.replica.scheduler.submit(submit, compiled)
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:

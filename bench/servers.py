@@ -74,12 +74,12 @@ def mlx_vlm_server(python: str, *flags: str) -> Iterator[int]:
 
 @contextmanager
 def llama_server(
-    program: str, gguf: Path, streams: int, threads: int, context: int = CONTEXT_TOKENS
+    program: str, gguf: Path, streams: int, threads: int, context: int = CONTEXT_TOKENS, *flags: str
 ) -> Iterator[int]:
     """Run llama.cpp's server for ``streams`` streams of ``context`` tokens; yield its port."""
     command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--no-webui"]
     command += ["--parallel", str(streams), "--ctx-size", str(streams * context)]
-    command += ["--threads", str(threads), "--threads-batch", str(threads)]
+    command += ["--threads", str(threads), "--threads-batch", str(threads), *flags]
     with running(command, "/health") as (port, _):
         yield port
 

@@ -16,10 +16,10 @@ from bench.in_process import InProcessEngine
 from engine.adapters.checkpoint import AdapterWeights, LowRank
 from engine.adapters.places import AdapterPlaces
 from engine.model.load import resolve
-from services.measuring.executor_steps import WARM_UP_STEPS, noise
+from services.measuring.executor_steps import DecodeSteps
 
 ROWS = 8
-CONTEXT_TOKENS, STEPS = 200, 12
+CONTEXT_TOKENS, STEPS_OF_A_RUN = 200, 12
 WIDE: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -56,9 +56,9 @@ _BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
 def adapters(model: str, runs: int) -> None:
-    """Print a step of 8 rows without adapters, with one for all, and with 8, in turn; and a step
-    of an engine without adapter support. With ``--model wide``, use a random model with wide
-    layers."""
+    """Print steps of 8 rows without adapters, with one for all, and with 8, and of an engine
+    without adapter support, step by step in turn. With ``--model wide``, use a random model with
+    wide layers."""
     if model != "wide":
         _steps(model, runs, model)
         return
@@ -68,36 +68,42 @@ def adapters(model: str, runs: int) -> None:
 
 
 def _steps(model: str, runs: int, name: str) -> None:
-    prompts = [noise(seed, CONTEXT_TOKENS) for seed in range(ROWS)]
     plain = InProcessEngine(model)
     engine = InProcessEngine(model, max_adapters=ROWS)
     assert engine.replica.adapters is not None
-    ways = {
-        "no --adapter": (plain, [0] * ROWS),
-        "none": (engine, [0] * ROWS),
-        "one": (engine, [1] * ROWS),
-        "eight": (engine, list(range(1, ROWS + 1))),
-    }
     for named, kind in KINDS.items():
         _fill(engine.replica.adapters.places, kind)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for run in range(runs + 1):
-            for way in list(ways)[:: 1 if run % 2 else -1]:
-                one, places = ways[way]
-                times[way].append(one.step_s(prompts, STEPS, WARM_UP_STEPS, places))
-        shown = {way: each[1:] for way, each in times.items()}  # the first run computes prompts
-        figures = ", ".join(f"{way} {1e3 * min(each):.1f}" for way, each in shown.items())
+        times = _times(engine, plain, max(1, runs) * STEPS_OF_A_RUN)
+        figures = ", ".join(f"{way} {1e3 * min(each):.1f}" for way, each in times.items())
         print(
             f"{name}, {named}, rank {kind.rank}: {figures} ms; with eight "
-            f"{_ratio(shown, 'none'):.2f} times none, {_ratio(shown, 'no --adapter'):.2f} times a "
+            f"{_ratio(times, 'none')} times none, {_ratio(times, 'no --adapter')} times a "
             "step of an engine without --adapter",
             flush=True,
         )
 
 
-def _ratio(times: dict[str, list[float]], way: str) -> float:
+def _times(engine: InProcessEngine, plain: InProcessEngine, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of ``steps`` steps of each way, which follow each other step by step: the
+    machine's speed changes over longer times. ``engine`` runs its three on the same sequences."""
+    places = {"none": [0] * ROWS, "one": [1] * ROWS, "eight": list(range(1, ROWS + 1))}
+    times: dict[str, list[float]] = {"no --adapter": [], **{way: [] for way in places}}
+    lengths = [CONTEXT_TOKENS] * ROWS
+    with (
+        DecodeSteps(engine.replica.executor, lengths, len(places) * steps) as ours,
+        DecodeSteps(plain.replica.executor, lengths, steps) as theirs,
+    ):
+        for number in range(steps):
+            for way in list(times)[:: 1 if number % 2 else -1]:
+                steps_of = theirs.step_s if way not in places else ours.step_s
+                times[way].append(steps_of(places.get(way, ())))
+    return times
+
+
+def _ratio(times: dict[str, list[float]], way: str) -> str:
     pairs = zip(times["eight"], times[way], strict=True)
-    return statistics.median(with_them / without for with_them, without in pairs)
+    low, median, high = statistics.quantiles((a / b for a, b in pairs), n=4)
+    return f"{median:.2f} (quarters {low:.2f} to {high:.2f})"
 
 
 def _fill(places: AdapterPlaces, kind: AdapterKind) -> None:

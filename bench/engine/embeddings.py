@@ -2,8 +2,9 @@
 
 The model is of BERT-base's size, with random weights, and texts have 256 tokens. PyTorch is that of
 ``BENCH_TORCH_PYTHON``, a Python with sentence-transformers: it embeds without a server around it.
-mlx-vlm's server is started with ``BENCH_MLX_VLM_PYTHON``. Clients are threads of one other process,
-each with a connection that stays, and share the cores with the server.
+mlx-vlm's server is started with ``BENCH_MLX_VLM_PYTHON``, llama.cpp's is the program
+``LLAMA_SERVER``. Clients are threads of one other process, each with a connection that stays, and
+share the cores with the server.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.servers import mlx_vlm_server, running
+from bench.engine.bert import HIDDEN, LAYERS, POSITIONS, WIDE, make_base, write_gguf
+from bench.servers import llama_server, mlx_vlm_server, running
 from engine.backend.graphs import Graph
+from engine.backend.threads import num_threads
 
 TOKENS = 256
-SECONDS = 8.0
-WORDS = 5000
-LAYERS, HIDDEN, WIDE = 12, 768, 3072
+SECONDS = {1: 8.0, 32: 24.0}
+"""By clients. Servers that compute many texts in a pass answer them all at its end."""
 TORCH_VARIABLE = "BENCH_TORCH_PYTHON"
 MLX_VLM_VARIABLE = "BENCH_MLX_VLM_PYTHON"
+LLAMA_VARIABLE = "LLAMA_SERVER"
+_ADDED = 2
+"""llama.cpp puts a token before and after each text."""
+NAMES = ("here", "products", "PyTorch", "mlx-vlm", "llama.cpp")
+LLAMA_BATCH = ("--batch-size", "512", "--ubatch-size", "512")
+"""A text has to fit into a pass, and a pass may have several."""
 _TORCH = """
 import sys, time, random
 from sentence_transformers import SentenceTransformer
@@ -88,54 +93,9 @@ def embeddings(model: str, runs: int) -> None:
     stream beside them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as private:
         folder = make_base(Path(private) / "base")
-        _throughput(folder, runs)
+        _throughput(folder, Path(private), runs)
         _beside_many(folder)
         _stream_beside(folder, model, Path(private))
-
-
-def make_base(path: Path) -> Path:
-    """Write a random encoder of BERT-base's size into ``path``, and return it."""
-    path.mkdir()
-    random = np.random.default_rng(0)
-
-    def weights(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return random.standard_normal(shape, np.float32) * np.float32(0.03)
-
-    def affine(name: str, out: int, width: int) -> dict[str, Any]:
-        return {f"{name}.weight": weights(out, width), f"{name}.bias": weights(out)}
-
-    def norm(name: str) -> dict[str, Any]:
-        return {f"{name}.weight": np.ones(HIDDEN, np.float32), f"{name}.bias": weights(HIDDEN)}
-
-    tensors = {
-        "embeddings.word_embeddings.weight": weights(WORDS, HIDDEN),
-        "embeddings.position_embeddings.weight": weights(512, HIDDEN),
-        "embeddings.token_type_embeddings.weight": weights(2, HIDDEN),
-        **norm("embeddings.LayerNorm"),
-    }
-    for layer in range(LAYERS):
-        at = f"encoder.layer.{layer}"
-        for part in ("query", "key", "value"):
-            tensors |= affine(f"{at}.attention.self.{part}", HIDDEN, HIDDEN)
-        tensors |= affine(f"{at}.attention.output.dense", HIDDEN, HIDDEN)
-        tensors |= affine(f"{at}.intermediate.dense", WIDE, HIDDEN)
-        tensors |= affine(f"{at}.output.dense", HIDDEN, WIDE)
-        tensors |= norm(f"{at}.attention.output.LayerNorm") | norm(f"{at}.output.LayerNorm")
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = {
-        "model_type": "bert", "architectures": ["BertModel"], "vocab_size": WORDS,
-        "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 12,
-        "intermediate_size": WIDE, "max_position_embeddings": 512, "type_vocab_size": 2,
-        "hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0,
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config))
-    names = ["[PAD]", *(f"w{number}" for number in range(WORDS - 1))]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[PAD]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(path / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
-    (path / "tokenizer_config.json").write_text(json.dumps(kind))
-    return path
 
 
 def product_rate(rows: int) -> float:
@@ -156,27 +116,45 @@ def product_rate(rows: int) -> float:
     return rows / TOKENS / (LAYERS * total)
 
 
-def _throughput(folder: Path, runs: int) -> None:
-    print(f"clients   texts/s   products alone   PyTorch   mlx-vlm   ({TOKENS} tokens a text)")
-    for clients in (1, 32):
-        rates: dict[str, list[float]] = {name: [] for name in ("mine", "bound", "torch", "vlm")}
+def _throughput(folder: Path, private: Path, runs: int) -> None:
+    print(f"texts of {TOKENS} tokens a second")
+    print("clients   here   products alone   PyTorch   mlx-vlm   llama.cpp")
+    for clients in SECONDS:
+        rates: dict[str, list[float]] = {}
         for _ in range(max(1, runs)):
-            with _served(folder) as port:
-                rates["mine"].append(_rate(port, clients, "base"))
-            rates["bound"].append(product_rate(TOKENS * min(clients, 2)))
-            if python := os.environ.get(TORCH_VARIABLE):
-                rates["torch"].append(_torch_rate(python, folder, clients))
-            if python := os.environ.get(MLX_VLM_VARIABLE):
-                with mlx_vlm_server(python, "--embedding-model", str(folder)) as port:
-                    rates["vlm"].append(_rate(port, clients, str(folder)))
-        mine, bound, torch, vlm = (
-            f"{statistics.median(each):.2f}" if each else "-" for each in rates.values()
+            for name, rate in _rates(folder, private, clients):
+                rates.setdefault(name, []).append(rate)
+        here, bound, torch, vlm, llama = (
+            f"{statistics.median(rates[name]):.2f}" if name in rates else "-" for name in NAMES
         )
-        print(f"{clients:7}   {mine:>7}   {bound:>14}   {torch:>7}   {vlm:>7}", flush=True)
+        print(
+            f"{clients:7}   {here:>4}   {bound:>14}   {torch:>7}   {vlm:>7}   {llama:>9}",
+            flush=True,
+        )
+
+
+def _rates(folder: Path, private: Path, clients: int) -> Iterator[tuple[str, float]]:
+    """Yield the rate of each program in turn, by its name."""
+    with _served(folder) as port:
+        yield "here", _rate(port, clients, "base")
+    yield "products", product_rate(TOKENS * min(clients, 2))
+    if python := os.environ.get(TORCH_VARIABLE):
+        yield "PyTorch", _torch_rate(python, folder, clients)
+    if python := os.environ.get(MLX_VLM_VARIABLE):
+        with mlx_vlm_server(python, "--embedding-model", str(folder)) as port:
+            yield "mlx-vlm", _rate(port, clients, str(folder))
+    if program := os.environ.get(LLAMA_VARIABLE):
+        gguf = private / "base.gguf"
+        if not gguf.exists():
+            write_gguf(folder, gguf)
+        flags = ("--embedding", "--pooling", "mean", *LLAMA_BATCH)
+        threads = num_threads()
+        with llama_server(program, gguf, clients, threads, POSITIONS, *flags) as port:
+            yield "llama.cpp", _rate(port, clients, "base", TOKENS - _ADDED)
 
 
 def _torch_rate(python: str, folder: Path, batch: int) -> float:
-    command = [python, "-c", _TORCH, str(folder), str(SECONDS), str(batch), str(TOKENS)]
+    command = [python, "-c", _TORCH, str(folder), str(SECONDS[batch]), str(batch), str(TOKENS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
@@ -208,9 +186,9 @@ def _embed(port: int, texts: list[list[int]], key: str = "") -> float:
     return time.perf_counter() - began
 
 
-def _rate(port: int, clients: int, model: str) -> float:
+def _rate(port: int, clients: int, model: str, words: int = TOKENS) -> float:
     """Return the texts per second of ``clients`` clients with one text each."""
-    arguments = [str(each) for each in (port, clients, SECONDS, TOKENS, model)]
+    arguments = [str(each) for each in (port, clients, SECONDS[clients], words, model)]
     command = [sys.executable, "-c", _CLIENTS, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return float(done.stdout)

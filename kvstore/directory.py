@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.disk import DISK_FULL, Disk
+from kvstore.disk import DISK_FULL, OF_NO_FILE, Disk
 from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES, rank_namespace, split_namespace
 from shared.locks import try_lock
@@ -228,6 +228,7 @@ class BlockDirectory:
         """Yield every block in the directory, in no particular order.
 
         Entries that are not blocks or cannot be read are left alone and counted in one log line.
+        Raises: an OSError of `OF_NO_FILE`, because blocks would be missing.
         """
         foreign: list[str] = []
         yield from scan_blocks(self.root, foreign)
@@ -352,6 +353,8 @@ def _entries(path: str, unreadable: list[str]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return list(entries)
-    except OSError:
+    except OSError as error:
+        if error.errno in OF_NO_FILE:
+            raise
         unreadable.append(path)
         return []

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing about a file: this process lacks something."""
 
 
 class Disk:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.clock import StoreClock
 from kvstore.directory import BlockDirectory, BlockKey
-from kvstore.disk import DISK_FULL
+from kvstore.disk import DISK_FULL, OF_NO_FILE
 from kvstore.health import DiskHealth
 from kvstore.index import LruIndex
 from kvstore.space import DiskSpace
@@ -25,8 +25,6 @@ _AGE_PER_POSITION_S = 1e-6
 useless without its first blocks, so these are evicted last."""
 _OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY)
 """Errors that concern one file and not the whole disk."""
-_OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say nothing about a file: this process lacks something."""
 _RETRIED_REMOVALS = 8
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,8 @@ class DiskStore:
             return self._index.is_complete
 
     def load(self) -> None:
-        """Rebuild the index from the directory; may run concurrently with everything else."""
+        """Rebuild the index from the directory; may run concurrently with everything else. Raises:
+        an OSError of `OF_NO_FILE`."""
         scanned = LruIndex.of(self._directory.scan(), self._clock())
         with self._lock:
             self._index.complete(scanned)
@@ -168,7 +167,7 @@ class DiskStore:
         try:
             data = self._directory.read(key)
         except OSError as error:
-            if error.errno in _OF_NO_FILE:
+            if error.errno in OF_NO_FILE:
                 return
             data = None
         if data is not None:
@@ -374,7 +373,10 @@ class DiskStore:
             return False
         with self._lock:
             self._clear(is_complete=False)
-        self.load()
+        try:
+            self.load()
+        except OSError:
+            return False
         self._is_gone = False
         self.health.worked()
         return True

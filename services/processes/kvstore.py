@@ -35,6 +35,8 @@ ORPHAN_FLUSH_S = 2.0
 
 _MAX_SERVERS = 8
 _DAY_S = 86400.0
+_LOAD_AGAIN_S = 2.0
+"""Pause before the index is loaded again because the process lacked descriptors."""
 logger = logging.getLogger("kvstore")
 
 
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CurveError as error:
         directory.close()
         return fail(PROG, f"--curve-dir: {error}")
-    threading.Thread(target=_load_index, args=(store,), name="indexer", daemon=True).start()
+    threading.Thread(target=load_index, args=(store,), name="indexer", daemon=True).start()
     if link:
         link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
     logger.info("storing blocks in %s", directory.root)
@@ -161,9 +163,16 @@ def _make_writer(settings: Settings, store: DiskStore) -> Writer:
     )
 
 
-def _load_index(store: DiskStore) -> None:
+def load_index(store: DiskStore) -> None:
+    """Load the index of ``store``, however long it takes, and log what is in it."""
     started = time.monotonic()
-    store.load()
+    while True:
+        try:
+            store.load()
+            break
+        except OSError as error:
+            logger.warning("cannot look for blocks yet: %s", error)
+            time.sleep(_LOAD_AGAIN_S)
     stats = store.stats()
     took_s = time.monotonic() - started
     logger.info("found %d blocks, %.1f GB, in %.1f s", stats.blocks, stats.bytes / 1e9, took_s)

@@ -6,12 +6,14 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.clock import StoreClock
 from kvstore.directory import BlockDirectory, BlockKey
 from kvstore.store import BlockTooLarge, DiskStore
+from services.processes.kvstore import load_index
 from shared.blockfile import BlockFileError
 from tests.kvstore.blocks import file_of, key_of
 from tests.kvstore.faulty_disk import FaultyDisk
@@ -375,3 +377,24 @@ def test_a_store_without_descriptors_removes_no_good_block(
         patched.setattr(directory, "read", read)
         store.verify(key_of(1))
     assert there(store, 1) == {1} and store.stats().corrupt_total == 0
+
+
+def test_an_index_is_not_complete_without_the_blocks_of_a_folder_that_could_not_be_read(
+    directory: BlockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(loaded(directory), 1, 2)
+    scan, failures = os.scandir, [1, 2]
+
+    def fails(path: str) -> Any:
+        if failures and Path(path) == directory.path(key_of(2)).parent:
+            raise OSError(errno.EMFILE, "Too many open files", failures.pop())
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    monkeypatch.setattr("services.processes.kvstore._LOAD_AGAIN_S", 0.0)
+    store = DiskStore(directory)
+    with pytest.raises(OSError, match="Too many"):
+        store.load()
+    assert not store.is_loaded and there(store, 1, 2) == {1, 2}
+    load_index(store)
+    assert store.is_loaded and store.stats().blocks == 2 and not failures

@@ -96,8 +96,7 @@ def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
 
 @dataclass(frozen=True)
 class WayToAsk:
-    """A way to ask. With ``on`` it is asked at the server of that name, otherwise at a new one with
-    ``flags``."""
+    """A way to ask. It is asked at a new server with ``flags``, or ``on`` another."""
 
     ask: Ask
     on: str = ""
@@ -108,12 +107,13 @@ class WayToAsk:
         return 1 if self.ask is one_by_one else AT_ONCE
 
 
-FIRST, SSD = "first", "SSD"
-NEW = "new, all at once"
+ANSWERED, SSD = "has just answered", "has blocks on SSD"
+"""Servers to ask that are not new: one has just answered the question, or another one has."""
+NEW, FROM_SSD = "new, all at once", "from SSD, after a restart"
 WAYS = {
-    "again, one by one": WayToAsk(one_by_one, on=FIRST),
-    "again, all at once": WayToAsk(all_at_once, on=FIRST),
-    "from SSD, after a restart": WayToAsk(all_at_once, on=SSD),
+    "again, one by one": WayToAsk(one_by_one, on=ANSWERED),
+    "again, all at once": WayToAsk(all_at_once, on=ANSWERED),
+    FROM_SSD: WayToAsk(all_at_once, on=SSD),
     "new, one by one": WayToAsk(one_by_one),
     NEW: WayToAsk(all_at_once),
     "--max-batch-size 1": WayToAsk(all_at_once, flags=("--max-batch-size", "1")),
@@ -226,14 +226,13 @@ class AnswersRun:
     def ask(self, chosen: Mapping[int, tuple[str, ChatQuestion]], ways: Sequence[str]) -> None:
         numbers = list(chosen)
         new = [number for number in numbers if number not in self.kept.first]
-        again = [way for way in ways if WAYS[way].on == FIRST]
+        again = [way for way in ways if WAYS[way].on == ANSWERED]
         on_ssd = [way for way in ways if WAYS[way].on == SSD]
         saved = {n for found in self.kept.saved(self.name, numbers).values() for n in found}
         here = [
             number
             for number in numbers
-            if any(self.kept.missing(self.name, way, [number]) for way in again)
-            or (on_ssd and number not in saved)
+            if number not in saved and self._missing([*again, *on_ssd], [number])
         ]
         if new or here:
             self.blocks.mkdir(exist_ok=True)
@@ -242,14 +241,17 @@ class AnswersRun:
                 for piece in _pieces(sorted({*new, *here}), AT_ONCE):
                     if first := {number: chosen[number][1] for number in piece if number in new}:
                         self._first(server, first)
-                    self._again(server, piece, again, asked_here=new)
+                    if others := [number for number in piece if number not in new]:
+                        self._take(NEW, server, others)
                     time.sleep(SAVED_S)
                     self.kept.add(*(Saved(self.name, number, directory) for number in piece))
-        for way in on_ssd:
-            for directory, found in self.kept.saved(self.name, numbers).items():
-                if missing := self.kept.missing(self.name, way, found):
-                    with self._server(Path(directory)) as server:
-                        self._pieces(way, server, missing)
+                    self._again(server, piece, again)
+        for directory, found in self.kept.saved(self.name, numbers).items():
+            if missing := self._missing([*again, *on_ssd], found):
+                with self._server(Path(directory)) as server:
+                    for piece in _pieces(missing, AT_ONCE):
+                        self._take(FROM_SSD, server, piece)
+                        self._again(server, piece, again)
         for way in ways:
             missing = self.kept.missing(self.name, way, numbers)
             if not WAYS[way].on and missing:
@@ -284,12 +286,12 @@ class AnswersRun:
         for (number, messages), answer in zip(asked.items(), answers, strict=True):
             self.kept.add(FirstAnswer(number, messages, answer.text, answer.logprobs))
 
-    def _again(
-        self, server: AskedServer, piece: list[int], ways: Sequence[str], asked_here: list[int]
-    ) -> None:
-        """Ask questions that the server has answered, or answers now."""
-        if missing := [number for number in piece if number not in asked_here]:
-            self._take(NEW, server, missing)
+    def _missing(self, ways: Sequence[str], numbers: Sequence[int]) -> list[int]:
+        """Return those of ``numbers`` that were not asked in all ``ways``."""
+        return [n for n in numbers if any(self.kept.missing(self.name, way, [n]) for way in ways)]
+
+    def _again(self, server: AskedServer, piece: list[int], ways: Sequence[str]) -> None:
+        """Ask questions that the server has just answered."""
         for way in ways:
             self._pieces(way, server, self.kept.missing(self.name, way, piece))
 
@@ -310,8 +312,8 @@ class AnswersRun:
         found = [
             compared(self.name, way, *pair, each) for pair in zip(expected, answers, strict=True)
         ]
-        if self.kept.missing(self.name, way, numbers) == numbers:
-            self.kept.add(*found)
+        missing = self.kept.missing(self.name, way, numbers)
+        self.kept.add(*(one for one in found if one.number in missing))
         same = sum(one.same_bits for one in found)
         if count > 1 or not same:
             print(f"{way}: {numbers[0]} to {numbers[-1]}: {same} of {count}", flush=True)

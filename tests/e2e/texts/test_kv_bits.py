@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,22 @@ def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
     with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
-        cold = [first.complete(prompt, MAX_TOKENS) for prompt in asked]
+        cold = [first.complete(prompt, MAX_TOKENS, logprobs=1) for prompt in asked]
         with ThreadPoolExecutor(3) as pool:
-            ram = list(pool.map(lambda prompt: first.complete(prompt, MAX_TOKENS), asked))
+            ask = partial(first.complete, max_tokens=MAX_TOKENS, logprobs=1)
+            ram = list(pool.map(ask, asked))
         first.wait_until(lambda: len(files(tmp_path)) >= len(blocks), 60, "blocks on the SSD")
     sizes = {file.stat().st_size for file in files(tmp_path)}
     assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "more than 55 % of the bytes of a 16-bit type"
     with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
-        ssd = [second.complete(prompt, MAX_TOKENS) for prompt in asked]
+        ssd = [second.complete(prompt, MAX_TOKENS, logprobs=1) for prompt in asked]
         second.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
     assert cached(cold[0]) == 0
     for prompt, *answers in zip(asked, cold, ram, ssd, strict=True):
         assert all(cached(answer) >= len(prompt) - 16 for answer in answers[1:])
-        (text,) = {answer["choices"][0]["text"] for answer in answers}
+        found = [answer["choices"][0] for answer in answers]
+        (text,) = {choice["text"] for choice in found}
         truth.check(prompt, MAX_TOKENS, text)
+        if sys.platform == "linux":
+            scores = [choice["logprobs"]["token_logprobs"] for choice in found]
+            assert scores[0] and scores == scores[:1] * len(found)

@@ -54,10 +54,11 @@ class Headed:
         """Run requests together, all if none are named, and compare with the other engine."""
         start(self.whole, *(names or NAMES))
         self.whole.run()
+        allowed = 0.0 if self.whole.executor.deterministic else 2e-4
         for name, tokens in self.whole.texts.items():
             assert tokens == self.plain.texts[name], name
             scores = zip(self.whole.logprobs[name], self.plain.logprobs[name], strict=True)
-            assert all(abs(ours.chosen - theirs.chosen) < 2e-4 for ours, theirs in scores)
+            assert all(abs(ours.chosen - theirs.chosen) <= allowed for ours, theirs in scores)
         stats = self.whole.scheduler.stats().drafts
         assert stats is not None and set(stats.sources) == {"mtp"}
         assert stats.sources["mtp"].drafted > stats.sources["mtp"].accepted > 10

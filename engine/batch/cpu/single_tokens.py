@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.backend.graphs import Bound, Graph, Session
+from engine.backend.graphs import Bound, Graph, Session, Shared
 from engine.batch.cpu.pieces import Numbers
 from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, softmax_of
 from engine.cache.rounding import Array
@@ -50,29 +50,26 @@ class Kind(NamedTuple):
 
 @cache
 def _session(rows: int, heads: int, softcap: float | None, has_sinks: bool) -> Session:
-    """Return attention of queries (rows, heads, queries, dim) to keys and values (slots, heads,
-    capacity, dim).
+    """Return attention to keys and values (slots, heads, capacity, dim).
 
-    ``spans`` has four numbers for each row: its slot, the first position, and their ends. Values
-    are copied when the copy of keys is free again: both exceed a core's cache."""
+    After these, the inputs of each row are its queries (1, heads, queries, dim), the slot and the
+    first position to which it attends, and their ends. A row has inputs and an output of its own,
+    since operators that divide and join arrays take as long as half of a short row. Values are
+    copied when the copy of keys is free again: both exceed a core's cache."""
     graph = Graph()
-    asked = graph.input("asked", rows, heads, "queries", "dim")
     keys = graph.input("keys", "slots", heads, "capacity", "dim")
     values = graph.input("values", "slots", heads, "capacity", "value_dim")
-    spans = graph.input("spans", 4 * rows, dtype=np.int64)
+    asked, spans = [], []
+    for row in range(rows):
+        asked.append(graph.input(f"asked{row}", 1, heads, "queries", "dim"))
+        spans.append([graph.input(f"{name}{row}", 2, dtype=np.int64) for name in ("from", "to")])
     sinks = graph.input("sinks", 1, heads, "queries", TILE) if has_sinks else ""
-    ends = graph.nodes("Split", spans, outputs=2 * rows, axis=0, num_outputs=2 * rows)
-    queries = [asked]
-    if rows > 1:
-        queries = graph.nodes("Split", asked, outputs=rows, axis=0, num_outputs=rows)
     axes = graph.integers(0, 2)
-    found = []
-    for one, first, last in zip(queries, ends[::2], ends[1::2], strict=True):
-        scores = scores_of(graph, one, graph.node("Slice", keys, first, last, axes), softcap)
+    for queries, span in zip(asked, spans, strict=True):
+        scores = scores_of(graph, queries, graph.node("Slice", keys, *span, axes), softcap)
         shares = softmax_of(graph, scores, sinks)
-        found.append(graph.node("MatMul", shares, graph.node("Slice", values, first, last, axes)))
-    result = graph.node("Concat", *found, axis=0) if rows > 1 else found[0]
-    graph.output(result, rows, heads, "queries", "value_dim")
+        found = graph.node("MatMul", shares, graph.node("Slice", values, *span, axes))
+        graph.output(found, 1, heads, "queries", "value_dim")
     return graph.session(threads=1, in_order=True)
 
 
@@ -99,7 +96,8 @@ def same_bits(kind: Kind) -> bool:
     session = _session(1, 1, kind.softcap, kind.has_sinks)
     padded = _padded_session(kind.softcap, kind.has_sinks)
     for length in _TRIED:
-        found = session(asked, keys, values, np.array([0, 0, 1, length]), *sinks)[0]
+        span = np.array([0, 0]), np.array([1, length])
+        found = session(keys, values, asked, *span, *sinks)[0]
         end = -(-length // TILE) * TILE
         mask = np.where(np.arange(end) < length, np.float32(0), np.float32(-np.inf))
         both = (each[:, :, :end] for each in (keys, values))
@@ -142,6 +140,10 @@ class Rows:
         self._queries: Array = np.empty((*shape, kind.dim), np.float32)
         self._found: Array = np.empty((*shape, kind.value_dim), np.float32)
         self._sinks: Array = np.empty((1, kind.heads, kind.queries, TILE), np.float32)
+        of_rows = zip(np.split(self._queries, rows), self._spans, strict=True)
+        arrays = [array for queries, span in of_rows for array in (queries, *span)]
+        self._arguments = [Shared(each) for each in arrays + [self._sinks] * kind.has_sinks]
+        self._results = [Shared(each) for each in np.split(self._found, rows)]
         self._bound: dict[tuple[int, int, int, int], Bound] = {}
 
     def place(self, tokens: slice | Numbers, ends: Sequence[int] | Numbers) -> None:
@@ -159,7 +161,7 @@ class Rows:
         key = (*places, len(kept[0]), kept[0].shape[2])
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(kept, places, has_sinks=sinks is not None)
+            bound = self._bind(kept, places)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
             self._bound[key] = bound
@@ -167,16 +169,14 @@ class Rows:
         bound()
         out[self._tokens, :, :, 0] = self._found[:, :, : self._group]
 
-    def _bind(self, kept: tuple[Array, Array], places: Sequence[int], *, has_sinks: bool) -> Bound:
+    def _bind(self, kept: tuple[Array, Array], places: Sequence[int]) -> Bound:
         bound = self._session.bound()
-        queries, found, sinks = self._queries, self._found, self._sinks
-        bound.input(0, np.float32, queries.shape, queries.ctypes.data)
-        for number, (array, place) in enumerate(zip(kept, places, strict=True), 1):
+        for number, (array, place) in enumerate(zip(kept, places, strict=True)):
             bound.input(number, np.float32, array.shape, place)
-        bound.input(3, np.int64, (self._spans.size,), self._spans.ctypes.data)
-        if has_sinks:
-            bound.input(4, np.float32, sinks.shape, sinks.ctypes.data)
-        bound.output(0, np.float32, found.shape, found.ctypes.data)
+        for number, argument in enumerate(self._arguments, len(kept)):
+            bound.shared_input(number, argument)
+        for number, result in enumerate(self._results):
+            bound.shared_output(number, result)
         return bound
 
 

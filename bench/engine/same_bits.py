@@ -1,14 +1,15 @@
 """What the same bits cost: steps and chunks by default, beside those with `--no-deterministic`.
 
 One engine computes both in turn, step by step on the same sequences: the steps of two engines with
-equal settings, or of two slabs, differ by several per cent, by where their memory lies.
+equal settings, or of two slabs, differ by several per cent, by where their memory lies. Each run
+has a slab of its own.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from bench.side import OurSide, RemoteSide, answer, side
@@ -16,7 +17,9 @@ from services.measuring.executor_steps import DecodeSteps
 
 BY_DEFAULT, WITHOUT = "by default", "--no-deterministic"
 ROWS, CONTEXTS, CHUNKS = (1, 4, 8, 16), (200, 1000), ((0, 256), (1000, 256))
-PAIRS_OF_A_RUN, CHUNK_PAIRS_OF_A_RUN = 10, 2
+PAIRS_OF_A_SLAB, CHUNK_PAIRS_OF_A_RUN = 10, 2
+SLABS_DIFFER_BY = 16
+"""Positions by which each slab is longer than the one before."""
 
 
 def same_bits(model: str, runs: int) -> None:
@@ -26,7 +29,7 @@ def same_bits(model: str, runs: int) -> None:
         print(f"{'':>22}  {BY_DEFAULT:>12}  {WITHOUT:>18}  ratio  median", flush=True)
         for context in CONTEXTS:
             for rows in ROWS:
-                median = one.call("steps", [context] * rows, runs * PAIRS_OF_A_RUN)
+                median = one.call("steps", rows, context, runs)
                 _show(one, f"{rows} rows, {context} tokens", median)
         for start, tokens in CHUNKS:
             median = one.call("chunks", start, tokens, runs * CHUNK_PAIRS_OF_A_RUN)
@@ -47,23 +50,34 @@ class EitherSide(OurSide):
         super().__init__(model, precision)
         self._pairs: list[dict[bool, float]] = []
 
-    def steps(self, lengths: Sequence[int], pairs: int) -> float:
-        """Return the median ratio of steps that follow each other, with the same bits and
-        without."""
-        with DecodeSteps(self._executor, lengths, 2 * pairs) as steps:
-            return self._in_turn(pairs, steps.step_s)
+    def steps(self, rows: int, context: int, slabs: int) -> float:
+        """Return the median ratio of steps that follow each other, with the same bits and without.
+
+        Each slab has another capacity, and so another place in memory."""
+        self._pairs = []
+        for slab in range(slabs):
+            lengths = [context + slab * SLABS_DIFFER_BY] * rows
+            with DecodeSteps(self._executor, lengths, 2 * PAIRS_OF_A_SLAB + 2) as steps:
+                self._pair(steps.step_s, first=True)  # each binds its own arguments first
+                self._add(PAIRS_OF_A_SLAB, steps.step_s)
+        return self._median
 
     def chunks(self, start: int, tokens: int, pairs: int) -> float:
         """Return the same ratio of chunks."""
-        return self._in_turn(pairs, lambda: self.prefill(start, tokens))
+        self._pairs = []
+        self._add(pairs, lambda: self.prefill(start, tokens))
+        return self._median
 
     def shortest(self, promised: bool) -> float:
         """Return the shortest time of either kind."""
         return min(pair[promised] for pair in self._pairs)
 
-    def _in_turn(self, pairs: int, measure: Callable[[], float]) -> float:
-        self._pairs = [self._pair(measure, number % 2 == 0) for number in range(pairs)]
+    @property
+    def _median(self) -> float:
         return statistics.median(pair[True] / pair[False] for pair in self._pairs)
+
+    def _add(self, pairs: int, measure: Callable[[], float]) -> None:
+        self._pairs += [self._pair(measure, number % 2 == 0) for number in range(pairs)]
 
     def _pair(self, measure: Callable[[], float], first: bool) -> dict[bool, float]:
         found = {}

@@ -30,7 +30,7 @@ def test_a_side_answers_each_call_with_seconds(name: str, tmp_path: Path) -> Non
 def test_the_same_steps_are_measured_with_the_same_bits_and_without(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     with side("ours", str(tmp_path), module="bench.engine.same_bits") as one:
-        for call in (("steps", [20, 20], 2), ("chunks", 16, 16, 2)):
+        for call in (("steps", 2, 20, 2), ("chunks", 16, 16, 2)):
             assert one.call(*call) > 0
             assert one.call("shortest", True) > 0 and one.call("shortest", False) > 0
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 from router.fleet.router import Router
 
 _LATEST = ":latest"
+_HUBS = ("hf.co/", "huggingface.co/")
+"""In Ollama, these come before the names of models on the Hugging Face hub."""
 
 
 def served_name(router: Router, name: str) -> str:
-    """Return the name under which the model called ``name`` is served; ``name`` itself if there is
-    none."""
-    for each in (name, name.removesuffix(_LATEST), name + _LATEST):
-        if router.adapters.find_configured(each) or router.registry.find_model(each):
-            return each
-        if router.adapters.find(each):
-            return each
-    return name
+    """Return the name under which the model called ``name`` is served; if there is none, ``name``
+    itself, without the address of the hub."""
+    bare = name
+    for hub in _HUBS:
+        bare = bare.removeprefix(hub)
+    for one in (name, bare):
+        for each in (one, one.removesuffix(_LATEST), one + _LATEST):
+            if router.adapters.find_configured(each) or router.registry.find_model(each):
+                return each
+            if router.adapters.find(each):
+                return each
+    return bare
 
 
 def with_tag(name: str) -> str:

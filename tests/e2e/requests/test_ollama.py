@@ -129,6 +129,8 @@ def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path
         generate(server, "own")["response"] and server.pids("services.processes.engine") == engines
     )
     assert generate(server, MODEL)["response"] == generate(server, f"{MODEL}:latest")["response"]
+    assert pull(server, f"hf.co/{MODEL}")[-1] == {"status": "success"}
+    assert generate(server, MODEL)["response"] == generate(server, f"hf.co/{MODEL}")["response"]
     assert generate(server, "own")["response"], "the other is served beside it"
     server.process.send_signal(signal.SIGHUP)  # reading the file again takes nothing out
     time.sleep(1)

@@ -199,6 +199,17 @@ class Graph:
         self._nodes.append(helper.make_node(op, inputs, names, domain=domain, **attributes))
         return names
 
+    def drop_unused(self) -> None:
+        """Remove operators whose results nothing uses. ONNX Runtime would compute them. Not for
+        graphs with `choose`, whose branches use results too."""
+        used = {one.name for one in self._outputs}
+        kept = []
+        for node in reversed(self._nodes):
+            if not used.isdisjoint(node.output):
+                kept.append(node)
+                used.update(node.input)
+        self._nodes = kept[::-1]
+
     def session(self, threads: int | None = None, *, in_order: bool = False) -> Session:
         """Return the graph as a session with ``threads``, by default one per core.
 

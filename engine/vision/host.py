@@ -190,6 +190,7 @@ class _Trace:
         if dtype != mx.float32:
             raise Unsupported(f"its result is in {dtype}")
         graph.output(graph.node("Identity", values[name]), *shape)
+        graph.drop_unused()  # of what is broadcast, most operators take the narrow form
         return graph.session()
 
 

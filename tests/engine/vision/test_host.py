@@ -11,6 +11,7 @@ import pytest
 from mlx import nn
 
 from engine.backend import graphs
+from engine.backend.graphs import Graph
 from engine.vision.host import HostLayers, _Trace
 
 pytestmark = pytest.mark.skipif(bool(graphs.unusable()), reason=graphs.unusable())
@@ -53,6 +54,16 @@ def test_layers_have_mlx_results_and_share_what_does_not_depend_on_weights() -> 
                 assert_same(found, layer(x, mask=mask))
     assert not host.refused
     assert host.sessions == 2
+
+
+def test_what_nothing_uses_is_not_computed() -> None:
+    graph = Graph()
+    x = graph.input("x", 2, 3)
+    graph.node("Gather", x, graph.integers(7), axis=0)  # would raise
+    graph.output(graph.node("Add", x, x), 2, 3)
+    graph.drop_unused()
+    given = np.ones((2, 3), np.float32)
+    assert graph.session()(given)[0].tolist() == (given + given).tolist()
 
 
 def test_a_value_that_code_reads_is_part_of_what_was_traced() -> None:

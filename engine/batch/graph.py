@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from engine.batch.given import Given
 from engine.batch.groups import Reach, RowGroup, row_groups
 from engine.batch.places import places, sources
-from engine.batch.ragged import Given, RaggedBatch, Row
+from engine.batch.ragged import RaggedBatch, Row
 from engine.batch.writing import SlabWriter
 from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slab, Slabs

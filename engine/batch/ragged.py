@@ -24,6 +24,7 @@ from engine.adapters.places import AdapterStore
 from engine.backend.patching import patch
 from engine.batch.axes import Axes
 from engine.batch.embeddings import GivenEmbedding
+from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
@@ -47,19 +48,6 @@ class Row(NamedTuple):
         return self.end - self.start
 
 
-class Given(NamedTuple):
-    """Embeddings that replace those of tokens, for a pass with one row."""
-
-    places: list[int]  # indices of the row's tokens
-    embeddings: mx.array  # (places, hidden), before any scaling by the model
-    axes: Axes | None = None  # of all tokens of the row, if positions have three axes
-    deep: tuple[
-        mx.array, ...
-    ] = ()  # (places, hidden), to be added to the output of each of the first layers
-    spans: tuple[tuple[int, int], ...] = ()
-    """Positions (first, end) of tokens of the row that attend to all others of their span."""
-
-
 class RaggedBatch(ABC):
     """The rows of one forward pass.
 
@@ -72,6 +60,9 @@ class RaggedBatch(ABC):
 
     pads_rows = True
     """Whether rows of uneven width may share a pass."""
+
+    packs_rows = False
+    """Whether the tokens of all rows are computed one behind the other, without padding."""
 
     one_row_per_pass = False
     """Whether every row needs a pass of its own."""

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.batch.axes import Axes
-from engine.batch.ragged import Given
+from engine.batch.given import Given
 from engine.executor.base import is_allocation_failure
 from engine.plan import Chunk, EncodePicture, Plan
 from engine.vision.encoder import EncoderPass, VisionEncoder
@@ -20,8 +20,13 @@ class PictureUnusable(Exception):
 class PictureEmbeddings:
     """The embeddings of pictures in an executor. Plans decide what happens to them."""
 
-    def __init__(self, encoder: VisionEncoder, pixels: PixelStore) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, pixels: PixelStore, *, packs_rows: bool = False
+    ) -> None:
+        """``packs_rows``: as in `RaggedBatch`."""
         self._encoder, self._pixels = encoder, pixels
+        self.joins_rows = packs_rows and not encoder.attends_both_ways
+        """Whether chunks with pictures may share a pass."""
         self._begun: dict[bytes, EncoderPass] = {}
         self._done: dict[bytes, mx.array] = {}
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from engine.backend.file_rows import FilesChanged
+from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
-from engine.batch.ragged import Given, RaggedBatch, Row
+from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.slabs import Slabs
 from engine.executor.base import is_allocation_failure
 from engine.executor.pictures import PictureEmbeddings, PictureUnusable
@@ -35,6 +36,8 @@ class ChunkPass(NamedTuple):
     chunks: Sequence[Chunk]
     batch: RaggedBatch
     layers: LayeredPass
+    given: dict[Slot, Given]
+    """The embeddings of pictures. When chunks start again, the executor may have dropped them."""
 
 
 @dataclass(eq=False)
@@ -53,14 +56,16 @@ class Passes:
     def begin(self, plan: Plan) -> None:
         """Create the passes of the chunks of ``plan``.
 
-        Chunks with ``target_ids`` run one by one, because the logits of a whole chunk are large.
-        So do chunks with pictures: when a pass starts again, their embeddings may already be
-        dropped."""
+        Chunks with ``target_ids`` run one by one, because the logits of a whole chunk are large."""
         if plan.chunks:
-            simple = [chunk for chunk in plan.chunks if not (chunk.target_ids or chunk.pictures)]
-            groups = [simple] if simple and self.together else [[chunk] for chunk in simple]
-            groups += [[chunk] for chunk in plan.chunks if chunk.target_ids or chunk.pictures]
-            self.open[plan.step] = [self._pass_of(group) for group in groups]
+            unscored = [chunk for chunk in plan.chunks if not chunk.target_ids]
+            simple = [chunk for chunk in unscored if not chunk.pictures]
+            pictured = [chunk for chunk in unscored if chunk.pictures]
+            joins = self.pictures is not None and self.pictures.joins_rows
+            groups = _groups(simple, together=self.together)
+            groups += _groups(pictured, together=self.together and joins)
+            groups += [[chunk] for chunk in plan.chunks if chunk.target_ids]
+            self.open[plan.step] = [self._pass_of(group, {}) for group in groups]
 
     def close(self, number: int) -> None:
         """Abandon a pass, if it exists: a pass whose chunks have raised does not."""
@@ -74,9 +79,9 @@ class Passes:
     def split(self, one: ChunkPass) -> list[ChunkPass]:
         """Return a pass for each chunk of ``one``, from the start: everything is written again."""
         one.layers.close()
-        return [self._pass_of([chunk]) for chunk in one.chunks]
+        return [self._pass_of([chunk], one.given) for chunk in one.chunks]
 
-    def _pass_of(self, chunks: Sequence[Chunk]) -> ChunkPass:
+    def _pass_of(self, chunks: Sequence[Chunk], given: dict[Slot, Given]) -> ChunkPass:
         ordered = sorted(chunks, key=lambda chunk: chunk.slot)
         width = max(len(chunk.token_ids) for chunk in ordered)
         tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in ordered]
@@ -92,16 +97,26 @@ class Passes:
                     f"a chunk of {width} tokens does not fit into the rings of the slots"
                 )
             inputs = mx.array(tokens, mx.int32)
-            return batch.logits(self.model, inputs, kv_only=kv_only, given=self._given(ordered))
+            embeddings = self._embeddings(ordered, given)
+            return batch.logits(self.model, inputs, kv_only=kv_only, given=embeddings)
 
-        return ChunkPass(ordered, batch, LayeredPass(batch, compute))
+        return ChunkPass(ordered, batch, LayeredPass(batch, compute), given)
 
-    def _given(self, chunks: Sequence[Chunk]) -> Given | None:
+    def _embeddings(self, chunks: Sequence[Chunk], given: dict[Slot, Given]) -> Given | None:
+        """Return those of a pass of ``chunks``, and keep those of each chunk in ``given``."""
         if not chunks[0].pictures:
             return None
         if self.pictures is None:
             raise PictureUnusable("this model takes no pictures")
-        return self.pictures.of(chunks[0])
+        for chunk in chunks:
+            if chunk.slot not in given:
+                given[chunk.slot] = self.pictures.of(chunk)
+        widths = [len(chunk.token_ids) for chunk in chunks]
+        return Given.joined([given[chunk.slot] for chunk in chunks], widths)
+
+
+def _groups(chunks: list[Chunk], *, together: bool) -> list[list[Chunk]]:
+    return [chunks] if chunks and together else [[chunk] for chunk in chunks]
 
 
 class Prefill:

@@ -88,7 +88,8 @@ def served_vision(
             return None
     take_embeddings(loaded.model)
     take_features(loaded.model, served.encoder.deep_layers)
-    executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
+    packs_rows = executor.batch_class.packs_rows
+    executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels, packs_rows=packs_rows))
     return served
 
 

@@ -32,7 +32,8 @@ from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.rotary import Rotary
 from engine.batch.cpu.stretches import Head
-from engine.batch.ragged import Given, Row
+from engine.batch.given import Given
+from engine.batch.ragged import Row
 from engine.cache.layout import KVNode, Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.slabs import Slabs
@@ -250,6 +251,7 @@ def knows(model: Any) -> bool:
 class DecoderBatch(HostBatch):
     """A pass of `decoder`, which replaces the model; see `bind`."""
 
+    packs_rows = True
     runs_model = False
     decoder: ClassVar[Decoder]
 

@@ -90,6 +90,17 @@ class PictureTable:
         """Return the predicted time of one layer of ``picture`` in seconds; 0 if unknown."""
         return self._seconds_per_byte * picture.size_bytes / self._config.picture_layers
 
+    def fits_beside(
+        self, picture: SequencePicture, kept: Collection[bytes], seconds: float
+    ) -> bool:
+        """Return whether there is room for ``picture`` besides those in ``kept``, and the rest of
+        its encoding takes at most ``seconds``, as far as that is known."""
+        entry = self._entries.get(picture.digest)
+        if entry is None and not self._has_room(picture, kept):
+            return False
+        layers = self._config.picture_layers - (entry.layers_done if entry else 0)
+        return layers * self.layer_s(picture) <= seconds
+
     def encode(self, picture: SequencePicture, layers: int) -> EncodePicture:
         """Return the operation that computes up to ``layers`` more layers, and record it as
         planned."""

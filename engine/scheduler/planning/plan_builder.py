@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from engine import plan
 from engine.scheduler.memory import Memory
+from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, PlannedChunk
+from engine.scheduler.planning.pictures import shown_parts
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.sequence import Sequence
 from engine.speculation.source import Proposal
@@ -130,6 +132,26 @@ class PlanBuilder:
         if proposal is not None:
             self.step.drafts[seq] = proposal
         self.step.by_slot[decode.slot] = seq
+
+    def chunk(self, seq: Sequence, end: int) -> None:
+        """Compute the prompt of ``seq`` up to ``end`` in a pass that begins in this plan."""
+        start = seq.num_computed_tokens
+        target_ids: tuple[int, ...] = ()
+        if seq.needs_prompt_logprobs:
+            target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
+        self.chunks.append(
+            plan.Chunk(
+                slot=seq.held_slot,
+                start=start,
+                token_ids=tuple(seq.token_ids[start:end]),
+                target_ids=target_ids,
+                logprobs=seq.request.prompt_logprobs or 0 if target_ids else 0,
+                pictures=shown_parts(seq, start, end),
+                shift=position_shift(seq, start) if seq.pictures else 0,
+                axes=axes_of(seq, start, end),
+                adapter=seq.adapter,
+            )
+        )
 
     def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or

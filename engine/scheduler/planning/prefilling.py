@@ -4,14 +4,14 @@ time."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
-from engine.plan import Chunk
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
-from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, OpenPasses, PlannedChunk
-from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
+from engine.scheduler.planning.picture_group import PictureGroup
+from engine.scheduler.planning.pictures import PictureTable, WholePictures
 from engine.scheduler.planning.plan_builder import PlanBuilder, PlannedEncoding
 from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture, Status
@@ -60,6 +60,7 @@ class Prefilling:
         self._time_share = time_share
         self.passes = OpenPasses(memory)
         self.pictures = PictureTable(config)
+        self._group = PictureGroup(self.pictures)
         self._whole_pictures = WholePictures(config)
         self._lead_s = 0.0
         """Time given to overtaking prompts, minus the time given since to the overtaken one."""
@@ -92,7 +93,19 @@ class Prefilling:
                     self._encode(picture, seq, builder, streaming=streaming)
                     self._count_lead(is_first=seq is candidates[0])
                     return
-                if limits[seq] > seq.num_computed_tokens:  # else it waits for memory for a picture
+                has_room = limits[seq] > seq.num_computed_tokens
+                if has_room and not streaming:
+                    others = [c for c in candidates if c is not seq and not self.passes.of(c)]
+                    wanted = self._group.next(
+                        seq, others, limits, lambda c: self._has_to_compute(c, claimed, builder)
+                    )
+                    if wanted is not None:
+                        self._encode(
+                            wanted.picture, wanted.seq, builder, streaming=False, kept=wanted.kept
+                        )
+                        self._group.spend(self._stretch_s)
+                        return
+                if has_room:  # else it waits for memory for a picture
                     one = self._begin(
                         seq, candidates, limits, claimed, builder, streaming=streaming
                     )
@@ -213,7 +226,7 @@ class Prefilling:
     ) -> OpenPass:
         """Start a pass with a chunk of ``first``, which has to compute it, and chunks of other
         prompts that are about as short."""
-        budget = self._chunk_policy.budget(streaming=streaming)
+        budget = self._chunk_policy.budget(streaming=streaming, grouped=first.has_pictures_ahead)
         size = self._config.block_size
         chunks: list[PlannedChunk] = []
         reserved = 0  # bytes
@@ -232,6 +245,10 @@ class Prefilling:
             if seq is not first and not self._has_to_compute(seq, claimed, builder):
                 continue
             start = seq.num_computed_tokens
+            if seq is not first and seq.has_pictures_ahead:
+                picture, limits[seq] = self.pictures.missing(seq, limits[seq])
+                if picture is not None or limits[seq] == start:
+                    continue
             remaining = limits[seq] - start
             if seq.needs_prompt_logprobs:
                 remaining = min(remaining, max(LOGPROBS_CHUNK_TOKENS // size, 1) * size)
@@ -245,9 +262,10 @@ class Prefilling:
                 continue
             left -= is_counted
             chunks.append(PlannedChunk(seq, start, start + tokens))
-            builder.chunks.append(_chunk(seq, start + tokens))
+            builder.chunk(seq, start + tokens)
             claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
         assert chunks, "a pass has a chunk"
+        self._group.begun()
         begun = OpenPass(builder.step.number, chunks, reserved)
         logger.debug("pass %d: chunks (start, tokens) %s", begun.number, begun.sizes)
         self.passes.begin(begun)
@@ -258,7 +276,9 @@ class Prefilling:
         if seq.is_background and not first.is_background:
             return False
         scored = first.needs_prompt_logprobs or seq.needs_prompt_logprobs
-        if first.has_pictures_ahead or seq.has_pictures_ahead:
+        if first.has_pictures_ahead != seq.has_pictures_ahead:
+            return False
+        if seq.has_pictures_ahead and self._config.whole_picture_tokens:
             return False
         is_longer = _tokens_left(seq) >= MUCH_SHORTER * max(_tokens_left(first), MIN_SHARED)
         return self._config.batches_chunks and not scored and not is_longer
@@ -325,12 +345,19 @@ class Prefilling:
         return owed_s if self._config.look_ahead else min(seconds, owed_s)
 
     def _encode(
-        self, picture: SequencePicture, seq: Sequence, builder: PlanBuilder, *, streaming: bool
+        self,
+        picture: SequencePicture,
+        seq: Sequence,
+        builder: PlanBuilder,
+        *,
+        streaming: bool,
+        kept: Collection[bytes] = (),
     ) -> None:
-        """Plan the next layers of the encoding of ``picture``, which ``seq`` needs next."""
+        """Plan the next layers of the encoding of ``picture``, which ``seq`` needs next. Pictures
+        in ``kept`` stay, and those that ``seq`` needs before."""
         start, end = seq.num_computed_tokens, picture.end
-        kept = {one.digest for one in seq.pictures if start < one.end and one.start < end}
-        seq.num_encoded += self.pictures.begin(picture, kept)
+        before = {one.digest for one in seq.pictures if start < one.end and one.start < end}
+        seq.num_encoded += self.pictures.begin(picture, before.union(kept))
         self._layer_s = self.pictures.layer_s(picture)
         seconds = self._seconds_now(streaming=streaming)
         count = max(1, round(seconds / self._layer_s)) if self._layer_s else 1
@@ -358,17 +385,3 @@ def _tokens_left(seq: Sequence) -> int:
 
 def _is_short_end(seq: Sequence) -> bool:
     return seq.num_computed_tokens > 0 and _tokens_left(seq) <= MAX_END_TOKENS
-
-
-def _chunk(seq: Sequence, end: int) -> Chunk:
-    start = seq.num_computed_tokens
-    token_ids = tuple(seq.token_ids[start:end])
-    pictures, axes = shown_parts(seq, start, end), axes_of(seq, start, end)
-    shift = position_shift(seq, start) if seq.pictures else 0
-    target_ids: tuple[int, ...] = ()
-    if seq.needs_prompt_logprobs:
-        target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
-    wanted = seq.request.prompt_logprobs or 0 if target_ids else 0
-    return Chunk(
-        seq.held_slot, start, token_ids, target_ids, wanted, pictures, shift, axes, seq.adapter
-    )

@@ -77,8 +77,9 @@ class ChunkPolicy:
         # Weighted sums over chunks: of 1, position, position^2, cost, cost * position.
         self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
 
-    def budget(self, *, streaming: bool) -> ChunkBudget:
-        """Return the budget shared by the chunks of a new pass."""
+    def budget(self, *, streaming: bool, grouped: bool = False) -> ChunkBudget:
+        """Return the budget shared by the chunks of a new pass. ``grouped``: no prompt of it would
+        be done earlier for itself, so there may be as many tokens of all as of one."""
         if self._fixed_tokens is not None:
             return ChunkBudget(
                 self, float("inf"), self._fixed_tokens, self._block_size, self._fixed_tokens
@@ -86,9 +87,8 @@ class ChunkPolicy:
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self.layers > 1:
             target_s = self.layers * self.unit_s(streaming=streaming)
-        budget = ChunkBudget(
-            self, target_s, self._max_tokens, self._block_size, self._shared_tokens
-        )
+        shared_tokens = self._max_tokens if grouped and not streaming else self._shared_tokens
+        budget = ChunkBudget(self, target_s, self._max_tokens, self._block_size, shared_tokens)
         budget.evens = not streaming
         if self.layers > 1 and not streaming:
             budget.first_tokens = ALONE_TOKENS

@@ -10,11 +10,12 @@ import pytest
 from msgspec import structs
 
 from engine.scheduler.planning.axes import axes_of, position_shift
+from engine.scheduler.planning.picture_group import MAX_GROUP_S
 from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore, TooLarge
 from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused
-from tests.engine.scheduler.harness import Engine, config, request
+from tests.engine.scheduler.harness import Client, Engine, config, request
 
 SIZE = 16
 TOKEN_BYTES = 8
@@ -185,6 +186,70 @@ def test_streams_of_the_background_wait_for_a_picture() -> None:
     assert not any(plan.encodes and plan.decodes for plan in engine.plans)
     for client in (stream, asked):
         engine.assert_right(client)
+
+
+def with_new_pictures(engine: Engine, *numbers: int) -> list[Client]:
+    """Submit a prompt about each picture."""
+    return [
+        engine.submit(request(str(n), [7, 7, 1, n], max_tokens=4, images=(image(n, 0),)))
+        for n in numbers
+    ]
+
+
+def encoded_and_begun(engine: Engine) -> list[str]:
+    """Return which pictures were encoded, and how many chunks began, in order."""
+    found = []
+    for plan in engine.plans:
+        found += [str(op.digest[0]) for op in plan.encodes if op.is_last]
+        found += ["chunk"] * bool(plan.chunks)
+    return found
+
+
+def test_prompts_that_wait_have_their_pictures_encoded_before_the_first_one_streams() -> None:
+    engine = engine_with_pictures(40, picture_layers=2)
+    clients = with_new_pictures(engine, 1, 2, 3)
+    engine.run()
+    assert encoded_and_begun(engine)[:4] == ["1", "2", "3", "chunk"]
+    for client in clients:
+        engine.assert_right(client)
+
+
+def test_beside_streams_a_prompt_waits_for_its_own_pictures_only() -> None:
+    engine = engine_with_pictures(40, blocks=300)
+    stream = engine.submit(request("s", [1] * 6, max_tokens=200))
+    while not stream.tokens:
+        engine.turn()
+    with_new_pictures(engine, 1, 2)
+    engine.run()
+    assert encoded_and_begun(engine)[1:] == ["1", "chunk", "2", "chunk"]
+
+
+def test_a_prompt_waits_for_pictures_of_others_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_with_pictures(40)
+    monkeypatch.setattr(PictureTable, "layer_s", lambda *_: 0.4 * MAX_GROUP_S)
+    with_new_pictures(engine, 1, 2, 3, 4)
+    engine.run()
+    assert encoded_and_begun(engine)[:4] == ["1", "2", "3", "chunk"]
+
+
+def test_a_prompt_waits_for_no_picture_that_would_take_the_room_of_its_own() -> None:
+    engine = engine_with_pictures(8)
+    clients = with_new_pictures(engine, 1, 2, 3, 4, 5)
+    engine.run()
+    assert encoded_and_begun(engine)[:5] == ["1", "2", "3", "4", "chunk"]
+    for client in clients:
+        engine.assert_right(client)
+    assert engine.scheduler.stats().encoded_images_total == 5
+
+
+def test_nobody_waits_for_pictures_of_the_background() -> None:
+    engine = engine_with_pictures(40)
+    with_new_pictures(engine, 1)
+    engine.submit(request("b", [7, 7, 1, 2], images=(image(2, 0),), priority=BACKGROUND_PRIORITY))
+    engine.run()
+    assert encoded_and_begun(engine)[:2] == ["1", "chunk"]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,89 @@
+"""Prompts with pictures in one pass: the bits that each has alone, also if it starts again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.batch import device
+from engine.batch.axes import Axes
+from engine.batch.given import Given
+from engine.scheduler.planning import picture_group
+from tests.engine.replica.test_pictures import Plans, Seeing
+from tests.vision_models import make_vision_model, needs_mlx_vlm
+
+needs_mlx_vlm()
+
+NAMES = ("one", "two", "twice")
+WHOLE = {"prefill_chunk_tokens": 512}
+"""All prompts fit into one pass, however slow this machine is."""
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl"])
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    path = tmp_path_factory.mktemp("models") / request.param
+    return Seeing(make_vision_model(request.param, path))
+
+
+def test_prompts_with_pictures_share_a_pass(
+    seeing: Seeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
+    seeing.renew(**WHOLE)
+    executor: Any = seeing.whole.executor
+    plans, given = Plans(seeing, monkeypatch), []
+    compute = executor.batch_class.logits
+
+    def observed(batch: Any, *args: Any, **kwargs: Any) -> mx.array:
+        if kwargs.get("given") is not None:
+            given.append(len(batch.rows))
+        return compute(batch, *args, **kwargs)
+
+    monkeypatch.setattr(executor.batch_class, "logits", observed)
+    seeing.run(*NAMES)
+    assert max(sum(bool(c.pictures) for c in plan.chunks) for plan in plans.all) == len(NAMES)
+    assert max(given) == (len(NAMES) if device.uses_host() else 1)
+    seeing.assert_same(*NAMES)
+    for name in NAMES:
+        seeing.assert_oracles(name, seeing.requests[name])
+
+
+@pytest.mark.skipif(not device.uses_host(), reason="elsewhere each has a pass of its own")
+def test_a_shared_pass_that_starts_again_needs_no_embeddings_from_elsewhere(
+    seeing: Seeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
+    seeing.renew(**WHOLE)
+    executor: Any = seeing.whole.executor
+    compute, failures = executor.batch_class.logits, []
+
+    def fail_shared(batch: Any, *args: Any, **kwargs: Any) -> mx.array:
+        if kwargs.get("given") is not None and len(batch.rows) > 1:
+            failures.append(len(batch.rows))
+            executor._passes.pictures._done.clear()  # as if a later plan had dropped them
+            raise ValueError("one of them is wrong")
+        return compute(batch, *args, **kwargs)
+
+    monkeypatch.setattr(executor.batch_class, "logits", fail_shared)
+    seeing.run(*NAMES[:2])  # the third has another chunk
+    assert failures == [2]
+    seeing.assert_same(*NAMES[:2])
+
+
+def test_embeddings_of_rows_follow_one_another() -> None:
+    def part(first: int, places: list[int], width: int) -> Given:
+        positions = np.arange(3 * width).reshape(3, width) + first
+        embeddings = mx.arange(first, first + len(places))[:, None]
+        return Given(places, embeddings, Axes(positions, (0, 1, 2)), (embeddings + 1,))
+
+    one, other = part(10, [1, 2], 4), part(50, [0], 3)
+    assert Given.joined([one], [4]) is one
+    both = Given.joined([one, other], [4, 3])
+    assert both.places == [1, 2, 4]
+    assert both.embeddings.flatten().tolist() == [10, 11, 50]
+    assert both.deep[0].flatten().tolist() == [11, 12, 51]
+    assert both.axes is not None and both.axes.positions.shape == (3, 7)
+    assert both.axes.positions[1].tolist() == [14, 15, 16, 17, 53, 54, 55]

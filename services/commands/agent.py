@@ -38,6 +38,7 @@ class Target(NamedTuple):
     model: str
     context: int  # in tokens; at most the longest prompt that the server accepts
     key: str
+    sees: bool  # whether it takes images
 
     @property
     def max_output(self) -> int:
@@ -88,13 +89,18 @@ def _codex(target: Target) -> Launch:
 
 
 def _opencode(target: Target) -> Launch:
-    limits = {"context": target.context, "output": target.max_output}
+    model: dict[str, Any] = {"limit": {"context": target.context, "output": target.max_output}}
+    if target.sees:  # otherwise opencode replaces images by an error
+        model |= {
+            "attachment": True,
+            "modalities": {"input": ["text", "image"], "output": ["text"]},
+        }
     config = {
         "provider": {
             "mlx-lm-server": {
                 "npm": "@ai-sdk/openai-compatible",
                 "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or "none"},
-                "models": {target.model: {"limit": limits}},
+                "models": {target.model: model},
             }
         },
         "model": f"mlx-lm-server/{target.model}",
@@ -175,7 +181,13 @@ def _target(url: str, name: str | None, key: str) -> Target:
             models: list[dict[str, Any]] = json.load(answer)["data"]
             # A model that was never loaded has not reported its context yet.
             found = {
-                str(each["id"]): min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"])
+                str(each["id"]): Target(
+                    url,
+                    str(each["id"]),
+                    min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"]),
+                    key,
+                    "vision" in each["capabilities"],
+                )
                 for each in models
             }
     except urllib.error.HTTPError as error:
@@ -190,4 +202,4 @@ def _target(url: str, name: str | None, key: str) -> Target:
     model = next(iter(found)) if name is None else name
     if model not in found:
         raise LookupError(f"the server has no model {model!r}; its models are {', '.join(found)}")
-    return Target(url, model, found[model], key)
+    return found[model]

@@ -15,8 +15,18 @@ import pytest
 
 MODELS = {
     "data": [
-        {"id": "a", "context_length": 40_000, "max_prompt_tokens": 40_000},
-        {"id": "b", "context_length": 200_000, "max_prompt_tokens": 100_000},
+        {
+            "id": "a",
+            "context_length": 40_000,
+            "max_prompt_tokens": 40_000,
+            "capabilities": ["completion", "vision"],
+        },
+        {
+            "id": "b",
+            "context_length": 200_000,
+            "max_prompt_tokens": 100_000,
+            "capabilities": ["completion"],
+        },
     ]
 }
 
@@ -94,7 +104,12 @@ def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> N
     _, environment = json.loads(run(commands, "opencode", "--url", url, "--api-key=k").stdout)
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "mlx-lm-server/a"
-    assert config["provider"]["mlx-lm-server"]["options"]["baseURL"] == f"{url}/v1"
+    provider = config["provider"]["mlx-lm-server"]
+    assert provider["options"]["baseURL"] == f"{url}/v1"
+    assert provider["models"]["a"]["modalities"]["input"] == ["text", "image"]
+    done = run(commands, "opencode", "--url", url, "--api-key=k", "--model=b")
+    config = json.loads(json.loads(done.stdout)[1]["OPENCODE_CONFIG_CONTENT"])
+    assert "modalities" not in config["provider"]["mlx-lm-server"]["models"]["b"]
 
 
 @pytest.mark.parametrize(

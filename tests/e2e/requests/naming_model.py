@@ -6,6 +6,7 @@ pictures of one colour with noise, the question and the answers below. That take
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def coloured(colour: str, seed: int) -> Image.Image:
     noise = draw.normal(0, 25, (*size, 3)) + draw.normal(0, 12, 3)
     pixels = np.clip(np.array(COLOURS[colour]) + noise, 0, 255)
     return Image.fromarray(pixels.astype(np.uint8))
+
+
+def in_png(colour: str, seed: int) -> bytes:
+    """Return the file of a picture of about one ``colour``."""
+    data = io.BytesIO()
+    coloured(colour, seed).save(data, "PNG")
+    return data.getvalue()
 
 
 def make_naming_model(path: Path) -> Path:

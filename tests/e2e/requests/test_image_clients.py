@@ -5,7 +5,6 @@ The model was trained to name colours, so that answers show whether the picture 
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.e2e.requests.naming_model import COLOURS, QUESTION, coloured, make_naming_model
+from tests.e2e.requests.naming_model import COLOURS, QUESTION, in_png, make_naming_model
 from tests.e2e.server import Server, serving
 from tests.vision_models import needs_mlx_vlm
 
@@ -24,9 +23,7 @@ needs_mlx_vlm()
 
 def in_base64(colour: str, seed: int = 1_000_000) -> str:
     """Return a picture that the model was not trained with."""
-    data = io.BytesIO()
-    coloured(colour, seed).save(data, "PNG")
-    return base64.b64encode(data.getvalue()).decode()
+    return base64.b64encode(in_png(colour, seed)).decode()
 
 
 def image_url(data: str) -> Any:

@@ -11,7 +11,13 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from router.errors import InvalidRequest
-from router.schemas.conversation import ChatMessage, ContentPart, ImageUrl, ToolCall
+from router.schemas.conversation import (
+    ChatMessage,
+    ContentPart,
+    ImageUrl,
+    ToolCall,
+    unsupported_type,
+)
 from router.schemas.images import SentImage
 
 _Value = TypeVar("_Value")
@@ -34,7 +40,7 @@ def required(value: _Value | None, path: str, name: str) -> _Value:
 
 def unsupported_content(content_type: str, path: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{path}': content of type '{content_type}' is not supported; this server accepts text.",
+        f"'{path}': {unsupported_type(content_type)}",
         param=f"{path}.type",
         code="unsupported_content",
     )

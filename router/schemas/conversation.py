@@ -25,6 +25,16 @@ TEXT_PARTS = ("text", "refusal")
 """The supported types of content."""
 
 
+def unsupported_type(content_type: str) -> str:
+    """Return why content of this type is refused, as the rest of a sentence."""
+    if content_type in ("file", "input_file"):
+        return (
+            f"content of type '{content_type}' is not supported: send a PDF's text, or its pages "
+            "as images."
+        )
+    return f"content of type '{content_type}' is not supported; this server accepts text."
+
+
 class ImageUrl(Struct, frozen=True):
     """An image as a `data:` URL, or an `https:` URL on a host of `--image-hosts`. ``detail`` is
     accepted and has no effect: the model's processor decides the size of an image."""

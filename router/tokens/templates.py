@@ -13,7 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.errors import InvalidRequest
-from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
+from router.schemas.conversation import (
+    TEXT_PARTS,
+    ChatMessage,
+    FunctionCall,
+    PromptEnding,
+    Tool,
+    unsupported_type,
+)
 from router.schemas.images import ImageContent, ModelImage
 from router.tokens.conversations.calls import with_named_ids, written_calls
 from router.tokens.conversations.fitting import TemplateLimits, fitted, limits_of
@@ -371,7 +378,7 @@ def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:
         param = f"{path}.content[{index}]"
         if part.type not in TEXT_PARTS:
             raise InvalidRequest(
-                f"Content of type '{part.type}' is not supported; this server accepts text.",
+                f"'{param}': {unsupported_type(part.type)}",
                 param=f"{param}.type",
                 code="unsupported_content",
             )

@@ -81,6 +81,26 @@ def test_nothing_is_fetched(
             listener.accept()
 
 
+PDF = data_url(b"%PDF-1.7\n", "application/pdf")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "part"),
+    [
+        ("/v1/chat/completions", "messages", {"type": "file", "file": {"file_data": PDF}}),
+        ("/v1/responses", "input", {"type": "input_file", "file_data": PDF}),
+    ],
+)
+def test_a_file_is_refused_with_what_to_send_instead(
+    server: Server, seeing: ScriptedEngine, path: str, field: str, part: dict[str, Any]
+) -> None:
+    body = {field: [{"role": "user", "content": [part]}]}
+    answer = server.client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_content")
+    assert error["message"].endswith("send a PDF's text, or its pages as images.")
+
+
 def test_a_model_without_vision_refuses_images_by_name(
     start_server: StartServer, model_dir: Path
 ) -> None:

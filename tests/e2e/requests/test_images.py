@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CHECKED = {"_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 PATIENCE_S = 90.0
 ENCODED = "mlx_lm_server_encoded_images_total"
+SHOWN = "mlx_lm_server_images_total"
 
 
 def shown(seed: int) -> dict[str, Any]:
@@ -89,9 +91,24 @@ def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
         {"role": "user", "content": "and now?"},
     ]
     assert cached(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
+    server.wait_until(lambda: server.metric(SHOWN) == 4, PATIENCE_S, "4 shown")
+    assert server.metric(ENCODED) == 2
 
 
-@pytest.mark.parametrize("model", ["qwen3_vl", "gemma3", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("model", ["idefics3", "qwen3_vl"], indirect=True)
+def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> None:
+    before, asks = server.metric(ENCODED), asked("what is ", 77, " here?")
+    shown = server.metric(SHOWN)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: answer(server, asks), range(8)))
+    assert len({text_of(each) for each in answers}) == 1
+    server.wait_until(lambda: server.metric(SHOWN) == shown + 8, PATIENCE_S, "8 shown")
+    assert server.metric(ENCODED) == before + 1
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3_vl", "gemma3", "qwen3_5", "gemma4", "glm4v"], indirect=True
+)
 def test_a_stream_with_a_picture_outlives_its_engine(server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4)
     expected = text_of(answer(server, messages, 300))

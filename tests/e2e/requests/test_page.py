@@ -6,6 +6,7 @@ of accessibility needs axe-core as well: ``AXE_CORE`` names its ``axe.min.js``.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.requests.naming_model import QUESTION, in_png, make_naming_model
 from tests.e2e.server import Server, serving
 from tests.tiny_models import CHAT_TEMPLATE
 
@@ -57,7 +59,7 @@ def open_page(server: Server, browser: Any) -> Iterator[Callable[..., Any]]:
     complaints: list[str] = []
     contexts: list[Any] = []
 
-    def open_(*, keys: bool = True, **options: Any) -> Any:
+    def open_(*, keys: bool = True, port: int | None = None, **options: Any) -> Any:
         context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
         contexts.append(context)
         if keys:
@@ -68,7 +70,7 @@ def open_page(server: Server, browser: Any) -> Iterator[Callable[..., Any]]:
         page.set_default_timeout(60_000)
         page.on("console", lambda one: complaints.append(one.text) if one.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.goto(f"http://127.0.0.1:{port or server.port}/")
         return page
 
     yield open_
@@ -210,6 +212,47 @@ def test_a_call_is_shown_and_answered(open_page: Callable[..., Any]) -> None:
     wait_for_answers(page)
     assert page.locator(".answer").count() == 2 and page.locator(".question").count() == 1
     assert page.locator(".failure:visible").count() == 0
+
+
+GIVE = """([kind, data]) => {
+  const bytes = Uint8Array.from(atob(data), one => one.charCodeAt(0));
+  const files = new DataTransfer();
+  files.items.add(new File([bytes], "a.png", { type: "image/png" }));
+  const options = { bubbles: true, cancelable: true };
+  const [id, event] = kind === "paste"
+    ? ["message", new ClipboardEvent("paste", { clipboardData: files, ...options })]
+    : ["chat", new DragEvent("drop", { dataTransfer: files, ...options })];
+  document.getElementById(id).dispatchEvent(event);
+}"""
+
+
+def test_pictures_are_chosen_pasted_and_dropped(
+    open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("mlx_vlm.models", reason="needs mlx-vlm (requirements/vision.txt)")
+    model = make_naming_model(tmp_path / "naming")
+    with serving(model, "--no-ssd", "--served-model-name", "tiny") as seeing:
+        page = open_page(keys=False, port=seeing.port)
+        setting(page, "Temperature").fill("0")
+        setting(page, "Max tokens").fill("8")
+        page.get_by_role("button", name="Add picture").wait_for()
+        for number, (kind, colour) in enumerate(
+            (("choose", "green"), ("paste", "red"), ("drop", "blue"))
+        ):
+            page.get_by_role("button", name="New chat").click()
+            data = in_png(colour, 4_000_000 + number)
+            if kind == "choose":
+                file = {"name": "a.png", "mimeType": "image/png", "buffer": data}
+                page.locator("#picture-files").set_input_files(file)
+            else:
+                page.evaluate(GIVE, [kind, base64.b64encode(data).decode()])
+            page.locator("#pictures img").wait_for()
+            ask(page, QUESTION)
+            assert page.locator(".text").last.inner_text() == colour
+            assert page.locator(".question img").count() == 1
+        page.evaluate(GIVE, ["paste", base64.b64encode(data).decode()])
+        page.get_by_role("button", name="Remove picture 1").click()
+        assert page.locator("#pictures img").count() == 0
 
 
 def test_errors_and_bad_settings_are_shown(open_page: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import uuid
 from http import HTTPStatus
 from typing import ClassVar, cast
 
+import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -33,6 +34,8 @@ class Connection(HttpToolsProtocol):
 
     _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _message_ended = False
+    """Whether a request ended in the bytes that arrived last."""
     _in_body = False
     """Whether the body of the last request is incomplete."""
     _bytes_without_body = 0
@@ -65,7 +68,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._bytes_without_body += len(data)
-        super().data_received(data)
+        self._message_ended = False
+        self._parse(data)
         if self.transport.is_closing():
             return
         if self._in_body and self._bytes_without_body > self.max_header_bytes:
@@ -75,11 +79,36 @@ class Connection(HttpToolsProtocol):
             if not self._responding:
                 self._expect_headers()  # only blank lines arrived, or more of an unread body
             return
-        if self._in_body:
+        if self._in_body or self._message_ended:  # then most of them may be that request's body
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
             self._respond_and_close(self._headers_too_large)
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._asks_for_upgrade:
+                (parsed,) = upgrade.args
+                self._parse_without_upgrade(data[parsed:])
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request again that asks for another protocol, which servers may ignore. Clients
+        of Java's standard library do this with each request, to have HTTP/2. httptools takes none
+        of them to have a body."""
+        line = b"%s %s HTTP/%s" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        lines = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._parse(b"\r\n".join([line, *lines, b"", rest]))
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= self.max_pipelined:
@@ -93,6 +122,8 @@ class Connection(HttpToolsProtocol):
             self._stop_parser(HeadersTooLarge(f"There are more than {self.max_headers} headers."))
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._cancel_headers_timer()
         # They may have arrived all at once, with the end.
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -112,7 +143,10 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._in_body = False
+        self._message_ended = True
         if self._headers_timer is not None:
             # The response came first, and the timer was for the rest of the body.
             self._cancel_headers_timer()
@@ -131,6 +165,11 @@ class Connection(HttpToolsProtocol):
     def is_new(self) -> bool:
         """Whether no request has begun on it yet."""
         return self.cycle is None
+
+    @property
+    def _asks_for_upgrade(self) -> bool:
+        """Whether the request that is parsed asks for another protocol. CONNECT has no body."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     @property
     def _headers_too_large(self) -> HeadersTooLarge:
@@ -170,9 +209,13 @@ class Connection(HttpToolsProtocol):
 
     def _respond_and_close(self, error: ApiError) -> None:
         """Respond to input that did not become a request, and close. While a response is being
-        sent, only close."""
+        sent, only close, and also if this is the rest of a request that was answered: a second
+        response would be taken for that of the next one."""
         answered = self._answered
-        if answered is not None and answered.response_started and not answered.response_complete:
+        is_sending = (
+            answered is not None and answered.response_started and not answered.response_complete
+        )
+        if is_sending or (self._in_body and not self._responding):
             self.transport.close()
             return
         body = error.body()

@@ -2,7 +2,8 @@
 
 Starts a whole server with tiny models and an API key. schemathesis generates valid and invalid
 requests from the server's own description, and checks every answer against that description. A
-tenth as many requests are those of coding agents (`tests.e2e.fuzz.agents`).
+tenth as many requests are those of coding agents (`tests.e2e.fuzz.agents`), and on a tenth as many
+connections bodies are framed in random ways (`tests.e2e.fuzz.framing`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.fuzz.agents import fuzz_agents
+from tests.e2e.fuzz.framing import fuzz_framing
 from tests.e2e.server import Server, serving
 from tests.text_models import make_text_model
 from tests.tiny_models import make_tiny
@@ -99,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reached, wrong = fuzz_agents(server.client, options.requests // 10, options.seed)
             sys.stdout.write("\n".join([*wrong, f"agents' fields: {dict(reached)}", ""]))
             failed |= bool(wrong)
+            framed, misread = fuzz_framing(server.port, KEY, options.requests // 10, options.seed)
+            sys.stdout.write("\n".join([*misread, f"framing: {dict(framed)}", ""]))
+            failed |= bool(misread)
             errors = internal_errors(server)
             sys.stdout.write("\n".join([*errors, ""]))
             sys.stdout.write(f"{answered} requests, {len(errors)} internal errors\n")

@@ -16,6 +16,7 @@ from tests.e2e.fuzz.__main__ import (
     requests_answered,
 )
 from tests.e2e.fuzz.agents import fuzz_agents
+from tests.e2e.fuzz.framing import fuzz_framing
 from tests.e2e.server import serving
 
 
@@ -40,3 +41,15 @@ def test_requests_of_agents_are_answered_or_refused(tiny_model: Callable[..., Pa
         wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
         wanted |= {"options", "format", "context"}
         assert {name for name in wanted if reached[name] < 5} == set()
+
+
+@pytest.mark.slow
+def test_bodies_are_framed_as_they_are_sent(tiny_model: Callable[..., Path]) -> None:
+    with serving(tiny_model("llama"), *FLAGS) as server:
+        noted, wrong = fuzz_framing(server.port, KEY, 500, seed=4)
+        assert wrong == []
+        assert internal_errors(server) == []
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        server.wait_until(lambda: server.sequences_in_flight() == 0, 30, "no request is left")
+    assert {"half a request", "pipelined requests", "a body after its answer"} <= noted.keys()
+    assert len(noted) > 18, "each end was reached"

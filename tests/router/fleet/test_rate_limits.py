@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import redis as redis_client
 
 from router.errors import InvalidRequest, TooManyRequests
 from router.fleet.metrics.prometheus import Metrics
@@ -22,6 +26,7 @@ from tests.conftest import in_loop
 from tests.router.conftest import StartServer, eventually
 
 CLIENTS = 200
+LOST_S = 2.0
 
 
 class Redis:
@@ -41,6 +46,9 @@ class Redis:
             stdout=subprocess.DEVNULL,
         )
         eventually(self.socket.exists, 30)
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         self._process.kill()
@@ -287,3 +295,62 @@ def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
     eventually(lambda: server.chat("x").status_code == 200)
     assert server.log.read_text().count("connected again") == 1
     assert "limits_store_up 1.0" in server.metrics
+
+
+def test_no_request_notices_what_happens_to_redis_under_load(
+    redis: Redis, start_server: StartServer, background: Callable[..., Future[Any]]
+) -> None:
+    server = start_server(f"--limits-url={redis.url}", "--rate-limit-requests=1000000")
+    server.join("hi", max_sequences=64)
+    admin = redis_client.Redis(unix_socket_path=str(redis.socket))
+    answers: list[tuple[int, float]] = []
+    is_over = False
+
+    def load() -> None:
+        while not is_over:
+            began = time.monotonic()
+            answers.append((server.chat("x").status_code, time.monotonic() - began))
+
+    def restart() -> None:
+        redis.stop()
+        time.sleep(LOST_S)
+        redis.start()
+
+    def stand_still() -> None:
+        redis.send(signal.SIGSTOP)
+        time.sleep(LOST_S)
+        redis.send(signal.SIGCONT)
+
+    def refuse_writes(begin: Callable[[], Any], end: Callable[[], Any]) -> None:
+        begin()
+        eventually(lambda: "limits_store_up 0.0" in server.metrics)
+        time.sleep(LOST_S)
+        assert "limits_store_up 0.0" in server.metrics, "it takes no amounts, though it answers"
+        end()
+
+    clients = [background(load) for _ in range(8)]
+    faults: list[Callable[[], Any]] = [
+        restart,
+        stand_still,
+        lambda: refuse_writes(
+            lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)
+        ),
+        lambda: refuse_writes(lambda: admin.replicaof("127.0.0.1", 1), admin.replicaof),
+        lambda: admin.client_kill_filter(_type="normal"),
+        admin.flushall,
+    ]
+    try:
+        for fault in faults:
+            fault()
+            eventually(lambda: "limits_store_up 1.0" in server.metrics)
+            count = len(answers)
+            eventually(lambda: len(answers) > count + 20)  # noqa: B023
+    finally:
+        is_over = True
+    for client in clients:
+        client.result(60)
+    assert {status for status, _ in answers} == {200}
+    assert max(seconds for _, seconds in answers) < 6
+    log = server.log.read_text()
+    assert 4 <= log.count("this router counts alone") <= len(faults)
+    assert log.count("this router counts alone") == log.count("connected again")

@@ -59,6 +59,15 @@ async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(bytes(LARGE_BYTES))(scope, receive, send)
         return
 
+    if scope["path"] == "/echo":
+        message = await receive()
+
+        async def echo() -> AsyncIterator[bytes]:
+            yield message["body"]
+
+        await StreamingResponse(echo())(scope, receive, send)
+        return
+
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(8):
             yield b"part\n"
@@ -188,6 +197,34 @@ def test_a_body_may_arrive_after_its_answer(client: socket.socket) -> None:
     assert read_to_end(client) == b""
 
 
+@pytest.mark.parametrize("path", [b"/", b"/unread"])
+def test_the_end_of_a_body_may_arrive_with_the_next_request(
+    client: socket.socket, path: bytes
+) -> None:
+    size = 10 * MAX_BYTES
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, size)
+    client.sendall(head)
+    if path == b"/unread":
+        read_answer(client)
+    client.sendall(bytes(size) + REQUEST[:-2])
+    if path == b"/":
+        read_answer(client)
+    client.sendall(b"a: b\r\n\r\n")
+    assert read_answer(client).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "rest", [b"no size\r\n", b"1\r\nab\r\n", b"0\r\na: " + b"b" * 2 * MAX_BYTES]
+)
+def test_a_request_is_answered_once_also_if_its_rest_is_malformed(
+    client: socket.socket, rest: bytes
+) -> None:
+    client.sendall(b"POST /unread HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    assert read_answer(client).startswith(b"HTTP/1.1 200")
+    client.sendall(rest)
+    assert read_to_end(client) == b""
+
+
 def test_a_flood_of_headers_is_a_431_also_in_one_piece(client: socket.socket) -> None:
     client.sendall(REQUEST[:-2] + b"a:b\r\n" * 500 + b"\r\n")
     assert error_code(read_to_end(client), 431) == "headers_too_large"
@@ -200,9 +237,10 @@ def test_complete_headers_that_are_too_long_are_a_431(client: socket.socket) -> 
 
 @pytest.mark.parametrize("path", [b"/", b"/unread"])
 @pytest.mark.parametrize("ending", [b"0\r\na: ", b"0\r\na", b"1;a="])
-def test_trailers_and_extensions_of_chunks_that_do_not_end_are_a_431(
+def test_trailers_and_extensions_of_chunks_that_do_not_end_are_refused(
     client: socket.socket, path: bytes, ending: bytes
 ) -> None:
+    """By a 431, or if there was an answer, by the end of the connection."""
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
     client.sendall(head + b"4\r\nbody\r\n" + ending)
     if path == b"/unread":
@@ -210,7 +248,26 @@ def test_trailers_and_extensions_of_chunks_that_do_not_end_are_a_431(
     for _ in range(2):
         time.sleep(0.05)
         client.sendall(b"b" * (MAX_BYTES // 2 + 1))
-    assert error_code(read_to_end(client), 431) == "headers_too_large"
+    refusal = read_to_end(client)
+    if path == b"/unread":
+        assert refusal == b""
+    else:
+        assert error_code(refusal, 431) == "headers_too_large"
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 4\r\n", b"transfer-encoding: chunked\r\n"])
+def test_a_request_that_asks_for_http_2_is_served_with_its_body(
+    client: socket.socket, framing: bytes
+) -> None:
+    """Java's HttpClient asks in each request to an address without TLS."""
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+    body = b"body" if b"4" in framing else b"4\r\nbody\r\n0\r\n\r\n"
+    for protocol in (b"h2c", b"websocket", b"h2c"):
+        head = b"POST /echo HTTP/1.1\r\nhost: x\r\n%supgrade: %s\r\n%s\r\n"
+        client.sendall(head % (upgrade, protocol, framing) + body)
+        assert read_answer(client).endswith(b"\r\n4\r\nbody\r\n0\r\n\r\n")
+    client.sendall(REQUEST[:-2] + upgrade + b"upgrade: h2c\r\n\r\n")
+    assert read_answer(client).startswith(b"HTTP/1.1 200")
 
 
 def test_small_chunks_are_no_headers(client: socket.socket) -> None:

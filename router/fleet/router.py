@@ -305,6 +305,9 @@ class Router:
         self.adapters.on_engine_lost(engine)
         self.dispatcher.on_engine_lost(engine, reason, planned=planned)
 
+    def on_engine_back(self, engine: Engine) -> None:
+        self.dispatcher.on_engine_back(engine)
+
     def on_model_replaced(self, model: ModelReplicas) -> None:
         self.dispatcher.on_model_replaced(model)
 

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequest
+from router.http.client_timer import ClientTimer
 from router.http.transports import DrainingTransport
 
 
@@ -32,7 +33,7 @@ class Connection(HttpToolsProtocol):
     write_timeout_s: ClassVar[float] = 120.0
     """Time in which a client must read something once its buffers are full."""
 
-    _headers_timer: asyncio.TimerHandle | None = None
+    _headers_timer: ClientTimer | None = None
     _header_bytes = 0
     _message_ended = False
     """Whether a request ended in the bytes that arrived last."""
@@ -186,7 +187,9 @@ class Connection(HttpToolsProtocol):
             self._start_headers_timer()
 
     def _start_headers_timer(self) -> None:
-        self._headers_timer = self.loop.call_later(self.headers_timeout_s, self._on_headers_timeout)
+        self._headers_timer = ClientTimer(
+            self.loop, self.headers_timeout_s, self._on_headers_timeout
+        )
 
     def _cancel_headers_timer(self) -> None:
         if self._headers_timer is not None:

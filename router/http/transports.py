@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from router.http.client_timer import ClientTimer
+
 CLOSE_TIMEOUT_S = 10.0
 """Time limit for sending the last bytes after `close`."""
 MIN_PROGRESS_BYTES = 16 * 1024
@@ -24,7 +26,7 @@ class DrainingTransport:
         self._transport = transport
         self._loop = loop
         self._timeout_s = timeout_s
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: ClientTimer | None = None
         self._buffered_bytes = 0
         self._lost = False
         self.write = transport.write  # called for every token
@@ -43,7 +45,7 @@ class DrainingTransport:
         """Abort unless the buffer shrinks."""
         if self._timer is None:
             self._buffered_bytes = self._transport.get_write_buffer_size()
-            self._timer = self._loop.call_later(self._timeout_s, self._check)
+            self._timer = ClientTimer(self._loop, self._timeout_s, self._check)
 
     def lost(self) -> None:
         """Record that the connection is gone."""

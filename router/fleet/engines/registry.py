@@ -45,6 +45,9 @@ class RegistryListener(Protocol):
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         """``engine`` has lost all its sequences in flight."""
 
+    def on_engine_back(self, engine: Engine) -> None:
+        """``engine`` was lost, but its process is still there."""
+
     def on_capacity_changed(self, model: ModelReplicas) -> None:
         """An engine of ``model`` may have more capacity than before."""
 
@@ -205,6 +208,7 @@ class Registry:
         model.engines.append(engine)
         model.update_adapters()
         self._listener.on_engine_joined(engine)
+        self._listener.on_engine_back(engine)  # if it was here before
         logger.info("engine %s joined: model %s", hello.engine, hello.model)
         # Makes it drop the requests of a router that is gone, in case it sent the `Hello` unasked.
         self.ping(peer)
@@ -221,8 +225,11 @@ class Registry:
                 self._unregistered[peer] = (time.monotonic(), heartbeat)
             self.ping(peer)
             return None
-        changed = engine.lost_reason is not None or engine.phase != heartbeat.phase
+        was_lost = engine.lost_reason is not None
+        changed = was_lost or engine.phase != heartbeat.phase
         engine.on_heartbeat(heartbeat)
+        if was_lost:
+            self._listener.on_engine_back(engine)
         model = self._model_of[engine]
         if model.renderer is None:
             self._ensure_renderer(peer, model)

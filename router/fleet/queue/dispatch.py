@@ -29,12 +29,6 @@ from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 2
-"""A sequence fails after losing this many engines, because it may be the cause."""
-FORGIVEN_AFTER_TOKENS = 256
-"""A sequence that generates this many tokens after a loss was not its cause. A harmful sequence can
-thus end at most one engine per this many of its tokens."""
-
 _MISSED_HEARTBEATS = 2
 _SETTLE_S = 2.0
 _BUSY_S = 1.0
@@ -224,7 +218,13 @@ class Dispatcher:
         """Resubmit the sequences of ``engine``. A ``planned`` restart does not count
         against them."""
         for entry in self._placed_on(engine):
-            self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
+            gone = engine.hello.incarnation
+            self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned, gone=gone)
+
+    def on_engine_back(self, engine: Engine) -> None:
+        """Forgive the loss of an engine that was only silent."""
+        for entry in self._in_flight.values():
+            entry.sequence.losses.on_return(engine.hello.incarnation)
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
         """Move the queued sequences of ``model`` to its successor, if they can continue there."""
@@ -344,17 +344,17 @@ class Dispatcher:
             self._metrics.timeouts.inc(isinstance(error, GenerationTimeout))
             self.fail(entry, error)
 
-    def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
-        """Retry a sequence that the engine did not finish, or end it with an error."""
+    def _retry_or_fail(
+        self, entry: InFlight, reason: str, *, planned: bool = False, gone: str | None = None
+    ) -> None:
+        """Retry a sequence that the engine did not finish, or end it with an error. ``gone`` is
+        the engine's incarnation if it has lost all its sequences."""
         sequence = entry.sequence
         if sequence.state is RemoteRequestState.STOPPING:
             self._requeue(entry)  # which ends it
             return
-        if sequence.num_output_tokens - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
-            sequence.losses = 0
-        sequence.losses += not planned
-        sequence.tokens_at_loss = sequence.num_output_tokens
-        if sequence.losses >= MAX_LOSSES:
+        sequence.losses.add(gone, sequence.num_output_tokens, planned=planned)
+        if sequence.losses.are_too_many:
             logger.warning("%s failed: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
             self._end(entry, lambda: sequence.fail(engine_lost(wait_s)))

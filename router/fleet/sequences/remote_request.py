@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from router.errors import ApiError
 from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.sequences.losses import Losses
 from router.fleet.tenants.tenant import Tenant
 from shared.wire import Abort, AdapterRef, Encode, LiveRequest, Submit, Usage
 
@@ -49,10 +50,7 @@ class RemoteRequest(ABC):
         self._on_change = on_change
         self.state = RemoteRequestState.WAITING
         self.attempt = 0
-        self.losses = 0
-        """Number of engines lost with it, except planned exits."""
-        self.tokens_at_loss = 0
-        """Number of its tokens at the last loss."""
+        self.losses = Losses()
         self.error: ApiError | None = None
         self.refusal = ""
         """Why the last engine did not accept it, if it waits for another one since then."""
@@ -116,9 +114,9 @@ class RemoteRequest(ABC):
         """Exclude a time in which nothing could arrive."""
         self.arrived_at += asleep_s
         self.queued_at += asleep_s
-        self.placed_at += asleep_s
-        self.stopping_at += asleep_s
-        self.last_token_at += asleep_s if self.last_token_at else 0.0
+        for name in ("placed_at", "stopping_at", "last_token_at"):
+            if at := getattr(self, name):  # 0: not yet
+                setattr(self, name, at + asleep_s)
 
     def accept(self) -> None:
         if self.state is RemoteRequestState.PLACED:

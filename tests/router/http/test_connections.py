@@ -59,6 +59,8 @@ async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(bytes(LARGE_BYTES))(scope, receive, send)
         return
 
+    if scope["path"] == "/block":
+        time.sleep(3 * TIMEOUT_S)
     if scope["path"] == "/echo":
         message = await receive()
 
@@ -314,6 +316,31 @@ def test_a_client_that_never_reads_is_cut_off(
         except ConnectionResetError:
             pass
         assert received < LARGE_BYTES
+
+
+def test_a_server_that_stood_still_does_not_count_that_against_its_clients(
+    address: tuple[str, int],
+) -> None:
+    with (
+        socket.create_connection(address, timeout=20) as new,
+        socket.create_connection(address, timeout=20) as other,
+        socket.socket() as reading,
+    ):
+        reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reading.settimeout(20)
+        reading.connect(address)
+        reading.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        new.sendall(REQUEST[:9])
+        time.sleep(TIMEOUT_S / 4)
+        other.sendall(REQUEST.replace(b" / ", b" /block "))
+        time.sleep(2 * TIMEOUT_S)
+        new.sendall(REQUEST[9:])
+        assert read_answer(other).startswith(b"HTTP/1.1 200")
+        assert read_answer(new).startswith(b"HTTP/1.1 200")
+        received = 0
+        while piece := reading.recv(2**20):
+            received += len(piece)
+        assert received > LARGE_BYTES
 
 
 def test_a_client_that_reads_slowly_gets_everything(address: tuple[str, int]) -> None:

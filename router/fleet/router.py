@@ -115,6 +115,7 @@ class Router:
         """Set when answers without an end of their own must end."""
         self.shutdown_clean = True
         """False after a shutdown has cancelled requests."""
+        self._stopped = False
         self._tasks = BackgroundTasks()
         self._add_gauges()
 
@@ -151,6 +152,7 @@ class Router:
         self.loop_lag.close()
         self.work.close()
         await self.rate_limits.close()
+        self._stopped = True
         self.engine_sockets.close()
         self.registry.close()
         for close in self.closers:
@@ -278,6 +280,8 @@ class Router:
     # -- the supervisor --------------------------------------------------------
 
     def on_supervisor_message(self, message: Mapping[str, Any]) -> None:
+        if self._stopped:  # the link's thread still has messages
+            return
         if "models" in message:
             self.supervised.on_models(message)
         elif "ended" in message:

@@ -51,6 +51,18 @@ def test_a_failed_task_is_logged_and_a_router_still_stops_completely(
     assert not (socket_dir / "engines").exists()
 
 
+def test_what_the_supervisor_says_at_the_end_does_no_harm(socket_dir: Path) -> None:
+    """Its messages come on another thread, when the sockets may be closed already."""
+
+    async def run() -> None:
+        router = Router(Settings(), [f"ipc://{socket_dir}/engines"], "test")
+        await router.start()
+        await router.stop()
+        router.on_supervisor_message({"ended": "engine-0"})
+
+    asyncio.run(run())
+
+
 def test_tasks_end_together_and_those_that_do_not_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,9 +46,9 @@ class RateLimits:
         self._windows = RateWindows(url, metrics)
         self._metrics = metrics
         self._uncharged: Counter[Tenant] = Counter()
+        """Tokens not yet in the windows; negative if the windows have too many."""
         self._used = asyncio.Event()
         """Set when `_uncharged` may have entries."""
-        """Tokens not yet in the windows; negative if the windows have too many."""
         self._refusals: dict[str, _Refusal] = {}
         """The last refusal of each window."""
 

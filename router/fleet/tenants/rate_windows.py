@@ -24,6 +24,8 @@ _MAX_CONNECTIONS = 16
 _MAX_ENTRIES = 4096
 """Max entries of a window in Redis, which has one entry per unit."""
 _UNLIMITED = 2**31
+_PROBE = "probe"
+"""A window that only shows whether Redis takes amounts."""
 
 _Result = TypeVar("_Result")
 
@@ -124,19 +126,19 @@ class RateWindows:
             await self._disconnect()
 
     async def recover(self) -> bool:
-        """Check a Redis that did not respond; return whether it responds again."""
+        """Check a Redis that failed; return whether it takes amounts again. It may answer and take
+        none: one that is full, or a replica."""
         if self._shared is None or not self._lost:
             return False
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answers = await self._shared.check()
+                await self._shared.acquire_entry(_PROBE, 1, 1)
         except self._errors:
             return False
-        if answers:
-            self._lost = False
-            self._metrics.limits_store_up.set(1)
-            logger.info("--limits-url: connected again")
-        return answers
+        self._lost = False
+        self._metrics.limits_store_up.set(1)
+        logger.info("--limits-url: connected again")
+        return True
 
     async def _ask(
         self, operation: Callable[[MovingWindowSupport], Awaitable[_Result]], attempts: int = 1

@@ -29,8 +29,8 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from engine.model.load import resolve
-from router.fleet.metrics.loop_lag import EVERY_S
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
+from tests.e2e.abuse.machine import counting_late_wakes
 from tests.e2e.server import Server, serving
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
@@ -160,27 +160,6 @@ class Watch:
             return found
 
 
-def _count_late_wakes(late_s: float, count: Synchronized[int]) -> None:
-    """Sleep as the event loop's own measurement does, and count how often that is much longer."""
-    while True:
-        due = time.monotonic() + EVERY_S
-        time.sleep(EVERY_S)
-        count.value += time.monotonic() - due > late_s
-
-
-@contextmanager
-def _counting_machine_stalls(stall_s: float) -> Iterator[Synchronized[int]]:
-    context = multiprocessing.get_context("spawn")
-    count = context.Value("i")
-    process = context.Process(target=_count_late_wakes, args=(stall_s, count), daemon=True)
-    process.start()
-    try:
-        yield count
-    finally:
-        process.kill()
-        process.join()
-
-
 def abuse(
     server: Server,
     names: Sequence[str],
@@ -195,7 +174,7 @@ def abuse(
     processes = server.pids("services.")
     context = multiprocessing.get_context("spawn")
     with (
-        _counting_machine_stalls(stall_s) as machine_stalls,
+        counting_late_wakes(stall_s) as machine_stalls,
         ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(10,)) as pool,
     ):
         watch = Watch(server, stall_s, machine_stalls, prompt_tokens)
@@ -228,6 +207,7 @@ def _findings(
         yield f"the event loop stood still: {during.line()}"
     if during.failures:
         yield f"good clients failed: {dict(during.failures)}"
+    yield from (each for each in found if each.startswith("WRONG"))
     if found["500"]:
         yield f"{found['500']} internal errors"
 

@@ -20,6 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
+from tests.e2e.abuse.connections import connection_abuses
+from tests.e2e.fuzz.framing import FramingError
+
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 COUNT = "/v1/messages/count_tokens"
 CONNECTIONS = 4
@@ -265,6 +268,7 @@ def abuses() -> Mapping[str, Abuse]:
         "a flood in one pipeline": _pipeline(1000, endless),
         "streams that are left": _leave(endless, 0.05),
         "streams that nobody reads": _never_read({**endless, "n": 8, "logprobs": 5}),
+        **connection_abuses(),
     }
 
 
@@ -282,6 +286,8 @@ def run_abuse(name: str, port: int, key: str, seconds: float) -> Counter[str]:
         while time.monotonic() < end:
             try:
                 found[abuse(attack)] += 1
+            except FramingError as error:
+                found[f"WRONG: {error}"] += 1
             except (OSError, http.client.HTTPException) as error:
                 found[type(error).__name__] += 1
 

@@ -16,6 +16,10 @@ NAMES = (
     "a prompt of a megabyte",
     "a stored conversation",
     "a pipeline that is left",
+    "random framing",
+    "trailers without end",
+    "a body after its answer",
+    "connections that say little",
 )
 SLACK = 10
 STALL_S = 1.0

@@ -49,6 +49,7 @@ from tests.e2e.chaos.site import (
     mount_small_disk,
     unmount,
 )
+from tests.e2e.chaos.stalls import StallWatch
 from tests.e2e.server import private_directory
 from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
 from tests.e2e.soak.report import grows, print_line, thirds
@@ -60,7 +61,7 @@ CLIENTS_A_KEY = 2
 LONG_S = 600.0
 """A run of this length has a part without faults, in which memory is measured."""
 SAMPLE_EVERY_S = 2.0
-OPTIONAL = (f"engine {SELDOM}", "image decoder")
+OPTIONAL = (f"engine {SELDOM}", "image decoder", "spare")
 """Roles with any number of processes, including none."""
 SUPERVISORS = ("supervisor", "supervisor elsewhere")
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
@@ -79,6 +80,7 @@ class Chaos:
         self.site, self.seconds, self.seed, self.pace = site, seconds, seed, pace
         self.judge = Judge()
         self.saboteur = Saboteur(site, seed, pace)
+        self.stalls = StallWatch(site, self.judge, self.saboteur.touched)
         self.hostile: Hostile
         self.memory: defaultdict[str, list[int]] = defaultdict(list)
         self.answers: list[tuple[Question, Reply]] = []
@@ -146,6 +148,7 @@ class Chaos:
                     group.create_task(each.run(CLIENTS_A_KEY))
                 group.create_task(batches.run(pace))
                 group.create_task(asyncio.to_thread(self.hostile.run, pace))
+                group.create_task(self.stalls.run(ends))
                 roles = (*site.roles, *SUPERVISORS)
                 group.create_task(
                     print_progress(ends, self.judge, self.saboteur.done, roles, site.pids)
@@ -284,6 +287,7 @@ class Chaos:
         lines += [f"{name:32} {count:6}" for name, count in sorted(judge.outcomes.items())]
         lines += self.saboteur.lines()
         lines.append(f"hostile requests: {dict(self.hostile.outcomes)}")
+        lines.append(f"event loops were judged for {self.stalls.judged} s")
         for role, sizes in self.memory.items():
             first, second, last = (statistics.median(third) / 2**20 for third in thirds(sizes))
             lines.append(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import signal
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 
 from tests.e2e.chaos.site import Site, admin_restart, send_signal
 from tests.e2e.soak.report import print_line
@@ -28,6 +31,8 @@ class Saboteur:
         self._chance = random.Random(seed)
         self._losing = {role: asyncio.Lock() for role in ("machine", "router", "second router")}
         self.done: Counter[str] = Counter()
+        self.touched: Counter[str] = Counter()
+        """How often a role was stopped, or went on."""
         self.recovered_s: defaultdict[str, list[float]] = defaultdict(list)
         self._faults: dict[Callable[[], Awaitable[str]], int] = {
             self.kill: 6,
@@ -41,6 +46,7 @@ class Saboteur:
             self.lose_machine: 1,
             self.lose_second_router: 1,
             self.restart_engines: 1,
+            self.exhaust_descriptors: 3 if hasattr(resource, "prlimit") else 0,
         }
 
     async def run(self, until: float) -> None:
@@ -88,12 +94,14 @@ class Saboteur:
     async def _lose(self, role: str, number: int) -> str:
         if role == "second router":  # it has no supervisor
             return await self.lose_second_router()
+        self.touched[role] += 1
         pids = self._site.send(role, number)
         self._say(f"{role} gets {signal.Signals(number).name}: {pids}")
         if number == signal.SIGSTOP:
             await asyncio.sleep(HUNG_FOR_S)
-            if role == "image decoder":  # it is killed only if an image waits for it
+            if role in ("image decoder", "spare"):  # it is killed only if it is needed
                 send_signal(pids, signal.SIGCONT)
+            self.touched[role] += 1
         return f"{role} {'killed' if number == signal.SIGKILL else 'hung'}"
 
     async def replace_router(self) -> str:
@@ -108,13 +116,37 @@ class Saboteur:
         supervisors = "supervisor", "supervisor elsewhere"
         role = self._chance.choice((*self._site.roles, *supervisors))
         seconds = self._chance.uniform(0.2, 6)
+        self.touched[role] += 1
         stopped = self._site.send(role, signal.SIGSTOP)
         self._say(f"{role} stands still for {seconds:.1f} s: {stopped}")
         try:
             await asyncio.sleep(seconds)
         finally:
             send_signal(stopped, signal.SIGCONT)
+            self.touched[role] += 1
         return f"{role} stopped"
+
+    async def exhaust_descriptors(self) -> str:
+        """Let a process open nothing more for a while: no connection, file, or child. It may end,
+        and is started again."""
+        role = self._chance.choice((*self._site.roles, "supervisor", "supervisor elsewhere"))
+        if role == "second router":  # it has no supervisor
+            role = "router"
+        seconds = self._chance.uniform(0.5, 6)
+        self._say(f"{role} may open nothing for {seconds:.1f} s: {self._site.pids(role)}")
+        limits = {}
+        for pid in self._site.pids(role):
+            with suppress(OSError):  # it has ended
+                open_now = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()) + 1
+                limits[pid] = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_now, limits[pid][1]))
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for pid, before in limits.items():
+                with suppress(OSError):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        return f"{role} without descriptors"
 
     async def cut(self) -> str:
         for link in self._site.links:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from tests.e2e.abuse.attacks import Attack, abuses
 from tests.e2e.chaos.load import Judge
 from tests.e2e.chaos.site import HOSTILE, Site
+from tests.e2e.fuzz.framing import FramingError
 
 
 class Hostile:
@@ -32,6 +33,9 @@ class Hostile:
             name = self._chance.choice(names)
             try:
                 found = abuses()[name](Attack(self._chance.choice(self._ports), f"sk-{HOSTILE}"))
+            except FramingError as error:
+                found = "wrong"
+                self._judge.find(f"{name}: {error}")
             except (OSError, http.client.HTTPException) as error:
                 found = type(error).__name__
             self.outcomes[found] += 1

@@ -90,6 +90,8 @@ class Site:
         self.directory, self.models, self.adapters = directory, models, adapters
         self.disk = directory / "disk"
         self.has_small_disk = self.disk.is_mount()
+        self.has_spare = Path("/proc/self/fd").is_dir()
+        """Whether the engine elsewhere has a spare process, which is known by its open files."""
         self.store = self.disk / "blocks"
         self.links: list[CuttableLink] = []
         self.server: Server
@@ -153,7 +155,8 @@ class Site:
         self.joined = Process(
             "mlx_lm_server",
             *("engine", "--config", str(self.directory / "joining.toml")),
-            *("--spare-engine-after-s", "0"),  # as in `serving`
+            # In `serving` there is none: several engines are told apart by their command lines.
+            *("--spare-engine-after-s", "1" if self.has_spare else "0"),
             *("--engine-socket", f"tcp://127.0.0.1:{self.links[0].port}"),
             *("--engine-socket", self._second_socket),
             *("--kvstore-socket", f"tcp://127.0.0.1:{self.links[1].port}"),
@@ -222,11 +225,13 @@ class Site:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What processes do. `SELDOM`'s engine and decoders of images need not be there."""
+        """What processes do. `SELDOM`'s engine, decoders of images and the spare process need not
+        be there."""
+        elsewhere = ("engine elsewhere", "spare") if self.has_spare else ("engine elsewhere",)
         engines = (f"engine {name}" for name in self.models)
         ranks = ("rank",) if "ranks" in self.models else ()
         images = ("image decoder",) if "images" in self.models else ()
-        return ("router", "kvstore", *engines, *ranks, *images, "engine elsewhere", "second router")
+        return ("router", "kvstore", *engines, *ranks, *images, *elsewhere, "second router")
 
     def pids(self, role: str) -> list[int]:
         """Return the processes with one of `roles`, or "supervisor" or "supervisor elsewhere"."""
@@ -238,8 +243,9 @@ class Site:
             case "second router":
                 return [self.second.popen.pid]
             case "engine elsewhere":
-                below = descendants(self.joined.popen.pid)
-                return [pid for pid, command in below if "services.processes.engine" in command]
+                return [pid for pid in self._elsewhere() if not is_waiting_spare(pid)]
+            case "spare":
+                return [pid for pid in self._elsewhere() if is_waiting_spare(pid)]
             case "image decoder":
                 return self.server.pids("router.images.decoder")
         name, _, model = role.partition(" ")
@@ -251,6 +257,10 @@ class Site:
             for pid, command in below
             if own in command and any(f"services.processes.{one} " in f"{command} " for one in what)
         ]
+
+    def _elsewhere(self) -> list[int]:
+        below = descendants(self.joined.popen.pid)
+        return [pid for pid, command in below if "services.processes.engine" in command]
 
     async def wait_whole(self, timeout_s: float) -> float | None:
         """Wait until all engines are ready and the disk is well. Return the seconds, None if it
@@ -327,6 +337,17 @@ def send_signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def is_waiting_spare(pid: int) -> bool:
+    """Return whether a process was started as a spare one and is no engine yet: it polls no
+    socket."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        files = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return b"engine_spare" in command and "anon_inode:[eventpoll]" not in files
 
 
 def mount_small_disk(directory: Path) -> bool:

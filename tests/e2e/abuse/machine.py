@@ -1,0 +1,37 @@
+"""Whether the machine itself stands still: a process that only sleeps is then woken late.
+
+A module of its own, since processes cannot be started with functions of a main module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+
+from router.fleet.metrics.loop_lag import EVERY_S
+
+
+def _count_late_wakes(late_s: float, count: Synchronized[int]) -> None:
+    """Sleep as the event loop's own measurement does, and count how often that is much longer."""
+    while True:
+        due = time.monotonic() + EVERY_S
+        time.sleep(EVERY_S)
+        count.value += time.monotonic() - due > late_s
+
+
+@contextmanager
+def counting_late_wakes(late_s: float) -> Iterator[Synchronized[int]]:
+    """Yield the number of wakes that were later than ``late_s``."""
+    context = multiprocessing.get_context("spawn")
+    count = context.Value("i")
+    process = context.Process(target=_count_late_wakes, args=(late_s, count), daemon=True)
+    process.start()
+    try:
+        yield count
+    finally:
+        assert process.is_alive(), "late wakes were not counted"
+        process.kill()
+        process.join()

@@ -31,6 +31,7 @@ from kvstore.disk import DISK_FULL, OF_NO_FILE, Disk
 from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES, rank_namespace, split_namespace
 from shared.locks import try_lock
+from shared.watched_file import names
 
 SUFFIX = ".safetensors"
 QUARANTINED_FILES = 8
@@ -172,14 +173,7 @@ class BlockDirectory:
 
     def is_there(self) -> bool:
         """Return False if the directory is gone or replaced by another one."""
-        try:
-            found = (self.root / "lock").stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True  # unknown; reads and writes will report the error
-        own = os.fstat(self._lock)
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+        return names(self.root / "lock", os.fstat(self._lock))
 
     def reopen(self) -> bool:
         """Own the directory again after it was gone. Return False if that is not possible yet.

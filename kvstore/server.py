@@ -24,7 +24,7 @@ from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES
 from shared.logs import RateLimitedLogger
-from shared.network.curve import Gatekeeper, watch_peer
+from shared.network.curve import Gatekeeper, guard, watch_peer
 from shared.network.peer_limit import PeerWatch
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -99,11 +99,8 @@ class Server:
             (zmq.MAXMSGSIZE, MAX_FILE_BYTES),
         ):
             socket.set(option, value)
-        if endpoint.startswith("tcp:"):
-            if self._gatekeeper is not None:
-                self._gatekeeper.protect(socket)
-            else:
-                self._watches.append(PeerWatch(socket))
+        if watch := guard(socket, endpoint, self._gatekeeper):
+            self._watches.append(watch)
         watch_peer(socket, endpoint)
         socket.bind(endpoint)
         self._poller.register(socket, zmq.POLLIN)

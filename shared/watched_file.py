@@ -24,17 +24,21 @@ class OpenedFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._path, self._identity = path, _identity(path)
+        self._path, self._file = path, path.stat()
 
     @property
     def is_there(self) -> bool:
         """Whether ``path`` still names that file."""
-        try:
-            return _identity(self._path) == self._identity
-        except OSError:
-            return False
+        return names(self._path, self._file)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
+def names(path: Path, file: os.stat_result) -> bool:
+    """Return whether ``path`` names ``file``. It does as long as nobody can tell: reads and writes
+    report what is wrong with the path."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return os.path.samestat(found, file)

@@ -115,8 +115,7 @@ class Router:
         """Set when answers without an end of their own must end."""
         self.shutdown_clean = True
         """False after a shutdown has cancelled requests."""
-        self._stopped = False
-        self._tasks = BackgroundTasks()
+        self._tasks, self._stopped = BackgroundTasks(), False
         self._add_gauges()
 
     def _add_gauges(self) -> None:

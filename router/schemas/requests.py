@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from router.errors import InvalidRequest, InvalidValue
+from router.errors import InvalidRequest, InvalidValue, NotSupported
 from router.schemas.body import Count, TokenId, refused
 from router.schemas.conversation import (
     MAX_TOOLS,
@@ -45,6 +45,15 @@ class Thinking(Struct, frozen=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class Reasoning(Struct, frozen=True, kw_only=True):
+    """The same, as OpenRouter lets clients choose it."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
@@ -113,7 +122,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """``enable_thinking`` and ``thinking_budget`` can also be set in ``chat_template_kwargs``, or
-    in ``thinking``; a ``reasoning_effort`` of ``none`` makes the first false. With
+    in ``thinking`` or ``reasoning``; a ``reasoning_effort`` of ``none`` makes the first false. With
     ``continue_final_message``, the answer continues the last message, which is the assistant's,
     without repeating it."""
 
@@ -137,6 +146,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     ) = None
     thinking: bool | Thinking | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    reasoning: Reasoning | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: PredictedContent | None = None
@@ -201,16 +211,20 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     def template_args(self) -> dict[str, Any]:
         """The arguments of the chat template besides messages and tools."""
         args = dict(self.chat_template_kwargs or {})
-        thinking = False if self.reasoning_effort == "none" else self._enable_thinking
+        reasoning = self.reasoning or Reasoning()
+        effort = reasoning.effort if self.reasoning_effort is None else self.reasoning_effort
+        thinking = False if effort == "none" else self._enable_thinking
         if thinking is not None:
             args.setdefault("enable_thinking", thinking)
         budget = self.thinking_budget
         if budget is None and isinstance(self.thinking, Thinking):
             budget = self.thinking.budget_tokens
+        if budget is None:
+            budget = reasoning.max_tokens
         if budget is not None:
             args.setdefault("thinking_budget", budget)
-        if self.reasoning_effort not in (None, "none"):
-            args.setdefault("reasoning_effort", self.reasoning_effort)
+        if effort not in (None, "none"):
+            args.setdefault("reasoning_effort", effort)
         return args
 
     @property
@@ -222,6 +236,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 return None
             case Thinking(type=kind):
                 return kind != "disabled"
+            case None:
+                return self.reasoning.enabled if self.reasoning else None
             case given:
                 return given
 
@@ -252,6 +268,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 "Structured output cannot be combined with an answer that continues a message.",
                 param="continue_final_message",
             )
+        if self.reasoning is not None and self.reasoning.exclude:
+            name = "reasoning.exclude"
+            raise NotSupported(f"'{name}' is not supported.", param=name)
         self._check_messages()
         self._check_tools()
 

@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shared.logs import RateLimitedLogger
 from shared.network.allow_list import AllowedKey, AllowList, AllowListError, AllowListUnreadable
 from shared.network.named_address import is_named
-from shared.network.peer_limit import PeerLimit
+from shared.network.peer_limit import PeerLimit, PeerWatch
 from shared.watched_file import stamp
 
 logger = logging.getLogger(__name__)
@@ -296,6 +296,20 @@ class _Credentials:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return self.check(z85.decode(key).hex())
+
+
+def guard(
+    socket: zmq.Socket[bytes], address: str, gatekeeper: Gatekeeper | None
+) -> PeerWatch | None:
+    """Limit who may connect to ``socket``, before it is bound to ``address``: over tcp only keys
+    that ``gatekeeper`` allows, or without one, only so many peers that descriptors are left.
+    Return what has to be closed before the socket."""
+    if not address.startswith("tcp:"):
+        return None
+    if gatekeeper is None:
+        return PeerWatch(socket)
+    gatekeeper.protect(socket)
+    return None
 
 
 def watch_peer(socket: zmq.Socket[bytes], endpoint: str) -> None:

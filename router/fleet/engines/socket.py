@@ -15,8 +15,7 @@ import zmq
 from shared.locks import try_lock
 from shared.logs import RateLimitedLogger
 from shared.network.allow_list import AllowedKey
-from shared.network.curve import Gatekeeper, watch_peer
-from shared.network.peer_limit import PeerWatch
+from shared.network.curve import Gatekeeper, guard, watch_peer
 from shared.wire import Message, ToRouter, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -69,11 +68,7 @@ class EngineSocket:
         ):
             self._socket.setsockopt(option, value)
         watch_peer(self._socket, address)
-        self._watch: PeerWatch | None = None
-        if gatekeeper is not None:
-            gatekeeper.protect(self._socket)
-        elif not address.startswith("ipc:"):
-            self._watch = PeerWatch(self._socket)
+        self._watch = guard(self._socket, address, gatekeeper)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         try:
             self._socket.bind(address)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.errors import InvalidValue
+from router.errors import InvalidValue, NotSupported
 from router.schemas.body import parse_body
 from router.schemas.requests import ChatRequest
 
@@ -39,6 +39,21 @@ ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
             {"thinking": {"type": "enabled", "budget_tokens": 7}, "thinking_budget": 9},
             ON | {"thinking_budget": 9},
         ),
+        ({"reasoning": {}}, {}),
+        ({"reasoning": {"enabled": True, "exclude": False}}, ON),
+        ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "none"}}, OFF),
+        ({"reasoning": {"effort": "none"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"max_tokens": 9}}, {"thinking_budget": 9}),
+        (
+            {
+                "reasoning": {"max_tokens": 9, "enabled": True},
+                "thinking": False,
+                "thinking_budget": 7,
+            },
+            OFF | {"thinking_budget": 7},
+        ),
     ],
 )
 def test_thinking_goes_to_the_template_and_to_the_budget(
@@ -56,3 +71,9 @@ def test_an_unknown_way_of_thinking_is_named(value: Any) -> None:
     with pytest.raises(InvalidValue) as raised:
         chat(thinking=value)
     assert str(raised.value.param).startswith("thinking")
+
+
+def test_reasoning_cannot_be_left_out_of_an_answer() -> None:
+    with pytest.raises(NotSupported) as raised:
+        chat(reasoning={"effort": "low", "exclude": True})
+    assert raised.value.param == "reasoning.exclude"

@@ -113,8 +113,7 @@ class Router:
         self.draining = False
         self.ending = asyncio.Event()
         """Set when answers without an end of their own must end."""
-        self.shutdown_clean = True
-        """False after a shutdown has cancelled requests."""
+        self.shutdown_clean = True  # False after a shutdown has cancelled requests
         self._tasks, self._stopped = BackgroundTasks(), False
         self._add_gauges()
 

@@ -18,53 +18,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.connections import connection_abuses
 from tests.e2e.fuzz.framing import FramingError
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 COUNT = "/v1/messages/count_tokens"
 CONNECTIONS = 4
-PATIENCE_S = 60.0
 GREEDY = "a greedy key"
 _MB = 1_000_000
-
-
-class Attack(NamedTuple):
-    """One client that means no good."""
-
-    port: int
-    key: str
-
-    def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        client = socket.socket()
-        client.settimeout(PATIENCE_S)
-        if receive_buffer is not None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        client.connect(("127.0.0.1", self.port))
-        return client
-
-    def head(self, path: str, size: int, *more: str) -> bytes:
-        lines = (
-            f"POST {path} HTTP/1.1",
-            "Host: x",
-            f"Authorization: Bearer {self.key}",
-            "Content-Type: application/json",
-            f"Content-Length: {size}",
-            *more,
-        )
-        return "\r\n".join([*lines, "", ""]).encode()
-
-    def post(self, path: str, body: bytes, *more: str) -> str:
-        """Send a request, and read the answer to its end. Return the status."""
-        with self.connect() as client:
-            client.sendall(self.head(path, len(body), "Connection: close", *more) + body)
-            response = http.client.HTTPResponse(client)
-            response.begin()
-            while response.read(65536):
-                pass
-            return str(response.status)
 
 
 Abuse = Callable[[Attack], str]

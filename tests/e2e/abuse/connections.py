@@ -10,12 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
+from tests.e2e.abuse.attack import Attack
 from tests.e2e.fuzz.framing import FramingError, exchange
-
-if TYPE_CHECKING:
-    from tests.e2e.abuse.attacks import Attack
 
 TRAILERS_BYTES = 32 * 2**20
 SLOW_FOR_S, SILENT_CONNECTIONS = 2.0, 40

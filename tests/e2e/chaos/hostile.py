@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from urllib.parse import urlsplit
 
-from tests.e2e.abuse.attacks import Attack, abuses
+from tests.e2e.abuse.attack import Attack
+from tests.e2e.abuse.attacks import abuses
 from tests.e2e.chaos.load import Judge
 from tests.e2e.chaos.site import HOSTILE, Site
 from tests.e2e.fuzz.framing import FramingError

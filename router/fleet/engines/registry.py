@@ -24,10 +24,8 @@ HEARTBEAT_TIMEOUT_S = 5.0
 REMOVE_AFTER_S = 600.0
 _REPLACED_AFTER_S = 2.5
 """Longer than two heartbeats of an idle engine."""
-_MAX_UNREGISTERED = 1000
-_MAX_REJECTED = 1000
-_PING_INTERVAL_S = 1.0
-_FILES_RETRY_S = 10.0
+_MAX_UNREGISTERED, _MAX_REJECTED = 1000, 1000
+_PING_INTERVAL_S, _FILES_RETRY_S = 1.0, 10.0
 _LOAD_RETRY_S, _LONGEST_LOAD_RETRY_S = 10.0, 600.0
 """The pause after a tokenizer could not be loaded, doubled each time: the cause may be one of the
 machine, such as a full disk, and need not last."""

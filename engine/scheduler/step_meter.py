@@ -10,6 +10,11 @@ from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.timing.chunks import ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
 
+MAX_FIRST_SHARE = 0.5
+"""The first stretch of a pass says nothing about the next ones if it has at most this share of the
+layers. It is the first to use memory of that size, which takes several times as long in a new
+process, and it prepares inputs for all layers."""
+
 
 class StepMeter:
     """Counts steps, and passes their times to the components that predict times."""
@@ -93,7 +98,11 @@ class StepMeter:
                 self._pictures.observe(stretch.size_bytes, elapsed_s)
             self._counters.encode_seconds += elapsed_s
             self._counters.encoded_images += stretch.is_last
-        elif learns and not stretch.scored:
+        elif learns and not stretch.scored and not _is_cold(stretch):
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
             )
+
+
+def _is_cold(stretch: PlannedStretch) -> bool:
+    return stretch.begins and stretch.share <= MAX_FIRST_SHARE

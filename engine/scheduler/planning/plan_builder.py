@@ -26,6 +26,7 @@ class PlannedStretch(NamedTuple):
     share: float  # fraction of its layers
     scored: bool  # whether prompt log-probabilities are computed, which takes longer
     owing_s: float | None  # predicted seconds while streams wait; None if none do
+    begins: bool  # whether it is the first of its pass
 
 
 class PlannedEncoding(NamedTuple):
@@ -156,12 +157,13 @@ class PlanBuilder:
     def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or
         an earlier one. ``owing_s``: see `PlannedStretch`."""
+        begins = not one.layers_done
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
         scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
         self.step.pass_number = one.number
-        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s)
+        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s, begins)
         for chunk in one.chunks:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq
         if one.layers_done == layers:
@@ -212,5 +214,5 @@ class PlanBuilder:
         memory.forget_changes()
         if not any(operations.values()):
             return None
-        self.step.makes_slabs = bool(operations["new_slabs"])
+        self.step.makes_slabs = bool(operations["new_slabs"] or operations["resized_slabs"])
         return plan.Plan(step=self.step.number, **operations), self.step

@@ -73,11 +73,13 @@ class EndsExecutor(FakeExecutor):
     """Computes known tokens before those of decodes, too."""
 
     slab_s = 0.0  # that a new slab takes
+    begin_s = 0.0  # that the first layer of a pass takes in addition
 
     def run(self, plan: Plan) -> StepResult:
         result = super().run(plan)
         known = sum(len(decode.before) for decode in plan.decodes)
         more_s = known / self.speed_tokens_s + self.slab_s * len(plan.new_slabs)
+        more_s += self.begin_s * bool(plan.chunks)
         return msgspec.structs.replace(result, elapsed_s=result.elapsed_s + more_s)
 
     def _decode(self, plan: Plan) -> list[list[int]]:

@@ -91,6 +91,16 @@ def test_the_time_of_a_step_that_makes_slabs_says_nothing_about_chunks() -> None
     assert policy.predict_s(0, 100) < 0.3, "three times as long as they take"
 
 
+def test_the_time_of_the_first_layers_of_a_pass_says_nothing_about_the_others() -> None:
+    made = engine(prefill_chunk_tokens=None)
+    made.executor.begin_s = 10.0
+    for number in range(3):
+        client = made.submit(request(f"{number}", prompt(401, number)))
+        made.finish(client)
+    policy = made.scheduler.planner.prefilling._chunk_policy
+    assert 0.05 < policy.predict_s(0, 100) < 0.15, "it takes 0.1 s"
+
+
 def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_run() -> None:
     made = engine(decodes_ends=True)
     (stream,) = begin_streams(made, 1)

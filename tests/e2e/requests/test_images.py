@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import Server, serving
-from tests.vision_models import make_vision_model, needs_mlx_vlm, picture
+from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
 
@@ -26,17 +26,18 @@ ENCODED = "mlx_lm_server_encoded_images_total"
 SHOWN = "mlx_lm_server_images_total"
 
 
-def shown(seed: int) -> dict[str, Any]:
-    data = io.BytesIO()
-    picture(seed).save(data, "PNG")
+def shown(seed: int, scale: int = 1) -> dict[str, Any]:
+    data, image = io.BytesIO(), picture(seed)
+    image.resize((image.width * scale, image.height * scale)).save(data, "PNG")
     url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def asked(*parts: int | str) -> list[dict[str, Any]]:
+def asked(*parts: int | str, scale: int = 1) -> list[dict[str, Any]]:
     """Return a conversation with a message of texts and of pictures by their numbers."""
     content = [
-        shown(part) if isinstance(part, int) else {"type": "text", "text": part} for part in parts
+        shown(part, scale) if isinstance(part, int) else {"type": "text", "text": part}
+        for part in parts
     ]
     return [{"role": "user", "content": content}]
 
@@ -107,10 +108,10 @@ def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> 
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3_vl", "gemma3", "qwen3_5", "gemma4", "glm4v"], indirect=True
+    "model", ["qwen3_vl", "gemma3", "qwen3_5", "gemma4", "glm4v", "kimi_vl"], indirect=True
 )
-def test_a_stream_with_a_picture_outlives_its_engine(server: Server) -> None:
-    messages = asked("what are ", 3, " and ", 4)
+def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server) -> None:
+    messages = asked("what are ", 3, " and ", 4, scale=FAMILIES[model.name].scale)
     expected = text_of(answer(server, messages, 300))
     body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
     (pid,) = server.pids("services.processes.engine")

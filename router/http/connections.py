@@ -35,6 +35,8 @@ class Connection(HttpToolsProtocol):
 
     _headers_timer: ClientTimer | None = None
     _header_bytes = 0
+    _in_headers = False
+    """Whether the headers of a request have begun and are incomplete."""
     _message_ended = False
     """Whether a request ended in the bytes that arrived last."""
     _in_body = False
@@ -115,6 +117,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= self.max_pipelined:
             self._stop_parser(InvalidRequest("Too many requests at once on one connection."))
         super().on_message_begin()
+        self._in_headers = True
         self._expect_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -125,6 +128,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._asks_for_upgrade:
             return
+        self._in_headers = False
         self._cancel_headers_timer()
         # They may have arrived all at once, with the end.
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -204,7 +208,7 @@ class Connection(HttpToolsProtocol):
         if self._responding:
             # These are the headers of the next request; the current one may take its time.
             self._start_headers_timer()
-        elif self._header_bytes:
+        elif self._in_headers:
             seconds = f"{self.headers_timeout_s:g} s"
             self._respond_and_close(HeadersTimeout(f"The headers did not arrive within {seconds}."))
         else:

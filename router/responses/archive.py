@@ -55,6 +55,7 @@ class ResponseArchive:
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""
         self._directory = directory
+        self._file: OpenedFile | None = None
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -142,7 +143,7 @@ class ResponseArchive:
 
     def _write(self, change: _Change) -> bool:
         try:
-            if not self._file.is_there:
+            if self._file is None or not self._file.is_there:
                 self._begin_again()
             with self._database:
                 self._database.execute(*change)
@@ -154,6 +155,7 @@ class ResponseArchive:
     def _begin_again(self) -> None:
         """Store what comes in a new file, because the old one was removed: what is written to it
         would be lost at the next start."""
+        self._file = None  # until the new one is open: it may get the number of the old one
         self._database.close()
         self._unlock()
         self._open()

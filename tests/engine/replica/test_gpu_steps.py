@@ -205,7 +205,8 @@ def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
     of_decodes.clear()
     whole.submit("joins", prompt(7, 300), 2)
     whole.run()
-    assert len(of_chunks) == len(slow) and min(of_chunks) >= 0.3
+    # Chunks are divided, and nothing is learned from their first layers.
+    assert len(slow) // 2 <= len(of_chunks) <= len(slow) and min(of_chunks) >= 0.3
     assert len(of_decodes) >= 20 and sorted(of_decodes)[len(of_decodes) // 2] < 0.3
     # Another program may hold up a decode, but not one after each chunk.
     assert sum(elapsed_s >= 0.3 for elapsed_s in of_decodes) < len(slow)

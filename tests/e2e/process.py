@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.e2e.forked import start_process
 from tests.e2e.server import RANKS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -23,18 +22,16 @@ class Process:
     """A running process. ``log`` holds the lines that it has printed so far."""
 
     def __init__(
-        self, module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
+        self,
+        module: str,
+        *flags: str,
+        prefix: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         """``prefix`` is a command that runs the rest of its arguments."""
         outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-        self.popen = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *flags],
-            cwd=ROOT,
-            env={**outside, **_of_ranks(), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        environ = {**outside, **_of_ranks(), **environment}
+        self.popen = start_process(module, flags, environ, prefix=prefix, directory=ROOT)
         self.log: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -71,7 +68,10 @@ def _of_ranks() -> dict[str, str]:
 
 @contextmanager
 def running_process(
-    module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
+    module: str,
+    *flags: str,
+    prefix: Sequence[str] = (),
+    **environment: str,
 ) -> Iterator[Process]:
     """Run a process, and fail unless it ends cleanly on SIGTERM or was killed before."""
     process = Process(module, *flags, prefix=prefix, **environment)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.forked import FORKS_VARIABLE, ForkedProcess, start_process
 from tests.tiny_models import Kind
 
 READY_TIMEOUT_S = 240.0
@@ -36,7 +36,7 @@ os.environ.setdefault("MLX_LM_SERVER_SPARE_ENGINE_AFTER_S", "0")
 class Server:
     """A running server. ``log`` holds the lines that it has printed so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | ForkedProcess) -> None:
         self.process = process
         self.log: list[str] = []
         self.port = 0
@@ -131,11 +131,11 @@ def private_directory() -> tempfile.TemporaryDirectory[str]:
 def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterator[Server]:
     """Run a server on a free port, stop it, and fail if any of its processes is left.
 
-    Without a ``model``, ``flags`` have to name a file that has some.
+    Without a ``model``, ``flags`` have to name a file that has some. All processes are forked
+    (`tests.e2e.forked`), unless ``TEST_FORKS`` is 0.
     """
     with private_directory() as private:
-        command = [sys.executable, "-m", "mlx_lm_server"]
-        command += [] if model is None else ["--model", str(model)]
+        command = [] if model is None else ["--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", "0"]
         if "--kv-bits" not in flags:  # texts are compared with mlx-lm, whose cache is not quantized
             command += ["--kv-bits", "16"]
@@ -146,13 +146,10 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         command += ["--disk-reserve-gb", "0"]  # tests run on full disks too
         if "--restart-wait-s" not in flags:  # engines start slowly beside other tests
             command += ["--restart-wait-s", "120"]
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "XDG_RUNTIME_DIR": private, **environment},
-        )
+        environ = {**os.environ, "XDG_RUNTIME_DIR": private, **environment}
+        if str(model).startswith("demo"):  # a fork lacks the allocator's settings
+            environ[FORKS_VARIABLE] = "0"
+        process = start_process("mlx_lm_server", [*command, *flags], environ)
         server = Server(process)
         try:
             server.wait_ready()

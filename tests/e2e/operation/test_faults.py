@@ -154,7 +154,7 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
 @pytest.fixture(scope="module")
 def spared(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     """A server with a spare process. The last test kills it."""
-    with serving(tiny_model("llama"), "--spare-engine-after-s", "0.1") as running:
+    with serving(tiny_model("llama"), "--spare-engine-after-s", "0.1", TEST_FORKS="0") as running:
         yield running
 
 

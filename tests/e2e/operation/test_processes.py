@@ -199,7 +199,7 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
         stack.enter_context(running_process("services.processes.kvstore", *flags))
         router = stack.enter_context(
             running_process(
-                "services.processes.router", *flags, "--host", "127.0.0.1", "--port", "0"
+                "services.processes.router", *flags, "--host=127.0.0.1", "--port=0", TEST_FORKS="0"
             )
         )
         url = router.wait_for(r"listening on (\S+)")[1]

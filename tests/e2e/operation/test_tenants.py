@@ -44,6 +44,7 @@ def tenanted(
             tiny_model("llama"),
             *("--no-ssd", "--api-key", "sesame-flag", f"--api-key-file={keys}"),
             f"--otlp-endpoint={collector.url}",
+            TEST_FORKS="0",
             OTEL_BSP_SCHEDULE_DELAY="200",
         ) as server,
     ):

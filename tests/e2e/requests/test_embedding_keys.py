@@ -60,7 +60,7 @@ def test_a_text_does_not_wait_for_the_many_of_another_key(
 ) -> None:
     server, _ = traced
     ends: list[str] = []
-    texts = [[3 + i % 300, 3 + i // 300] + [5] * 480 for i in range(300)]
+    texts = [[3 + i % 300, 3 + i // 300] + [5] * 480 for i in range(900)]
 
     def ask_many() -> None:
         assert embed(server, "many", texts).status_code == 200

@@ -163,9 +163,6 @@ bench-peers: setup
 	$(BIN)/python -m pip install --quiet 'matplotlib>=3.9,<4'
 	$(BIN)/python -m bench.peers --write docs/benchmarks.md $(ARGS)
 
-# Their servers start as a user's do; those of most tests are forked (tests/e2e/forked.py).
-soak chaos abuse fuzz: export TEST_FORKS = 0
-
 soak: setup
 	$(BIN)/python -m tests.e2e.soak $(ARGS)
 

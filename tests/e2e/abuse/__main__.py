@@ -229,7 +229,7 @@ def abused_server(
     if model is None:
         model = make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
         flags = ("--chat-template", TEMPLATE, *flags)
-    with serving(model, *FLAGS, *flags) as server:
+    with serving(model, *FLAGS, *flags, TEST_FORKS="0") as server:  # its stalls are measured
         server.client.headers["authorization"] = f"Bearer {GOOD}"
         yield server
 

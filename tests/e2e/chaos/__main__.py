@@ -50,6 +50,7 @@ from tests.e2e.chaos.site import (
     unmount,
 )
 from tests.e2e.chaos.stalls import StallWatch
+from tests.e2e.forked import FORKS_VARIABLE
 from tests.e2e.server import private_directory
 from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
 from tests.e2e.soak.report import grows, print_line, thirds
@@ -347,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not os.environ.get(IN_NAMESPACE):
         return run_in_namespace([f"--{name}={value}" for name, value in vars(options).items()])
+    os.environ[FORKS_VARIABLE] = "0"
     with private_directory() as name:
         directory = Path(name)
         isolated = os.environ[IN_NAMESPACE] == "yes"

@@ -150,7 +150,8 @@ def soak(
     """
     report = Report(minutes * 60)
     flags = (*FLAGS, "--ssd-max-size-gb", str(ssd_gb))
-    with serving(model, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+    variables = {"_MLX_LM_SERVER_CHECK_INTEGRITY": "1", "TEST_FORKS": "0"}  # memory is measured
+    with serving(model, *flags, **variables) as server:
         exact = not any("may depend on the batch" in line for line in server.log)
         prompts = clear_prompts(model, seed, num_prompts, 0 if exact else CLEAR_GAP)
         load = Load(str(server.client.base_url), prompts, report, seed, exact=exact)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.forked import start_process
 from tests.e2e.server import RANKS_VARIABLE
+from tests.forked.process import start_process
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.forked import FORKS_VARIABLE, ForkedProcess, start_process
+from tests.forked.process import FORKS_VARIABLE, ForkedProcess, start_process
 from tests.tiny_models import Kind
 
 READY_TIMEOUT_S = 240.0
@@ -132,7 +132,7 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
     """Run a server on a free port, stop it, and fail if any of its processes is left.
 
     Without a ``model``, ``flags`` have to name a file that has some. All processes are forked
-    (`tests.e2e.forked`), unless ``TEST_FORKS`` is 0.
+    (`tests.forked.process`), unless ``TEST_FORKS`` is 0.
     """
     with private_directory() as private:
         command = [] if model is None else ["--model", str(model)]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.e2e.forked import ForkedProcess
+from tests.forked.process import ForkedProcess
 
 
 class RouterProcess(ForkedProcess):

@@ -50,10 +50,10 @@ from tests.e2e.chaos.site import (
     unmount,
 )
 from tests.e2e.chaos.stalls import StallWatch
-from tests.e2e.forked import FORKS_VARIABLE
 from tests.e2e.server import private_directory
 from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
 from tests.e2e.soak.report import grows, print_line, thirds
+from tests.forked.process import FORKS_VARIABLE
 from tests.text_models import make_text_model
 from tests.tiny_models import Kind, make_adapter, make_tiny
 from tests.vision_models import make_vision_model

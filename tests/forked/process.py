@@ -29,7 +29,7 @@ from typing import IO, Any, NoReturn
 
 CAN_FORK = sys.platform == "linux"
 CONTEXT: Any = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
-CONTEXT.set_forkserver_preload(["tests.e2e.forked_image"])
+CONTEXT.set_forkserver_preload(["tests.forked.image"])
 FORKS_VARIABLE = "TEST_FORKS"
 """Environment variable: 0 if processes have to be started as users start them."""
 MODULES = (

@@ -1,4 +1,4 @@
-"""What `tests.e2e.forked` has imported before it forks. Nothing here may start a thread."""
+"""What `tests.forked.process` has imported before it forks. Nothing here may start a thread."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from router.api.translation import (
     content_note,
     joined_content,
     required,
-    unsupported_content,
     with_paths,
 )
 from router.errors import InvalidRequest, NotSupported
@@ -39,6 +38,7 @@ from router.schemas.conversation import (
     ToolCall,
     ToolChoice,
     ToolMode,
+    unsupported_content,
 )
 from router.schemas.images import SentImage
 from router.schemas.requests import ChatRequest

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from starlette.datastructures import State
 
 from router.api.held import held_memory
-from router.api.translation import content_note, unsupported_content
+from router.api.translation import content_note
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
-from router.schemas.conversation import ChatMessage, ContentPart
+from router.schemas.conversation import ChatMessage, ContentPart, unsupported_content
 from router.schemas.images import ImageContent, ModelImage, SentImage
 
 

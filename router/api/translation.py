@@ -11,13 +11,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from router.errors import InvalidRequest
-from router.schemas.conversation import (
-    ChatMessage,
-    ContentPart,
-    ImageUrl,
-    ToolCall,
-    unsupported_type,
-)
+from router.schemas.conversation import ChatMessage, ContentPart, ImageUrl, ToolCall
 from router.schemas.images import SentImage
 
 _Value = TypeVar("_Value")
@@ -36,14 +30,6 @@ def required(value: _Value | None, path: str, name: str) -> _Value:
     if value is None:
         raise InvalidRequest(f"'{path}.{name}' is required.", param=f"{path}.{name}")
     return value
-
-
-def unsupported_content(content_type: str, path: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"'{path}': {unsupported_type(content_type)}",
-        param=f"{path}.type",
-        code="unsupported_content",
-    )
 
 
 def content_note(content_type: str) -> str:

@@ -15,7 +15,6 @@ from router.api.translation import (
     joined_content,
     required,
     sent_image,
-    unsupported_content,
     with_paths,
 )
 from router.errors import InvalidRequest, NotFound, NotSupported
@@ -29,7 +28,7 @@ from router.responses.calls import (
 from router.responses.schemas import InputItem, ItemContentPart, ResponsesRequest, TextFormat
 from router.responses.tools import ClientTool, tool_choice
 from router.schemas.body import validated
-from router.schemas.conversation import ChatMessage, ContentPart, Tool
+from router.schemas.conversation import ChatMessage, ContentPart, Tool, unsupported_content
 from router.schemas.requests import ChatRequest
 from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat

@@ -25,14 +25,16 @@ TEXT_PARTS = ("text", "refusal")
 """The supported types of content."""
 
 
-def unsupported_type(content_type: str) -> str:
-    """Return why content of this type is refused, as the rest of a sentence."""
+def unsupported_content(content_type: str, path: str) -> InvalidRequest:
+    """Return the error for content of a type that is refused, in the part called ``path``."""
+    advice = "; this server accepts text."
     if content_type in ("file", "input_file"):
-        return (
-            f"content of type '{content_type}' is not supported: send a PDF's text, or its pages "
-            "as images."
-        )
-    return f"content of type '{content_type}' is not supported; this server accepts text."
+        advice = ": send a PDF's text, or its pages as images."
+    return InvalidRequest(
+        f"'{path}': content of type '{content_type}' is not supported{advice}",
+        param=f"{path}.type",
+        code="unsupported_content",
+    )
 
 
 class ImageUrl(Struct, frozen=True):

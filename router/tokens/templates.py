@@ -19,7 +19,7 @@ from router.schemas.conversation import (
     FunctionCall,
     PromptEnding,
     Tool,
-    unsupported_type,
+    unsupported_content,
 )
 from router.schemas.images import ImageContent, ModelImage
 from router.tokens.conversations.calls import with_named_ids, written_calls
@@ -377,11 +377,7 @@ def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:
             continue
         param = f"{path}.content[{index}]"
         if part.type not in TEXT_PARTS:
-            raise InvalidRequest(
-                f"'{param}': {unsupported_type(part.type)}",
-                param=f"{param}.type",
-                code="unsupported_content",
-            )
+            raise unsupported_content(part.type, param)
         text = part.text if part.type == "text" else part.refusal
         if text is None:
             raise InvalidRequest(f"'{param}' has no {part.type}.", param=f"{param}.{part.type}")

@@ -22,11 +22,7 @@ class Process:
     """A running process. ``log`` holds the lines that it has printed so far."""
 
     def __init__(
-        self,
-        module: str,
-        *flags: str,
-        prefix: Sequence[str] = (),
-        **environment: str,
+        self, module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
     ) -> None:
         """``prefix`` is a command that runs the rest of its arguments."""
         outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
@@ -68,10 +64,7 @@ def _of_ranks() -> dict[str, str]:
 
 @contextmanager
 def running_process(
-    module: str,
-    *flags: str,
-    prefix: Sequence[str] = (),
-    **environment: str,
+    module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
 ) -> Iterator[Process]:
     """Run a process, and fail unless it ends cleanly on SIGTERM or was killed before."""
     process = Process(module, *flags, prefix=prefix, **environment)

@@ -64,13 +64,21 @@ class RunDir:
             except OSError as error:
                 reasons.append(f"{base}: {error.strerror}")
                 continue
-            return cls.open(path)
+            try:
+                return cls.open(path)
+            except RunDirError as error:
+                shutil.rmtree(path, ignore_errors=True)
+                reasons.append(str(error))
         raise RunDirError(f"no private directory for sockets: {'; '.join(reasons)}")
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Lock the existing directory ``path``. Raises: `RunDirError` if it is locked."""
-        lock = _try_lock(path, create=True)
+        """Lock the existing directory ``path``. Raises: `RunDirError` if it is locked, or cannot
+        have a lock file."""
+        try:
+            lock = _try_lock(path, create=True)
+        except OSError as error:
+            raise RunDirError(f"{path}: {error.strerror}") from error
         if lock is None:
             raise RunDirError(f"a running server uses {path}")
         return cls(path, lock)
@@ -109,7 +117,10 @@ class RunDir:
 def remove_if_abandoned(path: str | Path) -> bool:
     """Remove the directory if its supervisor is dead; return whether it was removed."""
     path = Path(path)
-    lock = _try_lock(path, create=False)
+    try:
+        lock = _try_lock(path, create=False)
+    except OSError:
+        return False
     if lock is None:
         return False
     shutil.rmtree(path, ignore_errors=True)
@@ -133,13 +144,10 @@ def sweep(base: Path) -> int:
 def _try_lock(path: Path, *, create: bool) -> int | None:
     """Lock ``path`` and return the descriptor that holds the lock.
 
-    None if another process holds it or the directory is gone. Without ``create``, also None for a
-    directory without a lock file: its owner has only just created it.
+    None if another process holds it. Raises: `OSError` if the directory is gone or, without
+    ``create``, has no lock file: its owner has only just created it.
     """
-    try:
-        lock = try_lock(path / _LOCK, create=create)
-    except OSError:
-        return None
+    lock = try_lock(path / _LOCK, create=create)
     if lock is not None and not os.fstat(lock).st_nlink:  # removed between opening and locking
         os.close(lock)
         return None

@@ -104,9 +104,12 @@ class Renderer:
 
         def load() -> Renderer:
             tokenizer, detokenizer_source = _load(directory, tokenizer_options)
-            if chat_template is not None:
+            template = chat_template
+            if template is None and not tokenizer.has_chat_template:
+                template = _processor_template(directory)
+            if template is not None:
                 tokenizer._chat_template = None
-                tokenizer.chat_template = chat_template
+                tokenizer.chat_template = template
                 tokenizer.has_chat_template = True
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
             format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
@@ -299,6 +302,13 @@ def _load(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
     if not isinstance(tokenizer.detokenizer, tokenizer_utils.NaiveStreamingDetokenizer):
         return tokenizer, tokenizer
     return tokenizer, tokenizer_utils.load(directory, extra, eos_token_ids=eos)
+
+
+def _processor_template(directory: Path) -> str | None:
+    """Return the chat template of a processor: older multimodal checkpoints have no other one, and
+    transformers gives it to the processor only, never to the tokenizer."""
+    template = _read_json(directory / "chat_template.json").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _image_tokens(tokenizer: Any, vision: Vision | None) -> list[str]:

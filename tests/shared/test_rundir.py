@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -163,3 +164,25 @@ def test_old_files_are_touched_so_that_no_cleaner_removes_them(socket_dir: Path)
         for path in watched:
             assert min(path.stat().st_mtime, path.stat().st_atime) > 1000
     run_dir.remove()
+
+
+def test_a_parent_without_space_for_a_lock_is_skipped(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, empty = socket_dir / "full", socket_dir / "empty"
+    for each in (full, empty):
+        each.mkdir()
+    open_file = os.open
+
+    def no_space(path: Path, flags: int, *args: int, **named: int) -> int:
+        if flags & os.O_CREAT and Path(path).is_relative_to(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", no_space)
+    with pytest.raises(RunDirError, match=r"sockets: .*full/.*: No space left on device"):
+        RunDir.create(full)
+    monkeypatch.setattr(rundir, "_bases", lambda: [full, empty])
+    with RunDir.create() as run_dir:
+        assert run_dir.path.parent == empty
+    assert not list(full.iterdir())

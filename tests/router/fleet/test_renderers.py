@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,29 @@ async def test_a_file_that_cannot_be_read_is_not_left_out(
             await renderers.get(files, settings)
     assert not list((tmp_path / "store").glob("model-*"))
     assert (await renderers.get(files, settings)).sampling_defaults.temperature == 0.5
+
+
+@in_loop
+async def test_the_template_of_a_processor_is_used_if_the_tokenizer_has_none(
+    tmp_path: Path,
+) -> None:
+    """As in older multimodal checkpoints."""
+    write_chat_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template")
+    settings = parse([], {}, "test")
+
+    async def template_of(name: str, **files: str) -> str:
+        for file, text in files.items():
+            (tmp_path / f"{file}.json").write_text(text)
+        store, found = stored(tmp_path)
+        renderer = await Renderers(store).get(found, settings)
+        assert ("chat" in renderer.capabilities) is bool(renderer.chat_template), name
+        return renderer.chat_template
+
+    other = json.dumps({"chat_template": "other"})
+    assert await template_of("both", chat_template=other) == template
+    without = json.dumps(config)
+    assert await template_of("processor", tokenizer_config=without) == "other"
+    broken = json.dumps({"chat_template": ["other"]})
+    assert await template_of("neither", chat_template=broken) == ""

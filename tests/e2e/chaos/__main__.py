@@ -75,12 +75,15 @@ ROUTER_GROWTH_BYTES = 400 * 2**20
 
 
 class Chaos:
-    """One run on ``site``. ``pace`` is a factor of the pauses of clients and between faults."""
+    """One run on ``site``. ``pace`` is a factor of the pauses of clients, ``fault_pace`` of those
+    between faults."""
 
-    def __init__(self, site: Site, seconds: float, seed: int, pace: float) -> None:
+    def __init__(
+        self, site: Site, seconds: float, seed: int, pace: float, fault_pace: float
+    ) -> None:
         self.site, self.seconds, self.seed, self.pace = site, seconds, seed, pace
         self.judge = Judge()
-        self.saboteur = Saboteur(site, seed, pace)
+        self.saboteur = Saboteur(site, seed, fault_pace)
         self.stalls = StallWatch(site, self.judge, self.saboteur.touched)
         self.hostile: Hostile
         self.memory: defaultdict[str, list[int]] = defaultdict(list)
@@ -310,7 +313,7 @@ def processes_with(text: str) -> list[str]:
     return [line for line in listing.splitlines() if text in line]
 
 
-def chaos(directory: Path, seconds: float, seed: int, pace: float) -> Chaos:
+def chaos(directory: Path, seconds: float, seed: int, pace: float, fault_pace: float) -> Chaos:
     """Run in ``directory``, and return the finished run."""
     kinds: dict[str, Kind] = {
         SHARED: "llama",
@@ -326,7 +329,7 @@ def chaos(directory: Path, seconds: float, seed: int, pace: float) -> Chaos:
         name: make_adapter(models[SHARED], directory / f"adapter-{name}", number)
         for number, name in enumerate(("one", "two"))
     }
-    run = Chaos(Site(directory, models, adapters), seconds, seed, pace)
+    run = Chaos(Site(directory, models, adapters), seconds, seed, pace, fault_pace)
     run.run()
     return run
 
@@ -345,9 +348,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1,
         help="factor of the pauses of clients and between faults (default: %(default)g)",
     )
+    parser.add_argument(
+        "--fault-pace", type=float, help="factor of the pauses between faults (default: --pace)"
+    )
     options = parser.parse_args(arguments)
     if not os.environ.get(IN_NAMESPACE):
-        return run_in_namespace([f"--{name}={value}" for name, value in vars(options).items()])
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        return run_in_namespace(
+            [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        )
     os.environ[FORKS_VARIABLE] = "0"
     with private_directory() as name:
         directory = Path(name)
@@ -356,7 +365,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not has_small_disk:
             print_line("no full disk: this machine lets us mount none")
         try:
-            run = chaos(directory, options.seconds, options.seed, options.pace)
+            pace, fault_pace = options.pace, options.fault_pace
+            if fault_pace is None:
+                fault_pace = pace
+            run = chaos(directory, options.seconds, options.seed, pace, fault_pace)
         finally:
             if has_small_disk:
                 unmount(directory / "disk")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ _REQUESTS = {
     "responses": "/v1/responses",
     "messages": "/v1/messages",
 }
+WIDTH = 140
+"""Characters of a line."""
+WITH_OWN_TABLES = ("/admin/", "/api/")
+"""Paths of endpoints that are in tables written by hand, not in the generated one."""
 _NOT_SAMPLING = ("model", "stream")
 """Fields of `SamplingRequest` that do not say how tokens are chosen."""
 
@@ -105,15 +109,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _flags() -> str:
-    """A table of flags for each group, in the order of their declaration."""
+    """A table of flags, in the order of their declaration, with a row above each group."""
     groups: dict[str, list[Flag]] = {}
     for flag in flags_of(Settings):
         groups.setdefault(flag.group, []).append(flag)
-    return "\n\n".join(
-        f"### {group[0].upper()}{group[1:]}\n\n"
-        + _table(("flag", "default", ""), [_flag(flag) for flag in flags])
-        for group, flags in groups.items()
-    )
+    rows: list[tuple[str, str, str]] = []
+    for group, flags in groups.items():
+        rows += [(f"**{group[0].upper()}{group[1:]}**", "", ""), *map(_flag, flags)]
+    return _table(("flag", "default", ""), rows)
 
 
 def _flag(flag: Flag) -> tuple[str, str, str]:
@@ -192,13 +195,28 @@ def _vision_models() -> str:
 # -- the API -------------------------------------------------------------------
 
 
+def paths() -> list[str]:
+    """The paths of all endpoints."""
+    return list(_openapi()["paths"])
+
+
 def _endpoints(document: dict[str, Any]) -> str:
+    """The endpoints, each path with its aliases, without those that have tables of their own."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for path, operations in document["paths"].items():
+        if path.startswith(WITH_OWN_TABLES):
+            continue
+        methods = ", ".join(method.upper() for method in operations)
+        summary, *others = (operation["summary"] for operation in operations.values())
+        text = "; ".join([summary, *(f"{other[0].lower()}{other[1:]}" for other in others)])
+        name = path.rpartition("/")[2]
+        key = _key(path, next(iter(operations.values())))
+        rows.setdefault((name, methods, text, key), []).append(path)
     return _table(
         ("", "path", "", "key"),
         [
-            (method.upper(), f"`{path}`", operation["summary"], _key(path, operation))
-            for path, operations in document["paths"].items()
-            for method, operation in operations.items()
+            (methods, ", ".join(f"`{path}`" for path in found), text, key)
+            for (_, methods, text, key), found in rows.items()
         ],
     )
 
@@ -206,16 +224,12 @@ def _endpoints(document: dict[str, Any]) -> str:
 def _key(path: str, operation: dict[str, Any]) -> str:
     if not operation["security"]:
         return ""
-    if path in ("/api/pull", "/api/delete"):
-        return "`--admin-key` or `--ollama-manage`"
-    if path.startswith("/admin/"):
-        return "`--admin-key`"
     return "`--metrics-key`" if path in ("/metrics", "/page/feed") else "`--api-key`"
 
 
 def _sampling_fields(document: dict[str, Any]) -> str:
     schema = _body(document, _REQUESTS["chat"])
-    return _fields_table(schema, [name for name in _sampling_names() if name in _accepted(schema)])
+    return _fields_list(schema, [name for name in _sampling_names() if name in _accepted(schema)])
 
 
 def _fields(document: dict[str, Any], path: str) -> str:
@@ -237,7 +251,7 @@ def _fields(document: dict[str, Any], path: str) -> str:
     required = schema.get("required", ())
     accepted.sort(key=lambda name: name not in required)
     others = "[those of other servers](#fields-of-other-servers)"
-    return f"{_fields_table(schema, accepted)}\n\nRefused by name: {listed}, and {others}."
+    return f"{_fields_list(schema, accepted)}\n\nRefused by name: {listed}, and {others}."
 
 
 def _refused_fields() -> str:
@@ -254,17 +268,15 @@ def _refused_fields() -> str:
     )
 
 
-def _fields_table(schema: dict[str, Any], names: Iterable[str]) -> str:
+def _fields_list(schema: dict[str, Any], names: Iterable[str]) -> str:
+    """The fields by their types, in the order of the first of each."""
     required = schema.get("required", ())
-    rows = [
-        (f"`{name}`" + (" (required)" if name in required else ""), _type(properties))
-        for name in names
-        if (properties := schema["properties"][name])
-    ]
-    pairs = [
-        (*left, *right) for left, right in zip_longest(rows[::2], rows[1::2], fillvalue=("", ""))
-    ]
-    return _table(("field", "type", "field", "type"), pairs)
+    by_type: dict[str, list[str]] = {}
+    for name in names:
+        fields = by_type.setdefault(_type(schema["properties"][name]), [])
+        fields.append(f"`{name}`{' (required)' if name in required else ''}")
+    groups = (f"{', '.join(fields)}: {kind}" for kind, fields in by_type.items())
+    return textwrap.fill("; ".join(groups) + ".", WIDTH, break_on_hyphens=False)
 
 
 def _sampling_names() -> list[str]:

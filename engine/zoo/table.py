@@ -17,29 +17,22 @@ _PAGE = """\
 <!-- Written by `python -m engine.zoo --write docs/models.md` (`make zoo`): do not edit. -->
 
 Every architecture of mlx-lm {mlx_lm} (mlx {mlx}) was built as a tiny random model with windows of
-{window} tokens. The logits of each row were compared with those of mlx-lm's own caches: with uneven
-prompts in chunks, while sequences join and leave, after rewinding, after moving to another slab,
-and when a sequence starts from the blocks and the state of another. Logits are wrong if they differ
-by more than {tolerance:g} of their standard deviation. The largest difference of a right one is
-{worst:.0e}.
+{window} tokens, and the logits of each row were compared with those of mlx-lm's own caches: with
+uneven prompts in chunks, while sequences join and leave, after rewinding, after moving to another
+slab, and when a sequence starts from the blocks and the state of another. Logits are wrong if they
+differ by more than {tolerance:g} of their standard deviation; those of right models differ by at
+most {worst:.0e}. A server [proves](design/slots-and-slabs.md#is-a-model-batchable) a model again
+when it first starts with it.
 
-When a server first starts with a model, it proves the model again. If the proof fails, the next
-slower way of computing is used. A passed proof is remembered (`--prove once`, see [the
-design](design/slots-and-slabs.md)).
+"INT8" is the default: keys and values in 8 bits. Rounding in fp32 occasionally gives another code,
+and logits that differ by much more. Each row in a slot therefore has to be a rounding of what
+mlx-lm computes from the rows before it as the slot has them, and logits have to be mlx-lm's over
+the same codes: those of right models differ by at most {worst_int8:.0e}.
 
-INT8 is the default: keys and values are rounded to 8 bits when they are written, and the
-comparison differs. Two ways of computing a key differ by rounding in fp32, which occasionally
-gives another code, and logits that differ by much more. Each row in a slot therefore has to be a
-rounding of what mlx-lm computes from the rows before it as the slot has them, and logits have to
-be mlx-lm's over the same codes, as exactly as without quantization. The largest difference of a
-right one is {worst_int8:.0e}.
-
-The column "as on a GPU" is a second run with a GPU's batches, shared slabs that grow and shrink,
-and steps dispatched before the last one is read, but computed on the same CPU. It says what is
-not right, or how the model is batched; Metal itself computes with other kernels.
-
-The column "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two processes
-compute each of them on the CPU, through the same stages, and are compared with the whole model.
+"As on a GPU" is a second run with a GPU's batches, shared slabs that grow and shrink, and steps
+dispatched before the last one is read, but computed on the same CPU: Metal itself computes with
+other kernels. "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two
+processes compute each of them on the CPU, and are compared with the whole model.
 
 * On a CPU: {summary}.
 * As on a GPU: {summary_gpu}.

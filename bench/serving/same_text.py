@@ -300,7 +300,7 @@ class AnswersRun:
             self._take(way, server, piece)
 
     def _take(self, way: str, server: AskedServer, numbers: list[int]) -> None:
-        """Ask these questions and keep what is found."""
+        """Ask these questions and keep what is found, except errors: they are asked again."""
         ask, count = WAYS[way].ask, len(numbers)
         self.clock.before(ask, count)
         begun = time.monotonic()
@@ -313,10 +313,11 @@ class AnswersRun:
             compared(self.name, way, *pair, each) for pair in zip(expected, answers, strict=True)
         ]
         missing = self.kept.missing(self.name, way, numbers)
-        self.kept.add(*(one for one in found if one.number in missing))
+        self.kept.add(*(one for one in found if one.number in missing and not one.error))
         same = sum(one.same_bits for one in found)
         if count > 1 or not same:
-            print(f"{way}: {numbers[0]} to {numbers[-1]}: {same} of {count}", flush=True)
+            errors = ", ".join(sorted({one.error for one in found if one.error}))
+            print(f"{way}: {numbers[0]} to {numbers[-1]}: {same} of {count} {errors}", flush=True)
 
 
 def _pieces(numbers: list[int], count: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -67,8 +67,7 @@ class StatusFeed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Browsers send a GET without asking. Such a page could read nothing, but occupy all slots.
-        is_other_site = Headers(scope=scope).get("sec-fetch-site") == "cross-site"
-        if is_other_site and not self._router.settings.cors_origin:
+        if not _may_watch(Headers(scope=scope), self._router.settings.cors_origin):
             raise SiteForbidden("Pages of other sites cannot read the feed: see --cors-origin.")
         with self._viewer() as changed:
             async with cancel_on_disconnect(receive):
@@ -156,3 +155,16 @@ async def _write(send: Send, body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
     except TimeoutError:
         raise ClientDisconnected from None
+
+
+def _may_watch(headers: Headers, allowed_origins: Sequence[str]) -> bool:
+    """Return whether a request is from a program, the server's own page, or an allowed origin.
+
+    Browsers send `Sec-Fetch-Site` to https and loopback addresses only, and `Origin` with a GET for
+    another site that the page wants to read.
+    """
+    origin = headers.get("origin")
+    if origin is None:
+        return headers.get("sec-fetch-site") != "cross-site"
+    own = origin.partition("://")[2] == headers.get("host")
+    return own or origin in allowed_origins or "*" in allowed_origins

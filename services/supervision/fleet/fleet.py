@@ -239,13 +239,15 @@ class EngineFleet:
             model.budget_bytes = size
 
     def _load_what_fits(self) -> None:
-        """Start engines in the order of the configuration, pinned models first.
+        """Start engines of the models that were not put away, in the order of the configuration,
+        pinned models first.
 
         A model that fits only when others shrink to their current budgets is loaded once they do. A
         pulled model is not: nobody has requested it yet, and engines would restart for it.
         """
         planned = sum(len(model.engines) * model.budget_bytes for model in self._models)
-        for model in sorted(self._models, key=lambda model: not model.entry.pinned):
+        wanted = [model for model in self._models if not model.put_away]
+        for model in sorted(wanted, key=lambda model: not model.entry.pinned):
             while self._lacks_engines(model) and self._pool.fits(model):
                 self._pool.start(model)
                 planned += model.budget_bytes
@@ -273,6 +275,7 @@ class EngineFleet:
         if self._pool.fits(model):
             if not model.engines:
                 self._measure(model)
+            model.put_away = False
             self._pool.start(model)
         elif not model.engines:
             self._make_room(model, now)
@@ -313,6 +316,7 @@ class EngineFleet:
             if victim.engines and victim not in (*pinned, model) and _may_go(victim, waited_s, now):
                 logger.info("unloading model %s to make room for %s", victim.id, model.id)
                 lacking -= pool.bytes_of(victim)
+                victim.put_away = True
                 pool.retire(victim, victim.engines)
 
     def _shrink(self, lacking_bytes: int) -> bool:
@@ -334,7 +338,7 @@ class EngineFleet:
             in_use = model.entry.pinned or model.state != "ready" or self._restart.concerns(model)
             if model.is_due and not in_use:
                 logger.info("unloading model %s: idle for %.0f s", model.id, model.idle_s)
-                model.kept_s = None
+                model.kept_s, model.put_away = None, True
                 self._pool.retire(model, model.engines)
 
 

@@ -28,8 +28,10 @@ class FleetModel:
         self.waiting_since: float | None = None
         self.awaits_memory = False
         """Whether to load it, without a request, as soon as others have freed memory."""
+        self.put_away = False
+        """Whether it was unloaded, for idleness or for another model: only a request loads it."""
         self.idle_s = 0.0
-        """Time since its last request; 0 while it has requests."""
+        """Time since its last request, or since the start; 0 while it has requests."""
         self.kept_s: float | None = None
         """The value that a request has set in place of --idle-unload-s; negative: forever."""
         self.kept_since = 0.0
@@ -61,10 +63,10 @@ class FleetModel:
 
     @property
     def is_due(self) -> bool:
-        """Whether it has been idle for as long as it is kept loaded."""
+        """Whether it has been loaded and idle for as long as it is kept loaded."""
         if self.kept_s is None:
-            limit_s = self.entry.settings.idle_unload_s
-            return 0 < limit_s <= self.idle_s
+            loaded_s = 0.0 if self.ready_since is None else time.monotonic() - self.ready_since
+            return 0 < self.entry.settings.idle_unload_s <= min(self.idle_s, loaded_s)
         # The last usage report may be older than the request.
         kept_s = min(self.idle_s, time.monotonic() - self.kept_since)
         return 0 <= self.kept_s <= kept_s and self.idle_s > 0

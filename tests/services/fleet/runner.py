@@ -108,6 +108,12 @@ class FleetRun:
                 assert child.process is not None
                 child.process.state.phase = "ready"
 
+    def pass_time(self, seconds: float) -> None:
+        """Let ready models have been loaded for so much longer."""
+        for model in self.fleet._models:
+            if model.ready_since is not None:
+                model.ready_since -= seconds
+
     def end_retired(self) -> None:
         for child in list(self.children):
             if child.retired_until is not None:

@@ -75,9 +75,30 @@ def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked() -> None:
     run.settle(a=(0, 59.0))
     assert run.states == {"a": "ready"}
     run.settle(a=(0, 61.0))
+    assert run.states == {"a": "ready"}, "it took a minute to load"
+    run.pass_time(61.0)
+    run.settle(a=(0, 122.0))
     assert (run.states, run.engines) == ({"a": "unloaded"}, [])
     run.settle(a=(1, 0.0))
     assert run.states == {"a": "ready"}
+
+
+def test_a_model_that_was_unloaded_is_not_loaded_because_another_has_changed() -> None:
+    idle, other = entry("a", idle_unload_s=60.0), entry("b")
+    run = FleetRun(2 * GB, [idle, other])
+    run.settle(a=(0, 1.0), b=(0, 1.0))
+    run.pass_time(61.0)
+    run.settle(a=(0, 61.0), b=(0, 61.0))
+    changed, more = entry("a", idle_unload_s=60.0, temperature=0.5), entry("b", temperature=0.5)
+    for entries in ([idle, more], [changed, more]):
+        run.fleet.reconfigure(run.settings, entries)
+        run.settle(a=(0, 62.0), b=(0, 62.0))
+        assert run.states == {"a": "unloaded", "b": "ready"}
+    run.fleet.reconfigure(run.settings, [changed, more, entry("c")])
+    run.settle(a=(0, 62.0), b=(0, 62.0))
+    assert run.states == {"a": "unloaded", "b": "ready", "c": "ready"}
+    run.settle(a=(1, 0.0), b=(0, 62.0), c=(0, 1.0))
+    assert run.states["a"] == "ready"
 
 
 def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_time() -> None:

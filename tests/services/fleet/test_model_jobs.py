@@ -303,6 +303,7 @@ def test_a_request_says_how_long_a_model_stays() -> None:
     run.settle(a=(0, 1000.0))
     assert run.states == {"a": "ready"}
     ask(run, "keep", "a", keep_s=None)
+    run.pass_time(1000.0)
     run.settle(a=(0, 1000.0))
     assert run.states == {"a": "unloaded"}
     run.settle(a=(1, 0.0))

@@ -74,13 +74,20 @@ def format_line(process: str, level: str, message: str, format: LogFormat) -> st
     return _json(time.time(), level, process, message)
 
 
-def event(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
+def event(
+    logger: logging.Logger,
+    level: int,
+    message: str,
+    fields: Mapping[str, object],
+    parts: Mapping[str, object] | None = None,
+) -> None:
     """Log ``message`` with ``fields``: as ``name=value`` after it, or as fields of the JSON object.
 
-    Fields with the value None are omitted.
+    ``parts`` are in the message, so they are fields of JSON only. Fields with the value None are
+    omitted.
     """
     present = {name: value for name, value in fields.items() if value is not None}
-    logger.log(level, "%s", message, extra={"fields": present})
+    logger.log(level, "%s", message, extra={"fields": present, "parts": parts or {}})
 
 
 class RateLimitedLogger:
@@ -124,6 +131,7 @@ class _Formatter(logging.Formatter):
                 message,
                 logger=record.name,
                 trace=trace,
+                **getattr(record, "parts", {}),
                 **fields,
             )
         if fields:

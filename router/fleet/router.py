@@ -268,7 +268,7 @@ class Router:
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
         if not tenant.may_use(names):
-            raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
+            raise ModelForbidden(f"The API key may not use {name or replicas.id}.", param="model")
         if replicas.model is None:
             raise not_ready("; ".join(replicas.troubles))
         if not tenant.background:

@@ -37,7 +37,9 @@ def summarize(generation: Generation) -> GenerationSummary:
         cached_tokens=usage.prompt_tokens_details.cached_tokens,
         output_tokens=sum(len(one.output_token_ids) for one in sequences),
         arrived_at=min((one.arrived_at for one in sequences), default=None),
-        placed_at=min((one.placed_at for one in sequences if one.placed_at), default=None),
+        placed_at=min(
+            (one.first_placed_at for one in sequences if one.first_placed_at), default=None
+        ),
         first_token_at=min(
             (one.first_token_at for one in sequences if one.first_token_at is not None),
             default=None,

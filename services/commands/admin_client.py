@@ -39,11 +39,14 @@ class NoServer(Exception):
     """No server responded; the message is one line for the user."""
 
 
-def add_server_flags(parser: argparse.ArgumentParser, *, admin: bool = True) -> None:
+def add_server_flags(
+    parser: argparse.ArgumentParser, *, admin: bool = True, url_help: str | None = None
+) -> None:
+    """Add the flags of commands that ask a server. With ``url_help``, --url has no default."""
     parser.add_argument(
         "--url",
-        default=os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000"),
-        help=f"server URL (default: ${URL_VARIABLE}, else http://127.0.0.1:8000)",
+        default=None if url_help else os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000"),
+        help=url_help or f"server URL (default: ${URL_VARIABLE}, else http://127.0.0.1:8000)",
     )
     if admin:
         parser.add_argument(

@@ -133,7 +133,6 @@ def parser() -> argparse.ArgumentParser:
         if name in ("export", "import"):
             each.add_argument("file", type=Path, metavar="FILE", help="tar file")
         if name == "clear":
-            add_server_flags(each)
-            each.set_defaults(url=None)
+            add_server_flags(each, url_help="URL of a running server, to clear it instead")
         add_json_flag(each)
     return made

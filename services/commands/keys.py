@@ -60,14 +60,18 @@ def _make_server(directory: Path, options: argparse.Namespace) -> dict[str, Any]
 
 
 def _make_engine(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    if not is_key(options.server):
-        raise CurveError(f"{options.server[:70]!r} is not a key of 64 hexadecimal digits")
     is_a_server = (directory / "server.secret").exists()
     if is_a_server and load_public(directory, "server") != options.server:
         raise CurveError(f"{directory} has the keys of another server: use another directory")
     own = create_pair(directory, "engine").public
     (directory / "server.key").write_text(options.server + "\n")
     return {"engine key": own}
+
+
+def _key(text: str) -> str:
+    if not is_key(text):
+        raise argparse.ArgumentTypeError(f"{text[:70]!r} is not a key of 64 hexadecimal digits")
+    return text
 
 
 def _make_all(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +181,9 @@ def parser() -> argparse.ArgumentParser:
     )
     command("server", _make_server, "create the keys of this machine's router and kvstore")
     engine = command("engine", _make_engine, "create the keys of engines on this machine")
-    engine.add_argument("--server", required=True, metavar="KEY", help="the server's public key")
+    engine.add_argument(
+        "--server", required=True, type=_key, metavar="KEY", help="the server's public key"
+    )
     allow = command("allow", _allow, "allow engines with a public key to join")
     allow.add_argument("key", metavar="KEY", help="the engine's public key")
     allow.add_argument("--name", help="name for its engines (default: the start of the key)")

@@ -50,7 +50,7 @@ def serve_texts(
     for flag, given in (
         ("--adapter-path", options.adapter_path),
         ("--adapter", named),
-        ("--ranks", options.ranks > 1),
+        ("--distributed-mode", options.ranks > 1),
     ):
         if given:
             raise ModelUnavailable(f"{flag} cannot be used with an embedding or reranking model")

@@ -77,7 +77,7 @@ class Flag:
             return self.declared.shown_default
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
-        if self.default in (None, (), {}):
+        if self.default in (None, (), {}, ""):
             return self.declared.word or "none"
         return str(self.default)
 

@@ -29,7 +29,8 @@ def from_command_line(
         word = unknown[0].split("=", 1)[0]
         if not word.startswith("-"):
             raise FlagError(f"unexpected argument {word!r}")
-        names = [f"--{name}" for flag in flags for name in (flag.name, flag.opposite)]
+        names = [f"--{flag.name}" for flag in flags]
+        names += [f"--{flag.opposite}" for flag in flags if flag.kind is bool]
         raise FlagError(f"unknown flag {word}{_suggestion(word, names, '; --help-all shows all')}")
     return {name: RawValue(value, f"--{dashed(name)}") for name, value in vars(parsed).items()}
 

@@ -224,6 +224,7 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
         (["--api-key-file", "/nonexistent"], "--api-key-file: /nonexistent is not a readable file"),
         (["--config", "/nonexistent"], "--config: cannot read /nonexistent: "),
         (["--prot", "1"], "unknown flag --prot (did you mean --port?)"),
+        (["--no-port"], "unknown flag --no-port (did you mean --port?)"),
         (["model"], "unexpected argument 'model'"),
         (
             ["--max-batch-size", "40"],

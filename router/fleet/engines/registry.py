@@ -293,7 +293,7 @@ class Registry:
                 del self._unregistered[peer]
         for model in self.versions:
             if self._is_gone(model, now):
-                logger.info("model %s is no longer served: its engines have left", model.id)
+                logger.info("model %s: all engines of this version have left", model.id)
                 self._versions.drop(model)
             else:
                 model.forget_adapters(now, self._settings.restart_wait_s)

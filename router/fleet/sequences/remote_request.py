@@ -56,7 +56,7 @@ class RemoteRequest(ABC):
         """Why the last engine did not accept it, if it waits for another one since then."""
         self.missed_heartbeats = 0
         self.arrived_at = self.queued_at = time.monotonic()
-        self.placed_at = self.stopping_at = 0.0
+        self.placed_at = self.first_placed_at = self.stopping_at = 0.0
 
     @property
     def key(self) -> str:
@@ -100,6 +100,7 @@ class RemoteRequest(ABC):
     def place(self) -> None:
         self.state = RemoteRequestState.PLACED
         self.placed_at = time.monotonic()
+        self.first_placed_at = self.first_placed_at or self.placed_at
         self.missed_heartbeats = 0
         self.computed_prompt_tokens = None
 
@@ -114,7 +115,7 @@ class RemoteRequest(ABC):
         """Exclude a time in which nothing could arrive."""
         self.arrived_at += asleep_s
         self.queued_at += asleep_s
-        for name in ("placed_at", "stopping_at", "last_token_at"):
+        for name in ("placed_at", "first_placed_at", "stopping_at", "last_token_at"):
             if at := getattr(self, name):  # 0: not yet
                 setattr(self, name, at + asleep_s)
 

@@ -86,7 +86,8 @@ class RequestRecord:
             "request_id": self.request_id,
             "client_id": self.client_id,
         }
-        logs.event(logger, level, f"{self.method} {shown} {self.final_status}", fields)
+        parts = {"method": self.method, "path": shown, "status": self.final_status}
+        logs.event(logger, level, " ".join(map(str, parts.values())), fields, parts)
 
 
 def _between(earlier: float | None, later: float | None) -> float | None:

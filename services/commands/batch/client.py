@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class BatchApi:
 
     def _answer(self, request: urllib.request.Request) -> Any:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             try:
@@ -99,6 +99,34 @@ class BatchApi:
             raise StreamRefused(message, error.code) from None
         except (OSError, HTTPException, ValueError) as error:
             raise NoServer(f"no server responds at {self._base}: {error}") from None
+
+
+class _Connection(HTTPConnection):
+    """Reads the response also if the server did not wait for the end of the request."""
+
+    def request(self, *args: Any, **options: Any) -> None:
+        try:
+            super().request(*args, **options)
+        except (BrokenPipeError, ConnectionResetError):
+            if self.sock is None:  # there was no connection yet
+                raise
+
+
+class _SecureConnection(_Connection, HTTPSConnection):
+    """The same, with TLS."""
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _SecureHandler(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, request)
+
+
+_OPENER = urllib.request.build_opener(_Handler, _SecureHandler)
 
 
 def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:

@@ -75,7 +75,7 @@ def _named_adapter(name: str, path: Path) -> Check:
     try:
         check(path)
     except AdapterError as error:
-        return bad("adapter", f"--adapter {name}: {error}", "make it again, or mend the path")
+        return bad("adapter", f"--adapter {name}: {error}", "create it again, or correct the path")
     return good("adapter", f"{name} in {path}")
 
 

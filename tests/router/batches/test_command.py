@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from services.commands.admin_client import NoServer
+from services.commands.batch.client import BatchApi
+from services.commands.event_stream import StreamRefused
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.conftest import ROOT, Server, StartServer, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -102,3 +109,27 @@ def test_what_is_wrong_is_one_line(
     _, said = run.communicate(timeout=60)
     assert run.returncode == 1 and "line 2:" in said and "Traceback" not in said
     assert not list(tmp_path.glob("*.batch"))
+
+
+def test_an_error_is_read_though_the_server_waits_for_no_more_of_the_file(tmp_path: Path) -> None:
+    large = tmp_path / "in.jsonl"
+    large.write_bytes(bytes(8 * 2**20))
+    body = b'{"error": {"message": "no files here"}}'
+    head = b"HTTP/1.1 501 Not Implemented\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(head + body)
+            connection.shutdown(socket.SHUT_RD)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        api = BatchApi(f"http://127.0.0.1:{listener.getsockname()[1]}", "")
+        with pytest.raises(StreamRefused, match="no files here"):
+            api.upload(large)
+        thread.join()
+    with pytest.raises(NoServer, match="no server responds"):
+        api.upload(large)

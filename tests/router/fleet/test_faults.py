@@ -82,6 +82,11 @@ def test_a_begun_answer_resumes_where_it_stopped(
     assert result.text.endswith("data: [DONE]\n\n") and '"error"' not in result.text
     events = [json.loads(line[6:]) for line in result.text.split("\n\n") if line[:7] == "data: {"]
     assert streamed(result.text) == "hello world"
+    request_id = f"request_id={result.headers['x-request-id']}"
+    eventually(lambda: request_id in server.log.read_text())
+    (written,) = (each for each in server.log.read_text().splitlines() if request_id in each)
+    times = dict(word.split("=") for word in written.split() if "_s=" in word)
+    assert float(times["queue_s"]) <= float(times["first_token_s"]), "queued for the first engine"
     undisturbed = server.chat("x", logprobs=True).json()
     scored = [event["choices"][0].get("logprobs") for event in events if event["choices"]]
     tokens = [token for one in scored if one for token in one["content"]]

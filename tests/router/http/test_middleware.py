@@ -167,6 +167,8 @@ def test_requests_that_fail_and_probes_are_told_apart_in_the_log(keyless: Server
     keyless.client.post("/v1/completions", json=bad, headers={"x-request-id": "r-2"})
     found = json.loads(log_lines(keyless, "r-2")[0])
     assert found["message"] == "POST /v1/completions 404"
+    parts = (found["method"], found["path"], found["status"])
+    assert parts == ("POST", "/v1/completions", 404)
     assert (found["error"], found["level"]) == ("model_not_found", "info")
     body = {"prompt": "x", "stream": True}
     headers = {"x-request-id": "r-3"}

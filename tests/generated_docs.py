@@ -18,7 +18,6 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
-from engine.model.multimodal import FAMILIES
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.metrics.prometheus import LoopHistogram
 from router.fleet.router import Router
@@ -87,7 +86,6 @@ def parts() -> dict[str, Callable[[], str]]:
         "templates": lambda: _table(*template_table.table()),
         "largest models": _largest_models,
         "model choices": _model_choices,
-        "vision models": _vision_models,
         "fields refused": _refused_fields,
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
@@ -177,19 +175,6 @@ def _model_choices() -> str:
 
     bits = [f"`--kv-bits {bits}`" for bits in model_choices.KV_BITS]
     return _table(("Mac", "model", "weights", *bits), model_choices.agent_rows())
-
-
-def _vision_models() -> str:
-    rows = [
-        (
-            f"`{name}`",
-            f"`{family.placeholder}`",
-            "three axes" if family.has_axes else "plain",
-            family.text or "mlx-lm's own class",
-        )
-        for name, family in FAMILIES.items()
-    ]
-    return _table(("model type", "placeholder", "positions", "language model"), rows)
 
 
 # -- the API -------------------------------------------------------------------

@@ -83,5 +83,7 @@ def take_axes(model: Any, pairs: int) -> None:
         if not isinstance(rope, nn.RoPE):
             raise ValueError(f"a {type(rope).__name__} has no positions in three axes")
         if rope.dims != 2 * pairs:
-            raise ValueError(f"a head turns {rope.dims} elements, and its sections say {2 * pairs}")
+            raise ValueError(
+                f"a head rotates {rope.dims} elements, but its sections have {2 * pairs}"
+            )
         attention.rope = AxesRope(rope)

@@ -94,7 +94,7 @@ def _on_host() -> bool:
     if not device.uses_host():
         return False
     if why := graphs.unusable():
-        logger.warning("the model is computed by MLX, which is slower: %s", why)
+        logger.warning("MLX computes the model, which is slower: %s", why)
         return False
     return True
 

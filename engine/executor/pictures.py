@@ -52,7 +52,7 @@ class PictureEmbeddings:
             if begun is None:
                 pixels = self._pixels.find(op.digest)
                 if pixels is None:
-                    raise PictureUnusable("the picture is not there any more")
+                    raise PictureUnusable("the picture is no longer in memory")
                 begun = self._encoder.begin(op.token_ids, _arrays(pixels))
                 self._begun[op.digest] = begun
             found = begun.advance(None if op.is_last else op.layers)

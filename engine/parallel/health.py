@@ -84,7 +84,7 @@ class GroupWatch(threading.Thread):
         try:
             failure = self._watch()
         except Exception:
-            logger.exception("the watch over the ranks failed")
+            logger.exception("the health check of the ranks failed")
         for each in self._ranks:
             each.process.kill()
         if failure is not None:

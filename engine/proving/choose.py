@@ -62,7 +62,7 @@ def choose_executor(
     """
     if record is not None and (found := _remembered(model, block_size, record)) is not None:
         return found
-    logger.info("checking that batches give mlx-lm's answers, which takes longer than loading")
+    logger.info("checking that batches give mlx-lm's answers; this takes longer than loading")
     began = time.monotonic()
     found = _proven(model, vocab_size, block_size, precision, longest_pass)
     if record is not None and isinstance(found.executor, BatchedExecutor):

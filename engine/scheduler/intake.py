@@ -80,7 +80,7 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
     """Return the pictures of ``request`` after checking their positions in the prompt. Raises:
     `Refusal`."""
     if request.images and config.image_token_id is None:
-        raise Refusal("unsupported", "this model takes no pictures here", "images")
+        raise Refusal("unsupported", "this engine does not accept images for this model", "images")
     sizes: dict[bytes, int] = {}
     found = []
     for number, image in enumerate(request.images):
@@ -90,7 +90,7 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
             at for at, token in enumerate(token_ids, image.start) if token == config.image_token_id
         )
         if not places:
-            raise Refusal("invalid", f"nothing of the prompt is picture {number}", "images")
+            raise Refusal("invalid", f"picture {number} covers no tokens of the prompt", "images")
         if len(places) * config.picture_token_bytes > LARGEST_SHARE * config.picture_bytes:
             raise Refusal("too_large", f"picture {number} does not fit into the memory", "images")
         if 0 < config.whole_picture_tokens < places[-1] + 1 - places[0]:
@@ -115,7 +115,7 @@ def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
     budget = request.thinking
     thinking_ids = [*budget.start_ids, *budget.end_ids] if budget else []
     if budget and (not budget.end_ids or budget.tokens < 0):
-        raise Refusal("invalid", "a budget of reasoning that cannot be kept", "thinking")
+        raise Refusal("invalid", "the budget of reasoning cannot be enforced", "thinking")
     if not request.token_ids:
         raise Refusal("invalid", "the prompt is empty", "prompt")
     for param, ids in (

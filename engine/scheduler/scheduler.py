@@ -299,7 +299,7 @@ class Scheduler:
         live = self.sequences.live
         old = live.get(message.request_id)
         if old is None and len(live) >= self.config.max_sequences:
-            raise Refusal("full", f"the engine has {len(live)} requests already")
+            raise Refusal("full", f"the engine already has {len(live)} requests")
         if old is not None:
             if old.request.attempt >= message.attempt:
                 raise Refusal("invalid", "this request is running already", "request_id")

@@ -25,13 +25,13 @@ from engine.vision.operators import add_operator
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = max(8, min(32, 256 // num_threads()))
-"""A session belongs to one size of image, and has threads of its own."""
+"""Max sessions. Each belongs to one image size and has its own threads."""
 MAX_NODES = 1500
-"""Of a graph. Building larger ones takes seconds, and an image of the same size may never come."""
+"""Max nodes of a graph. Building a larger one takes seconds, and its image size may not recur."""
 MAX_LAYERS = 4096
-"""Of all sizes."""
+"""Max layers that are remembered, over all image sizes."""
 ALLOWED = 1e-4
-"""The difference of the first result of a session from MLX's, as a part of the largest element."""
+"""Max difference of a session's first result from MLX's, relative to the largest element."""
 
 
 class HostLayers:
@@ -39,23 +39,23 @@ class HostLayers:
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Session | None] = {}
-        """By signature, the one that was used last at the end; None if MLX computes it."""
+        """By signature, the most recently used one last; None if MLX computes the layer."""
         self._signatures: dict[tuple[int, str], bytes] = {}
         """By layer and arguments."""
         self._weights: dict[int, list[Any]] = {}
-        """Of each layer, as NumPy's views."""
+        """Weights by layer, as NumPy views."""
         self.refused: set[type] = set()
         """Classes of layers that MLX computes."""
         self.is_tracing = False
-        """Whether a layer is called to be traced or compared: it has to return at once."""
+        """Whether a layer is being traced or compared: the call has to return at once."""
 
     @property
     def sessions(self) -> int:
-        """How many graphs there are: one for each kind of layer and size of image."""
+        """Number of graphs: one for each kind of layer and image size."""
         return sum(session is not None for session in self._sessions.values())
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``layer`` returns. Its inputs are evaluated."""
+        """Return the result of ``layer``. Its inputs are evaluated."""
         if type(layer) not in self.refused:
             try:
                 found = self._computed(layer, args, kwargs)
@@ -98,7 +98,7 @@ class HostLayers:
         return None if session is None else mx.array(session(*feeds)[0])
 
     def _add(self, signature: bytes, session: Session | None) -> None:
-        """Keep ``session`` instead of the one that has not been used for the longest time."""
+        """Store ``session``. Beyond `MAX_SESSIONS` it replaces the least recently used ones."""
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[signature] = session
@@ -106,10 +106,10 @@ class HostLayers:
     def _made(
         self, trace: _Trace, feeds: list[Any], compute: Callable[[], mx.array], name: str
     ) -> Session | None:
-        """Return the session of a layer called ``name``, with the result that ``compute`` returns;
-        None if there is none. Raises: Unsupported."""
+        """Create the session of a layer called ``name``, and compare its first result with that of
+        ``compute``. Return None if MLX has to compute the layer. Raises: Unsupported."""
         if trace.size > MAX_NODES:
-            logger.info("%s is computed by MLX at a size: %d operators", name, trace.size)
+            logger.info("%s is computed by MLX at one image size: %d operators", name, trace.size)
             return None
         try:
             session = trace.session()
@@ -117,11 +117,11 @@ class HostLayers:
         except Unsupported:
             raise
         except Exception as error:  # of ONNX Runtime, for lack of memory or threads for instance
-            logger.warning("%s is computed by MLX at a size: %s", name, error)
+            logger.warning("%s is computed by MLX at one image size: %s", name, error)
             return None
         expected = np.asarray(compute())
         if not np.abs(found - expected).max() <= ALLOWED * np.abs(expected).max():
-            logger.warning("%s is computed by MLX at a size: results differ", name)
+            logger.warning("%s is computed by MLX at one image size: results differ", name)
             return None
         return session
 
@@ -206,7 +206,8 @@ def _replace(value: Any, each: Callable[[mx.array], Any]) -> Any:
 
 
 def _is_input(array: mx.array) -> bool:
-    """Return whether ``array`` is an input of the graph. Code reads values of integers."""
+    """Return whether ``array`` is an input of the graph. Integers are constants, because the
+    model's code reads their values."""
     return bool(array.dtype in (mx.float32, mx.bool_))
 
 

@@ -18,14 +18,14 @@ def take_pictures(
         return wire.Refused.of(request, reason, message, "images")
 
     if pixels is None:
-        return refused("unsupported", "this model takes no pictures here")
+        return refused("unsupported", "this engine does not accept images for this model")
     try:
         wire.check_images(request.images, len(request.token_ids), frames)
     except wire.ImagesWrong as error:
         return refused("invalid", str(error))
     try:
         if not pixels.hold(request, frames):
-            return refused("full", "the engine has as many pictures as fit into its memory")
+            return refused("full", "the engine has no memory left for pictures")
     except TooLarge as error:
         return refused("too_large", str(error))
     try:

@@ -45,7 +45,7 @@ class _Node:
         return tuple(self._inputs[number][1])
 
     def narrow(self, number: int) -> str:
-        """Return an input as it was before it was broadcast."""
+        """Return an input before it was broadcast."""
         return self._broadcast.get(self.input(number), self.input(number))
 
     @property
@@ -65,8 +65,8 @@ class _Node:
 def add_operator(
     graph: Graph, described: dict[str, Any], values: Values, broadcast: Values
 ) -> None:
-    """Add one primitive, whose results ``values`` has then. ``broadcast`` has what was broadcast,
-    by the name in the graph: most operators do that themselves.
+    """Add one primitive, and its results to ``values``. ``broadcast`` maps broadcast values to
+    their originals, by name in the graph: most operators broadcast by themselves.
 
     Raises: Unsupported."""
     node = _Node(graph, described, values, broadcast)

@@ -19,7 +19,6 @@ from router.anthropic.schemas import (
     ThinkingConfig,
 )
 from router.api.translation import (
-    PARAGRAPH_BREAK,
     assistant_message,
     content_note,
     joined_content,
@@ -29,6 +28,7 @@ from router.api.translation import (
 from router.errors import InvalidRequest, NotSupported
 from router.schemas.body import validated
 from router.schemas.conversation import (
+    PARAGRAPH_BREAK,
     ChatMessage,
     ContentPart,
     FunctionCall,

@@ -11,12 +11,16 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from router.errors import InvalidRequest
-from router.schemas.conversation import ChatMessage, ContentPart, ImageUrl, ToolCall
+from router.schemas.conversation import (
+    PARAGRAPH_BREAK,
+    ChatMessage,
+    ContentPart,
+    ImageUrl,
+    ToolCall,
+)
 from router.schemas.images import SentImage
 
 _Value = TypeVar("_Value")
-
-PARAGRAPH_BREAK = "\n\n"
 
 
 def with_paths(values: Iterable[_Value], path: str) -> Iterator[tuple[str, _Value]]:

@@ -169,8 +169,8 @@ class FileEndpoints:
                     return
         except TimeoutError:
             raise BodyTimeout(
-                f"Nothing of the file came for {_SILENCE_S:g} s, or fewer than {_MIN_BYTES_S}"
-                " bytes a second."
+                f"The upload is too slow: nothing for {_SILENCE_S:g} s, or fewer than "
+                f"{_MIN_BYTES_S} bytes a second."
             ) from None
         except ClientDisconnect:
             raise ClientDisconnected from None
@@ -200,7 +200,7 @@ class FileEndpoints:
         own, free = self._uploads[tenant.name], _MAX_UPLOADS - self._uploads.total()
         # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
         if own >= _MAX_UPLOADS_OF_KEY or free <= (0 if tenant.alone else own):
-            raise TooManyRequests("Too many files are uploaded at once.", retry_after_s=5)
+            raise TooManyRequests("Too many files are being uploaded at once.", retry_after_s=5)
         self._uploads[tenant.name] += 1
         try:
             yield

@@ -93,7 +93,9 @@ class Upload:
         while at >= 0:
             after = window[at + len(delimiter) :][:2]
             if not b"\r\n".startswith(after) and not b"--".startswith(after):
-                raise InvalidRequest("A line of the body begins with the boundary, and goes on.")
+                raise InvalidRequest(
+                    "A line of the body begins with the boundary but continues after it."
+                )
             at = window.find(delimiter, at + len(delimiter))
         self._tail = window[-len(delimiter) - 1 :]
 

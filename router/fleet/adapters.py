@@ -135,7 +135,7 @@ class Adapters:
             self._check_name(name, path, model)
             engines = [each for each in model.engines if each.lost_reason is None]
             if not engines:
-                raise Unavailable(f"{model.id} has no engine now, which could read the adapter.")
+                raise Unavailable(f"{model.id} has no engine now that could read the adapter.")
             engines = [each for each in engines if each.takes_adapters]
             if not engines:
                 raise _takes_none(model)
@@ -180,7 +180,7 @@ class Adapters:
     def on_engine_lost(self, engine: Engine) -> None:
         answer = self._answers.get(engine)
         if answer is not None and not answer.done():
-            answer.set_exception(Unavailable(f"The engine {engine.name} was lost meanwhile."))
+            answer.set_exception(Unavailable(f"The engine {engine.name} was lost in the meantime."))
 
     # -- inside ----------------------------------------------------------------
 
@@ -219,16 +219,16 @@ class Adapters:
     def _check_name(self, name: str, path: str, model: ModelReplicas) -> None:
         if not is_adapter_name(name):
             raise InvalidRequest(
-                f"'{name:.130}' is no name of an adapter: letters, digits and ._- only.",
+                f"'{name:.130}' is not a valid adapter name: use only letters, digits and ._-",
                 param="name",
             )
         if self._registry.find_model(name) is not None or self._supervised.find(name):
-            raise InvalidRequest(f"A model is called {name}.", param="name")
+            raise InvalidRequest(f"There is already a model named {name}.", param="name")
         if not path.startswith("/"):
-            raise InvalidRequest("'path' does not begin with /.", param="path")
+            raise InvalidRequest("'path' must begin with /.", param="path")
         if name not in model.adapters and len(model.adapters) >= MAX_NAMED_ADAPTERS:
             raise InvalidRequest(
-                f"{model.id} has {MAX_NAMED_ADAPTERS} adapters already.", param="name"
+                f"{model.id} already has {MAX_NAMED_ADAPTERS} adapters.", param="name"
             )
 
     async def _check(self, name: str, path: str, engines: list[Engine]) -> AdapterRef:
@@ -253,7 +253,9 @@ class Adapters:
         found = {each.adapter for each in answers}
         adapter = found.pop()
         if found or adapter is None:
-            raise InvalidRequest("Engines find different adapters there.", param="path")
+            raise InvalidRequest(
+                "The engines found different adapters in this directory.", param="path"
+            )
         return adapter
 
 

@@ -88,7 +88,7 @@ class ImageFetcher:
                 await self._places.take(key)
         except TimeoutError:
             raise Unavailable(
-                "Too many images are fetched at once.", code="server_busy", retry_after_s=5
+                "Too many images are being fetched at once.", code="server_busy", retry_after_s=5
             ) from None
         try:
             async with asyncio.timeout(self._timeout_s):

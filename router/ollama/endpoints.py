@@ -115,7 +115,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         if renderer.vision and renderer.vision.image_token_id in request.earlier_tokens:
             # Without their embeddings, the model would see something else in place of the images.
             raise InvalidRequest(
-                "'context' has the places of images, but not the images: send the conversation to "
+                "'context' contains no images, and its prompt had some: send the conversation to "
                 "/api/chat.",
                 param="context",
             )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.api.translation import (
-    PARAGRAPH_BREAK,
     assistant_message,
     joined_content,
     with_paths,
@@ -19,7 +18,13 @@ from router.ollama.schemas import (
     OllamaRequest,
 )
 from router.schemas.body import validated
-from router.schemas.conversation import ChatMessage, ContentPart, FunctionCall, ToolCall
+from router.schemas.conversation import (
+    PARAGRAPH_BREAK,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    ToolCall,
+)
 from router.schemas.images import SentImage
 from router.schemas.requests import ChatRequest, GenerationRequest
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat

@@ -9,7 +9,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from router.api.translation import (
-    PARAGRAPH_BREAK,
     assistant_message,
     content_note,
     joined_content,
@@ -28,7 +27,13 @@ from router.responses.calls import (
 from router.responses.schemas import InputItem, ItemContentPart, ResponsesRequest, TextFormat
 from router.responses.tools import ClientTool, tool_choice
 from router.schemas.body import validated
-from router.schemas.conversation import ChatMessage, ContentPart, Tool, unsupported_content
+from router.schemas.conversation import (
+    PARAGRAPH_BREAK,
+    ChatMessage,
+    ContentPart,
+    Tool,
+    unsupported_content,
+)
 from router.schemas.requests import ChatRequest
 from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat

@@ -20,19 +20,21 @@ MAX_TOOLS = 512
 MAX_SCHEMA_DEPTH = 100
 """Max nesting of objects and arrays in the parameters of a tool."""
 
+PARAGRAPH_BREAK = "\n\n"
+"""What separates texts that are joined into one."""
 
 TEXT_PARTS = ("text", "refusal")
 """The supported types of content."""
 
 
-def unsupported_content(content_type: str, path: str) -> InvalidRequest:
-    """Return the error for content of a type that is refused, in the part called ``path``."""
+def unsupported_content(content_type: str, path: str, field: str = "type") -> InvalidRequest:
+    """Return the error for content of a type that is refused, in the ``field`` of ``path``."""
     advice = "; this server accepts text."
     if content_type in ("file", "input_file"):
         advice = ": send a PDF's text, or its pages as images."
     return InvalidRequest(
         f"'{path}': content of type '{content_type}' is not supported{advice}",
-        param=f"{path}.type",
+        param=f"{path}.{field}",
         code="unsupported_content",
     )
 

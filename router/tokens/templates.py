@@ -294,11 +294,7 @@ class ChatTemplate:
 
     def _message(self, message: ChatMessage, path: str, marks: ImageMarks) -> dict[str, Any]:
         if message.audio is not None:
-            raise InvalidRequest(
-                "Audio is not supported; this server accepts text.",
-                param=f"{path}.audio",
-                code="unsupported_content",
-            )
+            raise unsupported_content("audio", path, "audio")
         role = "system" if message.role == "developer" else message.role
         plain: dict[str, Any] = {"role": role, "content": _content(message, path, marks)}
         if message.name is not None:

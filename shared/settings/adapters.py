@@ -43,7 +43,7 @@ def adapters_of(settings: AdapterSettings) -> dict[str, Path]:
                 f"--adapter: {each!r} is not NAME=DIRECTORY with a name of letters, digits and ._-"
             )
         if name in found:
-            raise FlagError(f"--adapter: the name {name} twice")
+            raise FlagError(f"--adapter: the name {name} is used twice")
         found[name] = user_path(path)
     if len(found) > MAX_NAMED_ADAPTERS:
         raise FlagError(f"--adapter: more than {MAX_NAMED_ADAPTERS}")

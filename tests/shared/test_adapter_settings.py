@@ -48,7 +48,7 @@ def test_what_is_no_list_of_tables_with_name_and_path_is_refused(adapter: object
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("a:b", "is not NAME=DIRECTORY"), ("sql", "the name sql twice")]
+    ("name", "why"), [("a:b", "is not NAME=DIRECTORY"), ("sql", "the name sql is used twice")]
 )
 def test_names_of_adapters_are_checked(name: str, why: str) -> None:
     with pytest.raises(FlagError, match=why):

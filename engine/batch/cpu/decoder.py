@@ -65,9 +65,9 @@ class Decoder:
 
     def __init__(self, model: Any, layout: Layout) -> None:
         if not knows(model):
-            raise Unsupported("it is of another kind")
+            raise Unsupported("its class is not supported")
         if layout.tree != tuple(KVNode(i) for i in range(len(layout.layers))):
-            raise Unsupported("it keeps something else than keys and values of each layer")
+            raise Unsupported("its cache holds more than keys and values of each layer")
         whole, model = model, getattr(model, "language_model", model)
         inner = model.model
         self._embedding = Embedding(inner.embed_tokens)
@@ -310,7 +310,7 @@ class DecoderBatch(HostBatch):
 def bind(model: Any, layout: Layout) -> type[DecoderBatch] | None:
     """Return the class of batches for ``model``, None if it cannot be computed here."""
     if why := graphs.unusable():
-        logger.warning("the model is computed by MLX, which is slower: %s", why)
+        logger.warning("MLX computes the model, which is slower: %s", why)
         return None
     try:
         decoder = Decoder(model, layout)

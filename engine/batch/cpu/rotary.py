@@ -32,7 +32,7 @@ class Rotary:
         self.turned = int(changed[-1]) + 1 if changed.size else 0
         """How many elements are rotated: an even number, 0 if the layer has no positions."""
         if self.turned % 2:
-            raise Unsupported("its positions are of another kind")
+            raise Unsupported("its kind of positions is not supported")
         one = self._of_module(np.eye(1, dim, dtype=np.float32)[0], 1)
         self.neighbours = bool(self.turned and one[1])
         self._tables: tuple[Array, Array] = (np.empty((0, self.turned // 2), np.float32),) * 2
@@ -69,7 +69,7 @@ class Rotary:
             )
             ours[: self.turned] = (turned.T if self.neighbours else turned).reshape(-1)
             if not np.allclose(ours, self._of_module(x, position), _TOLERANCE, _TOLERANCE):
-                raise Unsupported("its positions are of another kind")
+                raise Unsupported("its kind of positions is not supported")
 
     def _reach(self, length: int) -> None:
         if length <= len(self._tables[0]):

@@ -23,16 +23,16 @@ from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
 MAX_KEPT = 32
-"""Groups of rows whose arguments are kept for a slab, the last ones used. Sequences that begin and
-end make new groups."""
+"""Max groups of rows per slab whose arguments are kept, the most recently used ones. A new group
+forms whenever a sequence begins or ends."""
 MAX_BOUND = 256
-"""Layers of a group of rows, and places in memory that its slab had before."""
+"""Max bindings of a group of rows: one per layer, and per earlier address of its slab."""
 _TRIED = (*range(FEWEST, FEWEST + 2 * TILE), 255, 256, 257, 511, 512, 513, 1000)
-"""Numbers of positions, with all remainders of a tile and those around blocks of products."""
+"""Numbers of positions to test: all remainders of a tile, and those near the blocks of products."""
 
 
 class Kind(NamedTuple):
-    """What is the same in all layers of a kind."""
+    """The properties that all layers of a kind share."""
 
     heads: int
     group: int
@@ -126,7 +126,7 @@ class Rows:
     """The arguments for rows of a slab, in all layers of a kind and in all steps. Used by one
     thread at a time.
 
-    It has addresses of slabs and no references, which would have MLX copy them."""
+    It keeps addresses of slabs, not references: MLX copies a slab that is still referenced."""
 
     def __init__(self, slots: Sequence[int], kind: Kind) -> None:
         rows = len(slots)
@@ -147,7 +147,7 @@ class Rows:
         self._bound: dict[tuple[int, int, int, int], Bound] = {}
 
     def place(self, tokens: slice | Numbers, ends: Sequence[int] | Numbers) -> None:
-        """Take the rows' ``tokens`` in the batch of a step, and the ends of their texts."""
+        """Set the rows' ``tokens`` in the batch of a step, and the ends of their texts."""
         self._tokens = tokens
         self._spans[:, 1, 1] = ends
 
@@ -185,7 +185,7 @@ _keeping = Lock()
 
 
 def rows_of(slab: Slab, slots: tuple[int, ...], kind: Kind) -> Rows:
-    """Return the arguments for these ``slots``, those of the last step if there are any. Called on
+    """Return the arguments for these ``slots``, reusing those of the last step. May be called on
     any thread."""
     key = slots, kind
     with _keeping:

@@ -174,7 +174,7 @@ class StoreClient:
             try:
                 message, payload = wire.decode(frames, wire.FromStore)
             except wire.WireError as error:
-                self._warnings.warning("dropped an invalid message of the kvstore: %s", error)
+                self._warnings.warning("dropped an invalid message from the kvstore: %s", error)
                 continue
             match message:
                 case wire.Nonce(path=path, finds_last=finds_last):
@@ -214,7 +214,7 @@ class StoreClient:
 
     def _on_disconnected(self) -> None:
         if self._session == "ready":
-            logger.info("lost the kvstore; its blocks are misses until it is back")
+            logger.info("lost the kvstore; its blocks count as misses until it is back")
         self._session = "away"
         self._unresponsive = False
         self._probed_at, self._next_probe_at = None, 0.0
@@ -325,8 +325,8 @@ class StoreClient:
             else:
                 self._finish(fetch)
                 self._warnings.warning(
-                    "the kvstore does not accept this engine, so nothing is cached on SSD: its log "
-                    "has the reason, such as another version of the protocol"
+                    "the kvstore refused this engine, so nothing is cached on SSD; see its log for "
+                    "the reason, such as another version of the protocol"
                 )
         else:
             ticket = next(self._tickets)

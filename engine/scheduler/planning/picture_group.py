@@ -23,20 +23,20 @@ class WantedPicture(NamedTuple):
 class PictureGroup:
     """Prompts whose pictures are encoded before the first of them begins, while no stream runs.
 
-    One after the other they would begin as early on average, and the last one later: as soon as one
-    streams, its decodes take half of the time, and a decode of one row takes about as long as one
-    of many."""
+    If each began as soon as it could, the average would be no earlier and the last one later: the
+    decodes of the first stream take half of the time, and a decode of one row takes about as long
+    as one of many."""
 
     def __init__(self, pictures: PictureTable) -> None:
         self._pictures = pictures
         self._spent_s = 0.0
 
     def begun(self) -> None:
-        """Note that one of them has begun."""
+        """Record that a prompt has begun."""
         self._spent_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Count the predicted time of a part of an encoding."""
+        """Add the predicted time of a part of an encoding."""
         self._spent_s += seconds
 
     def next(
@@ -46,8 +46,8 @@ class PictureGroup:
         limits: dict[Sequence, int],
         has_to_compute: Callable[[Sequence], bool],
     ) -> WantedPicture | None:
-        """Return the next picture of ``others`` for which ``first``, which could begin, waits; None
-        if there is none, or it has waited long enough.
+        """Return the next picture of ``others`` to encode before ``first`` begins; None if there is
+        none, or ``first`` has waited long enough.
 
         ``limits``: as `PictureTable.missing` takes them. ``has_to_compute``: whether a prompt's
         next tokens come from nowhere else."""

@@ -175,8 +175,8 @@ class Planner:
             self._memory.release_fetch(seq)
 
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Preempt a background sequence, if there is one, for ``seq``, which waits for a slot.
-        Its blocks stay cached, and its slot is free in the next plan."""
+        """Preempt a background sequence, if there is one, to free a slot for ``seq``. Its blocks
+        stay cached, and its slot is free in the next plan."""
         if seq.is_background or builder.preempted:
             return
         running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)

@@ -41,7 +41,7 @@ _ENDS = {
 }
 _LOST = msgspec.json.encode(
     BatchErrors(
-        data=[BatchError(code="input_file_lost", message="The input file is not there any more.")]
+        data=[BatchError(code="input_file_lost", message="The input file no longer exists.")]
     )
 ).decode()
 Lines = list[tuple[int, int, bytes]]

@@ -19,12 +19,14 @@ _Name = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class AdapterDetails(Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="What requests name: the model's name and its own.")]
-    name: Annotated[str, Meta(description="What they may name if no other model has it.")]
+    id: Annotated[
+        str, Meta(description="Full name for requests: the model's name and the adapter's.")
+    ]
+    name: Annotated[str, Meta(description="Short name for requests, if only one model has it.")]
     model: str
     path: str
-    rank: Annotated[int, Meta(description="The highest of its layers.")]
-    digest: Annotated[str, Meta(description="Names the content: the same for all formats.")]
+    rank: Annotated[int, Meta(description="The highest rank of its layers.")]
+    digest: Annotated[str, Meta(description="Digest of the content, the same for all formats.")]
 
 
 class AdapterList(Struct, frozen=True, kw_only=True):

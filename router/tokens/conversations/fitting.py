@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.schemas.conversation import PARAGRAPH_BREAK
 from router.tokens.parsing.json_texts import decoded_json
 
 _Json = dict[str, Any]
 Renders = Callable[[list[_Json], bool], str]
 """Renders a conversation, with a tool or without. May raise any exception."""
-
-PARAGRAPH = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -168,10 +167,13 @@ def _systems(messages: list[_Json], limits: TemplateLimits) -> list[_Json]:
     if limits.later_system:
         rest = [{**m, "role": "user"} if m["role"] == "system" else m for m in rest]
     if len(first) > 1 and (limits.several_systems or limits.system):
-        first = [{**first[0], "content": PARAGRAPH.join(m["content"] for m in first)}]
+        first = [{**first[0], "content": PARAGRAPH_BREAK.join(m["content"] for m in first)}]
     if limits.system and first:
         if rest and rest[0]["role"] == "user":
-            rest[0] = {**rest[0], "content": first[0]["content"] + PARAGRAPH + rest[0]["content"]}
+            rest[0] = {
+                **rest[0],
+                "content": first[0]["content"] + PARAGRAPH_BREAK + rest[0]["content"],
+            }
         else:
             rest.insert(0, {**first[0], "role": "user"})
         first = []
@@ -186,7 +188,7 @@ def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
         before = found[-1] if found else {"role": ""}
         if (before["role"], message["role"]) == roles:
             texts = filter(None, (before["content"], message["content"]))
-            found[-1] = {**before, "content": PARAGRAPH.join(texts)}
+            found[-1] = {**before, "content": PARAGRAPH_BREAK.join(texts)}
         else:
             found.append(message)
     return found

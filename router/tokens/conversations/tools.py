@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from router.schemas.conversation import Tool
+from router.schemas.conversation import PARAGRAPH_BREAK, Tool
 from router.tokens.conversations.calls import written_calls
-from router.tokens.conversations.fitting import PARAGRAPH, TemplateLimits, fitted
+from router.tokens.conversations.fitting import TemplateLimits, fitted
 from router.tokens.parsing.calls import JSON
 
 _Json = dict[str, Any]
@@ -114,7 +114,7 @@ def _described(tools: Sequence[_Json], call_syntax: str) -> str:
 def _with_text(content: str | list[_Json], text: str, *, first: bool) -> str | list[_Json]:
     """Return the ``content`` of a message with ``text``, which comes ``first`` or last."""
     if isinstance(content, str):
-        return PARAGRAPH.join(filter(None, (text, content) if first else (content, text)))
+        return PARAGRAPH_BREAK.join(filter(None, (text, content) if first else (content, text)))
     if first:
-        return [{"type": "text", "text": text + PARAGRAPH}, *content]
-    return [*content, {"type": "text", "text": PARAGRAPH + text}]
+        return [{"type": "text", "text": text + PARAGRAPH_BREAK}, *content]
+    return [*content, {"type": "text", "text": PARAGRAPH_BREAK + text}]

@@ -19,6 +19,7 @@ class CollectedSpan(NamedTuple):
     span_id: str
     parent_id: str
     seconds: float
+    ended_ns: int
     attributes: dict[str, str]
 
 
@@ -70,6 +71,7 @@ class Collector:
                             span.span_id.hex(),
                             span.parent_span_id.hex(),
                             (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
+                            span.end_time_unix_nano,
                             values,
                         )
                     )

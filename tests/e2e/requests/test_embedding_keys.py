@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import threading
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -58,23 +60,31 @@ def test_tokens_of_texts_count_against_the_limit_of_a_key(
 def test_a_text_does_not_wait_for_the_many_of_another_key(
     traced: tuple[Server, Collector],
 ) -> None:
-    server, _ = traced
-    ends: list[str] = []
-    texts = [[3 + i % 300, 3 + i // 300] + [5] * 480 for i in range(900)]
-
-    def ask_many() -> None:
-        assert embed(server, "many", texts).status_code == 200
-        ends.append("many")
-
-    thread = threading.Thread(target=ask_many)
-    thread.start()
+    """The many came first and fill a pass. The engine has all texts before it begins."""
+    server, collector = traced
+    requests = {"many": [[3 + number] + [5] * 511 for number in range(16)], "one": "this"}
+    traces = {key: secrets.token_hex(16) for key in requests}
+    (engine,) = server.pids("services.processes.engine")
+    with ThreadPoolExecutor() as pool:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            answers = []
+            for key, texts in requests.items():
+                parent = f"00-{traces[key]}-{secrets.token_hex(8)}-01"
+                answers.append(pool.submit(embed, server, key, texts, traceparent=parent))
+                server.wait_until(
+                    lambda: server.sequences_in_flight() == len(answers), PATIENCE_S, "texts"
+                )
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert [answer.result().status_code for answer in answers] == [200, 200]
     server.wait_until(
-        lambda: server.metric("mlx_lm_server_prefill_tokens_total") > 5000, PATIENCE_S, "passes"
+        lambda: all("texts" in collector.trace(trace) for trace in traces.values()),
+        PATIENCE_S,
+        "spans of texts",
     )
-    assert embed(server, "one", "this").status_code == 200
-    ends.append("one")
-    thread.join()
-    assert ends == ["one", "many"]
+    many, one = (collector.trace(trace)["texts"] for trace in traces.values())
+    assert one.ended_ns < many.ended_ns
 
 
 def test_a_trace_has_the_texts_in_the_engine(traced: tuple[Server, Collector]) -> None:

@@ -28,7 +28,7 @@ KINDS: list[tuple[Kind, int]] = [
 GREEDY = SamplingParams(seed=1)
 
 
-@pytest.fixture(params=[False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.fixture(scope="module", params=[False, True], ids=["as on a CPU", "as on a GPU"])
 def path(request: pytest.FixtureRequest) -> Iterator[None]:
     with forced_gpu_path() if request.param else nullcontext():
         yield
@@ -44,7 +44,7 @@ def answers(whole: Whole, *, layers: int) -> tuple[dict[str, list[int]], dict[st
     the same batch every time."""
     whole.renew(whole.executor.spec.look_ahead, layers=layers, prefill_chunk_tokens=48)
     for number in range(3):
-        whole.submit(f"r{number}", prompt(number, 20 + 50 * number), 12, logprobs=2)
+        whole.submit(f"r{number}", prompt(number, 20 + 50 * number), 6, logprobs=2)
         whole.run()
     return whole.texts, whole.logprobs
 
@@ -99,9 +99,14 @@ def chunk(slot: Slot, tokens: list[int]) -> Chunk:
     return Chunk(slot, 0, tuple(tokens[:-1]))
 
 
-@pytest.fixture(params=["llama", "qwen3_next"])
-def runner(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], path: None) -> Runner:
-    return Runner(Whole(tiny_model(request.param), num_blocks=1024))
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def whole(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], path: None) -> Whole:
+    return Whole(tiny_model(request.param), num_blocks=1024)
+
+
+@pytest.fixture
+def runner(whole: Whole) -> Runner:
+    return Runner(whole)
 
 
 def alone(runner: Runner, tokens: list[int]) -> int:

@@ -109,10 +109,10 @@ def test_the_ledger_accounts_for_all_memory(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:
     whole = Whole(
-        tiny_model(kind), num_blocks=2048 * 16 // kv_bits, max_batch_size=8, kv_bits=kv_bits
+        tiny_model(kind), num_blocks=768 * 16 // kv_bits, max_batch_size=8, kv_bits=kv_bits
     )
     watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
-    load_with(whole, 24, seed=0)
+    load_with(whole, 14, seed=0, longest=600, outputs=30)
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
     assert watch.worst < 0.02
@@ -130,9 +130,9 @@ def test_the_ledger_accounts_for_the_memory_of_numpy(
     probe = np.zeros(100_000, np.uint8)
     assert numpy_bytes() >= probe.nbytes
     del probe
-    whole = Whole(tiny_model(kind), num_blocks=96, max_batch_size=8, kv_bits=kv_bits)
+    whole = Whole(tiny_model(kind), num_blocks=48, max_batch_size=8, kv_bits=kv_bits)
     watch = Watch(whole)
-    load_with(whole, 9, seed=5, longest=500, outputs=20)
+    load_with(whole, 9, seed=5, longest=250, outputs=20)
     before_bytes = numpy_bytes()
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
@@ -144,7 +144,7 @@ def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]
     whole = Whole(tiny_model("mamba"), max_batch_size=8, completion_batch_size=8)
     states = 8 * len(whole.executor.layout.states)  # type: ignore[attr-defined]
     watch = Watch(whole, states * SHARED_BUFFER_BYTES)
-    load_with(whole, 16, seed=1, longest=400)
+    load_with(whole, 12, seed=1, longest=100, outputs=30)
     whole.run()
     assert watch.worst < 0.02
     ledger = whole.scheduler.memory.ledger

@@ -73,7 +73,7 @@ class Watch:
     has an estimate, which they may stay below.
     """
 
-    numpy_every_steps = 20
+    numpy_every_steps = 10
 
     def __init__(self, whole: Whole, allowed_bytes: int = 0) -> None:
         self.worst = 0.0
@@ -115,7 +115,7 @@ def test_the_ledger_accounts_for_all_memory(
     load_with(whole, 14, seed=0, longest=600, outputs=30)
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
-    assert watch.worst < 0.02
+    assert watch.worst < 0.01
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_ledger_accounts_for_the_memory_of_numpy(
     del probe
     whole = Whole(tiny_model(kind), num_blocks=48, max_batch_size=8, kv_bits=kv_bits)
     watch = Watch(whole)
-    load_with(whole, 9, seed=5, longest=250, outputs=20)
+    load_with(whole, 9, seed=5, longest=250, outputs=8)
     before_bytes = numpy_bytes()
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
@@ -320,15 +320,15 @@ def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(
     kept = []
     limit_bytes = 0
     for kv_bits in (16, 8):
-        whole = Whole(tiny_model("llama"), num_blocks=256, kv_bits=kv_bits)
+        whole = Whole(tiny_model("llama"), num_blocks=128, kv_bits=kv_bits)
         if limit_bytes:
             block_bytes = 16 * whole.executor.spec.block_token_bytes
             blocks = limit_bytes // block_bytes
             whole = Whole(tiny_model("llama"), num_blocks=blocks, kv_bits=kv_bits)
         limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes
         assert whole.scheduler.stats().limit_bytes <= limit_bytes
-        for number in range(60):
-            whole.submit(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(200)], 2)
+        for number in range(50):
+            whole.submit(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(100)], 2)
             whole.run()
         kept.append(len(whole.cached))
-    assert 100 < kept[0] < 256 and kept[1] > 2 * kept[0]
+    assert 50 < kept[0] < 128 and kept[1] > 2 * kept[0]

@@ -9,10 +9,11 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import httpx._transports.default as transports
 import pytest
 
 from engine.backend.blas import load_fast_blas
@@ -22,13 +23,41 @@ load_fast_blas()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# A client of httpx reads all certificates: 40 ms, of which none is for a test.
+_new_context = transports.create_ssl_context  # type: ignore[attr-defined]
+transports.create_ssl_context = cache(_new_context)  # type: ignore[attr-defined]
+
 WAITING = tuple(f"tests/{name}/" for name in ("agents", "clients", "e2e", "services", "router"))
-"""Whose tests start processes, and wait for them more than they compute."""
+"""Whose tests start processes, and wait for them more than they compute; those with long files are
+first."""
+SLOW_TIMEOUT_S = 600
+SLOW_UNTIL = 0.6
+"""The part of a run in which files with slow tests begin."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put these first: a worker that waited last would leave the others without work."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+    """Order the files, which workers take one by one, so that some tests wait while others compute,
+    and that no worker is left with a long file at the end."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+    slow = [
+        name
+        for name, members in files.items()
+        if any(item.get_closest_marker("slow") for item in members)
+    ]
+    waiting = [
+        name for start in WAITING for name in files if name.startswith(start) and name not in slow
+    ]
+    computing = [name for name in files if name not in {*slow, *waiting}]
+    place = {
+        name: until * number / len(names)
+        for names, until in ((slow, SLOW_UNTIL), (waiting, 1), (computing, 1))
+        for number, name in enumerate(names)
+    }
+    items[:] = [item for name in sorted(files, key=place.__getitem__) for item in files[name]]
 
 
 def pytest_collection_finish() -> None:

@@ -31,7 +31,8 @@ CAN_FORK = sys.platform == "linux"
 CONTEXT: Any = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 CONTEXT.set_forkserver_preload(["tests.forked.image"])
 FORKS_VARIABLE = "TEST_FORKS"
-"""Environment variable: 0 if processes have to be started as users start them."""
+"""Environment variable: 0 if processes have to be started as users start them, 1 if it does not
+matter to them that the image was made with other values of `READ_AT_IMPORT`."""
 MODULES = (
     *("mlx_lm_server", "services.supervision.local"),
     *(f"services.processes.{name}" for name in ("router", "kvstore", "engine")),
@@ -60,8 +61,8 @@ def may_fork(module: str, argv: Sequence[str], environ: Mapping[str, str]) -> bo
     words = (*argv, *environ)
     ranks = any("distributed-mode" in word.lower().replace("_", "-") for word in words)
     divided = ranks and module == "services.processes.engine"
-    wanted = environ.get(FORKS_VARIABLE) != "0"
-    return wanted and CAN_FORK and module in MODULES and not divided and not read
+    wanted = environ.get(FORKS_VARIABLE, "0" if read else "1") != "0"
+    return wanted and CAN_FORK and module in MODULES and not divided
 
 
 def start_process(

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.operation import test_administration, test_faults, test_models, test_rolling
 from tests.e2e.process import ROOT, Process, running_process
+from tests.forked.process import FORKS_VARIABLE
 
 PATIENCE_S = 60.0
 FLAGS = ("--host=127.0.0.1", "--port=0", "--kv-bits=16", "--disk-reserve-gb=0", "--num-blocks=64")
@@ -32,9 +33,10 @@ def two_servers(
     """Two servers that know nothing of each other; the second has a delay before it stops."""
     model = f"--model={tiny_model('llama')}"
     flags = ("mlx_lm_server", model, *FLAGS)
+    own = {"HOME": str(home), FORKS_VARIABLE: "1"}  # no process looks for models there
     with ExitStack() as stack:
-        first = stack.enter_context(running_process(*flags, HOME=str(home)))
-        second = Process(*flags, "--pre-stop-delay-s=120", HOME=str(home))
+        first = stack.enter_context(running_process(*flags, **own))
+        second = Process(*flags, "--pre-stop-delay-s=120", **own)
         stack.callback(second.popen.kill)
         clients = []
         for server in (first, second):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx_lm
 import pytest
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
 
 from engine.adapters.checkpoint import Shape
 from engine.adapters.layers import linear_layers, shape_of
@@ -82,11 +83,13 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def check(case: Case, asked: dict[str, tuple[list[int], int]], close: float = CLOSE) -> None:
     """Compare the answers to ``asked``, prompts and numbers of adapters, with mlx-lm's own."""
     for number in range(COUNT + 1):
-        path = str(case.adapters[number]) if number < COUNT else None
         own = {name: prompt for name, (prompt, adapter) in asked.items() if adapter == number}
         if not own:
             continue
-        model = mlx_lm.load(str(case.model), adapter_path=path)[0]
+        model = load_model(case.model)[0]
+        if number < COUNT:
+            model = load_adapters(model, str(case.adapters[number]))
+            model.eval()
         for name, prompt in own.items():
             text = case.whole.texts[name]
             logits = model(mx.array([prompt + text[:-1]]))[0, len(prompt) - 1 :]

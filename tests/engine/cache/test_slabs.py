@@ -1,11 +1,18 @@
-"""Slabs whose layers keep keys and values in one array."""
+"""Slabs that grow and shrink, with keys and values in one array or in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model
 
-from engine.cache.layout import AttentionLayout, KVNode, Layout
+from engine.cache.layout import AttentionLayout, KVNode, Layout, probe_layout
 from engine.cache.quantization import Precision, quantize
 from engine.cache.slabs import Slab, StoredKV
+from tests.tiny_models import Kind
 
 LENGTH = 9
 
@@ -49,3 +56,23 @@ def test_keys_and_values_go_with_their_row(value_dim: int) -> None:
             )
         if not in_place:
             assert all(holds(slab, 1, number, kept[1, number]) for number in (0, 1))
+
+
+@pytest.mark.parametrize("rows", [9, 3])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+def test_resizing_a_slab_takes_no_more_than_one_array(
+    tiny_model: Callable[..., Path], kind: Kind, rows: int
+) -> None:
+    layout = probe_layout(load_model(tiny_model(kind))[0])
+    capacity = (64 << 20) // (6 * layout.slot_token_bytes)
+    slab = Slab(layout, 6, capacity)
+    mx.eval(slab.contents)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    slab.resize(rows)
+    row_bytes = capacity * layout.slot_token_bytes
+    change = (rows - 6) * row_bytes
+    assert abs(mx.get_active_memory() - before - change) < row_bytes / 100
+    allowed = max(0, change) + max(rows, 6) * capacity * layout.array_bytes
+    assert mx.get_peak_memory() - before < 1.01 * allowed

@@ -1,26 +1,17 @@
 """The executors against mlx-lm's own caches, on tiny random models, by logits or tokens."""
 
+from __future__ import annotations
+
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
 
-from engine.batch import ragged
-from engine.batch.cpu.decoder import DecoderBatch, bind
-from engine.batch.cpu.host import HostBatch
-from engine.batch.gpu import GPUBatch
-from engine.batch.graph import GraphBatch
-from engine.cache.layout import AttentionLayout, Layout, UnsupportedLayout, probe_layout
+from engine.cache.layout import probe_layout
 from engine.cache.slabs import Slab
 from engine.executor.base import PendingStep
-from engine.executor.batched import BatchedExecutor
-from engine.executor.serial import SerialExecutor, measured_token_bytes
 from engine.plan import (
     Chunk,
     Decode,
@@ -33,208 +24,21 @@ from engine.plan import (
     Save,
     SlabSpec,
     Slot,
-    StepResult,
 )
-from engine.proving.proof import NotBatchable, proof_references
-from engine.proving.proof import prove as prove_with
-from engine.zoo.build import build
 from shared.wire import SamplingParams, TokenLogprobs
-from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
-
-GREEDY = SamplingParams(seed=1)
-BLOCK = 16
-_alone: dict[tuple[int, ...], list[int]] = {}
-NO_TOKEN: Any = "x"  # MLX raises where it is computed
-
-
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt_oss"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(autouse=True, params=[GraphBatch, GPUBatch, HostBatch, DecoderBatch])
-def batch_class(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> type[ragged.RaggedBatch]:
-    monkeypatch.setattr(Runner, "batch_class", request.param, raising=False)
-    return request.param
-
-
-def load(kind: Kind, path: Path) -> Any:
-    ragged.install()
-    _alone.clear()  # a new model may have the id of one that is gone
-    make_tiny(kind, path, seed=1)
-    return mlx_lm.load(str(path))[0]
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return mx.random.randint(3, VOCAB_SIZE, (length,), key=mx.random.key(seed)).tolist()
-
-
-def alone(model: Any, tokens: list[int], count: int) -> list[int]:
-    """Return mlx-lm's tokens, computed once for all kinds of batches."""
-    key = id(model), count, *tokens
-    if key not in _alone:
-        _alone[key] = _computed_alone(model, tokens, count)
-    return _alone[key]
-
-
-def _computed_alone(model: Any, tokens: list[int], count: int) -> list[int]:
-    cache = make_prompt_cache(model)
-    out: list[int] = []
-    if len(tokens) > 1:
-        model(mx.array([tokens[:-1]]), cache=cache)
-    last = tokens[-1]
-    for _ in range(count):
-        last = int(mx.argmax(model(mx.array([[last]]), cache=cache)[0, -1]))
-        out.append(last)
-    return out
-
-
-PENALIZED = SamplingParams(
-    seed=1,
-    repetition_penalty=1.4,
-    repetition_context_size=9,
-    presence_penalty=0.3,
-    frequency_penalty=0.2,
-    logit_bias=[(40, 1.5), (41, -2.0)],
+from tests.engine.executor.by_hand import (
+    GREEDY,
+    PENALIZED,
+    Runner,
+    alone,
+    assert_logprobs,
+    direct_logprobs,
+    penalized,
+    prompt,
 )
 
-
-def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
-    """Return the tokens of `alone` with mlx-lm's logits processors."""
-    repetition = make_logits_processors({40: 1.5, 41: -2.0}, 1.4, 9)
-    generated = make_logits_processors(None, None, None, 0.3, 1000, 0.2, 1000)
-    cache = make_prompt_cache(model)
-    model(mx.array([tokens[:-1]]), cache=cache)
-    out: list[int] = []
-    for _ in range(count):
-        logits = model(mx.array([[(tokens + out)[-1]]]), cache=cache)[:, -1]
-        for process in repetition:
-            logits = process(mx.array(tokens + out), logits)
-        for process in generated if out else ():
-            logits = process(mx.array(out), logits)
-        out.append(int(mx.argmax(logits[0])))
-    return out
-
-
-def direct_logprobs(model: Any, tokens: list[int]) -> mx.array:
-    """Return log-probabilities (len(tokens), vocab) of the token after each of ``tokens``."""
-    logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def assert_logprobs(ours: TokenLogprobs, direct: mx.array, chosen: int) -> None:
-    assert ours.chosen == pytest.approx(direct[chosen].item(), abs=2e-4)
-    best = mx.sort(-direct)[: len(ours.top)].tolist()
-    assert ours.top == pytest.approx([-value for value in best], abs=2e-4)
-    assert ours.top == pytest.approx([direct[i].item() for i in ours.top_ids], abs=2e-4)
-
-
-class Runner:
-    """Drives an executor with plans made by hand, without a scheduler."""
-
-    batch_class: type[ragged.RaggedBatch]
-
-    def __init__(self, model: Any, rows: int = 4, capacity: int = 128) -> None:
-        layout = probe_layout(model)
-        batch_class = bound(model, layout, self.batch_class)
-        self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
-        self.step = 0
-        self.run(new_slabs=(SlabSpec(0, rows, capacity),))
-
-    def run(self, **parts: Any) -> StepResult:
-        self.step += 1
-        return self.executor.dispatch(Plan(step=self.step, **parts)).read()
-
-    def prefill(self, slot: Slot, tokens: list[int], start: int = 0) -> None:
-        self.run(chunks=(Chunk(slot, start, tuple(tokens)),))
-
-    def decode(self, *inputs: tuple[Slot, int, int | None, int]) -> tuple[int, ...]:
-        return self.run(decodes=tuple(Decode(*each, GREEDY) for each in inputs)).tokens
-
-    def generate(self, slot: Slot, tokens: list[int], count: int, known: bool) -> list[int]:
-        out: list[int] = []
-        for index in range(count):
-            token = tokens[-1] if index == 0 else out[-1] if known else None
-            out += self.decode((slot, len(tokens) - 1 + index, token, index))
-        return out
-
-
-def bound(
-    model: Any, layout: Layout, batch_class: type[ragged.RaggedBatch]
-) -> type[ragged.RaggedBatch]:
-    if batch_class is not DecoderBatch:
-        return batch_class
-    return bind(model, layout) or pytest.skip("not of this family")
-
-
-@pytest.fixture
-def through_views(batch_class: type[ragged.RaggedBatch]) -> None:
-    """Skip tests that break the views of MLX's layers if no such layer runs."""
-    if batch_class is DecoderBatch:
-        pytest.skip("no layer of MLX runs; see batch/cpu/test_decoder.py")
-
-
-def prove(model: Any, batch_class: type[ragged.RaggedBatch]) -> None:
-    layout = probe_layout(model)
-    batch_class = bound(model, layout, batch_class)
-    prove_with(model, layout, batch_class, proof_references(model, layout, VOCAB_SIZE))
-
-
-def test_the_proof_accepts_models_of_plain_and_sliding_layers(
-    model: Any, batch_class: type[ragged.RaggedBatch]
-) -> None:
-    prove(model, batch_class)
-
-
-@pytest.mark.usefixtures("through_views")
-def test_the_proof_notices_a_wrong_position(
-    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view_of = ragged.RaggedBatch.kv_view
-
-    def moved(batch: ragged.RaggedBatch, number: int, layer: AttentionLayout) -> Any:
-        view = view_of(batch, number, layer)
-        view.offset = view.offset * 2
-        return view
-
-    monkeypatch.setattr(ragged.RaggedBatch, "kv_view", moved)
-    with pytest.raises(NotBatchable):
-        prove(model, batch_class)
-
-
-def test_the_proof_notices_a_shifted_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = probe_layout(model)
-    references = proof_references(model, layout, VOCAB_SIZE)  # mlx-lm's, with the right masks
-    attend = mx.fast.scaled_dot_product_attention
-
-    def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
-        mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
-        return attend(*args, mask=mask, **fields)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", shifted)
-    with pytest.raises(NotBatchable, match="logits differ"):
-        prove_with(model, layout, GraphBatch, references)
-
-
-@pytest.mark.usefixtures("through_views")
-def test_the_proof_notices_a_stale_row(
-    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = batch_class.write
-
-    def late(batch: Any, layer: Any, keys: mx.array, values: mx.array) -> None:
-        write(batch, layer, mx.roll(keys, 1, axis=0), values)
-
-    monkeypatch.setattr(batch_class, "write", late)
-    with pytest.raises(NotBatchable):
-        prove(model, batch_class)
-
-
-def test_slots_do_not_hold_state_that_grows() -> None:
-    with pytest.raises(UnsupportedLayout, match="layer 0 keeps growing state"):
-        probe_layout(build("longcat_flash_ngram"))
+NO_TOKEN: Any = "x"  # MLX raises where it is computed
+pytestmark = pytest.mark.usefixtures("batch_class")
 
 
 def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(model: Any) -> None:
@@ -476,23 +280,6 @@ def test_slots_keep_their_sequences_while_their_slab_grows_and_shrinks(model: An
     assert [len(out) for out in outputs] == [12, 10, 8, 6]
 
 
-@pytest.mark.parametrize("rows", [9, 3])
-def test_resizing_a_slab_takes_no_more_than_one_array(model: Any, rows: int) -> None:
-    layout = probe_layout(model)
-    capacity = (64 << 20) // (6 * layout.slot_token_bytes)
-    slab = Slab(layout, 6, capacity)
-    mx.eval(slab.contents)
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    slab.resize(rows)
-    row_bytes = capacity * layout.slot_token_bytes
-    change = (rows - 6) * row_bytes
-    assert abs(mx.get_active_memory() - before - change) < row_bytes / 100
-    allowed = max(0, change) + max(rows, 6) * capacity * layout.array_bytes
-    assert mx.get_peak_memory() - before < 1.01 * allowed
-
-
 @pytest.mark.parametrize(
     ("sampling", "logprobs"),
     [(GREEDY, None), (SamplingParams(seed=1, temperature=0.9, top_p=0.9), 5)],
@@ -558,59 +345,3 @@ def test_a_freed_slab_is_released_without_the_garbage_collector(
         assert slab() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_gives_the_tokens_of_mlx_lm(kind: Kind, tmp_path: Path) -> None:
-    model = load(kind, tmp_path)
-    executor = SerialExecutor(model, measured_token_bytes(model))
-    for number, length in enumerate((30, 1, 12)):
-        tokens = prompt(number, length)
-        slot = Slot(number, 0)
-        out: list[int] = []
-        if length > 1:
-            chunks = (Chunk(slot, 0, tuple(tokens[:5])), Chunk(slot, 5, tuple(tokens[5:-1])))
-            executor.dispatch(
-                Plan(step=1, new_slabs=(SlabSpec(number, 1, 64),), chunks=chunks)
-            ).read()
-        for index in range(5):
-            token = out[-1] if out else tokens[-1]
-            decode = Decode(slot, length - 1 + index, token, index, GREEDY)
-            out += executor.dispatch(Plan(step=2, decodes=(decode,))).read().tokens
-        executor.dispatch(Plan(step=3, freed_slabs=(number,))).read()
-        assert out == alone(model, tokens, 5)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_applies_the_same_controls(kind: Kind, tmp_path: Path) -> None:
-    model = load(kind, tmp_path)
-    executor = SerialExecutor(model, measured_token_bytes(model))
-    tokens, slot = prompt(41, 30), Slot(0, 0)
-    out: list[int] = []
-    chunks = (
-        Chunk(slot, 0, tuple(tokens[:12]), tuple(tokens[1:13]), 1),
-        Chunk(slot, 12, tuple(tokens[12:-1]), tuple(tokens[13:]), 1),
-    )
-    result = executor.dispatch(Plan(step=1, new_slabs=(SlabSpec(0, 1, 64),), chunks=chunks)).read()
-    assert not result.prompt_logprobs  # the chunks wait until a piece of mlx-lm is full
-    prompts: list[TokenLogprobs | None] = []
-    for index in range(6):
-        known = tokens + out
-        decode = Decode(
-            slot,
-            len(known) - 1,
-            known[-1],
-            index,
-            PENALIZED,
-            logprobs=3,
-            history=None if index else tuple(known[:-1]),
-        )
-        result = executor.dispatch(Plan(step=2, decodes=(decode,))).read()
-        out += result.tokens
-        prompts += [score for one in result.prompt_logprobs for score in one.logprobs]
-        prompts += result.logprobs
-    assert out == penalized(model, tokens, 6)
-    direct = direct_logprobs(model, tokens + out)
-    for position, ours in enumerate(prompts):
-        assert ours is not None
-        assert_logprobs(ours, direct[position], (tokens + out)[position + 1])

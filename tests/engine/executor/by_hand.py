@@ -1,0 +1,140 @@
+"""Plans made by hand, without a scheduler, and what mlx-lm gives for the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+from engine.batch import ragged
+from engine.batch.cpu.decoder import DecoderBatch, bind
+from engine.cache.layout import Layout, probe_layout
+from engine.executor.batched import BatchedExecutor
+from engine.plan import (
+    Chunk,
+    Decode,
+    Plan,
+    SlabSpec,
+    Slot,
+    StepResult,
+)
+from shared.wire import SamplingParams, TokenLogprobs
+from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
+
+GREEDY = SamplingParams(seed=1)
+BLOCK = 16
+_alone: dict[tuple[int, ...], list[int]] = {}
+
+
+def load(kind: Kind, path: Path) -> Any:
+    ragged.install()
+    _alone.clear()  # a new model may have the id of one that is gone
+    make_tiny(kind, path, seed=1)
+    return mlx_lm.load(str(path))[0]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return mx.random.randint(3, VOCAB_SIZE, (length,), key=mx.random.key(seed)).tolist()
+
+
+def alone(model: Any, tokens: list[int], count: int) -> list[int]:
+    """Return mlx-lm's tokens, computed once for all kinds of batches."""
+    key = id(model), count, *tokens
+    if key not in _alone:
+        _alone[key] = _computed_alone(model, tokens, count)
+    return _alone[key]
+
+
+def _computed_alone(model: Any, tokens: list[int], count: int) -> list[int]:
+    cache = make_prompt_cache(model)
+    out: list[int] = []
+    if len(tokens) > 1:
+        model(mx.array([tokens[:-1]]), cache=cache)
+    last = tokens[-1]
+    for _ in range(count):
+        last = int(mx.argmax(model(mx.array([[last]]), cache=cache)[0, -1]))
+        out.append(last)
+    return out
+
+
+PENALIZED = SamplingParams(
+    seed=1,
+    repetition_penalty=1.4,
+    repetition_context_size=9,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias=[(40, 1.5), (41, -2.0)],
+)
+
+
+def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
+    """Return the tokens of `alone` with mlx-lm's logits processors."""
+    repetition = make_logits_processors({40: 1.5, 41: -2.0}, 1.4, 9)
+    generated = make_logits_processors(None, None, None, 0.3, 1000, 0.2, 1000)
+    cache = make_prompt_cache(model)
+    model(mx.array([tokens[:-1]]), cache=cache)
+    out: list[int] = []
+    for _ in range(count):
+        logits = model(mx.array([[(tokens + out)[-1]]]), cache=cache)[:, -1]
+        for process in repetition:
+            logits = process(mx.array(tokens + out), logits)
+        for process in generated if out else ():
+            logits = process(mx.array(out), logits)
+        out.append(int(mx.argmax(logits[0])))
+    return out
+
+
+def direct_logprobs(model: Any, tokens: list[int]) -> mx.array:
+    """Return log-probabilities (len(tokens), vocab) of the token after each of ``tokens``."""
+    logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def assert_logprobs(ours: TokenLogprobs, direct: mx.array, chosen: int) -> None:
+    assert ours.chosen == pytest.approx(direct[chosen].item(), abs=2e-4)
+    best = mx.sort(-direct)[: len(ours.top)].tolist()
+    assert ours.top == pytest.approx([-value for value in best], abs=2e-4)
+    assert ours.top == pytest.approx([direct[i].item() for i in ours.top_ids], abs=2e-4)
+
+
+class Runner:
+    """Drives an executor with plans made by hand, without a scheduler."""
+
+    batch_class: type[ragged.RaggedBatch]
+
+    def __init__(self, model: Any, rows: int = 4, capacity: int = 128) -> None:
+        layout = probe_layout(model)
+        batch_class = bound(model, layout, self.batch_class)
+        self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
+        self.step = 0
+        self.run(new_slabs=(SlabSpec(0, rows, capacity),))
+
+    def run(self, **parts: Any) -> StepResult:
+        self.step += 1
+        return self.executor.dispatch(Plan(step=self.step, **parts)).read()
+
+    def prefill(self, slot: Slot, tokens: list[int], start: int = 0) -> None:
+        self.run(chunks=(Chunk(slot, start, tuple(tokens)),))
+
+    def decode(self, *inputs: tuple[Slot, int, int | None, int]) -> tuple[int, ...]:
+        return self.run(decodes=tuple(Decode(*each, GREEDY) for each in inputs)).tokens
+
+    def generate(self, slot: Slot, tokens: list[int], count: int, known: bool) -> list[int]:
+        out: list[int] = []
+        for index in range(count):
+            token = tokens[-1] if index == 0 else out[-1] if known else None
+            out += self.decode((slot, len(tokens) - 1 + index, token, index))
+        return out
+
+
+def bound(
+    model: Any, layout: Layout, batch_class: type[ragged.RaggedBatch]
+) -> type[ragged.RaggedBatch]:
+    if batch_class is not DecoderBatch:
+        return batch_class
+    return bind(model, layout) or pytest.skip("not of this family")

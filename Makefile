@@ -5,7 +5,7 @@ MODEL ?= demo
 ARGS  ?=
 WORKERS ?= 4
 SLOW_WORKERS ?= 2
-ALL_WORKERS ?= 6
+ALL_WORKERS ?= 5
 RANKS ?= 2
 # The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu

@@ -127,7 +127,7 @@ class Whole:
         elif placed is not None:
             self.refused[name] = placed
 
-    def run_once(self) -> bool:
+    def turn(self) -> bool:
         """Run one turn of the engine's loop; return False if there was nothing to run."""
         worked = self.core.run_once()
         self.after_step()
@@ -135,7 +135,7 @@ class Whole:
 
     def run(self) -> None:
         """Run until nothing is left to do."""
-        while self.run_once() or self.adapter_queue.is_waiting:
+        while self.turn() or self.adapter_queue.is_waiting:
             pass
         assert self.scheduler.idle
 

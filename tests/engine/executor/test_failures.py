@@ -107,7 +107,7 @@ def test_all_sequences_start_over_and_get_the_same_tokens(
         whole.submit(f"r{number}", prompt, 20 + number)
         if number == 3:
             for _ in range(3):
-                whole.run_once()
+                whole.turn()
     whole.run()
     assert {end.finish for end in whole.ends.values()} == {"length"}
     assert whole.scheduler.stats().preemptions_total >= 2
@@ -161,13 +161,13 @@ def test_a_failing_step_without_sequences_ends_the_engine(
     """The supervisor starts another engine."""
     whole.submit("a", prompts()[0], 4)
     monkeypatch.setattr(type(whole.executor), "dispatch", failing(lambda: None, at(*range(9))))
-    whole.run_once()
+    whole.turn()
     assert not whole.ends, "the cache may have been too large, so it tries once more"
-    whole.run_once()
+    whole.turn()
     assert whole.ends["a"].finish == "error"
     monkeypatch.setattr(whole.scheduler, "schedule", lambda room: "a plan without sequences")
     with pytest.raises(RuntimeError, match="without any sequence"):
-        whole.run_once()
+        whole.turn()
 
 
 def unsupported(model: Any) -> None:

@@ -50,18 +50,18 @@ def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
     whole.submit("spoiled", prompt(1, 90), 200 if aborted else 30)
     whole.submit("long", prompt(2, 80), 100)
     while not whole.texts["spoiled"]:
-        whole.run_once()
+        whole.turn()
     assert whole.texts["long"]
     spoiled = whole.scheduler.sequences.live["spoiled"]
     slot = spoiled.held_slot
     spoil(whole, "spoiled")
     if aborted:
-        whole.run_once()
+        whole.turn()
         whole.scheduler.abort("spoiled")
     while spoiled.slot is not None:
-        whole.run_once()
+        whole.turn()
     whole.submit("next", prompt(3, 9), 20)
-    whole.run_once()
+    whole.turn()
     assert whole.scheduler.sequences.live["next"].slot == slot
     whole.run()
     known = oracle(tiny_model("llama"))

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
 
+PIECE_BYTES = 1 << 20
+"""Size of the pieces in which memory is touched: about that of a block or of a slab's array."""
+
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,  # request huge pages if the system leaves the choice to programs
     # Large arrays come from the heap too. With pages of their own they would be returned and
@@ -43,6 +46,9 @@ def prefault(size: int) -> None:
 
     Otherwise the first requests would wait for the system to provide these pages: 3 ms per megabyte
     if the host of a virtual machine has to provide them too. Does nothing if the heap would return
-    the pages."""
+    the pages.
+
+    Loading a model leaves gaps in the heap, whose pages `give_back` has returned. The heap uses the
+    smallest gap that is large enough, and its end only after all gaps. So do the pieces here."""
     if os.environ.get(VARIABLE) == environment({})[VARIABLE]:
-        _ = b"\1" * size
+        _ = [b"\1" * min(PIECE_BYTES, size - start) for start in range(0, size, PIECE_BYTES)]

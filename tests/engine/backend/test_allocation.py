@@ -40,12 +40,28 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+GAPS = """
+import resource
+import sys
+from engine.backend import allocation
+large, small = zip(*[(b"1" * 2**25, b"1" * 2**20) for _ in range(2)])
+del large
+allocation.give_back()
+allocation.prefault(int(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+_ = [b"2" * 2**20 for _ in range(50)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+"""As after a model is loaded: gaps in the heap without pages."""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the heap of another system")
-def test_prefaulted_memory_causes_no_faults() -> None:
+@pytest.mark.parametrize("program", [PREFAULT, GAPS])
+def test_prefaulted_memory_causes_no_faults(program: str) -> None:
     environment = {**os.environ, **allocation.environment({})}
     faults = []
     for size in (0, 2**26):
-        command = [sys.executable, "-c", PREFAULT, str(size)]
+        command = [sys.executable, "-c", program, str(size)]
         run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
         faults.append(int(run.stdout))
     assert faults[1] < faults[0] / 4

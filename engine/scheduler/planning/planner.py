@@ -252,7 +252,7 @@ class Planner:
             return
         prompts_first = self.prefilling.has_turn and not self._lets_first_token_pass()
         is_decoding = table.count(Status.DECODING) > 0
-        if prompts_first or not is_decoding:
+        if prompts_first or not is_decoding or self.prefilling.owes_nothing:
             joined = self.prefilling.join_decode(builder, streaming=is_decoding)
             prompts_first = prompts_first and not joined
         if not prompts_first:

@@ -73,6 +73,12 @@ class Prefilling:
         """Whether prompts are due, although streams run too."""
         return self._time_share.is_turn_of_prompts(self._layer_s)
 
+    @property
+    def owes_nothing(self) -> bool:
+        """Whether prompts have taken at most their share of the streams' time. Short ends then join
+        the next decode: it takes little longer, and their first tokens come a step sooner."""
+        return self._time_share.owed_s >= 0
+
     def clear(self) -> None:
         """Forget passes and pictures, because the executor has lost them."""
         self.passes.clear()

@@ -10,11 +10,11 @@ UNIT_PASSES = 2.0
 waits for it."""
 STREAMING_UNIT_PASSES = 1.0
 """The same while others wait for their next token."""
-EXPERTS_UNIT_S = 0.25
-"""The same for models with experts while no stream runs. A chunk reads all experts of a layer,
-so longer chunks read them less often."""
 MIN_UNIT_S = 0.03
 """Min of the same in seconds: nobody notices such a wait."""
+EXPERTS_LAYER_S = 2.0
+"""Target time of one layer of a chunk for models with experts while no stream runs. A chunk reads
+all experts of a layer, so a prompt should be one chunk. A new sequence waits for its layer."""
 ALONE_TOKENS = 384
 """Min tokens of a divisible chunk on a CPU while no stream runs. The first steps of a process are
 slow. By their times, chunks would be so short that a prompt takes a quarter longer; and this many
@@ -69,7 +69,7 @@ class ChunkPolicy:
         self._max_tokens = max_tokens
         self._shared_tokens = shared_tokens
         self.layers = layers
-        self._alone_unit_s = EXPERTS_UNIT_S if has_experts else MIN_UNIT_S
+        self._alone_layer_s = EXPERTS_LAYER_S if has_experts else 0.0
         self._base_s = 3e-3
         self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
@@ -86,7 +86,8 @@ class ChunkPolicy:
             )
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self.layers > 1:
-            target_s = self.layers * self.unit_s(streaming=streaming)
+            layer_s = self.unit_s(streaming=streaming)
+            target_s = self.layers * (layer_s if streaming else max(layer_s, self._alone_layer_s))
         shared_tokens = self._max_tokens if grouped and not streaming else self._shared_tokens
         budget = ChunkBudget(self, target_s, self._max_tokens, self._block_size, shared_tokens)
         budget.evens = not streaming
@@ -98,7 +99,7 @@ class ChunkPolicy:
         """Return the seconds that a divisible pass may compute without a break."""
         if streaming:
             return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), MIN_UNIT_S)
-        return max(UNIT_PASSES * self.pass_s, self._alone_unit_s)
+        return max(UNIT_PASSES * self.pass_s, MIN_UNIT_S)
 
     def ends_s(self, *, streaming: bool) -> float:
         """Return the seconds that ends of prompts may add to one decode."""

@@ -117,6 +117,18 @@ def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_ru
     made.finish(stream)
 
 
+def test_a_short_prompt_joins_the_next_decode_of_running_streams() -> None:
+    made = engine(decodes_ends=True)
+    made.finish(made.submit(request("before", prompt(101), max_tokens=1)))
+    (stream,) = begin_streams(made, 1)
+    for number in range(3):
+        made.run_turns(5)
+        client = made.submit(request(f"short {number}", prompt(9, number), max_tokens=1))
+        made.turn()
+        assert client.end is not None, "it waited for a decode without it"
+    made.finish(stream)
+
+
 def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None:
     made = engine(decodes_ends=True)
     (stream,) = begin_streams(made, 1)

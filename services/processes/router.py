@@ -29,6 +29,7 @@ from router.http.endpoints.health import can_answer
 from router.http.middleware.api_keys import ApiKeys
 from router.responses.archive import ArchiveError
 from router.tokens.without_mlx import leave_out_mlx
+from services.processes.awake import Awake
 from services.processes.listener import BACKLOG, ListenError, base_url, inherited, listen
 from services.processes.router_end import RouterEnd
 from services.processes.terminal import Terminal
@@ -247,11 +248,14 @@ def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], 
 
 
 async def _heartbeat(server: _Server, router: Router, link: SupervisorLink | None) -> None:
-    """Set the date header, and tell the supervisor that the event loop runs; "ready" once requests
-    are served. The router's own timer is the only one: an idle server wakes up less often."""
-    was_ready = False
+    """Set the date header, keep a Mac awake, and tell the supervisor that the event loop runs;
+    "ready" once requests are served. The router's own timer is the only one: an idle server wakes
+    up less often."""
+    was_ready, awake = False, Awake.here()
     while True:
         await server.set_date()
+        if awake is not None:
+            awake.update(router.dispatcher.num_in_flight > 0)
         was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
         if link is not None:

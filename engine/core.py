@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ import msgspec
 
 from engine.adapters.queue import AdapterQueue, AdapterRead, PlacedOrRefused, PlacedRequest
 from engine.backend.file_rows import FilesChanged
+from engine.backend.settling import is_lost_device, takes_too_long
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
@@ -43,9 +44,24 @@ FLUSH_S = 5.0
 FLUSH_WAIT_S = 0.05
 
 
+MAX_FAILURES = 16
+"""Max steps that may fail one after the other: a request that never fits takes fewer."""
+
+
 class _Failure(NamedTuple):
     reason: str
     out_of_memory: bool
+    took_too_long: bool
+    lost_device: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        return cls(
+            f"{type(error).__name__}: {error}",
+            is_allocation_failure(error),
+            takes_too_long(error),
+            is_lost_device(error),
+        )
 
 
 class EngineCore:
@@ -78,6 +94,7 @@ class EngineCore:
         self._on_idle = on_idle
         self._draining = False
         self._reported_at = 0.0
+        self._failures = 0  # steps in a row
         self._event_number = 0
         self._schedule_s = self._build_s = self._sample_s = self._emit_s = 0.0
         self._step_s = 0.0
@@ -105,10 +122,7 @@ class EngineCore:
         Return False if there was nothing to run.
         """
         self._handle_messages(self._inbox.take(wait_s))
-        used = self._place_adapters() if self._adapter_queue.is_waiting else None
         worked = self._step()
-        if used is not None and used != self._scheduler.sequences.adapters[0]:
-            worked = True  # a step without a plan has freed a place for which a request waits
         self._send_outputs()
         self._report_stats(worked)
         if not worked:
@@ -195,37 +209,56 @@ class EngineCore:
             self._refused.append(answer)
 
     def _step(self) -> bool:
-        """Run the next plan. Return False if there was nothing to run."""
-        started = time.perf_counter()
-        plan = self._scheduler.schedule(self._store.room() if self._store is not None else None)
-        self._schedule_s += time.perf_counter() - started
-        results = self._steps.results(plan)
-        worked = plan is not None
+        """Place adapters and run the next plan. Return False if there was nothing to run."""
+        work, worked = self._work(), False
         while True:
             failure: _Failure | None = None
             try:
-                result = next(results, None)
+                result = next(work)
+            except StopIteration as done:
+                return worked or bool(done.value)
             except FilesChanged:
                 raise  # the next engine loads the current files
             except Exception as error:  # raised by MLX, most likely because it is out of memory
                 logger.exception("a step failed; its sequences start again")
-                failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
+                failure = _Failure.of(error)
             if failure is not None:  # outside the handler, because a traceback keeps arrays alive
                 self._recover(failure)
                 return True
-            if result is None:
-                return worked
             self._apply(result)
             self._send_outputs()
             worked = True
 
+    def _work(self) -> Generator[StepResult, None, bool]:
+        """Yield the results known after the next plan is dispatched. Return False if there was
+        nothing to run.
+
+        Whatever uses the device may raise the error of the step in flight."""
+        used = self._place_adapters() if self._adapter_queue.is_waiting else None
+        started = time.perf_counter()
+        plan = self._scheduler.schedule(self._store.room() if self._store is not None else None)
+        self._schedule_s += time.perf_counter() - started
+        yield from self._steps.results(plan)
+        # A step without a plan may have freed a place for which a request waits.
+        return plan is not None or used not in (None, self._scheduler.sequences.adapters[0])
+
     def _recover(self, failure: _Failure) -> None:
+        """Let everything start again. Raises: RuntimeError if that is of no use in this process."""
+        self._failures += 1
+        if failure.lost_device and self._failures > 1:
+            raise RuntimeError(f"the device accepts no more work: {failure.reason}")
+        if self._failures > MAX_FAILURES:
+            raise RuntimeError(f"{MAX_FAILURES} steps failed in a row: {failure.reason}")
         self._steps.reset()
-        if not self._scheduler.recover(failure.reason, out_of_memory=failure.out_of_memory):
+        if not self._scheduler.recover(
+            failure.reason, out_of_memory=failure.out_of_memory, too_long=failure.took_too_long
+        ):
             raise RuntimeError(f"a step without any sequence failed: {failure.reason}")
 
     def _apply(self, result: StepResult) -> None:
         started = time.perf_counter()
+        if result.tokens or result.chunk_times:  # otherwise nothing of it may be computed yet
+            self._failures = 0
         self._scheduler.apply(result)
         self._schedule_s += time.perf_counter() - started
         self._step_s += result.elapsed_s + sum(seconds for _, seconds in result.chunk_times)

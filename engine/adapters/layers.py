@@ -17,6 +17,7 @@ import numpy as np
 from mlx import nn
 
 from engine.adapters.checkpoint import LowRank, Shape
+from engine.backend.settling import settle
 
 _OF_EXPERTS = re.compile(r"\bexperts\b")
 """Part of the names of layers that exist once per expert (DBRX)."""
@@ -50,17 +51,25 @@ class Factors:
         self.up: mx.array | None = None  # (places, rank, out)
 
     def put(self, place: int, factors: LowRank | None) -> None:
-        if factors is None and self.down is None:
+        """Replace the factors of ``place``. Raises: RuntimeError if the device cannot; then all
+        places keep what they have."""
+        before = self.down, self.up
+        if factors is None and before[0] is None:
             return
-        if self.down is None or self.up is None:
-            self.down, self.up = (mx.zeros(size) for size in self._sizes)
         down, up = (np.zeros(size[1:], np.float32) for size in self._sizes)
         if factors is not None:
             rank = factors.down.shape[1]
             down[:, :rank], up[:rank] = factors.down, factors.up
         # New arrays: passes in progress keep the ones they started with.
-        self.down[place], self.up[place] = mx.array(down), mx.array(up)
-        mx.eval(self.down, self.up)
+        after = [
+            mx.slice_update(
+                mx.zeros(size) if old is None else old, mx.array(new)[None], mx.array([place]), [0]
+            )
+            for size, old, new in zip(self._sizes, before, (down, up), strict=True)
+        ]
+        mx.eval(after)
+        settle()
+        self.down, self.up = after
 
 
 class _Adapted:
@@ -128,3 +137,11 @@ def adapt(layers: Mapping[str, Any], count: int, rank: int) -> GraphStore:
         module.__class__ = kinds[kind]
         found[name] = module.factors
     return GraphStore(found)
+
+
+def leave_uncompiled(model: nn.Module) -> None:
+    """Let layers of Kimi K3 compute decodes as they are written. On Metal they compile themselves,
+    and would keep the adapters of the first pass."""
+    for module in model.modules():
+        if (plain := getattr(module, "_decode_core", None)) is not None:
+            module._step = plain

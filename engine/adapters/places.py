@@ -4,7 +4,7 @@ Places are numbered from 1. Place 0 means no adapter: its factors are zero."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from engine.adapters.checkpoint import AdapterError, AdapterWeights, LowRank, Shape
@@ -35,6 +35,9 @@ class AdapterPlaces:
 
     def __init__(self, shapes: Mapping[str, Shape], count: int, max_rank: int) -> None:
         self.shapes, self.count, self.max_rank = shapes, count, max_rank
+        self.wait: Callable[[], None] = lambda: None
+        """The `Executor.wait` of the model, set together with ``store``: otherwise an error of the
+        step in flight would be taken for one of an adapter."""
         self.store: AdapterStore | None = None
         """Set once the way in which the model is computed is known."""
         self._places: dict[str, int] = {}  # by digest, least recently used first
@@ -66,12 +69,13 @@ class AdapterPlaces:
     def put(self, weights: AdapterWeights, used: Collection[int]) -> int | None:
         """Assign an adapter a free place, or the least recently used one. Return None if all
         places are in ``used``. Raises: `AdapterError` if memory runs out; the place is then
-        free."""
-        place = next(self._free(), None)
+        free. Raises what `wait` does; nothing has changed then."""
+        place, victim = next(self._free(), None), self.victim(used)
+        if place is None and victim is None:
+            return None
+        self.wait()
         if place is None:
-            victim = self.victim(used)
-            if victim is None:
-                return None
+            assert victim is not None
             place = self._places.pop(victim)
             self.swaps += 1
         assert self.store is not None

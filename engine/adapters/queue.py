@@ -131,15 +131,22 @@ class AdapterQueue:
         requests, of which those in ``withdrawable`` have requests of batches only. Afterwards
         `wanted_place` is one of these if a request needs it."""
         self._closing = self.wanted_place = None
-        taken, left = {*used}, []
+        taken = {*used}
+        left: list[tuple[wire.Submit, object]] = []
         self._waiting.sort(key=lambda pair: pair[0].is_background)
-        for request, grammar in self._waiting:
+        while self._waiting:
+            request, grammar = self._waiting[0]
             try:
                 place = self._place_for(request, taken, withdrawable)
             except AdapterError as error:
+                del self._waiting[0]
                 logger.warning("%s", error)
                 yield _refused(request, "full", str(error))
                 continue
+            except Exception:  # the step in flight failed: the request waits on
+                self._waiting = left + self._waiting
+                raise
+            del self._waiting[0]
             if place is None:
                 left.append((request, grammar))
             else:

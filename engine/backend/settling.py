@@ -1,4 +1,9 @@
-"""Errors that a GPU reports late."""
+"""Errors that a GPU reports late.
+
+MLX keeps one error per stream, and raises it where something next uses the stream: for example at
+an evaluation of other arrays. It is gone then, and arrays that were never written count as
+evaluated. So a part that catches errors of MLX must first wait for the work of others
+(`Executor.wait`), or let errors pass that may be theirs."""
 
 from __future__ import annotations
 
@@ -14,3 +19,20 @@ def settle() -> None:
     place only then. This keeps the GIL, so the caller should wait for an array first."""
     if mx.default_device() == mx.gpu:
         mx.synchronize()
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Return whether a GPU could not compute something that it had begun."""
+    return "command buffer execution failed" in str(error).lower()
+
+
+def is_lost_device(error: BaseException) -> bool:
+    """Return whether the GPU ignores this process: macOS does so after several errors, until the
+    process ends."""
+    return is_device_failure(error) and "ignored (for causing" in str(error).lower()
+
+
+def takes_too_long(error: BaseException) -> bool:
+    """Return whether the GPU was stopped because one of its operations took seconds."""
+    words = ("impacting interactivity", "timeout")
+    return is_device_failure(error) and any(word in str(error).lower() for word in words)

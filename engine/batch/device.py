@@ -113,7 +113,7 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     if mx.default_device() == mx.gpu:
         layer = next((each for each in layout.layers if each.value_dim), None)
         if layer is not None and not gpu_path.forced:
-            GPUBatch.measure(layer)
+            return [GPUBatch.measured(layer)]
         return [GPUBatch]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]

@@ -124,7 +124,7 @@ class SlabWriter:
         return found
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)  # one for each number of rows, width and kind of layer
 def _compiled(
     kind: ArrayLayout, count: int, parts: tuple[Part, ...], *shapes: tuple[int, ...]
 ) -> Write:

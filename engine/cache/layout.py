@@ -193,7 +193,11 @@ class Layout:
 
     def with_rings(self, longest_pass: int, block_size: int) -> Layout:
         """Return the layout of the same model with rings: layers with a window keep only the
-        window, plus room for a pass of up to ``longest_pass`` tokens, rounded up to a block."""
+        window, plus room for a pass of up to ``longest_pass`` tokens, rounded up to a block.
+
+        Without such layers nothing changes, and passes may be longer."""
+        if not any(layer.window for layer in self.layers):
+            return self
         layers = []
         for layer in self.layers:
             tokens = None

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backend.settling import settle
 from engine.cache.layout import ArrayLayout, Layout, ScalesPlace
 from engine.cache.quantization import (
     KERNEL_GROUPS,
@@ -250,6 +251,7 @@ def _resized(array: mx.array, axis: int, rows: int, parts: int = 1) -> mx.array:
         resized = mx.take(array, mx.arange(rows), axis=axis + 1)
     resized = mx.flatten(resized, axis, axis + 1)
     mx.eval(resized)
+    settle()  # a GPU holds the old array until then, and the next one is resized now
     return resized
 
 

@@ -41,6 +41,7 @@ class PaddedModel:
             while True:
                 try:
                     mx.eval(next(work))
+                    settle()  # the next pass might be another, and get an error of this one
                 except StopIteration as done:
                     states = np.asarray(done.value.astype(mx.float32))
                     settle()

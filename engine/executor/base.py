@@ -117,6 +117,10 @@ class Executor(ABC):
         error is raised, here or in `PendingStep.read`. After that, no slab, block or state is
         valid until `reset`."""
 
+    def wait(self) -> None:  # noqa: B027  # not abstract: most executors have nothing in flight
+        """Wait until nothing is in flight, before something else uses the device
+        (`engine.backend.settling`). Raises as `dispatch` does."""
+
     @abstractmethod
     def reset(self) -> None:
         """Drop every slab, block and state, and every unread step."""

@@ -78,8 +78,6 @@ class BatchedExecutor(Executor):
 
     def reset(self) -> None:
         self._passes.clear()
-        if self._passes.pictures is not None:
-            self._passes.pictures.clear()
         self._slabs = self._passes.slabs = Slabs()
         self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
@@ -136,7 +134,7 @@ class BatchedExecutor(Executor):
             clock=self._clock,
             started=started,
             failed=failed,
-            prefill=Prefill(plan, self._passes, failed, self._stopwatch),
+            prefill=Prefill(plan, self._passes, failed, self._stopwatch, self._line),
         )
         self._compute_decodes(step)
         self._last = step
@@ -150,7 +148,7 @@ class BatchedExecutor(Executor):
         blocks or state were never saved."""
         fills = plan.inserts or plan.restores or plan.state_restores or plan.moves or plan.copies
         if plan.resized_slabs or plan.new_slabs or fills:
-            self._wait()  # what the plan frees is in use until then
+            self.wait()  # what the plan frees is in use until then
         for resize in plan.resized_slabs:
             self._slabs.resize(resize.slab_id, resize.rows)
         for new in plan.new_slabs:
@@ -165,6 +163,7 @@ class BatchedExecutor(Executor):
                 store.insert(insert.block_id, insert.payload)
             failed = self._restore(plan) + self._restore_states(plan)
             for move in plan.moves:
+                self._line.wait()  # another move may hold the slab, which would be copied whole
                 self._line.send(self._slabs.copy_row(move.source, move.target, move.length))
                 self._sampler.move(move.source, move.target)
             self._copy(plan.copies)
@@ -228,8 +227,7 @@ class BatchedExecutor(Executor):
         self._export(exports, self._line.piece)
         return piece
 
-    def _wait(self) -> None:
-        """Wait for everything that was dispatched, if the device may be busy with it."""
+    def wait(self) -> None:
         if self.spec.look_ahead:
             with self._stopwatch.waiting():
                 self._line.wait()
@@ -283,6 +281,7 @@ class BatchedExecutor(Executor):
         in_place = self.batch_class.writes_in_place
         copy_positions = host_blocks.copy_positions if in_place else Slab.copy_positions
         for copy in copies:
+            self._line.wait()  # as between moves
             slab, source = self._slabs[copy.target.slab_id], self._slabs[copy.source.slab_id]
             copy_positions(slab, copy.target.row, source, copy.source.row, copy.start, copy.end)
             if not in_place:

@@ -7,7 +7,7 @@ when the sequence continues after a preemption."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -101,13 +101,21 @@ class DraftModel(BatchSource):
     NAME = "draft"
 
     def __init__(
-        self, executor: Executor, *, context_tokens: int, capacity: int, rows: int, vocab_size: int
+        self,
+        executor: Executor,
+        wait: Callable[[], None],
+        *,
+        context_tokens: int,
+        capacity: int,
+        rows: int,
+        vocab_size: int,
     ) -> None:
-        """Use ``rows`` slots of ``capacity`` tokens. A sequence starts in one with its last
-        ``context_tokens``. Nothing is drafted after tokens from ``vocab_size`` on, because the
-        target may have more logits than tokens."""
+        """Use ``rows`` slots of ``capacity`` tokens. ``wait`` is the target's `Executor.wait`.
+
+        A sequence starts in a slot with its last ``context_tokens``. Nothing is drafted after
+        tokens from ``vocab_size`` on, because the target may have more logits than tokens."""
         self.max_sequences = rows
-        self.executor = executor
+        self.executor, self._wait = executor, wait
         self._context = context_tokens
         self._capacity = capacity
         self._vocab_size = vocab_size
@@ -126,6 +134,11 @@ class DraftModel(BatchSource):
     def slots_bytes(self) -> int:
         """The memory of its slots."""
         return self.max_sequences * self._capacity * self.executor.spec.slot_token_bytes
+
+    def prepare(self) -> None:
+        """Wait for the target: its errors would otherwise be taken for errors of the draft model,
+        and its time for that of drafts."""
+        self._wait()
 
     def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         nothing: list[tuple[int, ...]] = [()] * len(asked)

@@ -7,7 +7,6 @@ import numpy as np
 
 from engine.batch.axes import Axes
 from engine.batch.given import Given
-from engine.executor.base import is_allocation_failure
 from engine.plan import Chunk, EncodePicture, Plan
 from engine.vision.encoder import EncoderPass, VisionEncoder
 from engine.vision.pixels import Pixels, PixelStore
@@ -46,7 +45,7 @@ class PictureEmbeddings:
     def encode(self, op: EncodePicture) -> list[mx.array]:
         """Build the graph of a part of a picture's embeddings. Return the arrays to evaluate.
 
-        Raises: `PictureUnusable`."""
+        Raises: `PictureUnusable` if the picture is gone, and anything that the encoder does."""
         try:
             begun = self._begun.get(op.digest)
             if begun is None:
@@ -60,14 +59,10 @@ class PictureEmbeddings:
                 del self._begun[op.digest]
                 self._done[op.digest] = found[0]
             return found
-        except PictureUnusable:
-            raise
-        except Exception as error:
+        except BaseException:
             if (failed := self._begun.pop(op.digest, None)) is not None:
                 failed.close()
-            if is_allocation_failure(error):
-                raise
-            raise PictureUnusable(f"{type(error).__name__}: {error}") from error
+            raise
 
     def of(self, chunk: Chunk) -> Given:
         """Return the embeddings that replace tokens of ``chunk``.

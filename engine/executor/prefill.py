@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from engine.backend.file_rows import FilesChanged
+from engine.backend.settling import is_device_failure
 from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.slabs import Slabs
 from engine.executor.base import is_allocation_failure
+from engine.executor.line import DeviceLine
 from engine.executor.pictures import PictureEmbeddings, PictureUnusable
 from engine.executor.stopwatch import Stopwatch
 from engine.plan import Chunk, Plan, Slot
@@ -75,6 +77,8 @@ class Passes:
     def clear(self) -> None:
         for number in list(self.open):
             self.close(number)
+        if self.pictures is not None:
+            self.pictures.clear()
 
     def split(self, one: ChunkPass) -> list[ChunkPass]:
         """Return a pass for each chunk of ``one``, from the start: everything is written again."""
@@ -115,6 +119,10 @@ class Passes:
         return Given.joined([given[chunk.slot] for chunk in chunks], widths)
 
 
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, PictureUnusable) else f"{type(error).__name__}: {error}"
+
+
 def _groups(chunks: list[Chunk], *, together: bool) -> list[list[Chunk]]:
     return [chunks] if chunks and together else [[chunk] for chunk in chunks]
 
@@ -128,9 +136,11 @@ class Prefill:
         passes: Passes,
         failed: list[tuple[Slot, str]],
         stopwatch: Stopwatch,
+        line: DeviceLine,
     ) -> None:
         """Chunks that raise are added to ``failed``."""
         self._passes, self._failed, self._stopwatch = passes, failed, stopwatch
+        self._line = line
         self._encodes = plan.encodes
         self.failed_pictures: list[tuple[bytes, str]] = []
         passes.begin(plan)
@@ -156,8 +166,10 @@ class Prefill:
                     found = (
                         [] if self._passes.pictures is None else self._passes.pictures.encode(op)
                     )
-            except PictureUnusable as error:
-                self.failed_pictures.append((op.digest, str(error)))
+            except Exception as error:
+                if self._may_be_of_others(error):
+                    raise
+                self.failed_pictures.append((op.digest, _reason(error)))
             else:
                 yield BuiltPass(found, op is self._encodes[-1] and not self._ends)
         for number, end in self._ends.items():
@@ -171,14 +183,14 @@ class Prefill:
                     with self._stopwatch.computing():
                         arrays = self._advance(one, end)
                 except Exception as error:
-                    if is_allocation_failure(error) or isinstance(error, FilesChanged):
+                    if self._may_be_of_others(error):
                         raise
                     if len(one.chunks) > 1:  # one raised: running them one by one shows which
                         left = self._passes.split(one) + left
                         passes[number] = [*kept, *left]
                         continue
                     one.layers.close()
-                    self._failed.append((one.chunks[0].slot, f"{type(error).__name__}: {error}"))
+                    self._failed.append((one.chunks[0].slot, _reason(error)))
                 else:
                     if one.layers.logits is None:
                         kept.append(one)
@@ -188,6 +200,17 @@ class Prefill:
                 passes[number] = kept
             else:
                 del passes[number]
+
+    def _may_be_of_others(self, error: Exception) -> bool:
+        """Return whether ``error``, raised while a graph was built, concerns more than its picture
+        or chunk.
+
+        If the model's code evaluates something, MLX raises a `RuntimeError` there if the work in
+        flight has failed, and nobody else learns of it."""
+        if is_allocation_failure(error) or is_device_failure(error):
+            return True
+        is_mlx = type(error) is RuntimeError and self._line.piece is not None
+        return is_mlx or isinstance(error, FilesChanged)
 
     def _advance(self, one: ChunkPass, end: int) -> list[Any]:
         """Build the graph up to layer ``end``. Return the arrays to evaluate."""

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.adapters.layers import applied
-from engine.backend.settling import settle
-from engine.executor.base import Executor, ExecutorSpec, PendingStep
+from engine.backend.settling import is_device_failure, settle
+from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
 from engine.sampling.sampler import Sampler
@@ -70,6 +70,8 @@ class SerialExecutor(Executor):
                 found = self._sequence(chunk.slot, chunk.start, chunk.adapter).prefill(chunk)
                 prompt_logprobs += [PromptLogprobs(chunk.slot, *each) for each in found]
             except Exception as error:
+                if _is_of_device(error):
+                    raise
                 failed.append((chunk.slot, f"{type(error).__name__}: {error}"))
         return _FinishedStep(
             StepResult(
@@ -98,6 +100,8 @@ class SerialExecutor(Executor):
             found = running.finish_prompt()
             prompt_logprobs += [PromptLogprobs(decode.slot, *each) for each in found]
         except Exception as error:
+            if _is_of_device(error):
+                raise
             failed.append((decode.slot, f"{type(error).__name__}: {error}"))
             return 0, None
         masks = self._sampler.start_masks([decode], [decode.token_id])
@@ -159,7 +163,13 @@ class _SerialSequence:
             part = logits[first : first + len(some)]
             found.append((start + first, target_logprobs(part, some, self._alternatives).pack()))
         mx.eval([cache.state for cache in self._cache])
+        settle()
         return found
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Return whether all that is computed is lost, and may be tried again."""
+    return is_allocation_failure(error) or is_device_failure(error)
 
 
 @dataclass(frozen=True)

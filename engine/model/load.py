@@ -117,6 +117,7 @@ def load(
         sharding.shard(model, group, str(path))
     if adapter_path is not None:
         adapter.apply(model, adapter_path)
+    _compute_constants(model)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
     if options.eos_token is not None:
@@ -139,6 +140,17 @@ def load(
             if (folder / name).is_file()
         },
     )
+
+
+def _compute_constants(model: nn.Module) -> None:
+    """Compute arrays that are no weights, such as frequencies of rotations: if the first step
+    computed them and failed, they would stay wrong."""
+    import mlx.core as mx
+
+    from engine.backend.settling import settle
+
+    mx.eval(model)
+    settle()
 
 
 def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import infer_quant_config
 
+from engine.backend.settling import settle
 from engine.mtp.head import MTPHead
 from engine.mtp.kinds import KINDS, HeadKind
 
@@ -61,7 +62,8 @@ def load_head(model: Any, files: list[Path]) -> MTPHead:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise HeadUnusable(reason) from error
     head.eval()
-    mx.eval(head.parameters())
+    mx.eval(head)
+    settle()
     return head
 
 

@@ -38,6 +38,11 @@ class RankGroup:
         except RuntimeError as error:
             raise RankFailed(f"cannot connect the ranks: {error}") from error
 
+    def meet(self) -> None:
+        """Wait until all ranks are here. The CPU waits: a GPU that waits for seconds, for example
+        for a rank that still loads, is stopped by macOS."""
+        mx.eval(mx.distributed.all_sum(mx.ones(1), group=self.mlx, stream=mx.cpu))
+
     def of_first(self, array: mx.array, after: mx.array) -> mx.array:
         """Return rank 0's value of ``array`` on every rank. The ranks exchange it once ``after`` is
         computed, so that all collectives of a pass have the same order."""

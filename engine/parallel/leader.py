@@ -61,6 +61,9 @@ class LeadingExecutor(Executor):
         self._plans.send(packed)
         return _LedStep(plan, self._own.dispatch(plan), self._progress)
 
+    def wait(self) -> None:
+        self._own.wait()
+
     def reset(self) -> NoReturn:
         raise RankFailed("a step failed on rank 0: the group ends")
 

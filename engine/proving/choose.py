@@ -64,8 +64,10 @@ def choose_executor(
         return found
     logger.info("checking that batches give mlx-lm's answers; this takes longer than loading")
     began = time.monotonic()
-    found = _proven(model, vocab_size, block_size, precision, longest_pass)
-    if record is not None and isinstance(found.executor, BatchedExecutor):
+    refused: list[NotBatchable] = []
+    found = _proven(model, vocab_size, block_size, precision, longest_pass, refused)
+    is_lasting = all(one.is_lasting for one in refused)
+    if record is not None and is_lasting and isinstance(found.executor, BatchedExecutor):
         executor = found.executor
         record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
     logger.info("the check took %.1f s", time.monotonic() - began)
@@ -73,10 +75,16 @@ def choose_executor(
 
 
 def _proven(
-    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+    model: Any,
+    vocab_size: int,
+    block_size: int,
+    precision: Precision,
+    longest_pass: int | None,
+    refused: list[NotBatchable],
 ) -> ChosenExecutor:
+    """Return the first that is correct. Whatever is not is added to ``refused``."""
     if device.rounds_activations(model):
-        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass)
+        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass, refused)
     reasons: list[str] = []
     try:
         probed = probe_layout(model)
@@ -93,8 +101,11 @@ def _proven(
                 prove(model, layout, batch_class, given)
             except NotBatchable as reason:
                 reasons.append(str(reason))
+                refused.append(reason)
                 continue
-            kept, unquantized = _quantized(model, layout, batch_class, vocab_size, precision)
+            kept, unquantized = _quantized(
+                model, layout, batch_class, vocab_size, precision, refused
+            )
             executor = BatchedExecutor(model, kept, block_size, batch_class)
             return ChosenExecutor(executor, "".join(reasons[:1]), unquantized)
     except UnsupportedLayout as reason:
@@ -105,12 +116,17 @@ def _proven(
 
 
 def _proven_with_8_bits(
-    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+    model: Any,
+    vocab_size: int,
+    block_size: int,
+    precision: Precision,
+    longest_pass: int | None,
+    refused: list[NotBatchable],
 ) -> ChosenExecutor:
     """Choose with activations in fp32 and the same codes, where the proof can be strict. Then show
     that activations in 8 bits differ only by their rounding."""
     with device.exact_products(model):
-        found = _proven(model, vocab_size, block_size, precision, longest_pass)
+        found = _proven(model, vocab_size, block_size, precision, longest_pass, refused)
         if isinstance(executor := found.executor, BatchedExecutor):
             layout = executor.layout.with_precision(UNQUANTIZED, dequantized=False)
             exact = proof_references(model, layout, vocab_size)
@@ -153,7 +169,12 @@ def _named(model: Any, layout: Layout, name: str) -> type[RaggedBatch] | None:
 
 
 def _quantized(
-    model: Any, layout: Layout, batch: type[RaggedBatch], vocab_size: int, precision: Precision
+    model: Any,
+    layout: Layout,
+    batch: type[RaggedBatch],
+    vocab_size: int,
+    precision: Precision,
+    refused: list[NotBatchable],
 ) -> tuple[Layout, str]:
     """Return ``layout`` with ``precision`` as far as proven, and what stays unquantized."""
     dequantized = device.slots_dequantized(layout)
@@ -162,6 +183,7 @@ def _quantized(
         try:
             prove(model, quantized, batch, short_references(model, quantized, vocab_size))
         except NotBatchable as reason:
+            refused.append(reason)
             return layout, f"any layer: {reason}"
     return quantized, _unquantized(quantized)
 

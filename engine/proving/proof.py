@@ -13,8 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.backend.settling import is_device_failure
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
+from engine.executor.base import is_allocation_failure
 from engine.executor.batched import BatchedExecutor
 from engine.proving.oracle import Reference, make_reference, rounding_noise
 from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
@@ -58,6 +60,12 @@ is then one rounding away from fp32, and two from the other. Never more than the
 class NotBatchable(Exception):
     """Batched logits differ from mlx-lm's, or batching raised. The message gives the details."""
 
+    def __init__(self, message: str, *, is_lasting: bool = True) -> None:
+        """``is_lasting``: whether it would be the same at the next start. Memory may have been
+        short because of another program."""
+        super().__init__(message)
+        self.is_lasting = is_lasting
+
 
 def proof_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
     """Return the sequences of a proof. The last one has no prefill, and reuses a slot."""
@@ -98,7 +106,8 @@ def prove(
 ) -> None:
     """Raise `NotBatchable` unless ``model`` gives the expected logits of ``given`` in a batch.
 
-    A difference of up to ``rounding`` is also allowed."""
+    A difference of up to ``rounding`` is also allowed. Errors of a GPU are raised as they are: they
+    say nothing about batches."""
     executor = BatchedExecutor(model, layout, BLOCK_SIZE, batch)
     trial = Trial(executor, stretch=-(-executor.spec.layers // STRETCHES))
     try:
@@ -106,7 +115,12 @@ def prove(
     except StepFailed as error:
         raise NotBatchable(str(error)) from error
     except Exception as error:
-        raise NotBatchable(f"{type(error).__name__}: {error}") from error
+        if is_device_failure(error):
+            raise
+        reason, is_lasting = f"{type(error).__name__}: {error}", not is_allocation_failure(error)
+        raise NotBatchable(reason, is_lasting=is_lasting) from error
+    finally:
+        executor.reset()  # what is in flight belongs to no later trial
     difference = trial.max_difference
     if not (difference <= rounding or _is_rounding(difference, model, layout, given)):
         raise NotBatchable(f"logits differ by {difference:.3g} of their spread")

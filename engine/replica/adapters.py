@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from engine.adapters.checkpoint import AdapterError, read
-from engine.adapters.layers import GraphStore, adapt, linear_layers, shape_of
+from engine.adapters.layers import GraphStore, adapt, leave_uncompiled, linear_layers, shape_of
 from engine.adapters.places import AdapterPlaces
 from engine.adapters.queue import AdapterQueue, AdapterRead, AdapterReader
 from engine.executor.base import Executor
@@ -47,6 +47,7 @@ class Adaptable:
         """Read the adapters in the settings, and assign places to the first ones. Raises:
         `AdapterUnusable`."""
         self.places.store = executor.adapter_store(self._store)
+        self.places.wait = executor.wait
         found = [self._open(name, path) for name, path in self._paths.items()]
         return NamedAdapters(self.places, found)
 
@@ -71,6 +72,7 @@ def adaptable(model: nn.Module, settings: Settings) -> Adaptable | None:
     if not places.shapes:
         raise AdapterUnusable("--adapter: this model has no linear layers to add adapters to")
     store = adapt(linear_layers(model), places.count, places.max_rank)
+    leave_uncompiled(model)
     return Adaptable(places, store, settings)
 
 

@@ -77,6 +77,7 @@ def build_replica(
     A passed proof is stored in the folder ``proofs``, and not repeated unless ``--prove always``
     is set. With several ranks, this one is the ``leader``."""
     own = EngineMemory.of(settings)
+    memory.set_limits(own)  # first: freed buffers of loading and proving count as well
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     own_record = None if proofs is None else _record(proofs, loaded, settings, layers)
     record: Record | None = own_record
@@ -102,7 +103,6 @@ def build_replica(
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
     other_bytes += draft_bytes + slots_bytes + (0 if served is None else served.bytes)
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
-    memory.set_limits(own)
     adapters = None if adapted is None else adapted.opened(executor)
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
@@ -133,7 +133,7 @@ def _draft_model(
     """Return the draft model, if there is one that ``executor`` can use, and its bytes."""
     if not executor.spec.verifies_drafts:
         return None, 0
-    return open_draft_model(loaded, settings, proofs)
+    return open_draft_model(loaded, settings, proofs, executor.wait)
 
 
 def _kept_costs(
@@ -157,8 +157,8 @@ def build_rank(
 ) -> tuple[Executor, bytes]:
     """Return the executor of a rank other than 0, given the ``record`` sent by rank 0, and the
     root of the block hashes."""
-    executor = choose_executor_of(loaded, settings, record, group)
     memory.set_limits(EngineMemory.of(settings))
+    executor = choose_executor_of(loaded, settings, record, group)
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
     return executor, _block_namespace(executor, loaded, settings, None, None)
@@ -203,7 +203,9 @@ def choose_executor_of(
     """Return the fastest executor that is proven correct, and log the features ``loaded`` cannot
     have.
 
-    All ranks of a ``group`` call this at the same time, and get the same result."""
+    All ranks of a ``group`` call this once their weights are loaded, and get the same result."""
+    if group is not None:
+        group.meet()
     with nullcontext() if group is None else group.same_logits(loaded.model):
         executor, reason, unquantized = choose_executor(
             loaded.model,

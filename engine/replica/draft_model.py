@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mlx.utils import tree_flatten
@@ -28,10 +28,10 @@ MAX_ROWS = 16
 
 
 def open_draft_model(
-    target: LoadedModel, settings: Settings, proofs: Path | None
+    target: LoadedModel, settings: Settings, proofs: Path | None, wait: Callable[[], None]
 ) -> tuple[DraftModel | None, int]:
     """Load the model of ``--draft-model-path``. Return it, and the bytes of its weights; None and 0
-    if no draft model is used.
+    if no draft model is used. ``wait`` is the `Executor.wait` of ``target``.
 
     Raises `ModelUnavailable` if it cannot be loaded, has another vocabulary than ``target``, or
     cannot be rewound after rejected drafts."""
@@ -56,6 +56,7 @@ def open_draft_model(
     capacity = min(context + ROOM_TOKENS, loaded.context_length) // block_size * block_size
     source = DraftModel(
         executor,
+        wait,
         context_tokens=context,
         capacity=capacity,
         rows=rows,

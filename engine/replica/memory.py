@@ -16,6 +16,9 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2048
+"""As many blocks are used by default even if their share of the memory is less, if they fit."""
+FEWEST_BLOCKS = 256
+"""So many are used even if they do not fit."""
 HEADROOM_BYTES = 1 << 30
 """Reserved for a step's temporary arrays. MLX dispatches ten command buffers ahead of a GPU, each
 with arrays of about 50 million elements; they include parts of restored and saved blocks."""
@@ -146,18 +149,19 @@ class EngineMemory:
 def default_num_blocks(block_bytes: int, other_bytes: int, own: EngineMemory) -> int:
     """Return the blocks that fit into ``own`` memory next to ``other_bytes`` (mostly weights).
 
-    Never fewer than `MIN_BLOCKS`; if those do not fit, a warning is logged.
+    Never fewer than `MIN_BLOCKS`, or as many of these as fit; then a warning is logged.
     """
-    room = own.left_bytes(other_bytes)
-    if room < MIN_BLOCKS * block_bytes:
+    left_bytes = max(0, own.left_bytes(other_bytes))
+    least = max(FEWEST_BLOCKS, min(MIN_BLOCKS, left_bytes // block_bytes))
+    if least < MIN_BLOCKS:
         logger.warning(
-            "%d blocks of KV cache take %.1f GB, but the weights leave %.1f GB: reduce "
-            "--num-blocks",
-            MIN_BLOCKS,
-            MIN_BLOCKS * block_bytes / 1e9,
-            max(room, 0) / 1e9,
+            "%d blocks of KV cache take %.1f GB, and the weights leave %.1f GB for them; "
+            "--num-blocks sets another number",
+            least,
+            least * block_bytes / 1e9,
+            left_bytes / 1e9,
         )
-    return max(MIN_BLOCKS, own.room_bytes(other_bytes) // block_bytes)
+    return max(least, own.room_bytes(other_bytes) // block_bytes)
 
 
 def max_buffers() -> int | None:

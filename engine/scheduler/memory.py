@@ -7,6 +7,7 @@ from itertools import count, starmap
 from engine.plan import BlockName, Evict, ResizeSlab, SlabSpec, Slot
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.pools.block_pool import Block, BlockPool
+from engine.scheduler.pools.ledger import Ledger
 from engine.scheduler.pools.slot_table import SlotTable
 from engine.scheduler.pools.snapshot_pool import SnapshotPool
 from engine.scheduler.sequences.sequence import Sequence
@@ -18,27 +19,6 @@ MAX_SLAB_SHARE = 1 / 8
 """Max fraction of the memory for adding more than one row at once."""
 GROWTH = 1 / 2
 """Rows added to a slab, as a fraction of its rows, which are copied each time it grows."""
-
-
-class Ledger:
-    """Reserved bytes. They never exceed the limit: reserve before use."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def shortfall(self, size_bytes: int) -> int:
-        """Return how many bytes are missing for ``size_bytes`` more; none if not positive."""
-        return self.used_bytes + size_bytes - self.limit_bytes
-
-    def reserve(self, size_bytes: int) -> None:
-        """Reserve ``size_bytes``. Raises: RuntimeError if they are over the limit."""
-        if self.shortfall(size_bytes) > 0:
-            raise RuntimeError(f"reserving {size_bytes} bytes exceeds the limit")
-        self.used_bytes += size_bytes
-
-    def release(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
 
 
 class Memory:
@@ -261,12 +241,10 @@ class Memory:
         self.ledger.used_bytes = self._config.beside_bytes
         self.forget_changes()
 
-    def lower_limit(self, limit_bytes: float) -> None:
-        """Lower the ledger's limit to ``limit_bytes``, but never below what a single sequence may
-        need."""
+    def ran_out(self) -> None:
+        """Use less memory, but never less than a single sequence may need."""
         alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.beside_bytes
-        lowered = min(self.ledger.limit_bytes, int(limit_bytes))
-        self.ledger.limit_bytes = max(alone_bytes, lowered)
+        self.ledger.ran_out(alone_bytes)
 
     def findable_hashes(self) -> list[bytes]:
         """Return the hashes of the prefixes from which sequences may start, for the router. If

@@ -19,16 +19,13 @@ from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.planner import Clock, Planner
 from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
-from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence, Status
+from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.step_meter import StepMeter
 from engine.scheduler.timing.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
 from engine.speculation.speculator import Speculator
 from shared import wire
-
-OOM_LIMIT_SHARE = 0.9
-"""When the device runs out of memory, the new limit as a fraction of the memory then in use."""
 
 
 class Scheduler:
@@ -56,7 +53,7 @@ class Scheduler:
         )
         self._drafting = Drafting(config, speculator)
         time_share = TimeShare(config.streams_share)
-        policy = ChunkPolicy(
+        policy = self._policy = ChunkPolicy(
             config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
@@ -202,6 +199,7 @@ class Scheduler:
         self._in_flight[0].check(result)
         step = self._in_flight.popleft()
         self.planner.backoff.step_succeeded()
+        self.memory.ledger.step_succeeded()
         self._fail_sequences(step, result)
         self._release_saved_blocks(step, result)
         self.progress += self._meter.measure(step, result)
@@ -219,18 +217,18 @@ class Scheduler:
                 self._drafting.guessed(seq, guess)
             start += length
 
-    def recover(self, reason: str, *, out_of_memory: bool) -> bool:
-        """Undo all plans in flight after one of them raised and the executor was reset.
+    def recover(self, reason: str, *, out_of_memory: bool, too_long: bool = False) -> bool:
+        """Undo all plans in flight, and one half built, after a step or `schedule` raised and the
+        executor was reset.
 
-        Sequences with a slot wait to start again, fewer of them at once, and with a lower memory
-        limit if the step was ``out_of_memory``. A sequence that was running alone both times
-        ends with ``reason`` as its error. Returns False if no sequence had a slot: the step
-        would raise again."""
-        running = self.sequences.ordered(*HOLDING_SLOT)
-        ledger = self.memory.ledger
+        Sequences with a slot wait to start again, fewer of them at once: with a lower memory limit
+        if the step was ``out_of_memory``, and with shorter chunks if one took ``too_long``. A
+        sequence that was running alone both times ends with ``reason`` as its error. Returns
+        False if no sequence had a slot: the step would raise again."""
+        running = self.sequences.with_slot()
         if out_of_memory:
-            limit_bytes = max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
-            self.memory.lower_limit(limit_bytes)
+            self.memory.ran_out()
+        is_shorter = too_long and self._policy.shorten()
         self._in_flight.clear()
         self._meter.clear()
         self.planner.prefilling.clear()
@@ -244,7 +242,7 @@ class Scheduler:
             seq.reset()
             self.sequences.enqueue(seq, Status.PREEMPTED)
         self._counters.preemptions += len(running)
-        if len(running) == 1:
+        if len(running) == 1 and not is_shorter:
             self._count_failure(running[0], reason)
         return bool(running)
 

@@ -75,6 +75,7 @@ class BatchDrafting:
         requests = [rows[number].request for number in chosen]
         if length is not None:
             requests = [each._replace(limit=min(each.limit, length)) for each in requests]
+        self._source.prepare()
         began = perf_counter()
         drafts = self._source.propose(requests)
         elapsed_s = perf_counter() - began

@@ -67,6 +67,10 @@ class BatchSource(ABC):
     NAME: ClassVar[str]
     max_sequences: int  # max sequences per call
 
+    def prepare(self) -> None:  # noqa: B027  # not abstract: most sources need nothing
+        """Wait until `propose` can start at once. May raise: then the step before this plan has
+        failed."""
+
     @abstractmethod
     def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         """Return guesses of the next tokens for each sequence. Returning none is also allowed."""

@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 MODULE = "services.processes.rank"
 SOCKETS_VARIABLE = "_MLX_LM_SERVER_RANK_SOCKETS"
-FAST_SYNCH_VARIABLE = "MLX_METAL_FAST_SYNCH"
 HOSTS_VARIABLE = "MLX_LM_SERVER_DISTRIBUTED_HOSTFILE"
 JOIN_TIMEOUT_S = 120.0
 OF_THIS_MACHINE = {
@@ -74,10 +73,8 @@ OF_THIS_MACHINE = {
 
 
 def prepare_environment() -> None:
-    """Keep a model of several ranks in MLX's graph, where its collectives are. They run on the CPU,
-    so a GPU must hand over its sums quickly, as MLX recommends on Macs."""
+    """Keep a model of several ranks in MLX's graph, where its collectives are."""
     os.environ[HOST_VARIABLE] = "0"
-    os.environ.setdefault(FAST_SYNCH_VARIABLE, "1")
 
 
 def divided(options: Settings, path: Path) -> Settings:

@@ -143,7 +143,7 @@ class KVCacheSettings:
         "number of KV cache blocks in memory",
         at_least=1,
         word="auto",
-        shown_default="auto: from the device's memory, at least 2048",
+        shown_default="auto: from the device's memory, at least 2048 if they fit",
     )
     kv_bits: Literal[4, 8, 16] = flag(
         8, "bits per element of the KV cache; 16: the model's own type"

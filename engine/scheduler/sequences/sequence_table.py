@@ -87,6 +87,12 @@ class SequenceTable:
         members = [seq for status in statuses for seq in self._by_status[status]]
         return sorted(members, key=lambda seq: seq.order)
 
+    def with_slot(self) -> list[Sequence]:
+        """Return the live sequences that hold a slot, in their `order`, including those that a plan
+        being built has preempted."""
+        held = [seq for seq in self.live.values() if seq.slot is not None]
+        return sorted(held, key=lambda seq: seq.order)
+
     def set_status(self, seq: Sequence, status: Status) -> None:
         """Move ``seq``, which has a slot, to ``status``."""
         self._leave(seq)

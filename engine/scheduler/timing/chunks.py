@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
 
 UNIT_PASSES = 2.0
 """Target time of a chunk's smallest part, at least one layer, in decode steps: a new sequence
@@ -94,6 +97,18 @@ class ChunkPolicy:
         if self.layers > 1 and not streaming:
             budget.first_tokens = ALONE_TOKENS
         return budget
+
+    def shorten(self) -> bool:
+        """Halve the longest chunk from now on: the device has a time limit for an operation. Return
+        False if chunks cannot be shorter."""
+        longest = self._max_tokens if self._fixed_tokens is None else self._fixed_tokens
+        shorter = max(longest // 2, MIN_TOKENS)
+        if shorter >= longest:
+            return False
+        logger.warning("chunks of prompts have at most %d tokens from now on", shorter)
+        self._max_tokens = shorter
+        self._fixed_tokens = None if self._fixed_tokens is None else shorter
+        return True
 
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""

@@ -267,3 +267,21 @@ def test_the_cost_of_a_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     cost, per_query = gpu.measured_cost(LAYER)
     assert gpu.CALL_COST_LIMITS[0] <= cost <= gpu.CALL_COST_LIMITS[1]
     assert gpu.QUERY_COST_LIMITS[0] <= per_query <= gpu.QUERY_COST_LIMITS[1]
+
+
+def test_costs_measured_for_one_model_are_not_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft model is measured after its target."""
+    costs = iter([AttentionCost(2_000.0, 0.1), AttentionCost(16_000.0, 0.2)])
+    monkeypatch.setattr(gpu, "measured_cost", lambda layer: next(costs))
+    target, draft = GPUBatch.measured(LAYER), GPUBatch.measured(LAYER)
+    assert (target.call_cost_tokens, draft.call_cost_tokens) == (2_000, 16_000)
+    assert (target.query_cost, draft.query_cost) == (0.1, 0.2)
+    assert target.__name__ == GPUBatch.__name__, "stored proofs name it"
+
+
+def test_passes_are_as_long_as_they_like_if_no_layer_has_a_window() -> None:
+    layout = Layout((LAYER,), (), (KVNode(0),))
+    assert layout.with_rings(6, 5) == layout
+    assert replace(layout, layers=(replace(LAYER, window=9),)).with_rings(6, 5).longest_pass == 6

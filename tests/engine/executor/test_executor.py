@@ -14,6 +14,7 @@ from engine.cache.slabs import Slab
 from engine.executor.base import PendingStep
 from engine.plan import (
     Chunk,
+    CopyPositions,
     Decode,
     Evict,
     Insert,
@@ -320,6 +321,33 @@ def test_steps_write_slabs_in_place(
     mx.reset_peak_memory()
     steps(6)
     assert mx.get_peak_memory() - before < array_bytes / 2
+
+
+def test_moves_and_copies_of_one_plan_find_the_slab_free(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work in flight refers to it, and it would be copied whole for each of them."""
+    runner = Runner(model, rows=4, capacity=64)
+    for row in range(2):
+        runner.prefill(Slot(0, row), prompt(row, 20))
+    found: list[bool] = []
+    copy_row, copy_positions = Slab.copy_row, Slab.copy_positions
+
+    def noted(copy: Any) -> Any:
+        def call(*given: Any) -> Any:
+            found.append(runner.executor._line.piece is None)
+            return copy(*given)
+
+        return call
+
+    monkeypatch.setattr(Slab, "copy_row", noted(copy_row))
+    monkeypatch.setattr(Slab, "copy_positions", noted(copy_positions))
+    runner.run(
+        new_slabs=(SlabSpec(1, 2, 128),),
+        moves=tuple(Move(Slot(0, row), Slot(1, row), 19) for row in range(2)),
+        copies=tuple(CopyPositions(Slot(1, 0), Slot(0, row), 0, 16) for row in range(2, 4)),
+    )
+    assert len(found) >= 2 and all(found)
 
 
 def test_a_freed_slab_is_released_without_the_garbage_collector(

@@ -16,9 +16,12 @@ from engine.backend.file_rows import FilesChanged
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
+from engine.core import MAX_FAILURES
+from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.executor.steps import BatchedStep
+from engine.plan import Plan
 from engine.sampling.sampler import Sampler
 from tests.engine.whole import Whole
 from tests.oracle import oracle
@@ -168,6 +171,48 @@ def test_a_failing_step_without_sequences_ends_the_engine(
     monkeypatch.setattr(whole.scheduler, "schedule", lambda room: "a plan without sequences")
     with pytest.raises(RuntimeError, match="without any sequence"):
         whole.turn()
+
+
+LOST = "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors)."
+
+
+@pytest.mark.parametrize(("message", "steps"), [(LOST, 2), ("[METAL] unknown", MAX_FAILURES + 1)])
+def test_an_engine_ends_if_no_step_succeeds_any_more(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, message: str, steps: int
+) -> None:
+    """macOS ignores a process after errors of its GPU. A new process has a new queue."""
+
+    def dispatch(plan: Plan) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(whole.executor, "dispatch", dispatch)
+    for number, prompt in enumerate(prompts() * 2):
+        whole.submit(f"r{number}", prompt, 4)
+    for _ in range(steps - 1):
+        whole.turn()
+    with pytest.raises(RuntimeError, match=r"no more work|in a row"):
+        whole.turn()
+
+
+def test_chunks_are_shorter_after_one_that_took_too_long_for_the_device(
+    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS stops a GPU that is busy with one operation for seconds."""
+    interrupted = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e)."
+    dispatch, longest = whole.executor.dispatch, 40
+
+    def limited(plan: Plan) -> PendingStep:
+        if any(len(chunk.token_ids) > longest for chunk in plan.chunks):
+            raise RuntimeError(interrupted)
+        return dispatch(plan)
+
+    whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=256)
+    monkeypatch.setattr(whole.executor, "dispatch", limited)
+    monkeypatch.setattr("engine.scheduler.timing.chunks.MIN_TOKENS", 16)
+    long = [3 + 7 * i % 250 for i in range(200)]
+    whole.submit("long", long, 4)
+    whole.run()
+    assert whole.ends["long"].finish == "length", whole.ends["long"].error
 
 
 def unsupported(model: Any) -> None:

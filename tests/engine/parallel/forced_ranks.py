@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
@@ -27,6 +30,7 @@ from engine.parallel.follower import follow  # noqa: E402
 from engine.parallel.group import RankGroup  # noqa: E402
 from engine.parallel.plans import PlanReceiver  # noqa: E402
 from engine.parallel.progress import StepProgress  # noqa: E402
+from engine.proving.choose import choose_executor  # noqa: E402
 from engine.proving.remembered import AgreedRecord  # noqa: E402
 from engine.replica.build import build_rank  # noqa: E402
 from tests.engine.whole import Whole  # noqa: E402
@@ -34,6 +38,8 @@ from tests.engine.whole import Whole  # noqa: E402
 MODULE = "tests.engine.parallel.forced_ranks"
 PROMPTS = [[5] * 7, [9, 8, 7] * 21, list(range(40, 140)), [30, 31]]
 MAX_TOKENS = 24
+LATE_S = 1.0
+"""How much later the other rank is ready to compute."""
 
 
 def main(path: Path, kv_bits: int) -> None:
@@ -58,7 +64,21 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
 
     command = [sys.executable, "-m", MODULE, *sys.argv[1:]]
     others = LocalRanks(Settings(**settings), zmq.Context(), on_failed, command)
-    whole = Whole(path, leader=others.join(), **settings)
+    leader = others.join()
+    times: list[float] = []
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            times.append(time.monotonic())
+            return original(*args)
+
+        return call
+
+    with (
+        patch.object(leader.plans, "start", noted(leader.plans.start)),
+        patch("engine.replica.build.choose_executor", noted(choose_executor)),
+    ):
+        whole = Whole(path, leader=leader, **settings)
     assert whole.executor.spec.look_ahead
     for number, prompt in enumerate(PROMPTS):
         whole.submit(str(number), prompt, MAX_TOKENS)
@@ -70,6 +90,7 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
     cached = whole.ends["again"].usage.cached_ram_tokens  # type: ignore[union-attr]
     others.close()
     found = {"texts": first, "again": whole.texts["again"], "cached": cached}
+    found["waited_s"] = times[1] - times[0]
     sys.stdout.write(json.dumps(found))
 
 
@@ -83,6 +104,7 @@ def follow_plans(path: Path, settings: Settings, sockets: GroupSockets) -> None:
     group = RankGroup.join()
     loaded = load(path, group=group.mlx)
     record = AgreedRecord.decode(plans.wait_for_start())
+    time.sleep(LATE_S)  # as if it still loaded
     executor, _ = build_rank(loaded, settings, record, group)
     follow(executor, plans, StepProgress(), None)
 

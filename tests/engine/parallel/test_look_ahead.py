@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.e2e.ranks.test_ranks import at_length
-from tests.engine.parallel.forced_ranks import MODULE, PROMPTS
+from tests.engine.parallel.forced_ranks import LATE_S, MODULE, PROMPTS
 from tests.oracle import Oracle
 
 TIMEOUT_S = 300.0
@@ -34,3 +34,4 @@ def test_ranks_that_look_ahead_give_mlx_lms_tokens(tiny_model: Callable[..., Pat
         assert len(ours) == 24
     assert found["again"] == found["texts"]["2"]
     assert found["cached"] >= 80
+    assert found["waited_s"] > 0.9 * LATE_S, "a GPU would have waited for the other rank"

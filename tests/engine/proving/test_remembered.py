@@ -15,6 +15,7 @@ from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
 from engine.proving import choose, proof, remembered
 from engine.proving.remembered import ProofRecord, ProvenBatches
+from engine.proving.trial import Trial
 from engine.zoo.build import build
 from tests.engine.whole import Whole
 from tests.tiny_models import make_quantized
@@ -152,3 +153,40 @@ def test_a_folder_that_cannot_be_written_costs_only_the_proof(tmp_path: Path) ->
     record.write(ProvenBatches.of(Layout, probe_layout(build("llama")), "", ""))
     assert record.read() is None
     record.forget()
+
+
+def test_a_class_reached_because_memory_ran_out_is_not_remembered(
+    tiny_model: Make, tmp_path: Path, proofs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have used it: the next start proves again."""
+    with monkeypatch.context() as patch:
+        raise_once(patch, "[malloc] Unable to allocate 12582912 bytes.")
+        slow = Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+    assert len(proofs) > 1
+    proofs.clear()
+    fast = Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+    assert proofs
+    assert fast.executor.batch_class is not slow.executor.batch_class  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_device_says_nothing_about_batches(
+    tiny_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the start, which the supervisor repeats."""
+    failed = "[METAL] Command buffer execution failed: Caused GPU Timeout Error."
+    with monkeypatch.context() as patch:
+        raise_once(patch, failed)
+        with pytest.raises(RuntimeError, match="GPU Timeout"):
+            Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+
+
+def raise_once(patch: pytest.MonkeyPatch, message: str) -> None:
+    """Let the next trial raise."""
+    run, errors = Trial.run_short, iter([RuntimeError(message)])
+
+    def raising(self: Trial, *given: Any) -> None:
+        for error in errors:
+            raise error
+        run(self, *given)
+
+    patch.setattr(Trial, "run_short", raising)

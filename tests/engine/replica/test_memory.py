@@ -269,10 +269,13 @@ def test_a_context_that_does_not_fit_reserves_no_memory(monkeypatch: pytest.Monk
 def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It uses what is left: more would make the machine swap, or fail steps later."""
     on_a_device(monkeypatch, 8 * GB, gpu=True)
     with caplog.at_level(logging.WARNING):
-        assert blocks_of(1, 6 * GB) == memory.MIN_BLOCKS
+        blocks = blocks_of(1, 6 * GB)
+    assert memory.FEWEST_BLOCKS < blocks < memory.MIN_BLOCKS
     assert "--num-blocks" in caplog.text
+    assert blocks_of(1, 7 * GB) == memory.FEWEST_BLOCKS
 
 
 @pytest.mark.parametrize("asked", [None, 700_000])

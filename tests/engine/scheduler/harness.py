@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -13,6 +14,7 @@ from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult, Stor
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
 from engine.scheduler.planning.prefilling import MAX_END_TOKENS
+from engine.speculation.source import Proposal
 from engine.speculation.speculator import Speculator
 from shared import wire
 from tests.engine.scheduler.fake_executor import (
@@ -121,6 +123,12 @@ class Engine:
         self.now_s = 0.0
         self.scheduler = Scheduler(settings, lambda: self.now_s, speculator)
         self.executor = EndsExecutor(settings)
+        self.recoveries = 0
+        self.fail_next_plan = False
+        """Let the next plan with decodes raise while it is made, where drafts are chosen: their
+        source uses the device."""
+        self._choose = self.scheduler._drafting.choose
+        self.scheduler._drafting.choose = self._choose_drafts  # type: ignore[method-assign]
         self.results: deque[StepResult] = deque()
         self.plans: list[Plan] = []
         self.clients: dict[tuple[str, int], Client] = {}
@@ -139,21 +147,30 @@ class Engine:
 
     def schedule(self) -> Plan | None:
         """Make a plan and run it; its result waits for `apply`."""
-        plan = self.scheduler.schedule(self.store_room)
-        if plan is not None:
-            self.plans.append(plan)
-            try:
+        plan = None
+        try:
+            plan = self.scheduler.schedule(self.store_room)
+            if plan is not None:
+                self.plans.append(plan)
                 self.results.append(self.executor.run(plan))
-            except StepRaised:
-                self.results.clear()
-                self.executor.reset()
-                self.scheduler.recover("the step raised", out_of_memory=True)
-                self.check()
-                return plan
+        except StepRaised:
+            self.results.clear()
+            self.executor.reset()
+            self.scheduler.recover("the step raised", out_of_memory=True)
+            self.recoveries += 1
+            self.check()
+            return plan
+        if plan is not None:
             result = self.results[-1]
             self.now_s += result.elapsed_s + sum(seconds for _, seconds in result.chunk_times)
         self.check()
         return plan
+
+    def _choose_drafts(self, rows: Sequence[Any]) -> dict[Any, Proposal]:
+        if self.fail_next_plan:
+            self.fail_next_plan = False
+            raise StepRaised
+        return self._choose(rows)
 
     def apply(self) -> None:
         self.scheduler.apply(self.results.popleft())
@@ -185,7 +202,10 @@ class Engine:
         """Do one turn of the loop. Return False if there is nothing left to do."""
         while self.store_answers and self.fetches:
             self.answer_store()
+        recoveries = self.recoveries
         plan = self.schedule()
+        if self.recoveries > recoveries:
+            return True
         if self.results and (len(self.results) > self.config.look_ahead or plan is None):
             self.apply()
             return True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
-from engine.scheduler.memory import Ledger, Memory
+from engine.scheduler.memory import Memory
 from engine.scheduler.pools.block_pool import BlockPool
+from engine.scheduler.pools.ledger import STEPS_TO_RAISE, Ledger
 from engine.scheduler.pools.slot_table import SlotTable
 from tests.engine.scheduler.harness import BLOCK_BYTES, config
 
@@ -17,6 +18,27 @@ def test_the_ledger_never_goes_over_its_limit() -> None:
     assert ledger.shortfall(40) == 0 and ledger.shortfall(41) == 1
     with pytest.raises(RuntimeError):
         ledger.reserve(41)
+
+
+def test_a_limit_that_was_lowered_is_raised_again_after_many_steps() -> None:
+    """Another program may have used the memory for a while."""
+    ledger = Ledger(1000)
+    ledger.reserve(600)
+    ledger.ran_out(least_bytes=100)
+    assert ledger.limit_bytes == 540
+    for _ in range(2 * STEPS_TO_RAISE - 1):
+        ledger.step_succeeded()
+    assert ledger.limit_bytes == 540
+    ledger.step_succeeded()
+    assert ledger.limit_bytes == 640
+    ledger.ran_out(least_bytes=100)
+    lowered = ledger.limit_bytes
+    for _ in range(2 * STEPS_TO_RAISE):
+        ledger.step_succeeded()
+    assert ledger.limit_bytes == lowered, "it waits longer each time"
+    for _ in range(30 * STEPS_TO_RAISE):
+        ledger.step_succeeded()
+    assert ledger.limit_bytes == 1000
 
 
 def test_a_block_is_evicted_only_when_nothing_in_flight_refers_to_it() -> None:

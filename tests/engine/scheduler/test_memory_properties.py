@@ -169,7 +169,7 @@ class Books:
     def _lose_everything(self) -> None:
         """Do what the scheduler does after a step that raised."""
         memory = self.memory
-        memory.lower_limit(max(0.9 * memory.ledger.used_bytes, memory.ledger.limit_bytes / 2))
+        memory.ran_out()
         memory.clear()
         self.held, self.pinned, self.withdrawn = [], [], []
         self.slabs, self.blocks = {}, set()

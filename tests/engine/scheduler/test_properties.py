@@ -209,7 +209,10 @@ class Chaos:
             self.engine.executor.fail_next_chunk = True
 
     def _raise(self) -> None:
-        self.engine.executor.fail_next_step = True
+        if self.random.random() < 0.5:
+            self.engine.fail_next_plan = True
+        else:
+            self.engine.executor.fail_next_step = True
 
     def judge(self, client: Client) -> None:
         key = (client.request.request_id, client.request.attempt)

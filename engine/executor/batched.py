@@ -162,9 +162,10 @@ class BatchedExecutor(Executor):
                 store = self._snapshots if insert.is_snapshot else self._blocks
                 store.insert(insert.block_id, insert.payload)
             failed = self._restore(plan) + self._restore_states(plan)
+            moved = [self._slabs.copy_row(m.source, m.target, m.length) for m in plan.moves]
+            if moved:  # sent at once: a slab held by the move before would be copied whole
+                self._line.send(moved)
             for move in plan.moves:
-                self._line.wait()  # another move may hold the slab, which would be copied whole
-                self._line.send(self._slabs.copy_row(move.source, move.target, move.length))
                 self._sampler.move(move.source, move.target)
             self._copy(plan.copies)
             if (plan.moves or plan.copies) and not self.spec.look_ahead:

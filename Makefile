@@ -5,7 +5,6 @@ MODEL ?= demo
 ARGS  ?=
 WORKERS ?= 4
 SLOW_WORKERS ?= 2
-ALL_WORKERS ?= 5
 RANKS ?= 2
 # The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
@@ -21,14 +20,13 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow test-all test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench bench-peers soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench bench-peers soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing (make serve: for serving)"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
-	@echo "make test-all      run both kinds of tests at once, ALL_WORKERS=$(ALL_WORKERS) in parallel"
 	@echo "make test-ranks    run the end-to-end tests with engines of RANKS=$(RANKS) ranks"
 	@echo "make test-ray      install Ray, and run a cluster of three nodes on this machine"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
@@ -103,10 +101,6 @@ test: setup
 SLOW_FILES = $(sort $(shell grep -rl --include='test_*.py' 'mark.slow' tests))
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) $(if $(filter tests%,$(ARGS)),,$(SLOW_FILES)) $(ARGS)
-
-# Both at once: while some tests wait, others compute.
-test-all: setup
-	$(BIN)/python -m pytest -n $(ALL_WORKERS) $(BY_FILE) $(ARGS)
 
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
 NOT_OF_RANKS = $(addprefix %/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)

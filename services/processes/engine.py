@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,6 +51,9 @@ logger = logging.getLogger("engine")
 
 PROG = "services.processes.engine"
 CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
+OTHER_RANK_S = 1.0
+"""How long a failed step waits for the watch of the ranks, which ends the process with a better
+reason if another rank has ended: a step fails then too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,8 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if supervisor is not None:
             supervisor.heartbeat("failed", reason=str(error))
         return EXIT_CONFIG
+    except RankFailed as error:
+        time.sleep(OTHER_RANK_S)
+        logger.error("cannot continue: %s", error)
+        return EXIT_FAILED
     except Exception as error:
-        logger.error("cannot continue: %s", error, exc_info=not isinstance(error, RankFailed))
+        logger.exception("cannot continue: %s", error)
         return EXIT_FAILED
     io_thread.send([wire.Bye(**names)])
     io_thread.stop()

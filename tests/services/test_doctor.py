@@ -133,7 +133,7 @@ class BrokenMachine:
         os.truncate(cut / "model.safetensors", size // 2)
         text = "".join(f'[[model]]\npath = "{path}"\n' for path in (half, corrupt, cut))
         text += '[[model]]\nid = "gone/"\n'
-        text += f'[[model]]\nid = "large"\npath = "{self._good}"\nmemory-gb = 0.5\n'
+        text += f'[[model]]\nid = "large"\npath = "{self._good}"\nmemory-gb = 0.000001\n'
         (self.root / "server.toml").write_text(text)
         self.flags.append(f"--config={self.root / 'server.toml'}")
         return {
@@ -144,7 +144,7 @@ class BrokenMachine:
                 f"model.safetensors is truncated: {size // 2} of {size}",
             ),
             "no such model": ("model", "folder gone/ does not exist"),
-            "too little memory": ("model memory", "do not fit in 0.5 GB"),
+            "too little memory": ("model memory", "do not fit in 0.0 GB"),
         }
 
 
@@ -218,6 +218,9 @@ def test_nothing_is_bad_where_nothing_is(
     assert [each for each in found if each.verdict == "BAD"] == []
     assert any(each.name == "model memory" and each.verdict == "ok" for each in found)
     assert not blocks.exists(), "it changes nothing"
+    little = list(command.examine([*flags, f"--model={model}", "--memory-gb=0.5"]))
+    (found_memory,) = (each for each in little if each.name == "model memory")
+    assert found_memory.verdict == "WARN", "such an engine starts"
 
 
 def test_a_limit_of_processors_is_found_in_both_kinds_of_control_groups(tmp_path: Path) -> None:

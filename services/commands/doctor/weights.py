@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.adapters.checkpoint import AdapterError, check
 from engine.model.errors import ModelUnavailable
 from engine.model.load import DEMOS, HUB_ID
-from services.commands.doctor.report import Check, bad, good
+from services.commands.doctor.report import Check, bad, good, warning
 from services.commands.models.local import directory_of
 from services.processes.model_files import problems
 from shared.paths import user_path
@@ -94,7 +94,8 @@ def _memory(options: Settings, directory: Path) -> Check:
     memory = f"{found.memory_bytes / _GB:.1f} GB of memory"
     if not found.fits:
         flag = "--memory-gb" if options.memory_gb is not None else "this machine"
-        return bad(
+        starts = found.weights_bytes < found.memory_bytes
+        return (warning if starts else bad)(
             "model memory",
             f"{weights} and the smallest KV cache do not fit in {memory} ({flag})",
             "use a smaller model or one with fewer bits, --kv-bits 4, fewer --num-blocks or "

@@ -118,6 +118,8 @@ def test_a_stream_goes_on_after_a_rank_is_lost(server: Server, rank: str, number
     assert server.metric(RESUMED) == resumed + 1
     assert not set(before.values()) & set(pids(server).values())
     assert server.metric("dist_fatal") == 0
+    if (rank, number) == ("rank 1", signal.SIGKILL):
+        assert any("rank 1 has exited (SIGKILL): all ranks exit" in line for line in server.log)
 
 
 @at_length

@@ -106,12 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if supervisor is not None:
             supervisor.heartbeat("failed", reason=str(error))
         return EXIT_CONFIG
-    except RankFailed as error:
-        time.sleep(OTHER_RANK_S)
-        logger.error("cannot continue: %s", error)
-        return EXIT_FAILED
     except Exception as error:
-        logger.exception("cannot continue: %s", error)
+        _log_end(error)
         return EXIT_FAILED
     io_thread.send([wire.Bye(**names)])
     io_thread.stop()
@@ -119,6 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         tracing.close()
     logger.info("drained")
     return EXIT_OK
+
+
+def _log_end(error: Exception) -> None:
+    """Log why the engine ends. If another rank ended, the watch of the ranks does so instead."""
+    if isinstance(error, RankFailed):
+        time.sleep(OTHER_RANK_S)
+    logger.error("cannot continue: %s", error, exc_info=not isinstance(error, RankFailed))
 
 
 def _end_group(supervisor: SupervisorLink | None, reason: str, code: int) -> None:

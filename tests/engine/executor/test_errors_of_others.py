@@ -100,7 +100,7 @@ def test_an_adapter_that_gets_a_place_does_not_take_the_error_of_the_step(
     _, second = whole.replica.adapters.of_settings  # the first has the only place
 
     def ask() -> dict[str, list[int]]:
-        whole.submit("plain", prompt(0, 5), TOKENS)
+        whole.submit("plain", prompt(0, 5), 8 * TOKENS)  # still runs when the adapter was read
         whole.submit("adapted", prompt(1, 20), TOKENS, adapter=second)
         whole.run()
         return whole.texts

@@ -157,7 +157,9 @@ def test_large_models_fit_on_macs_as_the_arithmetic_says(
     tables = 2 * settings.completion_batch_size * found.context_length * 4
     left = working_set - found.weights_bytes - tables - (512 << 20) - (1 << 30)
     assert found.fits == fits
-    blocks = max(memory.MIN_BLOCKS, int(max(left, 0) * 0.6) // (16 * large.block_token_bytes))
+    block_bytes = 16 * large.block_token_bytes
+    least = max(memory.FEWEST_BLOCKS, min(memory.MIN_BLOCKS, int(max(left, 0)) // block_bytes))
+    blocks = max(least, int(max(left, 0) * 0.6) // block_bytes)
     assert found.sizes.num_blocks == blocks
     kv_bytes = blocks * 16 * large.block_token_bytes
     for sequences in (1, 8):

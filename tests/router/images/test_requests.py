@@ -242,6 +242,6 @@ def test_a_context_of_ollama_without_its_images_is_an_error(
     ).json()
     assert IMAGE_TOKEN in first["context"]
     answer = server.client.post("/api/generate", json={**body, "context": first["context"]})
-    assert answer.status_code == 400 and "'context' has the places" in answer.json()["error"]
+    assert answer.status_code == 400 and "'context' contains no images" in answer.json()["error"]
     plain = ok(server.client.post("/api/generate", json=body)).json()
     ok(server.client.post("/api/generate", json={**body, "context": plain["context"]}))

@@ -64,9 +64,7 @@ def choose_executor(
         return found
     logger.info("checking that batches give mlx-lm's answers; this takes longer than loading")
     began = time.monotonic()
-    refused: list[NotBatchable] = []
-    found = _proven(model, vocab_size, block_size, precision, longest_pass, refused)
-    is_lasting = all(one.is_lasting for one in refused)
+    found, is_lasting = _proven(model, vocab_size, block_size, precision, longest_pass)
     if record is not None and is_lasting and isinstance(found.executor, BatchedExecutor):
         executor = found.executor
         record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
@@ -75,17 +73,13 @@ def choose_executor(
 
 
 def _proven(
-    model: Any,
-    vocab_size: int,
-    block_size: int,
-    precision: Precision,
-    longest_pass: int | None,
-    refused: list[NotBatchable],
-) -> ChosenExecutor:
-    """Return the first that is correct. Whatever is not is added to ``refused``."""
+    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+) -> tuple[ChosenExecutor, bool]:
+    """Return the first that is correct, and whether the next start would choose the same."""
     if device.rounds_activations(model):
-        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass, refused)
+        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass)
     reasons: list[str] = []
+    is_lasting = True
     try:
         probed = probe_layout(model)
         given = proof_references(model, probed, vocab_size)
@@ -101,37 +95,31 @@ def _proven(
                 prove(model, layout, batch_class, given)
             except NotBatchable as reason:
                 reasons.append(str(reason))
-                refused.append(reason)
+                is_lasting &= reason.is_lasting
                 continue
-            kept, unquantized = _quantized(
-                model, layout, batch_class, vocab_size, precision, refused
-            )
+            kept, unquantized, lasts = _quantized(model, layout, batch_class, vocab_size, precision)
             executor = BatchedExecutor(model, kept, block_size, batch_class)
-            return ChosenExecutor(executor, "".join(reasons[:1]), unquantized)
+            chosen = ChosenExecutor(executor, "".join(reasons[:1]), unquantized)
+            return chosen, is_lasting and lasts
     except UnsupportedLayout as reason:
         reasons.append(str(reason))
     finally:
         mx.clear_cache()
-    return _one_at_a_time(model, precision, reasons[0])
+    return _one_at_a_time(model, precision, reasons[0]), is_lasting
 
 
 def _proven_with_8_bits(
-    model: Any,
-    vocab_size: int,
-    block_size: int,
-    precision: Precision,
-    longest_pass: int | None,
-    refused: list[NotBatchable],
-) -> ChosenExecutor:
+    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+) -> tuple[ChosenExecutor, bool]:
     """Choose with activations in fp32 and the same codes, where the proof can be strict. Then show
     that activations in 8 bits differ only by their rounding."""
     with device.exact_products(model):
-        found = _proven(model, vocab_size, block_size, precision, longest_pass, refused)
+        found, is_lasting = _proven(model, vocab_size, block_size, precision, longest_pass)
         if isinstance(executor := found.executor, BatchedExecutor):
             layout = executor.layout.with_precision(UNQUANTIZED, dequantized=False)
             exact = proof_references(model, layout, vocab_size)
     if not isinstance(executor, BatchedExecutor):
-        return found
+        return found, is_lasting
     given = proof_references(model, layout, vocab_size)
     batch_class = _named(model, layout, executor.batch_class.__name__)
     try:
@@ -139,8 +127,9 @@ def _proven_with_8_bits(
             raise NotBatchable("with activations in 8 bits it is computed differently")
         prove(model, layout, batch_class, given, rounding_of_activations(given, exact))
     except NotBatchable as reason:
-        return _one_at_a_time(model, precision, str(reason))
-    return found._replace(executor=BatchedExecutor(model, executor.layout, block_size, batch_class))
+        return _one_at_a_time(model, precision, str(reason)), is_lasting
+    executor = BatchedExecutor(model, executor.layout, block_size, batch_class)
+    return found._replace(executor=executor), is_lasting
 
 
 def _one_at_a_time(model: Any, precision: Precision, reason: str) -> ChosenExecutor:
@@ -169,23 +158,18 @@ def _named(model: Any, layout: Layout, name: str) -> type[RaggedBatch] | None:
 
 
 def _quantized(
-    model: Any,
-    layout: Layout,
-    batch: type[RaggedBatch],
-    vocab_size: int,
-    precision: Precision,
-    refused: list[NotBatchable],
-) -> tuple[Layout, str]:
-    """Return ``layout`` with ``precision`` as far as proven, and what stays unquantized."""
+    model: Any, layout: Layout, batch: type[RaggedBatch], vocab_size: int, precision: Precision
+) -> tuple[Layout, str, bool]:
+    """Return ``layout`` with ``precision`` as far as proven, what stays unquantized, and whether it
+    would at the next start."""
     dequantized = device.slots_dequantized(layout)
     quantized = layout.with_precision(precision, dequantized=dequantized)
     if quantized.kv_bits < 16:
         try:
             prove(model, quantized, batch, short_references(model, quantized, vocab_size))
         except NotBatchable as reason:
-            refused.append(reason)
-            return layout, f"any layer: {reason}"
-    return quantized, _unquantized(quantized)
+            return layout, f"any layer: {reason}", reason.is_lasting
+    return quantized, _unquantized(quantized), True
 
 
 def _unquantized(layout: Layout) -> str:

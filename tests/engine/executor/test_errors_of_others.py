@@ -101,6 +101,8 @@ def test_an_adapter_that_gets_a_place_does_not_take_the_error_of_the_step(
 
     def ask() -> dict[str, list[int]]:
         whole.submit("plain", prompt(0, 5), 8 * TOKENS)  # still runs when the adapter was read
+        for _ in range(3):
+            whole.turn()  # and runs already
         whole.submit("adapted", prompt(1, 20), TOKENS, adapter=second)
         whole.run()
         return whole.texts

@@ -17,7 +17,7 @@ import numpy as np
 from mlx import nn
 
 from engine.adapters.checkpoint import LowRank, Shape
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 
 _OF_EXPERTS = re.compile(r"\bexperts\b")
 """Part of the names of layers that exist once per expert (DBRX)."""
@@ -67,8 +67,7 @@ class Factors:
             )
             for size, old, new in zip(self._sizes, before, (down, up), strict=True)
         ]
-        mx.eval(after)
-        settle()
+        compute(after)
         self.down, self.up = after
 
 

@@ -7,6 +7,8 @@ evaluated. So a part that catches errors of MLX must first wait for the work of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 
@@ -19,6 +21,12 @@ def settle() -> None:
     place only then. This keeps the GIL, so the caller should wait for an array first."""
     if mx.default_device() == mx.gpu:
         mx.synchronize()
+
+
+def compute(*arrays: Any) -> None:
+    """Evaluate ``arrays``, modules or trees of them, and `settle`. Raises: RuntimeError."""
+    mx.eval(*arrays)
+    settle()
 
 
 def is_device_failure(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 from engine.cache.layout import ArrayLayout, Layout, ScalesPlace
 from engine.cache.quantization import (
     KERNEL_GROUPS,
@@ -250,8 +250,7 @@ def _resized(array: mx.array, axis: int, rows: int, parts: int = 1) -> mx.array:
     else:  # a slice would keep the whole array alive
         resized = mx.take(array, mx.arange(rows), axis=axis + 1)
     resized = mx.flatten(resized, axis, axis + 1)
-    mx.eval(resized)
-    settle()  # a GPU holds the old array until then, and the next one is resized now
+    compute(resized)  # a GPU holds the old array until then, and the next one is resized now
     return resized
 
 

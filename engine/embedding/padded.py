@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute, settle
 from engine.batch.cpu.decoder import embedding_scale
 from engine.cache.rounding import Array
 from engine.embedding.encoder import Affine, Encoder, EncoderLayer
@@ -40,8 +40,8 @@ class PaddedModel:
             work = self._forward([texts[i] for i in numbers], width)
             while True:
                 try:
-                    mx.eval(next(work))
-                    settle()  # the next pass might be another, and get an error of this one
+                    # The next pass might be another, and get an error of this one.
+                    compute(next(work))
                 except StopIteration as done:
                     states = np.asarray(done.value.astype(mx.float32))
                     settle()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 from engine.batch.ragged import Row
 from engine.plan import Plan, Slot
 
@@ -41,8 +41,7 @@ class HiddenStates:
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         """``dim`` and ``dtype`` are those of a state."""
         self._unknown = mx.zeros((1, 1, dim), dtype)
-        mx.eval(self._unknown)  # it outlives steps that fail
-        settle()
+        compute(self._unknown)  # it outlives steps that fail
         self._kept: dict[Slot, _Kept] = {}
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 from engine.executor.stopwatch import StepClock
 
 
@@ -61,8 +61,7 @@ class DeviceLine:
         """Wait until the piece in flight is done, if there is one. Raises: RuntimeError if the
         device could not compute it."""
         if self.piece is not None:
-            mx.eval(self._marker)
-            settle()
+            compute(self._marker)
             self.piece.elapsed_s = self._clock.elapsed_s(self.piece.started)
             self.piece = self._marker = None
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.adapters.layers import applied
-from engine.backend.settling import is_device_failure, settle
+from engine.backend.settling import compute, is_device_failure, settle
 from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
@@ -162,8 +162,7 @@ class _SerialSequence:
             some = target_ids[first : first + LOGPROBS_AT_ONCE]
             part = logits[first : first + len(some)]
             found.append((start + first, target_logprobs(part, some, self._alternatives).pack()))
-        mx.eval([cache.state for cache in self._cache])
-        settle()
+        compute([cache.state for cache in self._cache])
         return found
 
 

@@ -145,12 +145,9 @@ def load(
 def _compute_constants(model: nn.Module) -> None:
     """Compute arrays that are no weights, such as frequencies of rotations: if the first step
     computed them and failed, they would stay wrong."""
-    import mlx.core as mx
+    from engine.backend.settling import compute
 
-    from engine.backend.settling import settle
-
-    mx.eval(model)
-    settle()
+    compute(model)
 
 
 def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import infer_quant_config
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 from engine.mtp.head import MTPHead
 from engine.mtp.kinds import KINDS, HeadKind
 
@@ -62,8 +62,7 @@ def load_head(model: Any, files: list[Path]) -> MTPHead:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise HeadUnusable(reason) from error
     head.eval()
-    mx.eval(head)
-    settle()
+    compute(head)
     return head
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine.backend.settling import settle
+from engine.backend.settling import compute
 from engine.batch.axes import axes_of_pairs
 from engine.model.load import LOAD_ERRORS, LoadedModel
 from engine.model.multimodal import (
@@ -118,8 +118,7 @@ def _opened(
     if widen:
         model.set_dtype(mx.float32)
         encoder.use_host()
-    mx.eval(model)
-    settle()
+    compute(model)
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(PIXELS * room_bytes, merge))
 

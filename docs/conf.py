@@ -38,7 +38,7 @@ PAGES = {
     "Deploying": "docs/deploy/install docs/deploy/service docs/deploy/compose"
     " docs/deploy/monitoring docs/deploy/kubernetes docs/deploy/ray docs/localai",
     "Models and speed": "docs/models docs/speculation docs/distributed docs/bench docs/benchmarks"
-    " docs/comparison docs/performance docs/metal",
+    " docs/comparison docs/metal",
     "Design": "ARCHITECTURE docs/design/processes docs/design/requests docs/design/scheduler"
     " docs/design/memory docs/design/slots-and-slabs docs/design/prefix-cache"
     " docs/design/recurrent-state docs/design/quantization docs/design/sampling"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 
-from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
+from engine.plan import Chunk, FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
 from engine.scheduler.planning.prefilling import MAX_END_TOKENS
+from engine.scheduler.sequences import sequence as sequences
 from engine.speculation.source import Proposal
 from engine.speculation.speculator import Speculator
 from shared import wire
@@ -71,6 +72,20 @@ def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
     return wire.Submit(**(fields | changes))
 
 
+def sequence(tokens: list[int], block_size: int, **fields: Any) -> sequences.Sequence:
+    """Return a sequence that has not begun."""
+    return sequences.Sequence(
+        request=request("a", tokens, max_tokens=1),
+        arrival=0,
+        parent_hash=bytes(16),
+        block_size=block_size,
+        token_ids=list(tokens),
+        max_tokens=1,
+        submitted_s=0.0,
+        **fields,
+    )
+
+
 class EndsExecutor(FakeExecutor):
     """Computes known tokens before those of decodes, too."""
 
@@ -103,6 +118,17 @@ class Client:
     prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
     end: wire.Delta | None = None
     started_step: int | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None if it did not."""
+        return self.end.error if self.end is not None and self.end.finish == "error" else None
+
+    @property
+    def refusal(self) -> tuple[str, str | None] | None:
+        """The reason for which it was refused, and the field at fault; None if it was not."""
+        answer = self.answer
+        return (answer.reason, answer.param) if isinstance(answer, wire.Refused) else None
 
     @property
     def usage(self) -> wire.Usage:
@@ -222,6 +248,26 @@ class Engine:
         for _ in range(count):
             self.turn()
 
+    def run_until(self, condition: Callable[[], object]) -> None:
+        """Do turns until ``condition`` is true. Raises: AssertionError if that never happens."""
+        for _ in range(20_000):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError("it never happened")
+
+    def stream(self, message: wire.Submit) -> Client:
+        """Submit a request, and run until its first token."""
+        client = self.submit(message)
+        self.run_until(lambda: client.tokens)
+        return client
+
+    def answer(self, message: wire.Submit) -> Client:
+        """Submit a request, and run until its end, whatever else runs."""
+        client = self.submit(message)
+        self.run_until(lambda: client.end)
+        return client
+
     def finish(self, *clients: Client) -> None:
         """Run until nothing is left, and check that ``clients`` got their texts."""
         self.run()
@@ -234,6 +280,11 @@ class Engine:
         client = self.submit(message)
         self.finish(client)
         return client
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All chunks that were planned so far."""
+        return [chunk for plan in self.plans for chunk in plan.chunks]
 
     @property
     def computed(self) -> int:

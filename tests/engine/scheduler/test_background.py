@@ -24,55 +24,39 @@ def filled(engine: Engine, count: int, max_tokens: int = 60) -> list[Client]:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_request_gets_the_row_of_a_batch_within_one_step_of_its_prompt(look_ahead: bool) -> None:
-    engine = Engine(config(look_ahead=look_ahead, blocks=300))
+@pytest.mark.parametrize(
+    ("slots", "preempted", "steps"), [(8, 0, 3), (4, 1, 4)], ids=["a row", "a slot"]
+)
+def test_a_request_gets_what_a_batch_has_within_a_few_steps_of_its_prompt(
+    look_ahead: bool, slots: int, preempted: int, steps: int
+) -> None:
+    engine = Engine(config(look_ahead=look_ahead, blocks=300, completion_batch_size=slots))
     batch = filled(engine, 4)
-    asked = engine.submit(request("r", [9], max_tokens=5))
-    steps = engine.executor.steps
-    while not asked.tokens:
-        engine.turn()
-    assert engine.executor.steps - steps <= 3  # those in flight, and its own
+    before = engine.executor.steps
+    asked = engine.stream(request("r", [9], max_tokens=5))
+    assert engine.executor.steps - before <= steps  # those in flight, and its own
+    computed = engine.scheduler.stats().prefill_tokens_total
     engine.finish(asked, *batch)
-    assert engine.scheduler.stats().preemptions_total == 0  # rows were lent, not slots
-    engine.assert_nothing_left()
+    stats = engine.scheduler.stats()
+    assert stats.preemptions_total == preempted
+    again = stats.prefill_tokens_total - computed
+    assert again < engine.config.block_size  # the blocks of the preempted one were in the cache
 
 
 def test_rows_go_to_requests_and_the_rest_to_the_batch() -> None:
     engine = Engine(config(blocks=300))
     filled(engine, 6)
     asked = [engine.submit(request(f"r{number}", [9], max_tokens=30)) for number in range(3)]
-    while not all(client.tokens for client in asked):
-        engine.turn()
-    rows = len(engine.plans[-1].decodes)
-    assert rows == 4  # three of them, one of the batch
+    engine.run_until(lambda: all(client.tokens for client in asked))
+    assert len(engine.plans[-1].decodes) == 4  # three of them, one of the batch
     engine.run()
-
-
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_request_gets_a_slot_of_a_batch_whose_prefix_stays(look_ahead: bool) -> None:
-    engine = Engine(config(look_ahead=look_ahead, blocks=300, completion_batch_size=4))
-    batch = filled(engine, 4)
-    asked = engine.submit(request("r", [9], max_tokens=5))
-    steps = engine.executor.steps
-    while not asked.tokens:
-        engine.turn()
-    assert engine.executor.steps - steps <= 4
-    assert engine.scheduler.stats().preemptions_total == 1
-    computed = engine.scheduler.stats().prefill_tokens_total
-    engine.run()
-    again = engine.scheduler.stats().prefill_tokens_total - computed
-    assert again < engine.config.block_size  # the blocks of the preempted one were in the cache
-    for client in [asked, *batch]:
-        engine.assert_right(client)
 
 
 def test_memory_of_a_batch_is_room_for_a_request() -> None:
     engine = Engine(config(blocks=40))
     batch = filled(engine, 4, max_tokens=20)
     assert engine.scheduler.stats().unevictable_bytes == 0  # or requests would be refused
-    asked = engine.submit(request("r", list(range(20)) * 5, max_tokens=5))
-    while asked.end is None:
-        engine.turn()
+    asked = engine.answer(request("r", list(range(20)) * 5, max_tokens=5))
     engine.finish(asked, *batch)
 
 
@@ -84,8 +68,7 @@ def test_a_batch_never_overtakes_however_long_it_has_waited() -> None:
         engine.submit(request(f"r{number}", [number % 9], max_tokens=1, priority=-(2**31)))
         for number in range(60)
     ]
-    while not all(client.end for client in asked):
-        engine.turn()
+    engine.run_until(lambda: all(client.end for client in asked))
     assert running.end and not old.tokens
     engine.finish(old)
 
@@ -94,9 +77,7 @@ def test_a_prompt_that_somebody_waits_for_is_computed_before_rows_of_a_batch() -
     engine = Engine(config(blocks=300, prefill_chunk_tokens=4, context_length=200))
     filled(engine, 4)
     plans = len(engine.plans)
-    asked = engine.submit(request("r", list(range(20)) * 4, max_tokens=2))
-    while not asked.tokens:
-        engine.turn()
+    engine.stream(request("r", list(range(20)) * 4, max_tokens=2))
     prompt_only = [plan for plan in engine.plans[plans:] if plan.chunks and not plan.decodes]
     decoding = [plan for plan in engine.plans[plans:] if plan.decodes and not plan.chunks]
     assert len(prompt_only) >= 19 and len(decoding) <= 2
@@ -111,8 +92,6 @@ def test_a_picture_that_somebody_waits_for_is_encoded_before_rows_of_a_batch() -
     plans = len(engine.plans)
     pixels = wire.ArraySpec(name="pixels", dtype="float32", shape=(4, 4))
     image = wire.ImagePart(digest=bytes(32), start=1, length=3, arrays=(pixels,))
-    asked = engine.submit(request("r", [9, 7, 7, 7, 9], max_tokens=2, images=(image,)))
-    while not asked.tokens:
-        engine.turn()
+    engine.stream(request("r", [9, 7, 7, 7, 9], max_tokens=2, images=(image,)))
     encoding = [plan for plan in engine.plans[plans:] if plan.encodes]
     assert encoding and not any(plan.decodes for plan in encoding)

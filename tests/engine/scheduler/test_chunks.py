@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.scheduler.timing.chunks import (
@@ -34,6 +36,12 @@ def learn(policy: ChunkPolicy, per_token_s: float, per_pair_s: float) -> None:
             start += tokens
     for start in (0, 1000, 1900):
         assert policy.predict_s(start, 64) == pytest.approx(cost_s(start, 64), rel=0.15)
+
+
+def observe(policy: ChunkPolicy, times: int, tokens: int, elapsed_s: float, **how: Any) -> None:
+    """Let ``policy`` know a first chunk, so many times."""
+    for _ in range(times):
+        policy.observe_chunks([(0, tokens)], elapsed_s, **how)
 
 
 @pytest.mark.parametrize("per_token_s", [1e-3, 2e-3, 4e-3])
@@ -70,8 +78,7 @@ def test_a_fast_device_gets_the_largest_chunks_after_a_few_steps() -> None:
 @pytest.mark.parametrize("prompt", [1023, 1024, 1027, 1500, 2049, 7500])
 def test_no_chunk_of_a_prompt_is_much_shorter_than_the_others(prompt: int) -> None:
     policy = ChunkPolicy(16)
-    for _ in range(10):
-        policy.observe_chunks([(0, 500)], 0.01)
+    observe(policy, 10, 500, 0.01)
     tokens: list[int] = []
     while sum(tokens) < prompt:
         tokens.append(policy.budget(streaming=False).take(sum(tokens), prompt - sum(tokens)))
@@ -83,8 +90,7 @@ def test_no_chunk_of_a_prompt_is_much_shorter_than_the_others(prompt: int) -> No
 def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) -> None:
     policy = ChunkPolicy(16, max_tokens=100_000, layers=30)
     policy.observe_decodes(pass_s)
-    for _ in range(20):
-        policy.observe_chunks([(0, 500)], pass_s + 1)
+    observe(policy, 20, 500, pass_s + 1)
     wanted_s = max(UNIT_PASSES * pass_s, MIN_UNIT_S)
     assert policy.unit_s(streaming=False) == wanted_s
     tokens = policy.budget(streaming=False).take(0, 50_000)
@@ -94,8 +100,7 @@ def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) 
 def test_slow_first_steps_do_not_make_chunks_of_a_prompt_alone_short() -> None:
     policy = ChunkPolicy(16, layers=30)
     policy.observe_decodes(0.03)
-    for _ in range(30):
-        policy.observe_chunks([(0, 300)], 0.1, share=1 / 30)
+    observe(policy, 30, 300, 0.1, share=1 / 30)
     assert policy.budget(streaming=True).take(0, 1000) < ALONE_TOKENS
     alone = policy.budget(streaming=False)
     assert ALONE_TOKENS * 7 // 8 <= alone.take(0, 1000) <= ALONE_TOKENS
@@ -109,8 +114,7 @@ def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None
     )
     for policy in (dense, experts):
         policy.observe_decodes(0.02)
-        for _ in range(20):
-            policy.observe_chunks([(0, 500)], 1.0)
+        observe(policy, 20, 500, 1.0)
     lengths = [
         policy.budget(streaming=streaming).take(0, 100_000)
         for policy in (dense, experts)
@@ -124,8 +128,7 @@ def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None
 def test_a_layer_of_a_long_chunk_with_experts_takes_at_most_two_seconds() -> None:
     policy = ChunkPolicy(16, max_tokens=8192, layers=4, has_experts=True)
     policy.observe_decodes(0.02)
-    for _ in range(20):
-        policy.observe_chunks([(0, 500)], 1.0)  # 2 ms a token
+    observe(policy, 20, 500, 1.0)  # 2 ms a token
     assert policy.budget(streaming=False).take(0, 2048) == 2048
     tokens = policy.budget(streaming=False).take(0, 50_000)
     assert 1.5 < policy.predict_layer_s([(0, tokens)]) <= 2.0
@@ -156,8 +159,7 @@ def test_a_pass_whose_time_is_used_up_takes_no_more_prompts() -> None:
 
 def test_long_prompts_share_no_pass_on_a_cpu() -> None:
     policy = ChunkPolicy(16, max_tokens=2048, layers=30, shared_tokens=256)
-    for _ in range(10):
-        policy.observe_chunks([(0, 500)], 0.01)
+    observe(policy, 10, 500, 0.01)
     budget = policy.budget(streaming=False)
     assert budget.take(0, 1000) == 1000 and not budget.take(0, 1000)
     budget = policy.budget(streaming=False)
@@ -196,8 +198,7 @@ def test_a_chunk_ends_with_a_block_or_with_the_prompt(fixed: int) -> None:
 def test_a_gpu_gets_longer_chunks_within_the_same_time() -> None:
     policy = ChunkPolicy(16, max_tokens=2048)
     assert policy.budget(streaming=False).take(0, 4000) < MAX_TOKENS, "before anything is known"
-    for _ in range(10):
-        policy.observe_chunks([(0, 500)], 0.01)
+    observe(policy, 10, 500, 0.01)
     assert policy.budget(streaming=True).take(0, 4096) == 2048
     learn(policy, 1e-3, 0.0)
     tokens = policy.budget(streaming=True).take(0, 4000)
@@ -212,17 +213,13 @@ def test_beside_decodes_there_is_one_pass_of_chunks(
 ) -> None:
     fields = {"look_ahead": True, "batches_chunks": batches_chunks, "prefill_chunk_tokens": 64}
     engine = Engine(config(blocks=300, **fields))
-    stream = engine.submit(request("streams", [1, 2, 3], max_tokens=150))
-    while not stream.tokens:
-        engine.turn()
+    engine.stream(request("streams", [1, 2, 3], max_tokens=150))
     for number in (4, 5):
         prompt = [number + i % 3 for i in range(29)]
         engine.submit(request(f"joins {number}", prompt, prompt_logprobs=scored))
-    engine.run()
+    engine.finish(*engine.clients.values())
     beside = [len(plan.chunks) for plan in engine.plans if plan.decodes and plan.chunks]
     assert max(beside) == most and sum(beside) == 2
-    for client in engine.clients.values():
-        engine.assert_right(client)
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -20,8 +20,7 @@ def begin_streams(made: Engine, count: int, max_tokens: int = 900) -> list[Clien
     streams = [
         made.submit(request(f"stream {n}", [n, 5, 6], max_tokens=max_tokens)) for n in range(count)
     ]
-    while not all(stream.tokens for stream in streams):
-        made.turn()
+    made.run_until(lambda: all(stream.tokens for stream in streams))
     return streams
 
 
@@ -35,24 +34,19 @@ def ends_of(made: Engine, number: int) -> list[int]:
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_long_prompt_is_computed_a_few_layers_at_a_time(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)
-    client = made.submit(request("long", prompt(401)))
-    made.run()
+    made.serve(request("long", prompt(401)))
     (begun,) = [plan for plan in made.plans if plan.chunks]
     ends = ends_of(made, begun.step)
     assert ends == sorted(set(ends)) and ends[-1] == LAYERS
     # 0.4 s of this executor, in pieces that nobody notices.
     assert 0.4 / MIN_UNIT_S / 2 <= len(ends) <= LAYERS
-    made.assert_right(client)
-    made.assert_nothing_left()
 
 
 def test_a_short_prompt_is_computed_whole_in_one_plan() -> None:
     made = engine()
-    client = made.submit(request("short", prompt(8)))
-    made.run()
-    assert sum(len(plan.chunks) for plan in made.plans) == 1
+    made.serve(request("short", prompt(8)))
+    assert len(made.chunks) == 1
     assert not any(plan.stretches for plan in made.plans)
-    made.assert_right(client)
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -61,9 +55,7 @@ def test_streams_get_their_share_of_the_time(look_ahead: bool, share: float) -> 
     made = engine(look_ahead=look_ahead, streams_share=share, blocks=4000, max_batch_size=5)
     streams = begin_streams(made, 4, max_tokens=750)
     first, began_s = len(made.plans), made.now_s
-    long = made.submit(request("long", prompt(601)))
-    while long.started_step is None:
-        made.turn()
+    long = made.stream(request("long", prompt(601)))
     taken_s = made.now_s - began_s
     decodes = sum(len(plan.decodes) for plan in made.plans[first:])
     # A decode takes 1 ms here. What is owed at the end is a stretch, or what one took too much.
@@ -76,17 +68,14 @@ def test_without_look_ahead_tokens_never_wait_for_a_stretch_in_their_own_plan() 
     made = engine()
     streams = begin_streams(made, 2, max_tokens=200)
     long = made.submit(request("long", prompt(801)))
-    made.run()
+    made.finish(*streams, long)
     assert not any(plan.decodes and (plan.chunks or plan.stretches) for plan in made.plans)
-    for client in (*streams, long):
-        made.assert_right(client)
 
 
 def test_the_time_of_a_step_that_makes_slabs_says_nothing_about_chunks() -> None:
     made = engine(prefill_chunk_tokens=None)
     made.executor.slab_s = 10.0
-    client = made.submit(request("first", prompt(401)))
-    made.finish(client)
+    made.serve(request("first", prompt(401)))
     policy = made.scheduler.planner.prefilling._chunk_policy
     assert policy.predict_s(0, 100) < 0.3, "three times as long as they take"
 
@@ -108,9 +97,7 @@ def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_ru
     assert policy.predict_s(0, 8) < MIN_UNIT_S < policy.predict_s(0, 32)
     for length, joins in ((33, False), (9, True)):
         first = len(made.plans)
-        client = made.submit(request(f"{length}", prompt(length, length), max_tokens=1))
-        while client.end is None:
-            made.turn()
+        made.answer(request(f"{length}", prompt(length, length), max_tokens=1))
         plans = made.plans[first:]
         assert any(decode.before for plan in plans for decode in plan.decodes) == joins
         assert any(plan.chunks for plan in plans) != joins
@@ -136,9 +123,7 @@ def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None
     begun_s, tokens, number = made.now_s, len(stream.tokens), 0
     while not long.tokens:
         number += 1
-        end = made.submit(request(f"end {number}", prompt(20, number), max_tokens=1))
-        while end.end is None:
-            made.turn()
+        made.answer(request(f"end {number}", prompt(20, number), max_tokens=1))
         # A token takes a thousandth of a second, and half of the time is for streams.
         assert number % 5 or len(stream.tokens) - tokens >= 400 * (made.now_s - begun_s)
     plans = [plan for plan in made.plans if any(decode.before for decode in plan.decodes)]
@@ -153,9 +138,7 @@ def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: 
     made.run_turns(4)
     begun = next(plan.step for plan in made.plans if plan.chunks)
     arrived_s = made.now_s
-    short = made.submit(request("short", prompt(33, 3), max_tokens=1))
-    while short.end is None:
-        made.turn()
+    made.answer(request("short", prompt(33, 3), max_tokens=1))
     assert 0 < ends_of(made, begun)[-1] < LAYERS, "the pass of the long one is open"
     own_s = 0.033
     # A stretch of the long one, and with look-ahead another one that is planned already.
@@ -171,41 +154,33 @@ def test_a_cancelled_prompt_stops_at_the_next_layer(look_ahead: bool) -> None:
     (begun,) = [plan.step for plan in made.plans if plan.chunks]
     before = len(made.plans)
     made.scheduler.abort("cancelled")
-    made.run()
-    assert [plan.dropped_passes for plan in made.plans[before:] if plan.dropped_passes] == [
-        (begun,)
-    ]
-    assert not any(plan.stretches for plan in made.plans[before:])
+    made.finish()
+    plans = made.plans[before:]
+    assert [plan.dropped_passes for plan in plans if plan.dropped_passes] == [(begun,)]
+    assert not any(plan.stretches for plan in plans)
     assert not made.executor.passes
-    made.assert_nothing_left()
 
 
 def test_one_of_several_short_prompts_in_a_pass_is_cancelled_and_the_others_go_on() -> None:
     made = engine(prefill_batch_size=3, completion_batch_size=3)
     made.executor.speed_tokens_s = 100.0
     others = [made.submit(request(name, prompt(30, ord(name)))) for name in "abc"]
-    while not made.executor.passes:
-        made.turn()
+    made.run_until(lambda: made.executor.passes)
     (one,) = made.executor.passes.values()
     assert len(one.chunks) == 3
     made.scheduler.abort("b")
     late = made.submit(request("late", prompt(30, 4)))
     made.finish(others[0], others[2], late)
     assert others[1].end is None
-    made.assert_nothing_left()
 
 
 def test_those_with_the_same_new_prefix_wait_for_its_pass_and_restore_it() -> None:
     made = engine()
     shared = prompt(400)
     clients = [made.submit(request(f"r{n}", [*shared, n, n])) for n in range(4)]
-    made.run()
-    long = [c for plan in made.plans for c in plan.chunks if len(c.token_ids) > 8]
-    assert len(long) == 1
-    for client in clients:
-        made.assert_right(client)
-    cached = [c.usage.cached_ram_tokens for c in clients if c.end and c.end.usage]
-    assert cached == [0, 400, 400, 400]
+    made.finish(*clients)
+    assert len([chunk for chunk in made.chunks if len(chunk.token_ids) > 8]) == 1
+    assert [client.cached[0] for client in clients] == [0, 400, 400, 400]
 
 
 def test_activations_of_a_pass_are_in_the_ledger() -> None:
@@ -224,12 +199,8 @@ def test_activations_of_a_pass_are_in_the_ledger() -> None:
 
 def test_with_little_memory_chunks_are_shorter() -> None:
     made = engine(blocks=250, context_length=700, pass_token_bytes=1000)
-    client = made.submit(request("long", prompt(601)))
-    made.run()
-    longest = max(len(chunk.token_ids) for plan in made.plans for chunk in plan.chunks)
-    assert 64 <= longest < 400
-    made.assert_right(client)
-    made.assert_nothing_left()
+    made.serve(request("long", prompt(601)))
+    assert 64 <= max(len(chunk.token_ids) for chunk in made.chunks) < 400
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -239,13 +210,10 @@ def test_a_chunk_that_raises_between_two_layers_ends_only_its_own_request(
     made = engine(look_ahead=look_ahead, prefill_batch_size=2)
     made.executor.speed_tokens_s = 100.0
     failing, other = (made.submit(request(name, prompt(30, ord(name)))) for name in "ab")
-    while not made.executor.passes:
-        made.turn()
+    made.run_until(lambda: made.executor.passes)
     made.executor.fail_next_chunk = True
-    made.run()
-    assert failing.end is not None and failing.end.finish == "error"
-    made.assert_right(other)
-    made.assert_nothing_left()
+    made.finish(other)
+    assert failing.error == "the chunk raised"
 
 
 def test_a_pass_begun_before_it_is_known_that_one_before_it_raised_is_dropped() -> None:
@@ -262,12 +230,9 @@ def test_a_pass_begun_before_it_is_known_that_one_before_it_raised_is_dropped() 
     assert len(begun.chunks) == 2, "the next chunk of the one that failed is in it"
     made.apply()
     next_there = made.submit(request("next", prompt(3, 5)))
-    made.run()
-    assert failing.end is not None and failing.end.finish == "error"
-    made.assert_right(other)
-    made.assert_right(next_there)
+    made.finish(other, next_there)
+    assert failing.error == "the chunk raised"
     assert not made.executor.passes
-    made.assert_nothing_left()
 
 
 def test_after_a_step_that_raised_passes_begin_again() -> None:
@@ -275,10 +240,8 @@ def test_after_a_step_that_raised_passes_begin_again() -> None:
     client = made.submit(request("long", prompt(401)))
     made.run_turns(3)
     made.executor.fail_next_step = True
-    made.run()
+    made.finish(client)
     assert len([plan for plan in made.plans if plan.chunks]) == 2
-    made.assert_right(client)
-    made.assert_nothing_left()
 
 
 @pytest.mark.parametrize("tokens", [130, 200, 255, 300])
@@ -298,9 +261,7 @@ def test_with_look_ahead_time_that_is_owed_is_spent_once() -> None:
     made = engine(look_ahead=True, blocks=4000, max_batch_size=5)
     begin_streams(made, 4, max_tokens=1400)
     first = len(made.plans)
-    long = made.submit(request("long", prompt(1201)))
-    while long.started_step is None:
-        made.turn()
+    made.stream(request("long", prompt(1201)))
     busy = [bool(plan.chunks or plan.stretches) for plan in made.plans[first:]]
     in_a_row = sum(map(bool.__and__, busy, busy[1:]))
     assert sum(busy) > 10 and in_a_row <= 1
@@ -311,11 +272,9 @@ def test_a_stretch_that_nobody_waited_for_is_no_debt() -> None:
     made = engine(look_ahead=False, prefill_chunk_tokens=100)
     first = made.submit(request("first", prompt(101), max_tokens=50))
     second = made.submit(request("second", prompt(801, start=3)))
-    while first.started_step is None:
-        made.turn()
+    made.run_until(lambda: first.tokens)
     number = len(made.plans)
-    while not any(plan.chunks or plan.stretches for plan in made.plans[number:]):
-        made.turn()
+    made.run_until(lambda: any(plan.chunks or plan.stretches for plan in made.plans[number:]))
     # One stretch of the first prompt took some tens of decode steps of 1 ms.
     assert sum(len(plan.decodes) for plan in made.plans[number:]) < 0.6 * MIN_UNIT_S / 0.001 + 2
     made.finish(second)
@@ -334,13 +293,11 @@ def test_chunks_far_into_a_prompt_are_shorter_where_scores_are_stored(score_byte
             if chunk.tokens > MIN_TOKENS:
                 assert memory.pass_bytes == chunk.tokens * chunk.end * score_bytes
             most = max(most, memory.pass_bytes)
-    chunks = [len(chunk.token_ids) for plan in made.plans for chunk in plan.chunks]
+    chunks = [len(chunk.token_ids) for chunk in made.chunks]
     if score_bytes:
         assert chunks[0] > 2 * chunks[-2] >= MIN_TOKENS, chunks
         assert config.limit_bytes / 8 < most <= config.limit_bytes / 4
     else:
         assert chunks == [400, 400, 400, 200]
-    made.run()
+    made.finish(client)
     assert memory.pass_bytes == 0
-    made.assert_right(client)
-    made.assert_nothing_left()

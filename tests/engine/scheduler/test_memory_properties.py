@@ -19,6 +19,8 @@ from tests.engine.scheduler.harness import BLOCK_BYTES, config
 SEEDS = given(seed=st.integers(0, 2**32))
 MANY = settings(max_examples=100, deadline=None, derandomize=True)
 OPERATIONS = 300
+NAMES = [b"%d" % number for number in range(60)]
+"""Hashes of blocks. A block that is gone may come back."""
 
 
 @MANY
@@ -28,14 +30,14 @@ def test_the_pool_evicts_the_least_recently_used_block_first(seed: int) -> None:
     pool = BlockPool()
     blocks: dict[bytes, Block] = {}  # by hash
     idle: list[bytes] = []  # hashes, oldest first
+    removed_blocks: list[Block] = []  # which may still be pinned
     reported: set[bytes] = set()
-    number = 0
     for _ in range(OPERATIONS):
-        held = [block for block in blocks.values() if block.pins]
+        held = [block for block in (*blocks.values(), *removed_blocks) if block.pins]
         match pick.choice(["add", "add", "add", "pin", "unpin", "unpin", "pop", "remove", "use"]):
-            case "add":
-                number += 1
-                blocks[b"%d" % number] = pool.add(b"%d" % number)
+            case "add" if len(blocks) < len(NAMES):
+                name = pick.choice([name for name in NAMES if name not in blocks])
+                blocks[name] = pool.add(name)
             case "pin" if blocks:
                 block = pick.choice(list(blocks.values()))
                 pool.pin(block)
@@ -43,11 +45,13 @@ def test_the_pool_evicts_the_least_recently_used_block_first(seed: int) -> None:
             case "unpin" if held:
                 block = pick.choice(held)
                 pool.unpin(block)
-                idle += [block.hash] * (not block.pins)
+                if not block.pins and blocks.get(block.hash) is block:
+                    idle.append(block.hash)
             case "pop" if idle:
                 assert pool.pop_oldest() is blocks.pop(idle.pop(0))
             case "remove" if blocks and pick.random() < 0.3:
                 block = blocks.pop(pick.choice(list(blocks)))
+                removed_blocks.append(block)
                 pool.remove(block)
                 idle = [name for name in idle if name != block.hash]
             case "use" if blocks:

@@ -14,8 +14,8 @@ from engine.scheduler.planning.picture_group import MAX_GROUP_S
 from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore, TooLarge
-from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused
-from tests.engine.scheduler.harness import Client, Engine, config, request
+from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart
+from tests.engine.scheduler.harness import Client, Engine, config, request, sequence
 
 SIZE = 16
 TOKEN_BYTES = 8
@@ -29,18 +29,9 @@ def picture(number: int, start: int, tokens: int) -> SequencePicture:
     return SequencePicture(bytes([number]) * 32, start, start + tokens, places, ids, 1000)
 
 
-def sequence(*pictures: SequencePicture) -> Sequence:
-    message = request("a", [7] * 400, max_tokens=1)
-    return Sequence(
-        request=message,
-        arrival=0,
-        parent_hash=bytes(16),
-        block_size=SIZE,
-        token_ids=list(message.token_ids),
-        max_tokens=1,
-        submitted_s=0.0,
-        pictures=pictures,
-    )
+def showing(*pictures: SequencePicture) -> Sequence:
+    """Return a sequence with these pictures in its prompt."""
+    return sequence([7] * 400, SIZE, pictures=pictures)
 
 
 def table(tokens: int, layers: int = 2) -> PictureTable:
@@ -62,7 +53,7 @@ def encode(pictures: PictureTable, one: SequencePicture) -> None:
 
 
 def test_pictures_of_a_whole_chunk_are_encoded_before_it() -> None:
-    pictures, seq = table(400), sequence(picture(1, 20, 30), picture(2, 90, 30))
+    pictures, seq = table(400), showing(picture(1, 20, 30), picture(2, 90, 30))
     first, second = seq.pictures
     assert pictures.missing(seq, 399).picture is first
     encode(pictures, first)
@@ -72,7 +63,7 @@ def test_pictures_of_a_whole_chunk_are_encoded_before_it() -> None:
 
 
 def test_a_chunk_ends_before_a_picture_that_does_not_fit_beside_its_own() -> None:
-    pictures, seq = table(50), sequence(picture(1, 20, 30), picture(2, 90, 30))
+    pictures, seq = table(50), showing(picture(1, 20, 30), picture(2, 90, 30))
     encode(pictures, seq.pictures[0])
     assert pictures.missing(seq, 399) == (None, 80)
     seq.num_computed_tokens = 80
@@ -81,11 +72,18 @@ def test_a_chunk_ends_before_a_picture_that_does_not_fit_beside_its_own() -> Non
     assert pictures.take_dropped() == [seq.pictures[0].digest]
 
 
+def test_a_picture_of_the_next_block_may_take_the_room_of_a_later_one() -> None:
+    pictures, seq = table(50), showing(picture(1, 20, 30), picture(2, 90, 30))
+    encode(pictures, seq.pictures[1])
+    seq.num_computed_tokens = SIZE
+    assert pictures.missing(seq, 399).picture is seq.pictures[0]
+
+
 def test_a_picture_waits_while_others_are_encoded_in_all_of_the_room() -> None:
     pictures = table(40)
     for number in range(4):
         pictures.begin(picture(number, 0, 10), set())
-    seq = sequence(picture(9, 0, 10))
+    seq = showing(picture(9, 0, 10))
     assert pictures.missing(seq, 399) == (None, 0)
     encode(pictures, picture(0, 0, 10))
     assert pictures.missing(seq, 399).picture is seq.pictures[0]
@@ -137,27 +135,23 @@ def test_a_picture_that_cannot_be_encoded_counts_as_none() -> None:
     client = engine.submit(request("a", [7, 7, 1, 2], images=(image(1, 0),)))
     engine.schedule()
     fail_picture(engine)
-    assert client.end is not None and client.end.finish == "error"
-    engine.run()
+    assert client.error
+    engine.finish()
     stats = engine.scheduler.stats()
     assert (stats.images_total, stats.encoded_images_total, stats.image_bytes) == (1, 0, 0)
-    engine.assert_nothing_left()
 
 
 def test_a_picture_that_fails_leaves_no_pass_open_of_another_that_needs_it() -> None:
     engine = engine_with_pictures(8, **LONG)
     long = engine.submit(request("long", [1] * 1200 + [7, 7, 1], images=(image(1, 1200),)))
-    while not engine.executor.passes:
-        engine.turn()
+    engine.run_until(lambda: engine.executor.passes)
     short = engine.submit(request("short", [7, 7, 2], images=(image(1, 0),)))
     while engine.schedule() and not engine.plans[-1].encodes:
         engine.apply()
     assert engine.executor.passes
     fail_picture(engine)
     engine.run()
-    for client in (long, short):
-        assert client.end is not None and client.end.finish == "error"
-    assert not engine.executor.passes
+    assert long.error and short.error and not engine.executor.passes
     engine.assert_nothing_left()
 
 
@@ -178,14 +172,10 @@ def test_prompts_that_overtake_are_charged_for_their_pictures() -> None:
 
 def test_streams_of_the_background_wait_for_a_picture() -> None:
     engine = engine_with_pictures(8, blocks=300)
-    stream = engine.submit(request("b", [1] * 6, max_tokens=60, priority=BACKGROUND_PRIORITY))
-    while not stream.tokens:
-        engine.turn()
+    stream = engine.stream(request("b", [1] * 6, max_tokens=60, priority=BACKGROUND_PRIORITY))
     asked = engine.submit(request("a", [7, 7, 1, 2], images=(image(1, 0),)))
-    engine.run()
+    engine.finish(stream, asked)
     assert not any(plan.encodes and plan.decodes for plan in engine.plans)
-    for client in (stream, asked):
-        engine.assert_right(client)
 
 
 def with_new_pictures(engine: Engine, *numbers: int) -> list[Client]:
@@ -205,20 +195,23 @@ def encoded_and_begun(engine: Engine) -> list[str]:
     return found
 
 
-def test_prompts_that_wait_have_their_pictures_encoded_before_the_first_one_streams() -> None:
-    engine = engine_with_pictures(40, picture_layers=2)
-    clients = with_new_pictures(engine, 1, 2, 3)
-    engine.run()
-    assert encoded_and_begun(engine)[:4] == ["1", "2", "3", "chunk"]
-    for client in clients:
-        engine.assert_right(client)
+@pytest.mark.parametrize(
+    ("room", "asked", "first"), [(40, 3, 3), (8, 5, 4)], ids=["all", "fitting"]
+)
+def test_pictures_of_prompts_that_wait_are_encoded_before_the_first_one_streams(
+    room: int, asked: int, first: int
+) -> None:
+    """Unless they would take the room of its own."""
+    engine = engine_with_pictures(room, picture_layers=2)
+    engine.finish(*with_new_pictures(engine, *range(1, asked + 1)))
+    encoded = [str(number) for number in range(1, first + 1)]
+    assert encoded_and_begun(engine)[: first + 1] == [*encoded, "chunk"]
+    assert engine.scheduler.stats().encoded_images_total == asked
 
 
 def test_beside_streams_a_prompt_waits_for_its_own_pictures_only() -> None:
     engine = engine_with_pictures(40, blocks=300)
-    stream = engine.submit(request("s", [1] * 6, max_tokens=200))
-    while not stream.tokens:
-        engine.turn()
+    engine.stream(request("s", [1] * 6, max_tokens=200))
     with_new_pictures(engine, 1, 2)
     engine.run()
     assert encoded_and_begun(engine)[1:] == ["1", "chunk", "2", "chunk"]
@@ -232,16 +225,6 @@ def test_a_prompt_waits_for_pictures_of_others_only_so_long(
     with_new_pictures(engine, 1, 2, 3, 4)
     engine.run()
     assert encoded_and_begun(engine)[:4] == ["1", "2", "3", "chunk"]
-
-
-def test_a_prompt_waits_for_no_picture_that_would_take_the_room_of_its_own() -> None:
-    engine = engine_with_pictures(8)
-    clients = with_new_pictures(engine, 1, 2, 3, 4, 5)
-    engine.run()
-    assert encoded_and_begun(engine)[:5] == ["1", "2", "3", "4", "chunk"]
-    for client in clients:
-        engine.assert_right(client)
-    assert engine.scheduler.stats().encoded_images_total == 5
 
 
 def test_nobody_waits_for_pictures_of_the_background() -> None:
@@ -270,42 +253,43 @@ def test_no_chunk_divides_a_picture_that_has_to_be_whole(seed: int) -> None:
         prompt += [7] * (spans[-1][1] - spans[-1][0])
     images = tuple(image(n, first, end - first) for n, (first, end) in enumerate(spans))
     engine.serve(request("a", [*prompt, 1, 2], images=images))
-    chunks = [chunk for plan in engine.plans for chunk in plan.chunks]
-    ends = {chunk.start + len(chunk.token_ids) for chunk in chunks}
+    ends = {chunk.start + len(chunk.token_ids) for chunk in engine.chunks}
     assert not any(first < end < last for end in ends for first, last in spans)
-    assert max(len(chunk.token_ids) for chunk in chunks) <= longest
+    assert max(len(chunk.token_ids) for chunk in engine.chunks) <= longest
 
 
 def test_a_picture_that_is_too_long_for_a_chunk_is_refused() -> None:
     engine = engine_with_pictures(400, whole_picture_tokens=8)
-    for name, length in (("right", 8), ("long", 9)):
-        engine.submit(request(name, [7] * 9 + [1, 2], images=(image(1, 0, length),)))
-    engine.run()
-    answers = {name: client.answer for (name, _), client in engine.clients.items()}
-    assert not isinstance(answers["right"], Refused)
-    assert isinstance(answers["long"], Refused) and answers["long"].reason == "too_large"
+    for length, refusal in ((8, None), (9, ("too_large", "images"))):
+        client = engine.submit(
+            request(f"{length}", [7] * 9 + [1, 2], images=(image(1, 0, length),))
+        )
+        assert client.refusal == refusal
+        engine.run()
 
 
 def test_prefixes_end_before_a_picture_that_has_to_be_whole() -> None:
-    seq = sequence(picture(1, 20, 30), picture(2, 52, 30))
+    """And chunks after it, if they are not too long then."""
+    seq = showing(picture(1, 20, 30), picture(2, 52, 30))
     whole = WholePictures(replace(config(block_size=SIZE), whole_picture_tokens=64))
     assert [whole.restorable_blocks(seq, n) for n in range(7)] == [0, 1, 1, 1, 1, 1, 6]
-    seq = sequence(picture(1, 0, 30), picture(2, 34, 30))
+    assert (whole.chunk_end(seq, 32), whole.chunk_end(seq, 60)) == (50, 52)
+    seq = showing(picture(1, 0, 30), picture(2, 34, 30))
     assert [whole.restorable_blocks(seq, n) for n in range(5)] == [0, 0, 2, 2, 4]
     cut = WholePictures(config(block_size=SIZE))
     assert cut.restorable_blocks(seq, 1) == 1
 
 
 def test_pictures_behind_need_nothing() -> None:
-    pictures, seq = table(400), sequence(picture(1, 20, 30))
+    pictures, seq = table(400), showing(picture(1, 20, 30))
     seq.num_computed_tokens = 64
     assert pictures.missing(seq, 399) == (None, 399)
 
 
 def test_what_was_begun_and_nobody_needs_any_more_is_dropped() -> None:
     pictures, one = table(400), picture(1, 20, 30)
-    seq = sequence(one)
-    cases: list[list[Sequence]] = [[sequence(picture(2, 20, 30))], [seq], []]
+    seq = showing(one)
+    cases: list[list[Sequence]] = [[showing(picture(2, 20, 30))], [seq], []]
     for others in cases:
         pictures.begin(one, set())
         pictures.drop_abandoned([seq])
@@ -321,14 +305,9 @@ def test_a_grid_is_that_of_all_of_a_picture() -> None:
     cases = [("right", (1, 1, 2), 0), ("more", (1, 2, 2), 0), ("beside", (1, 1, 1), 1)]
     for name, grid, start in cases:
         shown = structs.replace(image(1, start), grid=grid)
-        engine.submit(request(name, [7, 7, 1, 2], images=(shown,)))
+        client = engine.submit(request(name, [7, 7, 1, 2], images=(shown,)))
+        assert client.refusal == (None if name == "right" else ("invalid", "images"))
     engine.run()
-    refused = {
-        name: client.answer.param
-        for (name, _), client in engine.clients.items()
-        if isinstance(client.answer, Refused)
-    }
-    assert refused == {"more": "images", "beside": "images"}
 
 
 def test_a_grid_that_came_with_a_request_is_not_believed() -> None:
@@ -351,14 +330,14 @@ def test_arrays_that_are_there_need_no_room() -> None:
 
 
 def test_a_chunk_has_its_part_of_a_picture() -> None:
-    seq = sequence(picture(1, 20, 30))
+    seq = showing(picture(1, 20, 30))
     (part,) = shown_parts(seq, 32, 48)
     assert (part.first, part.places) == (12, tuple(range(16)))
     assert shown_parts(seq, 0, 16) == ()
 
 
 def test_positions_do_not_depend_on_where_chunks_end() -> None:
-    seq = sequence(
+    seq = showing(
         replace(picture(1, 3, 6), grid=(1, 2, 3)), replace(picture(2, 11, 4), grid=(1, 4, 1))
     )
     whole = axes_of(seq, 0, 20)

@@ -9,8 +9,22 @@ import pytest
 
 from engine.plan import Exported
 from engine.scheduler.timing.chunks import ChunkPolicy
-from shared import wire
 from tests.engine.scheduler.harness import SHARED, Engine, config, request
+
+
+def with_stored(length: int, **changes: Any) -> Engine:
+    """Return an engine whose kvstore has the first ``length`` tokens of `SHARED`."""
+    before = Engine(config(store_enabled=True, store_policy="write_through"))
+    before.serve(request("a", SHARED[:length]))
+    engine = Engine(config(store_enabled=True, **changes))
+    engine.stored = before.stored
+    return engine
+
+
+def ends_in_decodes(engine: Engine) -> list[list[int]]:
+    """Return how many known tokens the decodes of each plan compute, if any do."""
+    ends = [[len(decode.before) for decode in plan.decodes] for plan in engine.plans]
+    return [each for each in ends if any(each)]
 
 
 @pytest.mark.parametrize(("length", "reused"), [(7, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
@@ -55,9 +69,8 @@ def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -
 def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     look_ahead: bool, store: bool
 ) -> None:
-    engine = Engine(
-        config(blocks=600, look_ahead=look_ahead, store_enabled=store, prefill_batch_size=4)
-    )
+    fields = {"look_ahead": look_ahead, "store_enabled": store}
+    engine = Engine(config(blocks=600, prefill_batch_size=4, **fields))
     clients = [engine.submit(request(f"r{n}", [*SHARED, n, n + 1, n + 2])) for n in range(8)]
     engine.finish(*clients)
     assert engine.computed == 100 + 8 * 2
@@ -68,9 +81,7 @@ def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
     """Not even the part of a block that all of them share."""
     engine = Engine(config(blocks=600, block_size=16, completion_batch_size=9))
     prompts = [[*SHARED[:90], n, n + 1, n + 2] for n in range(8)]
-    clients = [
-        engine.submit(request(f"r{n}", each, max_tokens=5)) for n, each in enumerate(prompts)
-    ]
+    clients = [engine.submit(request(f"r{n}", each)) for n, each in enumerate(prompts)]
     same = engine.submit(request("same", prompts[0]))
     engine.finish(*clients, same)
     assert engine.computed == 92 + 7 * 2
@@ -83,8 +94,7 @@ def test_decodes_compute_the_ends_of_prompts() -> None:
     prompts = [[*SHARED, n, n + 1, n + 2] for n in range(8)]
     clients = [engine.submit(request(f"r{n}", each)) for n, each in enumerate(prompts)]
     engine.finish(*clients)
-    ends = [[len(decode.before) for decode in plan.decodes] for plan in engine.plans]
-    assert [each for each in ends if any(each)] == [[102 % 16], [0, *7 * [2]]]
+    assert ends_in_decodes(engine) == [[102 % 16], [0, *7 * [2]]]
     assert [len(plan.chunks) for plan in engine.plans if plan.chunks] == 102 // 16 * [1]
     assert engine.scheduler.stats().prefill_tokens_total == 102 + 7 * 2
 
@@ -97,10 +107,9 @@ def test_decodes_compute_the_ends_of_prompts() -> None:
 def test_other_ends_are_computed_by_chunks(prompt: list[int], changes: dict[str, Any]) -> None:
     engine = Engine(config(blocks=600, decodes_ends=True, prefill_chunk_tokens=64))
     engine.serve(request("first", SHARED[:60]))
-    chunks = sum(len(plan.chunks) for plan in engine.plans)
+    chunks = len(engine.chunks)
     engine.serve(request("second", prompt, **changes))
-    assert sum(len(plan.chunks) for plan in engine.plans) > chunks
-    assert not any(decode.before for plan in engine.plans for decode in plan.decodes)
+    assert len(engine.chunks) > chunks and not ends_in_decodes(engine)
 
 
 def test_nothing_is_copied_from_a_sequence_whose_end_is_computed_in_the_same_plan() -> None:
@@ -109,15 +118,14 @@ def test_nothing_is_copied_from_a_sequence_whose_end_is_computed_in_the_same_pla
     same = [*SHARED[:96], *range(10)]
     clients = [engine.submit(request(name, same)) for name in ("second", "third")]
     engine.finish(*clients)
-    ends = [[len(decode.before) for decode in plan.decodes] for plan in engine.plans]
-    assert [9, 9] in ends
+    assert [9, 9] in ends_in_decodes(engine)
 
 
 def test_a_fixed_length_of_chunks_limits_the_ends_too() -> None:
     engine = Engine(config(decodes_ends=True, prefill_chunk_tokens=8))
     engine.serve(request("first", SHARED[:20]))
-    assert [len(plan.chunks[0].token_ids) for plan in engine.plans if plan.chunks] == [8, 8]
-    assert [len(d.before) for plan in engine.plans for d in plan.decodes if d.before] == [3]
+    assert [len(chunk.token_ids) for chunk in engine.chunks] == [8, 8]
+    assert ends_in_decodes(engine) == [[3]]
 
 
 def test_a_whole_block_takes_the_place_of_a_part_that_was_copied() -> None:
@@ -159,12 +167,10 @@ def test_with_log_probabilities_or_another_salt_no_positions_are_copied() -> Non
 def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix() -> None:
     engine = Engine(config(blocks=300))
     engine.submit(request("first", SHARED))
-    second = engine.submit(request("second", SHARED))
-    third = engine.submit(request("third", SHARED))
-    engine.turn()
-    engine.turn()
+    others = [engine.submit(request(name, SHARED)) for name in ("second", "third")]
+    engine.run_turns(2)
     engine.scheduler.abort("first")
-    engine.finish(second, third)
+    engine.finish(*others)
     assert engine.computed == 96 + 2 * 3, "only the last, unfinished block is computed twice"
 
 
@@ -196,10 +202,7 @@ def test_the_tail_of_a_finished_sequence_is_evicted_first() -> None:
 
 
 def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
-    before = Engine(config(store_enabled=True, store_policy="write_through"))
-    before.serve(request("a", SHARED[:50]))
-    after = Engine(config(store_enabled=True))
-    after.stored = before.stored
+    after = with_stored(50)
     client = after.serve(request("b", SHARED[:50]))
     assert client.cached == (0, 48)
     assert after.computed == 1
@@ -230,7 +233,7 @@ def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
         exported, times = result.exported, ((plan.step, 0.5),) * bool(plan.chunks)
         late.apply()
     assert len(late.stored) > 10 and late.stored.keys() == usual.stored.keys()
-    chunks = [(c.start, len(c.token_ids)) for plan in late.plans for c in plan.chunks]
+    chunks = [(chunk.start, len(chunk.token_ids)) for chunk in late.chunks]
     assert observed == [[chunk] for chunk in chunks]
     assert late.scheduler.stats().step_seconds_total > 0.5 * len(chunks)
 
@@ -250,9 +253,7 @@ def test_a_sequence_that_waits_for_the_kvstore_delays_no_other() -> None:
     engine = Engine(config(store_enabled=True))
     engine.store_answers = False
     slow = engine.submit(request("slow", SHARED[:50]))
-    quick = engine.submit(request("quick", SHARED[50:53]))
-    engine.run()
-    engine.assert_right(quick)
+    engine.assert_right(engine.answer(request("quick", SHARED[50:53])))
     assert slow.end is None and len(engine.scheduler.live()) == 1
     engine.store_answers = True
     engine.finish(slow)
@@ -271,15 +272,12 @@ def test_an_answer_to_an_abandoned_fetch_is_ignored() -> None:
 
 
 def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> None:
-    before = Engine(config(store_enabled=True, store_policy="write_through"))
-    before.serve(request("a", SHARED[:50]))
-    engine = Engine(config(blocks=32, store_enabled=True))
-    engine.stored, engine.store_answers = before.stored, False
-    first, second = request("first", SHARED[:50]), request("second", [7] * 90, max_tokens=8)
-    engine.submit(first)
+    engine = with_stored(50, blocks=32)
+    engine.store_answers = False
+    engine.submit(request("first", SHARED[:50]))
     engine.schedule()
     assert engine.scheduler.stats().used_blocks == 12
-    engine.submit(second)
+    engine.submit(request("second", [7] * 90, max_tokens=8))
     engine.schedule()
     (_, hashes, _), (_, rest, _) = engine.fetches
     assert (len(hashes), len(rest)) == (12, 20), "no more is asked for than there is room"
@@ -290,16 +288,12 @@ def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> No
 
 
 def test_running_sequences_take_the_room_of_blocks_fetched_for_waiting_ones() -> None:
-    before = Engine(config(store_enabled=True, store_policy="write_through"))
-    before.serve(request("a", SHARED[:60]))
-    engine = Engine(config(blocks=32, store_enabled=True))
-    engine.stored, engine.store_answers = before.stored, False
+    engine = with_stored(60, blocks=32)
+    engine.store_answers = False
     fetching = engine.submit(request("fetching", SHARED[:60]))
     engine.schedule()
     assert engine.scheduler.stats().used_blocks == 14
-    quick = engine.submit(request("quick", [1, 2, 3], max_tokens=100))
-    engine.run()
-    engine.assert_right(quick)
+    engine.assert_right(engine.answer(request("quick", [1, 2, 3], max_tokens=100)))
     assert fetching.end is None
     engine.store_answers = True
     engine.finish(fetching)
@@ -351,12 +345,3 @@ def test_requests_without_prompt_logprobs_share_with_one_that_has_them(look_ahea
     engine.finish(*clients)
     assert len(clients[0].prompt_logprobs) == len(SHARED) - 1
     assert engine.computed <= len(SHARED) + 2 * 4
-
-
-def test_a_logit_bias_of_a_token_outside_the_vocabulary_is_refused() -> None:
-    engine = Engine(config(vocab_size=20))
-    client = engine.submit(
-        request("a", [1, 2], sampling=wire.SamplingParams(seed=1, logit_bias=[(20, 1.0)]))
-    )
-    assert isinstance(client.answer, wire.Refused)
-    assert client.answer.param == "logit_bias"

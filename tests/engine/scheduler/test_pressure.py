@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from engine.scheduler.sequences.sequence import HOLDING_SLOT
@@ -19,17 +17,10 @@ def test_a_row_that_is_full_moves_to_a_larger_slot() -> None:
 
 
 def test_capacity_classes_are_few_and_end_with_the_context_or_the_memory() -> None:
-    assert config(block_size=16, blocks=2048, context_length=8192).capacity_classes() == (
-        512,
-        2048,
-        8192,
-    )
-    assert config(block_size=16, blocks=64, context_length=8192).capacity_classes() == (
-        128,
-        512,
-        1024,
-    )
-    assert config(block_size=16, blocks=2048, context_length=100).capacity_classes() == (112,)
+    cases = {(2048, 8192): (512, 2048, 8192), (64, 8192): (128, 512, 1024), (2048, 100): (112,)}
+    for (blocks, context), classes in cases.items():
+        settings = config(block_size=16, blocks=blocks, context_length=context)
+        assert settings.capacity_classes() == classes
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -50,10 +41,9 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_resumes_exactly(
             if seq.status.name == "PREEMPTED"
         }
     assert {"r2", "r3"} <= preempted <= {"r0", "r1", "r2", "r3"}, "the others matter more"
+    engine.finish(growing, *others)
     for client in (growing, *others):
-        engine.assert_right(client)
         assert client.usage.cached_ram_tokens == 0, "its own blocks are no cache hit"
-    engine.assert_nothing_left()
 
 
 def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
@@ -73,34 +63,6 @@ def test_a_sequence_that_outgrows_its_slab_alone_is_preempted_itself() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("store", [False, True])
-def test_forty_requests_that_do_not_fit_together_all_finish(look_ahead: bool, store: bool) -> None:
-    engine = Engine(config(blocks=64, look_ahead=look_ahead, store_enabled=store))
-    pick = random.Random(1)
-    clients = [
-        engine.submit(
-            request(
-                f"r{number}",
-                [pick.randrange(20) for _ in range(pick.randrange(1, 60))],
-                max_tokens=pick.randrange(1, 125),
-                priority=pick.choice([0, 0, 1]),
-            )
-        )
-        for number in range(40)
-    ]
-    engine.finish(*clients)
-    assert engine.scheduler.stats().preemptions_total > 0
-    engine.assert_nothing_left()
-
-
-def test_cached_blocks_make_room_for_running_sequences() -> None:
-    engine = Engine(config(blocks=40))
-    for number in range(12):
-        engine.serve(request(f"r{number}", [number] * 70, max_tokens=9))
-    assert engine.scheduler.stats().unevictable_bytes == 0
-
-
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))
     others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
@@ -108,12 +70,8 @@ def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None
     failing = engine.submit(request("failing", SHARED[30:80]))
     others += [engine.submit(request(name, SHARED[ord(name) - 90 :][:20])) for name in "cd"]
     engine.executor.fail_next_chunk = True
-    engine.run()
-    assert failing.end is not None and failing.end.finish == "error"
-    assert failing.end.error == "the chunk raised"
-    for client in others:
-        engine.assert_right(client)
-    engine.assert_nothing_left()
+    engine.finish(*others)
+    assert failing.error == "the chunk raised"
 
 
 @pytest.mark.parametrize("policy", ["evict_only", "write_through"])
@@ -123,30 +81,18 @@ def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
 ) -> None:
     """With look-ahead the next plan restores blocks before it is known that they were never
     saved."""
-    engine = Engine(
-        config(
-            blocks=200,
-            look_ahead=True,
-            prefill_batch_size=4,
-            store_enabled=True,
-            store_policy=policy,
-        )
-    )
+    fields = {"blocks": 200, "look_ahead": True, "prefill_batch_size": 4}
+    engine = Engine(config(store_enabled=True, store_policy=policy, **fields))
     failing = engine.submit(request("failing", SHARED))
     others = [  # of low priority, so that none goes first
         engine.submit(request(f"{length}-{n}", [*SHARED[:length], n, n], priority=-1))
         for length in (16, 90)
         for n in range(2)
     ]
-    while len(engine.executor.chunk_tokens) < chunks_before:
-        engine.turn()
+    engine.run_until(lambda: len(engine.executor.chunk_tokens) >= chunks_before)
     engine.executor.fail_next_chunk = True
-    engine.run()
-    assert failing.end is not None and failing.end.finish == "error"
-    assert engine.executor.unsaved
-    for client in others:
-        engine.assert_right(client)
-    engine.assert_nothing_left()
+    engine.finish(*others)
+    assert failing.error and engine.executor.unsaved
     engine.serve(request("again", SHARED))
 
 
@@ -173,25 +119,19 @@ def test_a_sequence_that_makes_steps_raise_alone_ends_with_an_error_and_others_f
         engine.executor.fail_next_step = "bad" in decoding and bad.end is None
         if not engine.turn():
             break
-    assert bad.end is not None and bad.end.finish == "error"
-    assert bad.end.error == "the step raised"
-    for client in others:
-        engine.assert_right(client)
-    engine.assert_nothing_left()
+    assert bad.error == "the step raised"
+    engine.finish(*others)
 
 
 def test_after_running_out_of_memory_less_of_it_is_used() -> None:
     engine = Engine(config(blocks=200, context_length=60))
     first = [engine.submit(request(f"r{n}", [n] * 30, max_tokens=20)) for n in range(8)]
-    while engine.scheduler.stats().running < 8:
-        engine.turn()
+    engine.run_until(lambda: engine.scheduler.stats().running == 8)
     held = engine.scheduler.memory.ledger.used_bytes
     engine.executor.fail_next_step = True
-    engine.run()
+    engine.finish(*first)
     limit = engine.scheduler.stats().limit_bytes
     assert 100 * BLOCK_BYTES <= 0.9 * held <= limit < held
-    for client in first:
-        engine.assert_right(client)
     engine.serve(request("largest", SHARED[:40], max_tokens=20))
 
 

@@ -15,8 +15,7 @@ from engine.scheduler.planning.snapshot_policy import (
     WORTHWHILE_TOKENS,
 )
 from engine.scheduler.pools.snapshot_pool import SnapshotPool
-from engine.scheduler.sequences.sequence import Sequence
-from tests.engine.scheduler.harness import RECURRENT, Engine, config, request
+from tests.engine.scheduler.harness import RECURRENT, Engine, config, request, sequence
 
 SHARED = [position * position % 19 for position in range(600)]
 BLOCK = 4
@@ -203,15 +202,7 @@ def test_a_private_snapshot_is_not_found_until_it_is_published() -> None:
 
 def test_a_dropped_snapshot_is_not_released_twice() -> None:
     memory = Memory(config(**RECURRENT["hybrid"]))
-    seq = Sequence(
-        request=request("a", [1]),
-        arrival=0,
-        parent_hash=b"",
-        block_size=BLOCK,
-        token_ids=[1],
-        max_tokens=1,
-        submitted_s=0.0,
-    )
+    seq = sequence([1], BLOCK)
     steps = [InFlightStep(0), InFlightStep(1)]
     for step in steps:
         snapshot = memory.add_snapshot(None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.plan import StoreRoom
-from tests.engine.scheduler.harness import Engine, config, request
+from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 PROMPT = list(range(1, 130))
 BLOCKS = 32  # of 4 tokens in the prompt and the reply
@@ -16,12 +18,19 @@ def engine_with(files: int) -> Engine:
     return engine
 
 
-def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for() -> None:
-    engine = engine_with(3)
-    engine.submit(request("a", PROMPT))
-    engine.run()
+@pytest.mark.parametrize(
+    ("room", "most"),
+    [(StoreRoom(3, 2**30), 3), (StoreRoom(300, 2 * BLOCK_BYTES + 1), 2)],
+    ids=["files", "bytes"],
+)
+def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for(
+    room: StoreRoom, most: int
+) -> None:
+    engine = engine_with(300)
+    engine.store_room = room
+    engine.serve(request("a", PROMPT))
     assert set(engine.stored) == engine.cached and len(engine.stored) >= BLOCKS
-    assert max(len(plan.exports) for plan in engine.plans) == 3
+    assert max(len(plan.exports) for plan in engine.plans) == most
 
 
 def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_blocks_later() -> None:
@@ -34,19 +43,9 @@ def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_blocks_later() -> 
     assert set(engine.stored) == engine.cached and not engine.scheduler.num_unstored
 
 
-def test_the_room_is_one_of_bytes_too() -> None:
-    engine = engine_with(300)
-    engine.store_room = StoreRoom(300, 2 * engine.config.block_bytes + 1)
-    engine.submit(request("a", PROMPT))
-    engine.run()
-    assert set(engine.stored) == engine.cached
-    assert max(len(plan.exports) for plan in engine.plans) == 2
-
-
 def test_what_did_not_arrive_is_sent_again_once() -> None:
     engine = engine_with(300)
-    engine.submit(request("a", PROMPT))
-    engine.run()
+    engine.serve(request("a", PROMPT))
     lost = sorted(engine.stored)[:5]
     for block_hash in lost:
         del engine.stored[block_hash]
@@ -62,16 +61,14 @@ def test_blocks_that_leave_memory_before_there_was_room_are_sent_then() -> None:
     engine = Engine(config(blocks=48, store_enabled=True, store_policy="write_through"))
     engine.store_room = StoreRoom(0, 0)
     for number in range(4):
-        engine.submit(request(f"{number}", [number] * 60))
-        engine.run()
+        engine.serve(request(f"{number}", [number] * 60))
     gone = {evict.block_id for plan in engine.plans for evict in plan.evictions if evict.export}
     assert gone and len(engine.stored) == len(gone)
 
 
 def test_a_cleared_cache_is_not_sent() -> None:
     engine = engine_with(0)
-    engine.submit(request("a", PROMPT))
-    engine.run()
+    engine.serve(request("a", PROMPT))
     engine.scheduler.clear_cache()
     engine.store_room = None
     engine.run()

@@ -6,7 +6,6 @@ import pytest
 
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from shared import wire
-from tests.engine.scheduler.fake_executor import expected
 from tests.engine.scheduler.harness import Engine, config, request
 
 END = [91, 92, 93]  # the tokens that the executor samples are less
@@ -28,18 +27,6 @@ def test_the_end_follows_so_many_tokens_of_reasoning(tokens: int, look_ahead: bo
     assert limited.tokens[:tokens] == free.tokens[:tokens]
     assert limited.tokens[tokens : tokens + 3] == END
     assert not {*limited.tokens[tokens + 3 :]} & {*END}
-
-
-@pytest.mark.parametrize("done", range(1, 13))
-def test_a_resumed_request_ends_its_reasoning_where_it_would_have(done: int) -> None:
-    message = request("a", [1, 2, 3], max_tokens=20, thinking=budget(7))
-    outputs = expected(message, 400)[0]
-    engine = Engine(config())
-    client = engine.submit(
-        request("a", [1, 2, 3], max_tokens=20, thinking=budget(7), generated=outputs[:done])
-    )
-    engine.run()
-    assert outputs[:done] + client.tokens == outputs
 
 
 def test_only_the_steps_in_question_wait_for_the_token_before() -> None:
@@ -75,14 +62,3 @@ def test_reasoning_that_the_model_begins_is_limited() -> None:
     assert progress.forced() is None and progress.may_force_after_next()
     progress.follow([7])
     assert progress.forced() == 91
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [({"end_ids": []}, "thinking"), ({"end_ids": [-1]}, "thinking"), ({"tokens": -1}, "thinking")],
-)
-def test_a_budget_that_makes_no_sense_is_refused(changes: dict[str, object], param: str) -> None:
-    fields: dict[str, object] = {"tokens": 1, "end_ids": [1], **changes}
-    engine = Engine(config())
-    client = engine.submit(request("a", [1], thinking=wire.ThinkingBudget(**fields)))  # type: ignore[arg-type]
-    assert isinstance(client.answer, wire.Refused) and client.answer.param == param

@@ -52,6 +52,10 @@ class Engine:
             max_jobs=max_jobs,
         )
 
+    @property
+    def answered(self) -> list[str]:
+        return [each.request_id for each in self.sent]
+
     def send(self, messages: Sequence[wire.Message]) -> None:
         self.sent += messages
 
@@ -87,26 +91,22 @@ def test_a_text_that_fails_fails_alone() -> None:
     assert engine.status.live == []
 
 
-def test_texts_of_others_are_computed_between_two_layers() -> None:
+@pytest.mark.parametrize(
+    ("texts", "later", "order", "passes"),
+    [
+        ([[1] * 10, [2] * 10], {"b": [3]}, "ba", [[1, 2], [3]]),
+        ([[1] * 10], {"b": [3] * 10, "c": [4] * 10}, "abc", [[1], [3, 4]]),
+        ([[1] * 10], {"b": [3] * 2}, "ba", [[1], [3]]),
+    ],
+    ids=["others with fewer texts go between layers", "alike go in order", "a short one overtakes"],
+)
+def test_texts_that_come_during_a_pass(
+    texts: list[list[int]], later: dict[str, list[int]], order: str, passes: list[list[int]]
+) -> None:
     engine = Engine()
-    engine.run(encode("a", [1] * 10, [2] * 10), steps=2)
-    engine.run(encode("b", [3]))
-    assert [each.request_id for each in engine.sent] == ["b", "a"]
-    assert engine.model.passes == [[1, 2], [3]]
-
-
-def test_texts_that_are_alike_go_in_order() -> None:
-    engine = Engine()
-    engine.run(encode("a", [1] * 10), steps=2)
-    engine.run(encode("b", [3] * 10), encode("c", [4] * 10))
-    assert [each.request_id for each in engine.sent] == ["a", "b", "c"]
-
-
-def test_a_much_shorter_text_overtakes() -> None:
-    engine = Engine()
-    engine.run(encode("a", [1] * 10), steps=2)
-    engine.run(encode("b", [3] * 2))
-    assert [each.request_id for each in engine.sent] == ["b", "a"]
+    engine.run(encode("a", *texts), steps=2)
+    engine.run(*(encode(name, text) for name, text in later.items()))
+    assert engine.answered == list(order) and engine.model.passes == passes
 
 
 def test_texts_that_wait_are_looked_through_between_layers_only_after_others_came(
@@ -126,7 +126,7 @@ def test_texts_that_wait_are_looked_through_between_layers_only_after_others_cam
     engine.run(encode("c", [4] * 2), steps=1)
     assert engine.model.passes == [[1], [4]]
     engine.run()
-    assert [each.request_id for each in engine.sent] == ["c", "a", "b"]
+    assert engine.answered == ["c", "a", "b"]
 
 
 def test_others_who_come_all_the_time_do_not_keep_a_pass_from_its_end(
@@ -138,8 +138,7 @@ def test_others_who_come_all_the_time_do_not_keep_a_pass_from_its_end(
     engine.run(encode("a", *([n] * 10 for n in range(20))), steps=2)
     for number in range(60):
         engine.run(encode(f"b{number}", [30 + number]), steps=LAYERS)
-    ends = [each.request_id for each in engine.sent]
-    assert ends[0] == "b0" and "a" in ends, "it gets half of the time"
+    assert engine.answered[0] == "b0" and "a" in engine.answered, "it gets half of the time"
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
@@ -180,10 +179,8 @@ def test_a_drained_engine_finishes_what_it_has() -> None:
     for message in (encode("a", [1]), wire.Drain(), encode("b", [2])):
         engine.inbox.put(message)
     engine.core.run()
-    assert {type(each).__name__: each.request_id for each in engine.sent} == {
-        "Refused": "b",
-        "Encoded": "a",
-    }
+    sent = {type(each).__name__: each.request_id for each in engine.sent}
+    assert sent == {"Refused": "b", "Encoded": "a"}
 
 
 def test_live_jobs_and_figures_are_told() -> None:

@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import (
-    DraftRow,
-    SequenceDrafts,
-    Speculator,
-)
+from engine.speculation.speculator import DraftRow, SequenceDrafts, Speculator
 from tests.shared.submits import submit
 
 PLAIN_S = 0.030
 RIGHT, WRONG = 1, 2
 """All tokens of all texts, and one that is none of them."""
+REQUEST = submit("a", [RIGHT])
+
+
+def begin(spec: Speculator, length: int = 1, limit: int = 100) -> DraftRow:
+    """Begin a sequence of ``length`` tokens, which may get ``limit`` more."""
+    drafts = spec.begin(REQUEST, None)
+    assert drafts is not None
+    return DraftRow(drafts, [RIGHT] * length, limit)
 
 
 class Guessing(DraftSource):
@@ -77,9 +81,7 @@ class Processor:
         rows = []
         for each in is_right:
             self._makers.append(Guessing(each))
-            drafts = self.speculator.begin(REQUEST, None)
-            assert drafts is not None
-            rows.append(SimulatedRow(drafts))
+            rows.append(SimulatedRow(begin(self.speculator).drafts))
         while left := [row for row in rows if len(row.tokens) <= tokens]:
             self._step(left, tokens)
         return rows
@@ -103,6 +105,3 @@ def noisy(seed: int, spread: float, held_up: float = 0.0) -> Callable[[], float]
     """Return factors of mean 1 about, some of which (``held_up``) are ten times as large."""
     pick = random.Random(seed)
     return lambda: pick.uniform(1 - spread, 1 + spread) * (10 if pick.random() < held_up else 1)
-
-
-REQUEST = submit("a", [RIGHT])

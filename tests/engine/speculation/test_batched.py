@@ -10,8 +10,8 @@ from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.batched import CALLS_WITHOUT
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
-from engine.speculation.speculator import DraftRow, Speculator
-from tests.shared.submits import submit
+from engine.speculation.speculator import Speculator
+from tests.engine.speculation.simulated import begin
 
 
 class Model(BatchSource):
@@ -53,12 +53,6 @@ def speculator(model: Model, *, adapts: bool = True, other: Other | None = None)
     return Speculator(options, makers, batch_source=model)
 
 
-def begin(spec: Speculator, limit: int = 100) -> DraftRow:
-    drafts = spec.begin(submit(), None)
-    assert drafts is not None
-    return DraftRow(drafts, [1, 2], limit)
-
-
 def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
     for drafted in (*[0] * PLAIN_FIRST, *range(16)):
         spec.observe_step(1, drafted, base_s + token_s * (1 + drafted))
@@ -67,13 +61,10 @@ def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
 def test_without_control_it_is_asked_where_there_is_no_other_draft() -> None:
     model = Model()
     spec = speculator(model, adapts=False)
-    rows = [begin(spec), begin(spec, limit=3), begin(spec), begin(spec, limit=0)]
-    found = spec.choose(4, rows)
+    found = spec.choose(4, [begin(spec, limit=limit) for limit in (100, 3, 100, 0)])
     assert model.asked == [5, 3]  # the most sequences that it takes
-    assert [proposal.tokens if proposal else () for proposal in found] == [
-        *((7,) * 5, (7,) * 3),
-        *((), ()),
-    ]
+    tokens = [proposal.tokens if proposal else () for proposal in found]
+    assert tokens == [(7,) * 5, (7,) * 3, (), ()]
     spec = speculator(model, adapts=False, other=Other(2, 0.1))
     (proposal,) = spec.choose(1, [begin(spec)])
     assert proposal is not None and proposal.source == "other"

@@ -15,12 +15,6 @@ DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
 """What a draft adds to a step, in steps."""
 
 
-@pytest.fixture(autouse=True)
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sources take no time, however slow the machine of the test is."""
-    monkeypatch.setattr("engine.speculation.speculator.thread_time", lambda: 0.0)
-
-
 def always(number: int) -> bool:
     return True
 

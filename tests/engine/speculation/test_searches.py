@@ -10,7 +10,7 @@ from engine.speculation.options import SpeculationOptions
 from engine.speculation.searches import SEARCHES, SearchPace
 from engine.speculation.source import DraftSource, Proposal
 from engine.speculation.speculator import DraftRow, Speculator
-from tests.engine.speculation.simulated import PLAIN_S, REQUEST, RIGHT
+from tests.engine.speculation.simulated import PLAIN_S, RIGHT, begin
 
 
 class Counting(DraftSource):
@@ -30,9 +30,7 @@ def asked(source: Counting, steps: int, *, adapts: bool = True, requests: int = 
     options = SpeculationOptions(tokens=16, adapts=adapts)
     speculator = Speculator(options, [lambda request, grammar: source])
     for _ in range(requests):
-        drafts = speculator.begin(REQUEST, None)
-        assert drafts is not None
-        tokens = [RIGHT]
+        drafts, tokens = begin(speculator).drafts, [RIGHT]
         for _ in range(steps):
             row = DraftRow(drafts, tokens, 16)
             (found,) = speculator.choose(1, [row])
@@ -71,8 +69,7 @@ def test_without_measured_costs_drafts_are_looked_for_at_each_step() -> None:
 def test_no_search_is_left_out_for_which_a_sequence_may_wait() -> None:
     source = Counting(float("inf"))
     speculator = Speculator(SpeculationOptions(), [lambda request, grammar: source])
-    drafts = speculator.begin(REQUEST, None)
-    assert drafts is not None
+    drafts = begin(speculator).drafts
     for _ in range(100):
         speculator.waits(DraftRow(drafts, [RIGHT], 2), 1)
         before = source.asked
@@ -86,8 +83,7 @@ def test_no_search_is_left_out_for_which_a_sequence_may_wait() -> None:
 def test_drafts_that_begin_late_are_found_a_few_tokens_later(begins: int) -> None:
     options = SpeculationOptions(tokens=16)
     speculator = Speculator(options, [lambda request, grammar: Counting(begins)])
-    drafts = speculator.begin(REQUEST, None)
-    assert drafts is not None
+    drafts = begin(speculator).drafts
     for length in range(1, begins + 4):
         row = DraftRow(drafts, [RIGHT] * length, 16)
         (found,) = speculator.choose(1, [row])

@@ -13,12 +13,8 @@ from engine.speculation.costs import StepCosts
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import (
-    PROBE_TOKENS,
-    DraftRow,
-    Speculator,
-)
-from tests.shared.submits import submit
+from engine.speculation.speculator import PROBE_TOKENS, DraftRow, Speculator
+from tests.engine.speculation.simulated import begin
 
 
 class Fixed(DraftSource):
@@ -31,18 +27,9 @@ class Fixed(DraftSource):
         return self._proposal._replace(tokens=self._proposal.tokens[:count])
 
 
-REQUEST = submit()
-
-
 def speculator(*sources: DraftSource, **options: Any) -> Speculator:
     made = [lambda request, grammar, source=source: source for source in sources]
     return Speculator(SpeculationOptions(**options), made)
-
-
-def begin(spec: Speculator, length: int = 1, limit: int = 100) -> DraftRow:
-    drafts = spec.begin(REQUEST, None)
-    assert drafts is not None
-    return DraftRow(drafts, [1] * length, limit)
 
 
 def lengths(spec: Speculator, *rows: DraftRow, num_rows: int = 0) -> list[int]:
@@ -61,10 +48,11 @@ def verify(spec: Speculator, row: DraftRow, accepted: int, times: int = 1) -> No
         spec.verified(row, Proposal((7,) * 5, "f"), accepted)
 
 
-@pytest.fixture(autouse=True)
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sources take no time, however slow the machine of the test is."""
-    monkeypatch.setattr("engine.speculation.speculator.thread_time", lambda: 0.0)
+def observe(costs: StepCosts, times: int, *steps: tuple[int, float]) -> None:
+    """Let ``costs`` know each of ``steps``, tokens and seconds, so many times."""
+    for _ in range(times):
+        for tokens, seconds in steps:
+            costs.observe(tokens, seconds)
 
 
 def test_nothing_is_drafted_in_large_batches_nor_beyond_the_limits() -> None:
@@ -150,14 +138,12 @@ def test_tokens_of_one_draft_have_rates_by_their_kinds() -> None:
 def test_the_source_that_is_right_more_often_is_chosen() -> None:
     spec = speculator(Fixed("bad", 5), Fixed("good", 5, likely=0.6))
     with_costs(spec, 0.010, 0.0001)
-    row = begin(spec)
-    (proposal,) = spec.choose(1, [row])
-    assert proposal is not None and proposal.source == "good"
-    for _ in range(6):
-        spec.verified(row, proposal, 0)
-    other = begin(spec)
-    (proposal,) = spec.choose(1, [other])
-    assert proposal is not None and proposal.source == "bad"
+    for chosen in ("good", "bad"):
+        row = begin(spec)
+        (proposal,) = spec.choose(1, [row])
+        assert proposal is not None and proposal.source == chosen
+        for _ in range(6):
+            spec.verified(row, proposal, 0)
 
 
 @pytest.mark.parametrize(("token_s", "expected"), [(0.0, 5), (0.002, 2), (0.1, 0)])
@@ -179,16 +165,12 @@ def test_of_several_sequences_the_likeliest_drafts_come_first() -> None:
 
 def test_costs_follow_what_is_measured_and_forget_outliers() -> None:
     costs = StepCosts()
-    for _ in range(200):
-        costs.observe(1, 0.010)
-        costs.observe(5, 0.030)
+    observe(costs, 200, (1, 0.010), (5, 0.030))
     assert costs.predict_s(3) == pytest.approx(0.020, rel=0.05)
     costs.observe(1, 1.0)  # something else had the processor
-    for _ in range(9):
-        costs.observe(1, 0.010)
+    observe(costs, 9, (1, 0.010))
     assert costs.predict_s(1) < 0.013
-    for _ in range(90):  # the context has grown
-        costs.observe(1, 0.020)
+    observe(costs, 90, (1, 0.020))  # the context has grown
     assert costs.predict_s(1) == pytest.approx(0.020, rel=0.05)
 
 
@@ -206,13 +188,10 @@ def test_a_size_that_was_slow_by_chance_is_tried_again_in_time() -> None:
 
 def test_one_slow_step_says_less_than_steps_of_other_sizes() -> None:
     costs = StepCosts()
-    for tokens in (4, 8, 12, 20, 24):
-        for _ in range(20):
-            costs.observe(tokens, 0.010 + 0.001 * tokens)
+    observe(costs, 20, *((tokens, 0.010 + 0.001 * tokens) for tokens in (4, 8, 12, 20, 24)))
     costs.observe(16, 0.120)
     assert costs.predict_s(16) < 0.050
-    for _ in range(60):  # that is what it takes, on this device
-        costs.observe(16, 0.030)
+    observe(costs, 60, (16, 0.030))  # that is what it takes, on this device
     assert costs.predict_s(16) == pytest.approx(0.030, rel=0.05)
 
 

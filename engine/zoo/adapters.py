@@ -137,12 +137,8 @@ def table(reports: Sequence[AdapterReport]) -> str:
     reports = sorted(reports, key=lambda report: report.name.lower())
     right = [each for each in reports if each.right]
     lines = [
-        f"{len(right)} architectures are right. Those whose linear layers, but for the last one, "
-        "take adapters:",
-        "",
-        *_wrapped([each.name for each in right if not each.experts]),
-        "",
-        "The same, except experts:",
+        f"{len(right)} architectures take adapters in their linear layers, except the last one. "
+        "In these they exclude experts:",
         "",
         *_wrapped([each.name for each in right if each.experts]),
     ]

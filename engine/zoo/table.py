@@ -17,22 +17,17 @@ _PAGE = """\
 <!-- Written by `python -m engine.zoo --write docs/models.md` (`make zoo`): do not edit. -->
 
 Every architecture of mlx-lm {mlx_lm} (mlx {mlx}) was built as a tiny random model with windows of
-{window} tokens, and the logits of each row were compared with those of mlx-lm's own caches: with
-uneven prompts in chunks, while sequences join and leave, after rewinding, after moving to another
-slab, and when a sequence starts from the blocks and the state of another. Logits are wrong if they
-differ by more than {tolerance:g} of their standard deviation; those of right models differ by at
-most {worst:.0e}. A server [proves](design/slots-and-slabs.md#is-a-model-batchable) a model again
-when it first starts with it.
+{window} tokens. The logits of each row were compared with those of mlx-lm's own caches: with uneven
+prompts in chunks, while sequences join and leave, after rewinding, after moving to another slab,
+and from the blocks and the state of another sequence. Right models differ by at most {worst:.0e} of
+their logits' standard deviation; more than {tolerance:g} is wrong. A server
+[proves](design/slots-and-slabs.md#is-a-model-batchable) a model again when it first starts with it.
 
-"INT8" is the default: keys and values in 8 bits. Rounding in fp32 occasionally gives another code,
-and logits that differ by much more. Each row in a slot therefore has to be a rounding of what
-mlx-lm computes from the rows before it as the slot has them, and logits have to be mlx-lm's over
-the same codes: those of right models differ by at most {worst_int8:.0e}.
-
-"As on a GPU" is a second run with a GPU's batches, shared slabs that grow and shrink, and steps
-dispatched before the last one is read, but computed on the same CPU: Metal itself computes with
-other kernels. "2 ranks" is for models that mlx-lm can divide ([ranks](distributed.md)): two
-processes compute each of them on the CPU, and are compared with the whole model.
+"INT8" is the default: keys and values in 8 bits, compared [in another
+way](design/quantization.md#how-it-is-proven); right models differ by at most {worst_int8:.0e}.
+"As on a GPU" is a second run with a GPU's batches, slabs and steps, computed on the same CPU: Metal
+itself computes with other kernels. "2 ranks" is for models that mlx-lm can divide
+([ranks](distributed.md)), computed by two processes on the CPU.
 
 * On a CPU: {summary}.
 * As on a GPU: {summary_gpu}.
@@ -51,9 +46,8 @@ Those with a star can be divided, and are right and `ragged` on 2 ranks. The oth
 
 ## Models that take images
 
-Checkpoints of these types take images, through mlx-vlm ([how](design/images.md)). A tiny random
-model of each is compared with mlx-vlm's logits, with text and images in one batch
-(`tests/engine/replica/test_pictures.py`). The architecture that computes the language model is in
+Checkpoints of these types take images, through mlx-vlm ([how](design/images.md)), with whose logits
+a tiny random model of each is compared. The architecture that computes the language model is in
 parentheses, and its results above apply. Other models with a vision part serve text only.
 
 {pictures}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.kvstore.blocks import wait_until
+from tests.kvstore.blocks import NAMESPACE, hash_of, wait_until
 
 
 class Process:
@@ -27,7 +27,8 @@ class Process:
         ]
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> Process:
+    def start(self, *flags: str) -> Process:
+        self.command += flags
         self.run_with()
         wait_until(self._answers, 60)
         return self
@@ -59,6 +60,20 @@ class Process:
     def resume(self) -> None:
         assert self.process
         self.process.send_signal(signal.SIGCONT)
+
+    def file_path(self, number: int, namespace: str = NAMESPACE) -> Path:
+        """Return the path of a stored block. ``namespace`` may be one of a rank."""
+        model, _, rank = namespace.partition("/")
+        pattern = f"{model}/{rank or 'rank_0'}/*/{hash_of(number).hex()}.safetensors"
+        (path,) = self.directory.glob(pattern)
+        return path
+
+    def corrupt(self, number: int, namespace: str = NAMESPACE) -> Path:
+        """Flip a bit of a stored block; return its path."""
+        path = self.file_path(number, namespace)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return path
 
     def end(self) -> None:
         """End the process, in whatever state it is."""

@@ -4,99 +4,81 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kvstore.clock import StoreClock
-from kvstore.directory import BlockDirectory, BlockKey
+from kvstore.directory import BlockKey
 from kvstore.index import IN_USE_S, LruIndex
-from kvstore.store import DiskStore
 from shared.hashing import HASH_BYTES, namespace_root, state_namespace
 from tests.kvstore.blocks import file_of, key_of
+from tests.kvstore.tier import Tier
 
 A, B, C = ("0a" * HASH_BYTES, "0b" * HASH_BYTES, "0c" * HASH_BYTES)
-SIZE = len(file_of(100))
+FIRST = 100
+"""Files of blocks have one size from this number on."""
+SIZE = len(file_of(FIRST))
 ROOM = 12
+"""How many blocks the store has room for."""
 
 
-class SharedStore:
-    """A store with room for `ROOM` blocks."""
+def put(tier: Tier, namespace: str, *numbers: int) -> None:
+    tier.put(*(FIRST + number for number in numbers), namespace=namespace)
 
-    def __init__(self, root: Path) -> None:
-        self.now = 1_000_000.0
-        self.directory = BlockDirectory(root)
-        self.open()
 
-    def open(self) -> None:
-        clock = StoreClock(self.directory.read_clock(), wall=self._time, monotonic=self._time)
-        self.store = DiskStore(self.directory, max_bytes=ROOM * SIZE, clock=clock)
-        self.store.load()
-
-    def put(self, namespace: str, *numbers: int) -> None:
-        for number in numbers:
-            self.now += 1
-            file = file_of(100 + number, namespace=namespace)  # all have the same size
-            self.store.put(key_of(100 + number, namespace), file, durable=False)
-
-    def numbers(self, namespace: str) -> list[int]:
-        """Return the blocks of ``namespace`` that are there."""
-        return [n for n in range(100) if self.store.has([key_of(100 + n, namespace)])]
-
-    def _time(self) -> float:
-        return self.now
+def numbers(tier: Tier, namespace: str) -> list[int]:
+    """Return the blocks of ``namespace`` that are there."""
+    there = tier.there(*range(FIRST, 2 * FIRST), namespace=namespace)
+    return sorted(number - FIRST for number in there)
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedStore]:
-    found = SharedStore(tmp_path)
-    yield found
-    found.directory.close()
+def shared(tier: Tier) -> Tier:
+    tier.open(max_bytes=ROOM * SIZE)
+    return tier
 
 
-def test_a_flood_of_one_model_takes_nothing_from_one_within_its_share(shared: SharedStore) -> None:
-    shared.put(A, *range(4))
-    shared.put(B, *range(50))
-    assert shared.numbers(A) == [0, 1, 2, 3]
-    assert shared.numbers(B) == list(range(42, 50)), "the least recently used ones went"
+def test_a_flood_of_one_model_takes_nothing_from_one_within_its_share(shared: Tier) -> None:
+    put(shared, A, *range(4))
+    put(shared, B, *range(50))
+    assert numbers(shared, A) == [0, 1, 2, 3]
+    assert numbers(shared, B) == list(range(42, 50)), "the least recently used ones went"
 
 
-def test_a_model_borrows_what_others_do_not_need_and_gives_it_back(shared: SharedStore) -> None:
-    shared.put(A, *range(ROOM))
-    assert len(shared.numbers(A)) == ROOM
-    shared.put(B, *range(30))
-    assert shared.numbers(A) == list(range(6, 12))
-    assert shared.numbers(B) == list(range(24, 30))
-    shared.put(C, *range(30))
-    assert [len(shared.numbers(each)) for each in (A, B, C)] == [4, 4, 4]
+def test_a_model_borrows_what_others_do_not_need_and_gives_it_back(shared: Tier) -> None:
+    put(shared, A, *range(ROOM))
+    assert len(numbers(shared, A)) == ROOM
+    put(shared, B, *range(30))
+    assert numbers(shared, A) == list(range(6, 12))
+    assert numbers(shared, B) == list(range(24, 30))
+    put(shared, C, *range(30))
+    assert [len(numbers(shared, each)) for each in (A, B, C)] == [4, 4, 4]
 
 
-def test_shares_hold_after_a_restart(shared: SharedStore) -> None:
-    shared.put(A, *range(4))
-    shared.put(B, *range(20))
+def test_shares_hold_after_a_restart(shared: Tier) -> None:
+    put(shared, A, *range(4))
+    put(shared, B, *range(20))
     shared.store.flush()
-    shared.open()
-    shared.put(B, *range(20, 40))
-    assert shared.numbers(A) == [0, 1, 2, 3]
+    shared.open(max_bytes=ROOM * SIZE)
+    put(shared, B, *range(20, 40))
+    assert numbers(shared, A) == [0, 1, 2, 3]
 
 
-def test_a_model_that_nobody_uses_any_more_has_no_share(shared: SharedStore) -> None:
-    shared.put(A, *range(4))
-    shared.put(B, 0)
+def test_a_model_that_nobody_uses_any_more_has_no_share(shared: Tier) -> None:
+    put(shared, A, *range(4))
+    put(shared, B, 0)
     shared.now += IN_USE_S + 1
-    shared.put(B, *range(1, ROOM))
-    assert shared.numbers(A) == []
-    assert shared.numbers(B) == list(range(ROOM))
+    put(shared, B, *range(1, ROOM))
+    assert numbers(shared, A) == []
+    assert numbers(shared, B) == list(range(ROOM))
 
 
-def test_blocks_and_states_of_a_model_have_one_share(shared: SharedStore) -> None:
+def test_blocks_and_states_of_a_model_have_one_share(shared: Tier) -> None:
     root = namespace_root(fingerprint="a", kv_bits=16, kv_group_size=64, block_size=16)
     states = state_namespace(root, ["float32 4"]).hex()
-    shared.put(root.hex(), *range(30))
-    shared.put(states, *range(30))
-    shared.put(B, *range(30))
-    assert len(shared.numbers(B)) == ROOM // 2
+    put(shared, root.hex(), *range(30))
+    put(shared, states, *range(30))
+    put(shared, B, *range(30))
+    assert len(numbers(shared, B)) == ROOM // 2
 
 
 def test_only_a_model_with_its_share_or_more_loses_blocks() -> None:

@@ -7,14 +7,13 @@ import os
 import random
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import zmq
 
-from shared import wire
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
 from shared.supervisor_link import LINK_VARIABLE
 from tests.e2e.process import Process as OtherProcess
@@ -23,25 +22,14 @@ from tests.kvstore.blocks import file_of, wait_until
 from tests.kvstore.process import Process
 from tests.kvstore.test_server import Engine
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
     yield context
     context.destroy(linger=0)
-
-
-@pytest.fixture
-def start(socket_dir: Path) -> Iterator[Start]:
-    """Start kvstores, which end with the test."""
-    with ExitStack() as stack:
-
-        def start(directory: Path, *flags: str) -> Process:
-            process = Process(directory, socket_dir / "kvstore", *flags)
-            stack.callback(process.end)
-            return process.start()
-
-        yield start
 
 
 @pytest.fixture
@@ -50,10 +38,6 @@ def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
     process = Process(tmp_path / "blocks", socket_dir / "kvstore")
     yield process
     process.end()
-
-
-Context = zmq.Context[zmq.Socket[bytes]]
-Start = Callable[..., Process]
 
 
 def test_sigterm_writes_what_is_queued_and_leaves_nothing_behind(
@@ -161,20 +145,19 @@ def test_the_kvstore_heartbeats_and_ends_with_its_supervisor(kvstore: Process) -
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    """The disk of the test's files, 2 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a small disk can be mounted only by root")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("durability", ["best_effort", "persistent"])
 def test_the_tier_shrinks_on_a_full_disk_and_grows_again(
-    small_disk: Path, start: Start, context: Context, durability: str
+    small_disk: Path, kvstore: Process, context: Context, durability: str
 ) -> None:
-    kvstore = start(small_disk / "blocks", "--ssd-durability", durability)
+    kvstore.start("--ssd-durability", durability)
     filler = small_disk / "filler"
     filler.write_bytes(bytes(1_100_000))
     engine = Engine(context, kvstore.endpoint)
@@ -196,9 +179,9 @@ def test_the_tier_shrinks_on_a_full_disk_and_grows_again(
 
 
 def test_the_tier_leaves_the_reserve_to_others(
-    small_disk: Path, start: Start, context: Context
+    small_disk: Path, kvstore: Process, context: Context
 ) -> None:
-    kvstore = start(small_disk / "blocks", "--disk-reserve-gb", "0.001")
+    kvstore.start("--disk-reserve-gb", "0.001")
     engine = Engine(context, kvstore.endpoint)
     for number in range(12):
         engine.put(number, 100_000)
@@ -217,8 +200,8 @@ def small_disk_free(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def test_the_size_limit_holds_under_load(tmp_path: Path, start: Start, context: Context) -> None:
-    kvstore = start(tmp_path / "blocks", "--ssd-max-size-gb", "0.001")
+def test_the_size_limit_holds_under_load(kvstore: Process, context: Context) -> None:
+    kvstore.start("--ssd-max-size-gb", "0.001")
     engine = Engine(context, kvstore.endpoint)
     for number in range(100):
         engine.put(number, 50_000)
@@ -231,10 +214,3 @@ def test_the_size_limit_holds_under_load(tmp_path: Path, start: Start, context: 
     assert sum(path.stat().st_size for path in files) == stats.bytes
     assert engine.has(99) == 1 and engine.has(0) == 0
     assert kvstore.stop() == 0
-
-
-def test_an_unsupported_protocol_version_gets_no_reply(kvstore: Process, context: Context) -> None:
-    kvstore.start()
-    engine = Engine(context, kvstore.endpoint)
-    engine.send(wire.Locate(protocol=99))
-    assert engine.stats().dropped_messages_total == 1

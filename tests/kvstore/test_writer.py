@@ -10,23 +10,18 @@ from typing import Any
 import pytest
 
 from kvstore import health, queue
-from kvstore.directory import BlockDirectory
 from kvstore.queue import PendingWrite
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from tests.kvstore.blocks import file_of, key_of, wait_until
-from tests.kvstore.faulty_disk import FaultyDisk
+from tests.kvstore.tier import Tier
 
 
-class Tier:
-    """A store on a disk that fails as told, and its writers."""
+class WritingTier(Tier):
+    """A tier with writers."""
 
     def __init__(self, root: Path) -> None:
-        self.disk = FaultyDisk()
-        self.directory = BlockDirectory(root, self.disk)
-        self.store = DiskStore(self.directory)
-        self.store.load()
-        self.store.flush()  # the first one saves the clock
+        super().__init__(root)
         self._writers: list[Writer] = []
 
     def start(self, on: DiskStore | None = None, **options: Any) -> tuple[Writer, Outcomes]:
@@ -38,12 +33,12 @@ class Tier:
         for writer in self._writers:
             writer.close(20)
         self.disk.always = None
-        self.directory.close()
+        super().close()
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[Tier]:
-    tier = Tier(tmp_path / "blocks")
+def tier(tmp_path: Path) -> Iterator[WritingTier]:
+    tier = WritingTier(tmp_path / "blocks")
     yield tier
     tier.close()
 
@@ -64,7 +59,7 @@ class Outcomes(dict[int, str]):
         )
 
 
-def test_queued_blocks_are_written_and_reported_as_done(tier: Tier) -> None:
+def test_queued_blocks_are_written_and_reported_as_done(tier: WritingTier) -> None:
     writer, outcomes = tier.start()
     for number in range(10):
         assert writer.offer(outcomes.put(number)) == ""
@@ -73,7 +68,7 @@ def test_queued_blocks_are_written_and_reported_as_done(tier: Tier) -> None:
     assert tier.store.has([key_of(number) for number in range(10)]) == 10
 
 
-def test_a_full_queue_refuses_and_counts(tier: Tier) -> None:
+def test_a_full_queue_refuses_and_counts(tier: WritingTier) -> None:
     tier.disk.may_write.clear()
     writer, outcomes = tier.start(queue_size=3)
     refused = [number for number in range(10) if writer.offer(outcomes.put(number))]
@@ -85,7 +80,7 @@ def test_a_full_queue_refuses_and_counts(tier: Tier) -> None:
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
+    tier: WritingTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "MAX_QUEUED_BYTES", 2 * len(file_of(0)))
     tier.disk.may_write.clear()
@@ -95,7 +90,7 @@ def test_a_queue_of_large_blocks_is_bounded_in_bytes(
     tier.disk.may_write.set()
 
 
-def test_persistent_writes_are_retried_up_to_the_limit(tier: Tier) -> None:
+def test_persistent_writes_are_retried_up_to_the_limit(tier: WritingTier) -> None:
     writer, outcomes = tier.start(persistent=True, max_retries=2)
     tier.disk.errors = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
     writer.offer(outcomes.put(1))
@@ -107,7 +102,7 @@ def test_persistent_writes_are_retried_up_to_the_limit(tier: Tier) -> None:
     assert (tier.disk.attempts, writer.drops) == (3, 1)
 
 
-def test_best_effort_does_not_retry(tier: Tier) -> None:
+def test_best_effort_does_not_retry(tier: WritingTier) -> None:
     tier.disk.errors = [OSError(errno.EIO, "once")]
     writer, outcomes = tier.start()
     assert writer.offer(outcomes.put(1)) == ""
@@ -126,7 +121,7 @@ def test_best_effort_does_not_retry(tier: Tier) -> None:
 )
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
-    tier: Tier, caplog: pytest.LogCaptureFixture, code: int, state: str, persistent: bool
+    tier: WritingTier, caplog: pytest.LogCaptureFixture, code: int, state: str, persistent: bool
 ) -> None:
     writer, outcomes = tier.start(persistent=persistent, max_retries=0)
     writer.offer(outcomes.put(0))
@@ -152,7 +147,7 @@ def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
 
 
 def test_a_vanished_directory_is_one_log_line_and_is_created_again(
-    tier: Tier, caplog: pytest.LogCaptureFixture
+    tier: WritingTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, outcomes = tier.start(flush_interval_s=0.05)
     writer.offer(outcomes.put(0))
@@ -177,7 +172,7 @@ def test_a_vanished_directory_is_one_log_line_and_is_created_again(
 
 
 def test_a_directory_on_a_disk_that_is_not_mounted_is_not_created_elsewhere(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
+    tier: WritingTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, outcomes = tier.start(flush_interval_s=0.05)
     writer.offer(outcomes.put(0))
@@ -195,7 +190,7 @@ def test_a_directory_on_a_disk_that_is_not_mounted_is_not_created_elsewhere(
     wait_until(lambda: tier.store.has([key_of(0)]) == 1)
 
 
-def test_a_full_queue_is_shared_between_engines(tier: Tier) -> None:
+def test_a_full_queue_is_shared_between_engines(tier: WritingTier) -> None:
     tier.disk.may_write.clear()
     writer, outcomes = tier.start(queue_size=10)
     for number in range(20):
@@ -211,7 +206,7 @@ def test_a_full_queue_is_shared_between_engines(tier: Tier) -> None:
     assert sum(number < 50 for number in stored) >= 5
 
 
-def test_blocks_wait_until_it_is_known_how_many_there_are(tier: Tier) -> None:
+def test_blocks_wait_until_it_is_known_how_many_there_are(tier: WritingTier) -> None:
     store = DiskStore(tier.directory)
     writer, outcomes = tier.start(store)
     assert writer.offer(outcomes.put(1)) == ""
@@ -221,7 +216,7 @@ def test_blocks_wait_until_it_is_known_how_many_there_are(tier: Tier) -> None:
     wait_until(lambda: outcomes == {1: ""})
 
 
-def test_an_invalid_block_is_dropped_and_the_next_is_written(tier: Tier) -> None:
+def test_an_invalid_block_is_dropped_and_the_next_is_written(tier: WritingTier) -> None:
     writer, outcomes = tier.start()
     writer.offer(outcomes.put(1, b"rubbish"))
     writer.offer(outcomes.put(2))
@@ -230,7 +225,7 @@ def test_an_invalid_block_is_dropped_and_the_next_is_written(tier: Tier) -> None
     assert writer.drops == 1
 
 
-def test_closing_ends_within_its_timeout(tier: Tier) -> None:
+def test_closing_ends_within_its_timeout(tier: WritingTier) -> None:
     tier.disk.may_write.clear()
     writer, outcomes = tier.start()
     for number in range(5):
@@ -241,7 +236,7 @@ def test_closing_ends_within_its_timeout(tier: Tier) -> None:
     assert "shutting down" in outcomes.values()
 
 
-def test_limits_are_enforced_without_any_put(tier: Tier) -> None:
+def test_limits_are_enforced_without_any_put(tier: WritingTier) -> None:
     store = DiskStore(tier.directory, ttl_s=0.5)
     store.load()
     writer, outcomes = tier.start(store, flush_interval_s=0.1)

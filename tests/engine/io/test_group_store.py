@@ -118,14 +118,6 @@ class Ranks:
 
 
 @pytest.fixture
-def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
-    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
-    process.start()
-    yield process
-    process.end()
-
-
-@pytest.fixture
 def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
     ranks = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/channel")
     ranks.start()
@@ -133,20 +125,12 @@ def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
     ranks.close()
 
 
-def corrupt(kvstore: Process, namespace: str, number: int) -> None:
-    digits, _, rank = namespace.partition("/")
-    (path,) = kvstore.directory.glob(f"{digits}/{rank or 'rank_0'}/*/{hash_of(number).hex()}.*")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_what_one_rank_lacks_is_a_miss_for_all(kvstore: Process, ranks: Ranks) -> None:
     ranks.store([1, 2, 3], state=False)
     assert ranks.fetch([1, 2, 3]) == (3, None)
-    corrupt(kvstore, rank_namespace(NAMESPACE, 1), 2)
+    kvstore.corrupt(2, rank_namespace(NAMESPACE, 1))
     assert ranks.fetch([1, 2, 3]) == (1, None)
-    corrupt(kvstore, NAMESPACE, 1)
+    kvstore.corrupt(1)
     assert ranks.fetch([1, 2, 3]) == (0, None)
 
 

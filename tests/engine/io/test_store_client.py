@@ -2,138 +2,49 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
 from engine.io.store import block_fetch, block_puts
-from engine.io.store.block_fetch import FileKind, Payload
-from engine.io.store.client import StoreClient
-from engine.plan import FoundState, StateSearch
+from engine.io.store.block_fetch import FileKind
 from shared import wire
-from shared.hashing import HASH_BYTES
+from tests.engine.io.storing_engine import STATES, TIMEOUT_S, StoringEngine
 from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
 
-TIMEOUT_S = 1.0
-STATES = "0b" * HASH_BYTES
+
+@pytest.fixture
+def engine(kvstore: Process) -> Iterator[StoringEngine]:
+    with closing(StoringEngine(kvstore.endpoint)) as engine:
+        yield engine
 
 
-class Engine:
-    """A client with an IO thread of its own, as in an engine."""
+@contextmanager
+def with_flags(tmp_path: Path, socket_dir: Path, *flags: str) -> Iterator[StoringEngine]:
+    """Yield an engine whose kvstore has these flags."""
+    kvstore = Process(tmp_path / "blocks", socket_dir / "kvstore", *flags)
+    try:
+        with closing(StoringEngine(kvstore.start().endpoint)) as engine:
+            yield engine
+    finally:
+        kvstore.end()
 
-    def __init__(self, endpoint: str) -> None:
-        self.answers: dict[int, list[list[Payload]]] = {}
-        self.states: dict[int, FoundState | None] = {}
-        self.not_stored: list[tuple[bytes, bool]] = []
-        self._tickets = iter(range(1_000_000))
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._stop = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pool = ThreadPoolExecutor(3)
-        self.client = StoreClient(
-            self._context,
-            endpoint,
-            FileKind(NAMESPACE),
-            self._pool,
-            self._on_fetched,
-            self.wake,
-            TIMEOUT_S,
-            states=FileKind(STATES),
-            on_stores_answered=self.not_stored.extend,
-        )
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
 
-    def wake(self) -> None:
-        try:
-            self._wake.send(b"\0")
-        except BlockingIOError:
-            pass  # awake already
-
-    def fetch(self, *numbers: int) -> list[Payload]:
-        """Fetch blocks and wait for the one answer."""
-        ticket = next(self._tickets)
-        self.client.fetch(ticket, [hash_of(number) for number in numbers])
-        wait_until(lambda: ticket in self.answers)
-        return self.answers[ticket][0]
-
-    def fetch_prefix(
-        self, *numbers: int, ready: int = 0, in_ram: tuple[int, ...] = ()
-    ) -> tuple[int, int]:
-        """Fetch blocks, of which the first ``ready`` are there, with the state they end with.
-        Return the number of blocks that came, and the count of the state, 0 for none."""
-        ticket = next(self._tickets)
-        hashes = [hash_of(number) for number in numbers]
-        self.client.fetch(ticket, hashes[ready:], StateSearch(hashes, ready, in_ram))
-        wait_until(lambda: ticket in self.answers)
-        payloads, state = self.answers[ticket][0], self.states[ticket]
-        for number, payload in zip(numbers[ready:], payloads, strict=False):
-            assert payload == payload_of(number)
-        if state is None:
-            return len(payloads), 0
-        assert state.payload == payload_of(1000 + numbers[state.end - 1])
-        return len(payloads), state.end
-
-    def store_state(self, number: int) -> None:
-        writes = self.client.stats.writes + 1
-        assert self.client.store(hash_of(number), payload_of(1000 + number), is_state=True)
-        wait_until(lambda: self.client.stats.writes == writes)
-
-    def holds(self, *numbers: int, size: int = 1000) -> bool:
-        """Return whether a fetch gives all of these blocks. Those it gives must be unchanged."""
-        payloads = self.fetch(*numbers)
-        for number, payload in zip(numbers, payloads, strict=False):
-            assert payload == payload_of(number, size), f"block {number} differs"
-        return len(payloads) == len(numbers)
-
-    def store(self, *numbers: int, size: int = 1000) -> None:
-        """Wait for the kvstore and store blocks; return when all are stored."""
-        wait_until(lambda: self.client.is_ready)
-        writes = self.client.stats.writes + len(numbers)
-        for number in numbers:
-            assert self.client.store(hash_of(number), payload_of(number, size))
-        wait_until(lambda: self.client.stats.writes == writes)
-
-    def close(self) -> None:
-        self._stop = True
-        self.wake()
-        self._thread.join()
-        self._pool.shutdown()
-        self._context.destroy(linger=0)
-        self._woken.close()
-        self._wake.close()
-        assert all(len(answers) == 1 for answers in self.answers.values())
-
-    def _on_fetched(self, ticket: int, payloads: list[Payload], state: FoundState | None) -> None:
-        self.states[ticket] = state
-        self.answers.setdefault(ticket, []).append(payloads)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self.client.socket, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
-        while not self._stop:
-            ready = dict(poller.poll(100))
-            if self._woken.fileno() in ready:
-                self._woken.recv(4096)
-            if self.client.socket in ready:
-                self.client.on_readable()
-            self.client.tick(time.monotonic())
-        self.client.close()
+def took(action: Callable[[], object]) -> float:
+    start = time.monotonic()
+    action()
+    return time.monotonic() - start
 
 
 @pytest.fixture
-def prefix(kvstore: Process, engine: Engine) -> Engine:
+def prefix(kvstore: Process, engine: StoringEngine) -> StoringEngine:
     """Return an engine whose kvstore has blocks 1 to 6, and the states after 2 and 4."""
-    kvstore.start()
     engine.store(1, 2, 3, 4, 5, 6)
     engine.store_state(2)
     engine.store_state(4)
@@ -141,7 +52,7 @@ def prefix(kvstore: Process, engine: Engine) -> Engine:
     return engine
 
 
-def test_a_prefix_ends_with_its_last_state(prefix: Engine) -> None:
+def test_a_prefix_ends_with_its_last_state(prefix: StoringEngine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6) == (4, 4)
     assert prefix.fetch_prefix(1, 2, 3) == (2, 2)
     assert prefix.fetch_prefix(1) == (0, 0)
@@ -150,16 +61,15 @@ def test_a_prefix_ends_with_its_last_state(prefix: Engine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, ready=4) == (0, 4)
 
 
-def test_a_later_state_in_ram_is_not_fetched(prefix: Engine) -> None:
+def test_a_later_state_in_ram_is_not_fetched(prefix: StoringEngine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6, in_ram=(5,)) == (5, 0)
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6, in_ram=(3,)) == (4, 4)
 
 
-def test_a_bad_state_makes_way_for_the_one_before_it(prefix: Engine, kvstore: Process) -> None:
-    path = kvstore.directory / STATES / "rank_0" / "00" / f"{hash_of(4).hex()}.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+def test_a_bad_state_makes_way_for_the_one_before_it(
+    prefix: StoringEngine, kvstore: Process
+) -> None:
+    path = kvstore.corrupt(4, STATES)
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6) == (2, 2)
     assert prefix.client.stats.corrupt == 1
     wait_until(lambda: not path.exists())
@@ -167,8 +77,7 @@ def test_a_bad_state_makes_way_for_the_one_before_it(prefix: Engine, kvstore: Pr
     wait_until(lambda: prefix.fetch_prefix(1, 2, 3, 4) == (4, 4))
 
 
-def test_a_file_of_another_layout_is_a_miss(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
+def test_a_file_of_another_layout_is_a_miss(engine: StoringEngine) -> None:
     engine.store(1, size=1000)
     assert engine.holds(1)
     sizes = tuple(len(buffer) for buffer in payload_of(1, 900))
@@ -179,10 +88,7 @@ def test_a_file_of_another_layout_is_a_miss(kvstore: Process, engine: Engine) ->
     assert engine.holds(2, size=900)
 
 
-def test_a_payload_too_large_for_a_file_does_not_cost_the_connection(
-    kvstore: Process, engine: Engine
-) -> None:
-    kvstore.start()
+def test_a_payload_too_large_for_a_file_does_not_cost_the_connection(engine: StoringEngine) -> None:
     engine.store(1)
     too_large = bytes(block_puts.MAX_PAYLOAD_BYTES + 1)
     drops = engine.client.stats.drops
@@ -191,35 +97,14 @@ def test_a_payload_too_large_for_a_file_does_not_cost_the_connection(
     assert engine.client.is_ready and engine.holds(1)
 
 
-def test_a_kvstore_that_cannot_find_states_is_not_asked(prefix: Engine) -> None:
+def test_a_kvstore_that_cannot_find_states_is_not_asked(prefix: StoringEngine) -> None:
     prefix.client._finds_last = False  # an older release
     started = time.monotonic()
     assert prefix.fetch_prefix(1, 2, 3, 4) == (0, 0)
     assert time.monotonic() - started < TIMEOUT_S
 
 
-@pytest.fixture
-def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
-    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
-    yield process
-    process.end()
-
-
-@pytest.fixture
-def engine(kvstore: Process) -> Iterator[Engine]:
-    engine = Engine(kvstore.endpoint)
-    yield engine
-    engine.close()
-
-
-def took(action: Callable[[], object]) -> float:
-    start = time.monotonic()
-    action()
-    return time.monotonic() - start
-
-
-def test_blocks_come_back_up_to_the_first_gap(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
+def test_blocks_come_back_up_to_the_first_gap(engine: StoringEngine) -> None:
     engine.store(1, 2, 4)
     wait_until(lambda: engine.holds(1, 2) and engine.holds(4))
     assert engine.fetch(1, 2, 3, 4) == [payload_of(1), payload_of(2)]
@@ -232,40 +117,34 @@ def test_blocks_come_back_up_to_the_first_gap(kvstore: Process, engine: Engine) 
     assert stats.read_bytes > 0 and stats.written_bytes > 3000
 
 
-def test_many_large_blocks_at_once(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
+def test_many_large_blocks_at_once(engine: StoringEngine) -> None:
     numbers = list(range(60))
-    engine.store(*numbers, size=300_000)
-    wait_until(lambda: engine.holds(*numbers, size=300_000))
+    engine.keep(*numbers, size=300_000)
     random.Random(1).shuffle(numbers)
     assert engine.holds(*numbers, size=300_000)
 
 
-def test_without_a_kvstore_every_fetch_is_a_miss_at_once(engine: Engine) -> None:
-    assert took(lambda: engine.fetch(1, 2)) < TIMEOUT_S / 2
-    assert not engine.client.store(hash_of(1), payload_of(1))
-    engine.client.touch([hash_of(1)])
-    assert engine.client.stats.drops == 1
-    assert engine.client.stats.store is None
+def test_without_a_kvstore_every_fetch_is_a_miss_at_once(socket_dir: Path) -> None:
+    with closing(StoringEngine(f"ipc://{socket_dir}/kvstore")) as engine:
+        assert took(lambda: engine.fetch(1, 2)) < TIMEOUT_S / 2
+        assert not engine.client.store(hash_of(1), payload_of(1))
+        engine.client.touch([hash_of(1)])
+        assert engine.client.stats.drops == 1
+        assert engine.client.stats.store is None
 
 
-def test_blocks_survive_restarts_of_both(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
-    engine.store(1, 2, 3)
-    wait_until(lambda: engine.holds(1, 2, 3))
+def test_blocks_survive_restarts_of_both(kvstore: Process, engine: StoringEngine) -> None:
+    engine.keep(1, 2, 3)
     assert kvstore.stop() == 0
     kvstore.start()
-    other = Engine(kvstore.endpoint)
-    wait_until(lambda: other.holds(1, 2, 3))
-    other.close()
+    with closing(StoringEngine(kvstore.endpoint)) as other:
+        wait_until(lambda: other.holds(1, 2, 3))
 
 
 def test_a_kvstore_killed_and_restarted_under_a_live_engine(
-    kvstore: Process, engine: Engine
+    kvstore: Process, engine: StoringEngine
 ) -> None:
-    kvstore.start()
-    engine.store(1, 2)
-    wait_until(lambda: engine.holds(1, 2))
+    engine.keep(1, 2)
     for _ in range(2):
         kvstore.kill()
         wait_until(lambda: engine.client.stats.store is None)
@@ -277,11 +156,9 @@ def test_a_kvstore_killed_and_restarted_under_a_live_engine(
 
 
 def test_each_fetch_gets_one_answer_if_the_kvstore_is_killed_meanwhile(
-    kvstore: Process, engine: Engine
+    kvstore: Process, engine: StoringEngine
 ) -> None:
-    kvstore.start()
-    engine.store(1, 2)
-    wait_until(lambda: engine.holds(1))
+    engine.keep(1, 2)
     kvstore.pause()
     tickets = range(2_000_000, 2_000_050)
     for ticket in tickets:
@@ -291,11 +168,9 @@ def test_each_fetch_gets_one_answer_if_the_kvstore_is_killed_meanwhile(
 
 
 def test_a_kvstore_that_hangs_costs_one_timeout_and_is_used_again_when_it_wakes(
-    kvstore: Process, engine: Engine
+    kvstore: Process, engine: StoringEngine
 ) -> None:
-    kvstore.start()
-    engine.store(1)
-    wait_until(lambda: engine.holds(1))
+    engine.keep(1)
     kvstore.pause()
     assert engine.fetch(1) == []
     assert took(lambda: [engine.fetch(1) for _ in range(5)]) < TIMEOUT_S
@@ -304,8 +179,9 @@ def test_a_kvstore_that_hangs_costs_one_timeout_and_is_used_again_when_it_wakes(
     wait_until(lambda: engine.holds(1))
 
 
-def test_an_idle_engine_notices_a_hang_without_a_request(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
+def test_an_idle_engine_notices_a_hang_without_a_request(
+    kvstore: Process, engine: StoringEngine
+) -> None:
     engine.store(1)
     kvstore.pause()
     wait_until(lambda: not engine.client.is_ready)
@@ -314,18 +190,18 @@ def test_an_idle_engine_notices_a_hang_without_a_request(kvstore: Process, engin
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "swap"])
-def test_a_bad_file_is_a_miss_and_is_removed(kvstore: Process, engine: Engine, damage: str) -> None:
-    kvstore.start()
-    engine.store(1, 2, 3)
-    wait_until(lambda: engine.holds(1, 2, 3))
-    path = file_path(kvstore, 2)
+def test_a_bad_file_is_a_miss_and_is_removed(
+    kvstore: Process, engine: StoringEngine, damage: str
+) -> None:
+    engine.keep(1, 2, 3)
+    path = kvstore.file_path(2)
     data = path.read_bytes()
     path.write_bytes(
         {
             "cut": data[:-10],
             "flip": data[:-1] + bytes([data[-1] ^ 1]),
             "empty": b"",
-            "swap": file_path(kvstore, 3).read_bytes(),
+            "swap": kvstore.file_path(3).read_bytes(),
         }[damage]
     )
     assert engine.fetch(1, 2, 3) == [payload_of(1)]
@@ -335,13 +211,13 @@ def test_a_bad_file_is_a_miss_and_is_removed(kvstore: Process, engine: Engine, d
     wait_until(lambda: engine.holds(1, 2, 3))
 
 
-def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
-    engine.store(1, 2)
-    wait_until(lambda: engine.holds(1, 2))
-    file_path(kvstore, 2).unlink()
+def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(
+    kvstore: Process, engine: StoringEngine
+) -> None:
+    engine.keep(1, 2)
+    kvstore.file_path(2).unlink()
     assert engine.fetch(1, 2) == [payload_of(1)]
-    path = file_path(kvstore, 1)
+    path = kvstore.file_path(1)
     path.unlink()
     os.mkfifo(path)
     assert engine.fetch(1) == []
@@ -350,7 +226,7 @@ def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(kvstore: Process, engin
 
 
 def test_an_engine_on_another_machine_gets_the_same_blocks(
-    kvstore: Process, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another machine the kvstore's paths do not exist."""
 
@@ -358,19 +234,16 @@ def test_an_engine_on_another_machine_gets_the_same_blocks(
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(block_fetch, "read_file", no_such_path)
-    kvstore.start()
     numbers = list(range(80))  # more than one reply holds
-    engine.store(*numbers, size=300_000)
-    wait_until(lambda: engine.holds(*numbers, size=300_000))
+    engine.keep(*numbers, size=300_000)
     assert engine.fetch(0, 1, 99, 2) == [payload_of(number, 300_000) for number in (0, 1)]
 
 
 def test_stores_beyond_the_bound_are_dropped_and_counted(
-    kvstore: Process, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    kvstore: Process, engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_puts, "MAX_STORES", 4)
     monkeypatch.setattr(block_puts, "STORE_TIMEOUT_S", 2.0)
-    kvstore.start()
     engine.store(1)
     kvstore.pause()
     taken = [engine.client.store(hash_of(n), payload_of(n)) for n in range(2, 12)]
@@ -381,9 +254,8 @@ def test_stores_beyond_the_bound_are_dropped_and_counted(
 
 
 def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(
-    kvstore: Process, engine: Engine
+    kvstore: Process, engine: StoringEngine
 ) -> None:
-    kvstore.start()
     engine.store(1)
     kvstore.pause()
     assert engine.client.store(hash_of(2), payload_of(2))
@@ -400,25 +272,17 @@ def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(
 def test_a_kvstore_that_refuses_everything_is_offered_one_block_at_a_time(
     tmp_path: Path, socket_dir: Path
 ) -> None:
-    (tmp_path / "blocks").mkdir()
-    kvstore = Process(tmp_path / "blocks", socket_dir / "kvstore", "--ssd-max-size-gb", "0.00001")
-    kvstore.start()
-    engine = Engine(kvstore.endpoint)
-    wait_until(lambda: engine.client.is_ready)
-    try:
+    with with_flags(tmp_path, socket_dir, "--ssd-max-size-gb", "0.00001") as engine:
+        wait_until(lambda: engine.client.is_ready)
         for number in range(20):
             assert engine.client.store(hash_of(number), payload_of(number, 100_000))
         wait_until(lambda: len(engine.not_stored) == 20)  # all acknowledged before they were lost
         wait_until(lambda: engine.client.room().files == 1)
         assert engine.client.store(hash_of(30), payload_of(30))
         wait_until(lambda: engine.client.room().files == 2)
-    finally:
-        engine.close()
-        kvstore.end()
 
 
-def test_a_payload_that_cannot_be_sent_is_dropped_alone(kvstore: Process, engine: Engine) -> None:
-    kvstore.start()
+def test_a_payload_that_cannot_be_sent_is_dropped_alone(engine: StoringEngine) -> None:
     engine.store(1)
     strided = memoryview(bytes(100))[::2]
     assert engine.client.store(hash_of(2), [strided])
@@ -427,25 +291,19 @@ def test_a_payload_that_cannot_be_sent_is_dropped_alone(kvstore: Process, engine
 
 
 def test_a_touched_chain_outlives_others(tmp_path: Path, socket_dir: Path) -> None:
-    kvstore = Process(
-        *(tmp_path / "blocks", socket_dir / "kvstore"),
-        *("--ssd-max-size-gb", "0.000004", "--ssd-durability", "persistent"),
-    )
-    kvstore.start()
-    engine = Engine(kvstore.endpoint)
-    engine.store(1, 2, 3)  # about 1.3 kB each: three fit
+    flags = "--ssd-max-size-gb", "0.000004", "--ssd-durability", "persistent"
+    with with_flags(tmp_path, socket_dir, *flags) as engine:
+        engine.store(1, 2, 3)  # about 1.3 kB each: three fit
 
-    def is_touched() -> bool:  # look-ups are done in order, those of a busy kvstore not at all
-        engine.client.touch([hash_of(1), hash_of(2)])
-        return engine.holds(1)
+        def is_touched() -> bool:  # look-ups are done in order, those of a busy kvstore not at all
+            engine.client.touch([hash_of(1), hash_of(2)])
+            return engine.holds(1)
 
-    wait_until(is_touched)
-    engine.store(4)
-    # An answer that takes more than a second, on a busy machine, is a miss.
-    assert any(engine.holds(1, 2) for _ in range(5)) and any(engine.holds(4) for _ in range(5))
-    assert engine.fetch(3) == []
-    engine.close()
-    kvstore.end()
+        wait_until(is_touched)
+        engine.store(4)
+        # An answer that takes more than a second, on a busy machine, is a miss.
+        assert any(engine.holds(1, 2) for _ in range(5)) and any(engine.holds(4) for _ in range(5))
+        assert engine.fetch(3) == []
 
 
 def test_a_peer_that_sends_rubbish_is_a_miss(socket_dir: Path) -> None:
@@ -453,7 +311,7 @@ def test_a_peer_that_sends_rubbish_is_a_miss(socket_dir: Path) -> None:
     peer = context.socket(zmq.ROUTER)
     peer.set(zmq.RCVTIMEO, 200)
     peer.bind(f"ipc://{socket_dir}/kvstore")
-    engine = Engine(f"ipc://{socket_dir}/kvstore")
+    engine = StoringEngine(f"ipc://{socket_dir}/kvstore")
     ticket = 3_000_000
 
     def talk() -> None:
@@ -483,8 +341,3 @@ def test_a_peer_that_sends_rubbish_is_a_miss(socket_dir: Path) -> None:
     engine.close()
     peer.close(linger=0)
     context.destroy(linger=0)
-
-
-def file_path(kvstore: Process, number: int) -> Path:
-    (path,) = kvstore.directory.glob(f"{NAMESPACE}/*/*/{hash_of(number).hex()}.safetensors")
-    return path

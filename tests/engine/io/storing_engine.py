@@ -1,0 +1,127 @@
+"""A client of the kvstore with a thread of its own, as in an engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+
+from engine.io.store.block_fetch import FileKind, Payload
+from engine.io.store.client import StoreClient
+from engine.plan import FoundState, StateSearch
+from shared.hashing import HASH_BYTES
+from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+
+TIMEOUT_S = 1.0
+STATES = "0b" * HASH_BYTES
+
+
+class StoringEngine:
+    def __init__(self, endpoint: str) -> None:
+        self.answers: dict[int, list[list[Payload]]] = {}
+        self.states: dict[int, FoundState | None] = {}
+        self.not_stored: list[tuple[bytes, bool]] = []
+        self._tickets = iter(range(1_000_000))
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._stop = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pool = ThreadPoolExecutor(3)
+        self.client = StoreClient(
+            self._context,
+            endpoint,
+            FileKind(NAMESPACE),
+            self._pool,
+            self._on_fetched,
+            self.wake,
+            TIMEOUT_S,
+            states=FileKind(STATES),
+            on_stores_answered=self.not_stored.extend,
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wake(self) -> None:
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            pass  # awake already
+
+    def fetch(self, *numbers: int) -> list[Payload]:
+        """Fetch blocks and wait for the one answer."""
+        ticket = next(self._tickets)
+        self.client.fetch(ticket, [hash_of(number) for number in numbers])
+        wait_until(lambda: ticket in self.answers)
+        return self.answers[ticket][0]
+
+    def fetch_prefix(
+        self, *numbers: int, ready: int = 0, in_ram: tuple[int, ...] = ()
+    ) -> tuple[int, int]:
+        """Fetch blocks, of which the first ``ready`` are there, with the state they end with.
+        Return the number of blocks that came, and the count of the state, 0 for none."""
+        ticket = next(self._tickets)
+        hashes = [hash_of(number) for number in numbers]
+        self.client.fetch(ticket, hashes[ready:], StateSearch(hashes, ready, in_ram))
+        wait_until(lambda: ticket in self.answers)
+        payloads, state = self.answers[ticket][0], self.states[ticket]
+        for number, payload in zip(numbers[ready:], payloads, strict=False):
+            assert payload == payload_of(number)
+        if state is None:
+            return len(payloads), 0
+        assert state.payload == payload_of(1000 + numbers[state.end - 1])
+        return len(payloads), state.end
+
+    def store_state(self, number: int) -> None:
+        writes = self.client.stats.writes + 1
+        assert self.client.store(hash_of(number), payload_of(1000 + number), is_state=True)
+        wait_until(lambda: self.client.stats.writes == writes)
+
+    def holds(self, *numbers: int, size: int = 1000) -> bool:
+        """Return whether a fetch gives all of these blocks. Those it gives must be unchanged."""
+        payloads = self.fetch(*numbers)
+        for number, payload in zip(numbers, payloads, strict=False):
+            assert payload == payload_of(number, size), f"block {number} differs"
+        return len(payloads) == len(numbers)
+
+    def store(self, *numbers: int, size: int = 1000) -> None:
+        """Wait for the kvstore and store blocks; return when all are stored."""
+        wait_until(lambda: self.client.is_ready)
+        writes = self.client.stats.writes + len(numbers)
+        for number in numbers:
+            assert self.client.store(hash_of(number), payload_of(number, size))
+        wait_until(lambda: self.client.stats.writes == writes)
+
+    def keep(self, *numbers: int, size: int = 1000) -> None:
+        """Store blocks; return when they can be fetched."""
+        self.store(*numbers, size=size)
+        wait_until(lambda: self.holds(*numbers, size=size))
+
+    def close(self) -> None:
+        self._stop = True
+        self.wake()
+        self._thread.join()
+        self._pool.shutdown()
+        self._context.destroy(linger=0)
+        self._woken.close()
+        self._wake.close()
+        assert all(len(answers) == 1 for answers in self.answers.values())
+
+    def _on_fetched(self, ticket: int, payloads: list[Payload], state: FoundState | None) -> None:
+        self.states[ticket] = state
+        self.answers.setdefault(ticket, []).append(payloads)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.client.socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while not self._stop:
+            ready = dict(poller.poll(100))
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+            if self.client.socket in ready:
+                self.client.on_readable()
+            self.client.tick(time.monotonic())
+        self.client.close()

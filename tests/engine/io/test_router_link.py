@@ -29,16 +29,22 @@ def context() -> Iterator[Context]:
 
 
 @contextmanager
-def guarded_router(directory: Path) -> Iterator[Socket]:
-    """Yield a router's socket that admits the engines on the allow list in ``directory``."""
+def guarded_link(
+    context: Context, directory: Path, *, has_keys: bool = True
+) -> Iterator[tuple[Socket, RouterLink]]:
+    """Yield a router's socket that admits the engines on the allow list in ``directory``, and an
+    engine's link to it, with keys from there."""
+    create_pair(directory, "server")
     routers: Context = zmq.Context()
     gatekeeper = Gatekeeper(routers, directory)
     socket = routers.socket(zmq.ROUTER)
     gatekeeper.protect(socket)
     socket.bind("tcp://127.0.0.1:*")
     gatekeeper.start()
+    keys = EngineKeyFiles(directory) if has_keys else None
     try:
-        yield socket
+        with closing(RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), keys)) as link:
+            yield socket, link
     finally:
         gatekeeper.close()
         routers.destroy(linger=0)
@@ -53,41 +59,6 @@ def follow(link: RouterLink, until: Callable[[], bool]) -> None:
             link.on_event()
 
 
-def test_a_refused_engine_asks_again_and_says_why_once(
-    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    create_pair(tmp_path, "server")
-    own = create_pair(tmp_path, "engine")
-    with guarded_router(tmp_path) as socket:
-        keys = EngineKeyFiles(tmp_path)
-        link = RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), keys)
-        with closing(link):
-            with caplog.at_level(logging.ERROR):
-                for _ in range(3):
-                    asked = len(caplog.records)
-                    follow(link, lambda: link.asks_again)
-                    link.tick(time.monotonic() + 60, is_idle=False)
-            assert asked == 1
-            assert f"the key {own.public} of this engine is not on its allow list" in caplog.text
-            write_allow_list(tmp_path / ALLOW_LIST, [AllowedKey(own.public, "late")])
-            follow(link, lambda: link.asks_again or link.is_connected)
-            link.tick(time.monotonic() + 60, is_idle=False)
-            follow(link, lambda: link.is_connected)
-            link.post(wire.Bye(engine="e", incarnation="i"))
-            assert link.flush()
-            assert socket.poll(1000 * PATIENCE_S)
-
-
-def test_an_engine_without_keys_says_what_is_missing(
-    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    create_pair(tmp_path, "server")
-    with guarded_router(tmp_path) as socket:
-        link = RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), None)
-        with closing(link):
-            follow(link, lambda: "it requires CURVE: set --curve-dir" in caplog.text)
-
-
 def allow(directory: Path, key: str) -> None:
     write_allow_list(directory / ALLOW_LIST, [AllowedKey(key, "studio")])
 
@@ -99,45 +70,66 @@ def replace_keys(directory: Path) -> str:
     return create_pair(directory, "engine").public
 
 
+def test_a_refused_engine_asks_again_and_says_why_once(
+    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = create_pair(tmp_path, "engine")
+    with guarded_link(context, tmp_path) as (socket, link):
+        with caplog.at_level(logging.ERROR):
+            for _ in range(3):
+                asked = len(caplog.records)
+                follow(link, lambda: link.asks_again)
+                link.tick(time.monotonic() + 60, is_idle=False)
+        assert asked == 1
+        assert f"the key {own.public} of this engine is not on its allow list" in caplog.text
+        allow(tmp_path, own.public)
+        follow(link, lambda: link.asks_again or link.is_connected)
+        link.tick(time.monotonic() + 60, is_idle=False)
+        follow(link, lambda: link.is_connected)
+        link.post(wire.Bye(engine="e", incarnation="i"))
+        assert link.flush()
+        assert socket.poll(1000 * PATIENCE_S)
+
+
+def test_an_engine_without_keys_says_what_is_missing(
+    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with guarded_link(context, tmp_path, has_keys=False) as (_, link):
+        follow(link, lambda: "it requires CURVE: set --curve-dir" in caplog.text)
+
+
 def test_replaced_keys_are_used_once_no_request_is_running(
     context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    create_pair(tmp_path, "server")
     allow(tmp_path, create_pair(tmp_path, "engine").public)
-    with guarded_router(tmp_path) as socket:
-        endpoint = socket.get_string(zmq.LAST_ENDPOINT)
-        files = EngineKeyFiles(tmp_path)
-        with closing(RouterLink(context, endpoint, files)) as link:
-            follow(link, lambda: link.is_connected)
-            secret = (tmp_path / "engine.secret").read_bytes()
-            new = replace_keys(tmp_path)
-            (tmp_path / "engine.secret").rename(tmp_path / "new")
-            (tmp_path / "engine.secret").write_bytes(secret)
-            link.tick(time.monotonic() + 60, is_idle=True)
-            assert link.is_connected, "only one of the two files was replaced"
-            assert "cannot use the new keys yet" in caplog.text
-            (tmp_path / "new").rename(tmp_path / "engine.secret")
-            (tmp_path / "engine.secret").chmod(0o600)
-            allow(tmp_path, new)
-            link.tick(time.monotonic() + 90, is_idle=False)
-            assert link.is_connected
-            link.tick(time.monotonic() + 120, is_idle=True)
-            assert not link.is_connected
-            follow(link, lambda: link.is_connected)
-            link.post(wire.Bye(engine="e", incarnation="i"))
-            assert link.flush() and socket.poll(1000 * PATIENCE_S)
-            assert socket.recv_multipart(copy=False)[-1].get("User-Id") == new
+    with guarded_link(context, tmp_path) as (socket, link):
+        follow(link, lambda: link.is_connected)
+        secret = (tmp_path / "engine.secret").read_bytes()
+        new = replace_keys(tmp_path)
+        (tmp_path / "engine.secret").rename(tmp_path / "new")
+        (tmp_path / "engine.secret").write_bytes(secret)
+        link.tick(time.monotonic() + 60, is_idle=True)
+        assert link.is_connected, "only one of the two files was replaced"
+        assert "cannot use the new keys yet" in caplog.text
+        (tmp_path / "new").rename(tmp_path / "engine.secret")
+        (tmp_path / "engine.secret").chmod(0o600)
+        allow(tmp_path, new)
+        link.tick(time.monotonic() + 90, is_idle=False)
+        assert link.is_connected
+        link.tick(time.monotonic() + 120, is_idle=True)
+        assert not link.is_connected
+        follow(link, lambda: link.is_connected)
+        link.post(wire.Bye(engine="e", incarnation="i"))
+        assert link.flush() and socket.poll(1000 * PATIENCE_S)
+        assert socket.recv_multipart(copy=False)[-1].get("User-Id") == new
 
 
 def test_an_engine_that_is_refused_tries_the_keys_that_its_directory_has_now(
     context: Context, tmp_path: Path
 ) -> None:
-    create_pair(tmp_path, "server")
     create_pair(tmp_path, "engine")
-    with guarded_router(tmp_path) as socket:
-        endpoint = socket.get_string(zmq.LAST_ENDPOINT)
-        with closing(RouterLink(context, endpoint, EngineKeyFiles(tmp_path))) as link:
-            follow(link, lambda: link.asks_again)
-            allow(tmp_path, replace_keys(tmp_path))
-            link.tick(time.monotonic() + 60, is_idle=False)
-            follow(link, lambda: link.is_connected)
+    with guarded_link(context, tmp_path) as (_, link):
+        follow(link, lambda: link.asks_again)
+        allow(tmp_path, replace_keys(tmp_path))
+        link.tick(time.monotonic() + 60, is_idle=False)
+        follow(link, lambda: link.is_connected)

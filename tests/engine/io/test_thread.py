@@ -74,6 +74,13 @@ class Engine:
         self.process.stdin.flush()
         return self._line()
 
+    def take_until(self, word: str) -> list[str]:
+        """Make the main thread take messages until one of them is ``word``; return all."""
+        taken: list[str] = []
+        while word not in taken:
+            taken += self.command("take").split()
+        return taken
+
     def serve(self) -> None:
         """Tell the engine that its model is loaded."""
         self.command("introduce")
@@ -207,17 +214,13 @@ def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> Non
 # -- signals ---------------------------------------------------------------------
 
 
-def test_a_signal_drains_an_engine_whose_main_thread_is_busy(engine: Engine) -> None:
+def test_a_signal_drains_an_engine_whose_main_thread_is_busy_and_a_second_ends_it(
+    engine: Engine,
+) -> None:
     engine.serve()
     engine.signal()
     assert engine.command("take") == "Drain"
     assert engine.process.poll() is None
-
-
-def test_a_second_signal_ends_at_once(engine: Engine) -> None:
-    engine.serve()
-    engine.signal()
-    assert engine.command("take") == "Drain"
     engine.signal()
     assert engine.ends() == EXIT_OK
     assert "draining took" not in engine.log
@@ -251,10 +254,7 @@ def test_two_routers_have_their_own_requests_and_one_that_restarts_loses_only_it
         engine.hear(wire.Hello)
         engine.send(submit("b"))
         engine.send(wire.Abort(request_id="a", attempt=3))  # of the first router
-        taken = ""
-        while "Submit:b" not in taken:
-            taken += engine.command("take") + " "
-        assert "Abort" not in taken
+        assert "Abort" not in engine.take_until("Submit:b")
         engine.command("live a b")
         while not (heartbeat := engine.hear(wire.Heartbeat)).live:
             pass
@@ -280,10 +280,7 @@ def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engin
         engine.send(wire.Ping(router_id=router_id))
         assert engine.hear(wire.Hello) == HELLO
     engine.send(wire.Abort(request_id="last", attempt=0))
-    taken = ""
-    while "Abort" not in taken:
-        taken += engine.command("take") + " "
-    assert taken.split() == ["NewRouter:", "NewRouter:", "Abort"]
+    assert engine.take_until("Abort") == ["NewRouter:", "NewRouter:", "Abort"]
     assert "new router" in engine.log
 
 
@@ -295,12 +292,11 @@ def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engin
 
 
 def test_a_request_during_loading_is_refused_as_full(engine: Engine) -> None:
-    engine.send(submit())
-    refused = engine.hear(wire.Refused)
-    assert (refused.request_id, refused.attempt, refused.reason) == ("r", 3, "full")
-    engine.send(wire.Encode(request_id="texts", attempt=1, token_ids=[[1]]))
-    refused = engine.hear(wire.Refused)
-    assert (refused.request_id, refused.attempt, refused.reason) == ("texts", 1, "full")
+    for sent in (submit(), wire.Encode(request_id="texts", attempt=1, token_ids=[[1]])):
+        engine.send(sent)
+        heard = engine.hear(wire.Refused)
+        found = heard.request_id, heard.attempt, heard.reason
+        assert found == (sent.request_id, sent.attempt, "full")
 
 
 def test_only_files_of_the_tokenizer_are_sent_and_each_once(engine: Engine) -> None:

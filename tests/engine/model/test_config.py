@@ -32,6 +32,10 @@ GEMMA_3_4B = {
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": None}, DEFAULT_CONTEXT_LENGTH),
         (GEMMA_3_4B, 131_072),
         ({"model_type": "mamba"}, DEFAULT_CONTEXT_LENGTH),
         ({"model_type": "no such model"}, DEFAULT_CONTEXT_LENGTH),

@@ -8,17 +8,17 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from engine.model.context import DEFAULT_CONTEXT_LENGTH, context_length
+from engine.model.context import DEFAULT_CONTEXT_LENGTH
 from engine.model.errors import ModelUnavailable
-from engine.model.load import (
-    TokenizerOptions,
-    fingerprint,
-    load,
-    resolve,
-)
+from engine.model.load import TokenizerOptions, fingerprint, load, resolve
 from tests.tiny_models import CONTEXT, EOS, KINDS, VOCAB_SIZE, Kind, make_tiny
 
 TinyModel = Callable[..., Path]
+
+
+def change_config(model: Path, **changes: object) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +75,7 @@ def test_the_error_of_an_incomplete_model_names_the_missing_file(
 
 def test_an_unknown_architecture_is_reported_in_one_line(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    change_config(path, model_type="unheard_of")
     with pytest.raises(ModelUnavailable, match="unheard_of") as caught:
         load(path)
     assert "\n" not in str(caught.value)
@@ -96,12 +95,12 @@ def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Pa
 
 def test_the_fingerprint_depends_on_the_code_that_a_model_brings(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model", seed=1)
-    code, config = model / "own.py", model / "config.json"
+    code = model / "own.py"
     code.write_text("rope = 1")
     before = fingerprint(model)
     code.write_text("rope = 2")
     assert fingerprint(model) == before  # nobody runs it
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_file": "own.py"}))
+    change_config(model, model_file="own.py")
     before = fingerprint(model)
     code.write_text("rope = 3")
     assert fingerprint(model) != before
@@ -120,21 +119,6 @@ def test_the_fingerprint_of_a_big_model_changes_with_its_last_weight(
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"max_position_embeddings": 4096}, 4096),
-        ({"n_positions": 1024}, 1024),
-        ({"text_config": {"max_position_embeddings": 512}}, 512),
-        ({"max_position_embeddings": None}, DEFAULT_CONTEXT_LENGTH),
-    ],
-)
-def test_the_context_length_is_found_wherever_the_config_has_it(
-    config: dict[str, object], expected: int
-) -> None:
-    assert context_length(config) == expected
-
-
-@pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
         ("llama", {}, 100),
@@ -148,8 +132,7 @@ def test_max_kv_size_limits_the_context_unless_the_model_keeps_less_anyway(
     tmp_path: Path, kind: Kind, changes: dict[str, int], expected: int
 ) -> None:
     path = make_tiny(kind, tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
+    change_config(path, **changes)
     own = load(path).context_length
     assert load(path, max_kv_size=100).context_length == expected
     assert load(path, max_kv_size=own + 1).context_length == own

@@ -118,6 +118,15 @@ class Ranks:
 
 
 @pytest.fixture
+def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
+    """A kvstore that acknowledges a block once it can be fetched."""
+    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
+    process.start("--ssd-durability", "persistent")
+    yield process
+    process.end()
+
+
+@pytest.fixture
 def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
     ranks = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/channel")
     ranks.start()

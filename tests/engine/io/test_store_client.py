@@ -20,6 +20,14 @@ from tests.kvstore.process import Process
 
 
 @pytest.fixture
+def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
+    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
+    process.start()
+    yield process
+    process.end()
+
+
+@pytest.fixture
 def engine(kvstore: Process) -> Iterator[StoringEngine]:
     with closing(StoringEngine(kvstore.endpoint)) as engine:
         yield engine

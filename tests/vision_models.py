@@ -46,6 +46,18 @@ _TOWER = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
+_DEEP_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+_MERGED_PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 _TILE_TOKENS = (
     "<fake_token_around_image>",
@@ -85,6 +97,37 @@ class VisionFamily:
     around: tuple[str, str] = ("", "")  # what chat templates put around the placeholder
 
 
+def _tiled(tower_type: str, processor: str) -> VisionFamily:
+    """Return a family that divides pictures into tiles, of which each has a part of the prompt."""
+    return VisionFamily(
+        text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
+        tower=_TOWER | {"model_type": tower_type, "patch_size": 4, "image_size": 16},
+        placeholder="<image>",
+        tokens=_TILE_TOKENS,
+        config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
+        processor={"image_seq_len": 4},
+        preprocessor=_TILES | {"image_processor_type": processor},
+    )
+
+
+def _mistral(text: dict[str, Any], merge: dict[str, int]) -> VisionFamily:
+    return VisionFamily(
+        text=_TEXT | {"model_type": "mistral", "head_dim": 16} | text,
+        tower=_TOWER | {"model_type": "pixtral", "patch_size": 4, "image_size": 32, "head_dim": 16},
+        placeholder="[IMG]",
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
+        config={"image_token_index": VOCAB_SIZE} | merge,
+        processor={"patch_size": 4} | merge,
+        preprocessor=_PATCHES,
+    )
+
+
+def _image_tokens(before: str, placeholder: str, after: str) -> dict[str, Any]:
+    """Return what a tokenizer's config says about the tokens around pictures."""
+    tokens = {"boi_token": before, "image_token": placeholder, "eoi_token": after}
+    return {"extra_special_tokens": tokens}
+
+
 def _qwen(tower: dict[str, Any]) -> VisionFamily:
     """Return a family whose positions have three axes."""
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -100,14 +143,8 @@ def _qwen(tower: dict[str, Any]) -> VisionFamily:
         placeholder="<|image_pad|>",
         tokens=("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
         config={name: VOCAB_SIZE + number for number, name in enumerate(ids)},
-        preprocessor={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "min_pixels": 64,
-            "max_pixels": 4096,
-        },
+        preprocessor=_MERGED_PATCHES
+        | {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 4096},
         flat=True,
         around=("<|vision_start|>", "<|vision_end|>"),
     )
@@ -115,10 +152,8 @@ def _qwen(tower: dict[str, Any]) -> VisionFamily:
 
 def _qwen3(text: dict[str, Any]) -> VisionFamily:
     """Return a family whose pictures have features for several layers too."""
-    tower: dict[str, Any] = {"depth": 3, "hidden_size": 32, "intermediate_size": 48}
-    tower["out_hidden_size"] = 64
-    tower |= {"num_heads": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    made = _qwen(tower)
+    deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    made = _qwen(_DEEP_TOWER | {"out_hidden_size": 64} | deep)
     rope = {"type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True}
     of_text = {"num_hidden_layers": 4, "head_dim": 16, "rope_scaling": rope, **text}
     return replace(made, text=made.text | of_text, flat=False)
@@ -140,12 +175,6 @@ _HYBRID = {
         "partial_rotary_factor": 0.5,
     },
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
 
 
 def _qwen3_5(kind: str, more: dict[str, Any]) -> VisionFamily:
@@ -166,24 +195,14 @@ def _glm(kind: str, text: dict[str, Any]) -> VisionFamily:
         text=_TEXT
         | {"rope_scaling": rope, "partial_rotary_factor": 0.5, "attention_bias": True}
         | text,
-        tower={
-            "model_type": kind,
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "image_size": 32,
-            "out_hidden_size": 64,
-        },
+        tower=_DEEP_TOWER
+        | {"model_type": kind, "patch_size": 4, "image_size": 32, "out_hidden_size": 64},
         placeholder="<|image|>",
         tokens=(*names, "<|begin_of_box|>", "<|end_of_box|>"),
         config={name: VOCAB_SIZE + number for number, name in enumerate(ids)},
-        preprocessor={
+        preprocessor=_MERGED_PATCHES
+        | {
             "image_processor_type": "Glm4vImageProcessor",
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
             "size": {"shortest_edge": 128, "longest_edge": 8192},
         },
         flat=False,
@@ -191,40 +210,17 @@ def _glm(kind: str, text: dict[str, Any]) -> VisionFamily:
     )
 
 
-_GLM_EXPERTS = {
+_GLM_EXPERTS = _ROUTED_EXPERTS | {
     "head_dim": 16,
-    "moe_intermediate_size": 32,
     "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
     "routed_scaling_factor": 1.5,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
     "use_qk_norm": False,
     "tie_word_embeddings": False,
 }
 
 FAMILIES: dict[str, VisionFamily] = {
-    "idefics3": VisionFamily(
-        text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
-        tower=_TOWER | {"model_type": "idefics3", "patch_size": 4, "image_size": 16},
-        placeholder="<image>",
-        tokens=_TILE_TOKENS,
-        config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
-        processor={"image_seq_len": 4},
-        preprocessor=_TILES | {"image_processor_type": "Idefics3ImageProcessor"},
-    ),
-    "smolvlm": VisionFamily(
-        text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
-        tower=_TOWER | {"model_type": "smolvlm_vision", "patch_size": 4, "image_size": 16},
-        placeholder="<image>",
-        tokens=_TILE_TOKENS,
-        config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
-        processor={"image_seq_len": 4},
-        preprocessor=_TILES | {"image_processor_type": "SmolVLMImageProcessor"},
-    ),
+    "idefics3": _tiled("idefics3", "Idefics3ImageProcessor"),
+    "smolvlm": _tiled("smolvlm_vision", "SmolVLMImageProcessor"),
     "llava": VisionFamily(
         text=_TEXT | {"model_type": "llama"},
         tower=_TOWER | {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 16},
@@ -242,28 +238,10 @@ FAMILIES: dict[str, VisionFamily] = {
             "crop_size": {"height": 16, "width": 16},
         },
     ),
-    "pixtral": VisionFamily(
-        text=_TEXT | {"model_type": "mistral", "head_dim": 16},
-        tower=_TOWER | {"model_type": "pixtral", "patch_size": 4, "image_size": 32, "head_dim": 16},
-        placeholder="[IMG]",
-        tokens=("[IMG_BREAK]", "[IMG_END]"),
-        config={"image_token_index": VOCAB_SIZE},
-        processor={"patch_size": 4},
-        preprocessor=_PATCHES,
-    ),
-    "mistral3": VisionFamily(
-        text=_TEXT
-        | {
-            "model_type": "mistral",
-            "head_dim": 16,
-            "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
-        },
-        tower=_TOWER | {"model_type": "pixtral", "patch_size": 4, "image_size": 32, "head_dim": 16},
-        placeholder="[IMG]",
-        tokens=("[IMG_BREAK]", "[IMG_END]"),
-        config={"image_token_index": VOCAB_SIZE, "spatial_merge_size": 2},
-        processor={"patch_size": 4, "spatial_merge_size": 2},
-        preprocessor=_PATCHES,
+    "pixtral": _mistral({}, {}),
+    "mistral3": _mistral(
+        {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}},
+        {"spatial_merge_size": 2},
     ),
     "internvl": VisionFamily(
         text=_TEXT | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
@@ -275,29 +253,14 @@ FAMILIES: dict[str, VisionFamily] = {
     ),
     "qwen2_vl": _qwen({"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
     "qwen2_5_vl": _qwen(
-        {
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_heads": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        }
+        _DEEP_TOWER | {"out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
     ),
     "qwen3_vl": _qwen3({}),
     "qwen3_vl_moe": _qwen3(
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
-        }
+        _FEW_EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     ),
     "qwen3_5": _qwen3_5("qwen3_5", {}),
-    "qwen3_5_moe": _qwen3_5("qwen3_5_moe", _EXPERTS),
+    "qwen3_5_moe": _qwen3_5("qwen3_5_moe", _FEW_EXPERTS | {"shared_expert_intermediate_size": 32}),
     "glm4v": _glm("glm4v", {"head_dim": 16}),
     "glm4v_moe": _glm("glm4v_moe", _GLM_EXPERTS),
     "gemma3": VisionFamily(
@@ -315,13 +278,7 @@ FAMILIES: dict[str, VisionFamily] = {
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": 32, "width": 32},
         },
-        tokenizer={
-            "extra_special_tokens": {
-                "boi_token": "<start_of_image>",
-                "image_token": "<image_soft_token>",
-                "eoi_token": "<end_of_image>",
-            }
-        },
+        tokenizer=_image_tokens("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     ),
     "gemma4": VisionFamily(
         text=_TEXT
@@ -349,32 +306,17 @@ FAMILIES: dict[str, VisionFamily] = {
         processor={
             "image_processor": {"patch_size": 4, "max_soft_tokens": 40, "pooling_kernel_size": 2}
         },
-        tokenizer={
-            "extra_special_tokens": {
-                "boi_token": "<|image>",
-                "image_token": "<|image|>",
-                "eoi_token": "<image|>",
-            }
-        },
+        tokenizer=_image_tokens("<|image>", "<|image|>", "<image|>"),
     ),
     "kimi_vl": VisionFamily(
         text=_TEXT
-        | {"model_type": "deepseek_v3", "num_hidden_layers": 3}
+        | _ROUTED_EXPERTS
+        | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "num_key_value_heads": 4}
         | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "v_head_dim": 16}
-        | {"qk_nope_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32}
-        | {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
-        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-        tower={
-            "model_type": "moonvit",
-            "depth": 3,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 14,
-            "init_pos_emb_height": 8,
-            "init_pos_emb_width": 8,
-        },
+        | {"qk_nope_head_dim": 16},
+        tower=_DEEP_TOWER
+        | {"model_type": "moonvit", "embed_dim": 32, "patch_size": 14}
+        | {"init_pos_emb_height": 8, "init_pos_emb_width": 8},
         scale=3,
         placeholder="<|media_pad|>",
         tokens=("<|media_start|>", "<|media_content|>", "<|media_end|>"),

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,35 +93,3 @@ def test_the_quarantine_keeps_only_the_last_few(tmp_path: Path) -> None:
     kept = {path.stem for path in (tmp_path / "quarantine").iterdir()}
     assert kept == {hash_of(number).hex() for number in range(3, QUARANTINED_FILES + 3)}
     directory.close()
-
-
-def test_kill_9_in_the_middle_of_writing_leaves_only_whole_blocks(tmp_path: Path) -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout is not None
-    for _ in range(20):
-        writer.stdout.readline()
-    writer.kill()
-    writer.wait()
-    writer.stdout.close()
-    directory = BlockDirectory(tmp_path)
-    found = dict(directory.scan())
-    assert len(found) >= 20
-    for key in found:
-        assert directory.read(key) == file_of(int.from_bytes(key.hash, "big"), 200_000)
-    assert list((tmp_path / "tmp").iterdir()) == []
-    directory.close()
-
-
-_WRITE_FOR_EVER = """
-import sys
-from itertools import count
-from pathlib import Path
-from kvstore.directory import BlockDirectory
-from tests.kvstore.blocks import file_of, key_of
-directory = BlockDirectory(Path(sys.argv[1]))
-for number in count():
-    directory.write(key_of(number), file_of(number, 200_000), 0.0, durable=False)
-    print(number, flush=True)
-"""

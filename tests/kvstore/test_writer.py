@@ -50,25 +50,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Outcomes(dict[int, str]):
-    def put(self, number: int, data: bytes | None = None, engine: bytes = b"") -> PendingWrite:
+    def put(self, number: int, data: bytes | None = None) -> PendingWrite:
         return PendingWrite(
             key_of(number),
             file_of(number) if data is None else data,
             lambda reason: self.__setitem__(number, reason),
-            engine,
         )
 
 
-def test_queued_blocks_are_written_and_reported_as_done(tier: WritingTier) -> None:
-    writer, outcomes = tier.start()
-    for number in range(10):
-        assert writer.offer(outcomes.put(number)) == ""
-    writer.close(20)
-    assert outcomes == dict.fromkeys(range(10), "")
-    assert tier.store.has([key_of(number) for number in range(10)]) == 10
-
-
-def test_a_full_queue_refuses_and_counts(tier: WritingTier) -> None:
+def test_a_full_queue_refuses_and_counts_and_what_is_in_it_is_written(tier: WritingTier) -> None:
     tier.disk.may_write.clear()
     writer, outcomes = tier.start(queue_size=3)
     refused = [number for number in range(10) if writer.offer(outcomes.put(number))]
@@ -76,7 +66,9 @@ def test_a_full_queue_refuses_and_counts(tier: WritingTier) -> None:
     assert writer.drops == len(refused)
     tier.disk.may_write.set()
     writer.close(20)
-    assert sorted(outcomes) == [number for number in range(10) if number not in refused]
+    accepted = set(range(10)) - set(refused)
+    assert outcomes == dict.fromkeys(accepted, "")
+    assert tier.there(*range(10)) == accepted
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(
@@ -188,22 +180,6 @@ def test_a_directory_on_a_disk_that_is_not_mounted_is_not_created_elsewhere(
     aside.rename(tier.directory.root)  # it is mounted again
     wait_until(lambda: tier.store.stats().state == "ok")
     wait_until(lambda: tier.store.has([key_of(0)]) == 1)
-
-
-def test_a_full_queue_is_shared_between_engines(tier: WritingTier) -> None:
-    tier.disk.may_write.clear()
-    writer, outcomes = tier.start(queue_size=10)
-    for number in range(20):
-        writer.offer(outcomes.put(number, engine=b"greedy"))
-    refused = [
-        number for number in range(50, 60) if writer.offer(outcomes.put(number, engine=b"other"))
-    ]
-    assert len(refused) <= 5
-    tier.disk.may_write.set()
-    writer.close(20)
-    stored = [number for number, reason in outcomes.items() if not reason]
-    assert sum(number >= 50 for number in stored) >= 5
-    assert sum(number < 50 for number in stored) >= 5
 
 
 def test_blocks_wait_until_it_is_known_how_many_there_are(tier: WritingTier) -> None:

@@ -141,14 +141,6 @@ def test_without_a_kvstore_every_fetch_is_a_miss_at_once(socket_dir: Path) -> No
         assert engine.client.stats.store is None
 
 
-def test_blocks_survive_restarts_of_both(kvstore: Process, engine: StoringEngine) -> None:
-    engine.keep(1, 2, 3)
-    assert kvstore.stop() == 0
-    kvstore.start()
-    with closing(StoringEngine(kvstore.endpoint)) as other:
-        wait_until(lambda: other.holds(1, 2, 3))
-
-
 def test_a_kvstore_killed_and_restarted_under_a_live_engine(
     kvstore: Process, engine: StoringEngine
 ) -> None:

@@ -8,7 +8,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from engine.backend.threads import in_parallel, num_threads
 from engine.cache import host_blocks
+from engine.cache.host_blocks import SlotReader
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.packing import Packing
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
@@ -108,14 +110,24 @@ class BlockStore:
             yield start + first * self._block_size, some
 
     def _save_in_place(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:
-        saved = []
-        for first in range(start, start + count * self._block_size, self._block_size):
-            packed = mx.zeros(self._packing.packed_bytes, mx.uint8)
-            parts = iter(self._packing.host_views(np.asarray(packed)))
-            for group in self._groups:
-                targets = [next(parts) for _ in group.parts(self._block_size)]
-                host_blocks.take(slab, group, row, slice(first, first + self._block_size), targets)
-            saved.append(packed)
+        readers = [(group, SlotReader(slab, group, row)) for group in self._groups]
+        saved = [mx.zeros(self._packing.packed_bytes, mx.uint8) for _ in range(count)]
+        mx.eval(saved)
+        views = [self._packing.host_views(np.asarray(packed)) for packed in saved]
+
+        def share(first: int) -> Callable[[], None]:
+            def run() -> None:
+                for number in range(first, count, step):
+                    begin = start + number * self._block_size
+                    parts = iter(views[number])
+                    for group, reader in readers:
+                        targets = [next(parts) for _ in group.parts(self._block_size)]
+                        reader.take(slice(begin, begin + self._block_size), targets)
+
+            return run
+
+        step = num_threads() if count > 1 else 1
+        in_parallel([share(first) for first in range(step)])
         return saved
 
     def _save_graph(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:

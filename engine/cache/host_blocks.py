@@ -18,21 +18,28 @@ WORTH_THREADS = 500_000
 """Number of elements above which threads pay off."""
 
 
-def take(
-    slab: Slab, group: StorageGroup, row: int, stretch: slice, targets: Sequence[HostArray]
-) -> None:
-    """Write the parts of ``group`` in a block of the positions ``stretch`` into ``targets``."""
-    how = group.kind.quantization
-    found = [slab.host_part(i)[row, :, stretch] for i in group.arrays]
-    if how is None:
-        np.stack(found, out=targets[0])
-        return
-    scales = np.stack([host_scales(slab, i)[:, row, :, stretch] for i in group.arrays], 1)
-    targets[1][...] = scales
-    codes = codes_in_place(np.stack(found), scales, how)
-    if how.bits == 4:
-        codes = codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
-    targets[0][...] = codes
+class SlotReader:
+    """Reads blocks of a slot. It refers to the slab, so that MLX must not write it meanwhile."""
+
+    def __init__(self, slab: Slab, group: StorageGroup, row: int) -> None:
+        self._how = group.kind.quantization
+        self._arrays = [slab.host_part(number)[row] for number in group.arrays]
+        quantized = group.arrays if self._how is not None else ()
+        self._scales = [host_scales(slab, number)[:, row] for number in quantized]
+
+    def take(self, stretch: slice, targets: Sequence[HostArray]) -> None:
+        """Write the parts of the group in a block of the positions ``stretch`` into ``targets``.
+        May be called on any thread."""
+        found = [array[:, stretch] for array in self._arrays]
+        if self._how is None:
+            np.stack(found, out=targets[0])
+            return
+        scales = np.stack([each[:, :, stretch] for each in self._scales], 1)
+        targets[1][...] = scales
+        codes = codes_in_place(np.stack(found), scales, self._how)
+        if self._how.bits == 4:
+            codes = codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
+        targets[0][...] = codes
 
 
 def host_scales(slab: Slab, number: int) -> Scales:

@@ -58,7 +58,8 @@ class BatchedExecutor(Executor):
         self.layout = layout
         self._block_size = block_size
         self.batch_class = batch_class
-        self._sampler, self._line = Sampler(), DeviceLine()
+        self.spec = spec_of(model, layout, batch_class, block_size, guesses=head is not None)
+        self._sampler, self._line = Sampler(), DeviceLine(waits=not self.spec.look_ahead)
         self._pads_chunks = pads_chunks(layout, batch_class)
         self._passes = Passes(
             model=self._model,
@@ -68,7 +69,6 @@ class BatchedExecutor(Executor):
             longest=layout.longest_pass,
         )
         self.reset()
-        self.spec = spec_of(model, layout, batch_class, block_size, guesses=head is not None)
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
 

@@ -34,7 +34,10 @@ class DeviceLine:
     the previous piece is done: the device is idle for about the time of dispatching a few
     kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        """``waits``: whether `send` waits for each piece. On a CPU, little is left to compute, and
+        waking MLX's own thread for it takes longer."""
+        self._waits = waits
         self._clock = StepClock()
         self.piece: Piece | None = None
         """The piece not waited for yet."""
@@ -43,13 +46,18 @@ class DeviceLine:
     def send(
         self, arrays: Sequence[Any], *, holds_slabs: bool = True, since: float | None = None
     ) -> Piece:
-        """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight.
+        """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight, or as a piece that
+        is done. Raises: RuntimeError, if it waits.
 
         ``holds_slabs``: whether they are arrays of slabs, or depend on them. A new piece is
         timed from ``since``, when the host started to build it: the time that the device waited
         for it counts too."""
+        started = time.perf_counter() if since is None else since
+        if self._waits:
+            compute(arrays)
+            return Piece(started, holds_slabs, self._clock.elapsed_s(started))
         if self.piece is None:
-            self.piece = Piece(time.perf_counter() if since is None else since)
+            self.piece = Piece(started)
         self.piece.holds_slabs |= holds_slabs
         # All arrays of a call share an event, which is signalled once all are computed. A reference
         # to one of `arrays` might prevent a slab from being written in place.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -62,6 +62,7 @@ class TransformerBlock:
         self.heads = int(_named(attention, "n_heads", "num_heads", "num_attention_heads"))
         self.kv_heads = int(_named(attention, "n_kv_heads", "num_key_value_heads"))
         self.scale = float(_named(attention, "scale", "sm_scale"))
+        """The factor of queries that is left for the graph."""
         self.softcap: float | None = getattr(attention, "attn_logit_softcapping", None)
         self.sinks = _sinks(attention, self.kv_heads)
         self.residual_multiplier = float(getattr(block, "residual_multiplier", 1))
@@ -69,6 +70,7 @@ class TransformerBlock:
         self.qkv, self.out = Linear.of(*qkv), Linear.of(attention.o_proj)
         self._mlp = mlp_of(block, Gate("gelu" if type(block).__module__ in GEMMAS else "silu"))
         self.head_norms = [Norm.of(norm) for norm in _present(attention, "q_norm", "k_norm")]
+        self._scale_queries()
         linears = self.qkv.weight.same_bits, self.out.weight.same_bits
         self.same_bits = of_all([*linears, self._mlp.same_bits])
         self.owned = [*map(base_of, (*qkv, attention.o_proj)), *self._mlp.owned]
@@ -79,6 +81,17 @@ class TransformerBlock:
         # If there is a norm after the MLP, this one follows attention, whatever its name in Llama.
         self.after_attention = after if self.after_mlp else None
         self.before_mlp = norm.get("pre_feedforward_layernorm") if self.after_mlp else after
+
+    def _scale_queries(self) -> None:
+        """Multiply what makes the queries by the scale, if possible, so that they need not be."""
+        if self.head_norms:
+            first, *others = self.head_norms
+            scaled = replace(first, weight=first.weight * np.float32(self.scale))
+            self.head_norms, self.scale = [scaled, *others], 1.0
+        elif self.qkv.divisible:
+            heads = self.heads + 2 * self.kv_heads
+            width = self.qkv.weight.shape[0] // heads * self.heads
+            self.qkv, self.scale = self.qkv.scaled(0, width, self.scale), 1.0
 
     def add_attention_out(self, graph: Graph, found: str) -> str:
         """Return what attention adds to the residual."""

@@ -292,7 +292,7 @@ class HostBatch(RaggedBatch):
             queries, target = (each[its, head, :, 0].swapaxes(0, 1) for each in (asked, out))
         else:
             queries, target = (each[0][head, :, its] for each in (asked, out))
-        target[...] = tiles.attend(queries, (keys, values), span[0], row.end, how, sinks, span)
+        tiles.attend(queries, (keys, values), span[0], row.end, how, sinks, target, span)
 
     @property
     def _worth_threads(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -60,6 +61,39 @@ class Linear:
             raise Unsupported("some of its layers have a bias and others do not")
         weight = join([part.weight for part in parts])
         return cls(weight, np.concatenate(biases) if biases else None, _side_by_side(parts))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether parts of the result can be products of their own, at no more cost."""
+        return isinstance(self.weight, DenseWeight) and self.added is None and not self.adapted
+
+    def rows(self, first: int, last: int) -> Linear:
+        """Return the layer with outputs ``first`` to ``last`` of a `divisible` one."""
+        assert self.divisible and isinstance(self.weight, DenseWeight)
+        bias = None if self.bias is None else self.bias[first:last]
+        return replace(self, weight=DenseWeight(self.weight.array[first:last]), bias=bias)
+
+    def scaled(self, first: int, last: int, factor: float) -> Linear:
+        """Return the layer with outputs ``first`` to ``last`` of a `divisible` one multiplied by
+        ``factor``."""
+        assert self.divisible and isinstance(self.weight, DenseWeight)
+        array, bias = self.weight.array.copy(), self.bias
+        array[first:last] *= np.float32(factor)
+        if bias is not None:
+            bias = bias.copy()
+            bias[first:last] *= np.float32(factor)
+        return replace(self, weight=DenseWeight(array), bias=bias)
+
+    def add_parts(self, graph: Graph, x: str, widths: Sequence[int]) -> list[str]:
+        """Add the layers to ``graph`` and return their results in parts of these ``widths``.
+
+        Dense layers are one product for each part, whose results are not copied again: 2 to 3 % of
+        a long prompt."""
+        if self.divisible:
+            cuts = pairwise([0, *accumulate(widths)])
+            return [self.rows(first, last).add(graph, x) for first, last in cuts]
+        sizes = graph.integers(*widths)
+        return graph.nodes("Split", self.add(graph, x), sizes, outputs=len(widths), axis=1)
 
     def add(self, graph: Graph, x: str) -> str:
         """Add the layers to ``graph`` and return their results side by side."""

@@ -25,9 +25,8 @@ class Gate(NamedTuple):
                 return cls("bounded", module._alpha, module._limit)
         raise Unsupported(f"a {type(module).__name__} is not a supported gate")
 
-    def add(self, graph: Graph, both: str) -> str:
-        """Add the gate for ``both`` (rows, 2 * width): the gate's input and the other factor."""
-        gate, up = graph.nodes("Split", both, outputs=2, axis=1, num_outputs=2)
+    def add(self, graph: Graph, gate: str, up: str) -> str:
+        """Add the gate for its input and the other factor, (rows, width) each."""
         if self.kind == "gelu":
             return graph.node("Mul", graph.node("Gelu", gate, approximate="tanh"), up)
         if self.kind == "bounded":  # gpt-oss's
@@ -62,7 +61,9 @@ class MLP:
         self.same_bits = of_all(each.weight.same_bits for each in (self._gate_up, self._down))
 
     def add(self, graph: Graph, x: str) -> str:
-        return self._down.add(graph, self._gate.add(graph, self._gate_up.add(graph, x)))
+        halves = [self._gate_up.weight.shape[0] // 2] * 2
+        active = self._gate.add(graph, *self._gate_up.add_parts(graph, x, halves))
+        return self._down.add(graph, active)
 
 
 class Experts:
@@ -94,8 +95,9 @@ class Experts:
         parts = graph.nodes(
             "Split", graph.node("Gather", x, tokens), counts, outputs=len(self._down), axis=0
         )
+        halves = [self._gate_up[0].weight.shape[0] // 2] * 2
         found = [
-            down.add(graph, self._gate.add(graph, gate_up.add(graph, part)))
+            down.add(graph, self._gate.add(graph, *gate_up.add_parts(graph, part, halves)))
             for part, gate_up, down in zip(parts, self._gate_up, self._down, strict=True)
         ]
         back = graph.node("Gather", graph.node("Concat", *found, axis=0), unsort)

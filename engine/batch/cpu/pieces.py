@@ -18,7 +18,9 @@ FEW_QUERIES = 3
 half as long as matrix products."""
 QUERIES_AT_ONCE = 128
 """Max queries of a row in one product, so that little is computed above the diagonal."""
-ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
+ABOVE_DIAGONAL: Array = np.triu(
+    np.full((QUERIES_AT_ONCE, 2 * QUERIES_AT_ONCE), -np.inf, np.float32), 1
+)
 """Minus infinity if a key comes after its query, else 0. One table for all widths: a table for each
 width would take more than a hundred kilobytes that the ledger does not count."""
 

@@ -101,18 +101,13 @@ def _add_projections(
     dim = width // (block.heads + 2 * block.kv_heads)
     rotate = rotation(graph, dim, rotary)
     widths = block.heads * dim, block.kv_heads * dim
-    qkv = block.qkv.add(graph, normed)
+    queries, keys, values = block.qkv.add_parts(graph, normed, (*widths, widths[1]))
     if block.head_norms:
-        sizes = graph.integers(*widths, widths[1])
-        queries, keys, values = graph.nodes("Split", qkv, sizes, outputs=3, axis=1)
-        queries = rotate(block.head_norms[0].add_heads(graph, queries, widths[0]), block.heads)
-        keys = rotate(block.head_norms[1].add_heads(graph, keys, widths[1]), block.kv_heads)
-    else:
-        sizes = graph.integers(sum(widths), widths[1])
-        both, values = graph.nodes("Split", qkv, sizes, outputs=2, axis=1)
-        both = rotate(both, block.heads + block.kv_heads)
-        queries, keys = graph.nodes("Split", both, graph.integers(*widths), outputs=2, axis=1)
-    queries = graph.node("Mul", queries, graph.number(block.scale))
+        queries = block.head_norms[0].add_heads(graph, queries, widths[0])
+        keys = block.head_norms[1].add_heads(graph, keys, widths[1])
+    queries, keys = rotate(queries, block.heads), rotate(keys, block.kv_heads)
+    if block.scale != 1:
+        queries = graph.node("Mul", queries, graph.number(block.scale))
     graph.output(x, ROWS, "hidden")
     for value, size in ((queries, widths[0]), (keys, widths[1]), (values, widths[1])):
         graph.output(value, ROWS, size)

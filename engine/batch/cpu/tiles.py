@@ -9,16 +9,18 @@ tokens together (`engine.batch.cpu.few_tokens`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from math import gcd
 from threading import local
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.backend.graphs import CONTRIB, Bound, Graph, Session
+from engine.backend.graphs import CONTRIB, Graph, Session
 from engine.backend.threads import num_threads
-from engine.batch.cpu.pieces import QUERIES_AT_ONCE, How, PrefillPiece
+from engine.batch.cpu.pieces import ABOVE_DIAGONAL, QUERIES_AT_ONCE, How, PrefillPiece
 from engine.batch.ragged import Row
 from engine.cache.rounding import Array
 
@@ -35,6 +37,9 @@ FEWEST_QUERIES = 32
 queries of a head."""
 FEWEST_QUERIES_EVEN = 16
 """The same if a part is cut so that all threads have equally many products."""
+MAX_KEPT, MAX_KEPT_FLOATS = 64, 3 << 20
+"""Max shapes of products whose arguments a thread keeps, and max size of their memory, which the
+shapes share."""
 
 
 def cut(row: Row, heads: int, group: int) -> list[tuple[int, int]]:
@@ -105,26 +110,86 @@ def _sums_session() -> Session:
     return graph.session(threads=1)
 
 
-class _Bounds(local):
-    """The arguments of each session on this thread."""
+class _Shape(NamedTuple):
+    """What the arguments of a part's products depend on, besides keys and values."""
+
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    softcap: float | None
+    has_sinks: bool
+
+    @property
+    def floats(self) -> int:
+        """The memory for its queries, scores, results and sinks."""
+        return self.queries * (self.dim + self.keys + self.value_dim + TILE * self.has_sinks)
+
+
+class _Products:
+    """The sessions of parts with one shape, with their arguments in ``memory``. Only keys and
+    values are bound for each part: binding everything takes a tenth of the time of a short one."""
+
+    def __init__(self, shape: _Shape, memory: Array) -> None:
+        widths = shape.dim, shape.keys, shape.value_dim, TILE * shape.has_sinks
+        cuts = np.cumsum([shape.queries * width for width in widths])
+        parts = np.split(memory[: cuts[-1]], cuts[:-1])
+        self.queries, self.scores, self.found, self.before = (
+            part.reshape(shape.queries, width) for part, width in zip(parts, widths, strict=True)
+        )
+        self._scores = _scores_session(shape.softcap).bound()
+        self._shares = _shares_session(shape.has_sinks).bound()
+        self._sums = _sums_session().bound()
+        _bind(self._scores.input, 0, self.queries)
+        _bind(self._scores.output, 0, self.scores)
+        # Weights replace their scores, so that half as much has to stay in the cache.
+        _bind(self._shares.input, 0, self.scores)
+        if shape.has_sinks:
+            _bind(self._shares.input, 1, self.before)
+        _bind(self._shares.output, 0, self.scores)
+        _bind(self._sums.input, 0, self.scores)
+        _bind(self._sums.output, 0, self.found)
+
+    def score(self, keys: Array) -> None:
+        """Compute the scores of the queries."""
+        _bind(self._scores.input, 1, keys)
+        self._scores()
+
+    def sum(self, values: Array) -> None:
+        """Compute the results from the masked scores, which are overwritten."""
+        self._shares()
+        _bind(self._sums.input, 1, values)
+        self._sums()
+
+
+def _bind(bind: Callable[..., None], number: int, array: Array) -> None:
+    """Bind the contiguous ``array`` (rows, columns)."""
+    bind(number, np.float32, (1, 1, *array.shape), array.__array_interface__["data"][0])
+
+
+class _KeptProducts(local):
+    """The memory of this thread, and the most recent products that use it."""
 
     def __init__(self) -> None:
-        self.of: dict[Session, Bound] = {}
+        self._memory: Array = np.empty(0, np.float32)
+        self._products: dict[_Shape, _Products] = {}
+
+    def products(self, shape: _Shape) -> _Products:
+        found = self._products.pop(shape, None)
+        if found is None:
+            if shape.floats > MAX_KEPT_FLOATS:
+                return _Products(shape, np.empty(shape.floats, np.float32))
+            if shape.floats > len(self._memory):
+                self._products.clear()
+                self._memory = np.empty(shape.floats, np.float32)
+            if len(self._products) >= MAX_KEPT:
+                del self._products[next(iter(self._products))]
+            found = _Products(shape, self._memory)
+        self._products[shape] = found
+        return found
 
 
-_bounds = _Bounds()
-
-
-def _compute(session: Session, out: Array, *inputs: Array) -> None:
-    """Write the result of ``session`` for contiguous ``inputs`` (rows, columns) to ``out``."""
-    bound = _bounds.of.get(session)
-    if bound is None:
-        bound = _bounds.of[session] = session.bound()
-    for number, array in enumerate(inputs):
-        address = array.__array_interface__["data"][0]
-        bound.input(number, np.float32, (1, 1, *array.shape), address)
-    bound.output(0, np.float32, (1, 1, *out.shape), out.__array_interface__["data"][0])
-    bound()
+_kept = _KeptProducts()
 
 
 def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> str:
@@ -174,10 +239,13 @@ def _mask(
     key. Tokens start at position ``start``, keys at ``low``. All tokens also attend to the
     positions of a ``span``.
 
-    NumPy writes only the masked scores. An addition in the graph would read and write all of
-    them, which takes a tenth of the time of a long prompt's attention."""
+    NumPy touches only the last keys. An addition in the graph would read and write all scores,
+    which takes a tenth of the time of a long prompt's attention."""
     first = start if window is None else low  # all tokens attend to the keys before it
     _, tokens, count = scores.shape
+    if window is None and span is None and low + count - first <= ABOVE_DIAGONAL.shape[1]:
+        scores[:, :, first - low :] += ABOVE_DIAGONAL[:tokens, : low + count - first]
+        return
     keys, queries = np.arange(first, low + count), np.arange(start, start + tokens)[:, None]
     unseen = keys > queries
     if window is not None:
@@ -207,29 +275,38 @@ def attend(
     stored: int,
     how: How,
     sinks: Array | None,
+    out: Array,
     span: tuple[int, int] | None = None,
-) -> Array:
-    """Return the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
-    following positions, for one head of keys.
+) -> None:
+    """Write the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
+    following positions, for one head of keys, to ``out`` (groups, tokens, value dim).
 
     Keys and values are (positions, dim), of which the first ``stored`` belong to the row. Sinks
     are (groups, 1, 1). If there is a ``span``, all queries are in it and attend to all of it.
     May be called on any thread."""
     groups, tokens, dim = queries.shape
     low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
-    flat = np.ascontiguousarray(queries).reshape(groups * tokens, dim)
-    if alone := len(flat) == 1:  # a product of one row uses other operations
-        flat, tokens = np.repeat(flat, 2, axis=0), 2
+    # A product of one row uses other operations.
+    twice = 2 if groups * tokens == 1 else 1
     keys, values = (_part(each, low, high, stored) for each in kept)
-    scores: Array = np.empty((len(flat), high - low), np.float32)
-    _compute(_scores_session(how.softcap), scores, flat, keys)
-    _mask(scores.reshape(groups, tokens, -1), start, low, how.window, span)
-    before = [] if sinks is None else [before_scores(sinks, tokens).reshape(-1, TILE)]
-    # Weights replace their scores, so that half as much has to stay in the cache.
-    _compute(_shares_session(sinks is not None), scores, scores, *before)
-    found: Array = np.empty((len(flat), values.shape[1]), np.float32)
-    _compute(_sums_session(), found, scores, values)
-    return found[None, :1] if alone else found.reshape(groups, tokens, -1)
+    products = _kept.products(
+        _Shape(
+            twice * groups * tokens,
+            high - low,
+            dim,
+            values.shape[1],
+            how.softcap,
+            sinks is not None,
+        )
+    )
+    products.queries.reshape(groups, twice * tokens, dim)[...] = queries
+    if sinks is not None:
+        products.before[...] = before_scores(sinks, twice * tokens).reshape(-1, TILE)
+    products.score(keys)
+    scores = products.scores.reshape(groups, twice * tokens, high - low)
+    _mask(scores, start, low, how.window, span)
+    products.sum(values)
+    out[...] = products.found.reshape(groups, twice * tokens, -1)[:, :tokens]
 
 
 def attend_to_prefill(
@@ -239,5 +316,5 @@ def attend_to_prefill(
     row, its = piece.row, slice(piece.first, piece.last)
     both = kept[0][row.slot.row, piece.head], kept[1][row.slot.row, piece.head]
     sinks = None if how.sinks is None else how.sinks[piece.head]
-    queries = asked[piece.head, :, its]
-    out[piece.head, :, its] = attend(queries, both, row.start + piece.first, row.end, how, sinks)
+    queries, target = asked[piece.head, :, its], out[piece.head, :, its]
+    attend(queries, both, row.start + piece.first, row.end, how, sinks, target)

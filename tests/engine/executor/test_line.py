@@ -60,3 +60,15 @@ def test_the_error_of_a_piece_is_raised_where_it_is_waited_for(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="Unable to read"):
         line.wait()
     line.abandon()
+
+
+def test_a_line_that_waits_has_nothing_in_flight(tmp_path: Path) -> None:
+    line = DeviceLine(waits=True)
+    piece = line.send([mx.ones(3) + 1])
+    assert line.piece is None
+    assert piece.elapsed_s is not None
+    with pytest.raises(RuntimeError, match="Unable to read"):
+        send_unreadable(line, tmp_path / "broken.npy")
+    found = mx.ones(3) + 1
+    line.send([found])
+    assert found.tolist() == [2, 2, 2]

@@ -9,6 +9,7 @@ import pytest
 
 from engine.batch.cpu import few_tokens, single_tokens, tiles
 from engine.batch.cpu.host import HostBatch
+from engine.batch.cpu.pieces import How
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.rounding import Array
@@ -244,6 +245,28 @@ def test_what_a_slot_held_before_is_no_part_of_a_prompt(what: str) -> None:
     for number in (0, 1):
         text.slabs[0].host_part(number)[...] = np.nan
     assert np.array_equal(text.computed(HostBatch, {0: (0, 100)})[0], clean)
+
+
+@pytest.mark.parametrize("what", ["three", "sinks", "one query for a head of keys"])
+def test_products_of_many_shapes_share_the_memory_of_a_thread(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They grow, shrink, are dropped and, above a limit, have memory of their own."""
+    text, kept = Text(CASES[what]), tiles._KeptProducts()
+    whole = text.computed(HostBatch, {0: (0, LENGTH)})[0]
+    queries, sinks = text.queries[0, 0], None if text.sinks is None else text.sinks[0]
+    slab = text.slabs[0]
+    both = slab.host_part(0)[0, 0], slab.host_part(1)[0, 0]
+    monkeypatch.setattr(tiles, "_kept", kept)
+    monkeypatch.setattr(tiles, "MAX_KEPT", 3)
+    monkeypatch.setattr(tiles, "MAX_KEPT_FLOATS", 300 * 450)
+    for start, end in [(0, 10), (300, 301), (5, 130), (300, 301), (322, 450), (60, 70), (0, 10)]:
+        out: Array = np.empty((len(queries), end - start, both[1].shape[1]), np.float32)
+        how = How(None, None, None)
+        tiles.attend(queries[:, start:end], both, start, LENGTH, how, sinks, out)
+        assert np.array_equal(out, whole[0][:, start:end]), (start, end)
+        assert len(kept._products) <= 3
+        assert len(kept._memory) <= 300 * 450
 
 
 def _cut(whole: Array, start: int, end: int) -> Array:

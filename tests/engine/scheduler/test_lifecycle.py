@@ -15,13 +15,7 @@ from tests.engine.scheduler.fake_executor import sample
 from tests.engine.scheduler.harness import Engine, config, prompt, request
 
 
-def test_a_prompt_of_one_token_needs_no_chunk() -> None:
-    engine = Engine(config())
-    engine.serve(request("a", [3]))
-    assert not engine.chunks and engine.plans[0].decodes[0].position == 0
-
-
-@pytest.mark.parametrize("length", [2, 15, 16, 17, 40])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40])
 def test_the_last_prompt_token_goes_through_the_decode_that_samples_output_0(length: int) -> None:
     engine = Engine(config())
     engine.serve(request("a", prompt(length)))

@@ -127,6 +127,17 @@ def test_the_last_free_rows_are_given_back_after_the_cache_and_before_a_request_
     assert memory.ledger.used_bytes == (64 + 65) * BLOCK_BYTES
 
 
+def test_many_free_rows_are_given_back_before_the_cache() -> None:
+    fields = {"context_length": 2048, "completion_batch_size": 8, "shares_slabs": True}
+    memory = Memory(config(blocks=10 * 512, **fields))
+    assert all(memory.allocate_slot(2048) for _ in range(8))
+    memory.forget_changes()
+    for row in range(1, 8):
+        memory.slots.release(Slot(0, row))
+    add_blocks(memory, 2 * 512 + 1)
+    assert memory.resized_slabs == [ResizeSlab(0, 2)] and not memory.evictions
+
+
 def test_with_shared_slabs_and_much_memory_short_sequences_share_a_class_with_longer_ones() -> None:
     fields = {"context_length": 8192, "completion_batch_size": 4, "shares_slabs": True}
     assert config(blocks=2 * 8192, **fields).capacity_classes() == (2048, 8192)

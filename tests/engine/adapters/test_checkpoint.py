@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from engine.adapters.checkpoint import AdapterError, Shape, read
 from tests.engine.adapters.random_adapters import random_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": Shape(32, 16), "model.layers.0.mlp.up": Shape(32, 48)}
-CONFIG = "adapter_config.json"
+CONFIG, FILE = "adapter_config.json", "adapters.safetensors"
+Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def change(path: Path, **values: object) -> None:
@@ -49,7 +51,7 @@ def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
     import mlx.core as mx
 
     path = random_adapter(SHAPES, tmp_path / "a", 1)
-    file, exact = path / "adapters.safetensors", read(path, SHAPES, 16)
+    file, exact = path / FILE, read(path, SHAPES, 16)
     weights = {name: array.astype(mx.bfloat16) for name, array in mx.load(str(file)).items()}
     mx.save_safetensors(str(file), weights)
     found = read(path, SHAPES, 16)
@@ -70,41 +72,34 @@ def of_too_high_a_rank(path: Path) -> None:
     random_adapter(SHAPES, path, 1, rank=17)
 
 
+def rewrite(path: Path, change: Callable[[Weights], Weights]) -> None:
+    """Change the weights of the adapter in ``path``."""
+    save_file(change(load_file(path / FILE)), path / FILE)
+
+
 def without_half_of_a_pair(path: Path) -> None:
-    weights = load_file(path / "adapters.safetensors")
-    del weights["model.layers.0.mlp.up.lora_a"]
-    save_file(weights, path / "adapters.safetensors")
+    missing = "model.layers.0.mlp.up.lora_a"
+    rewrite(path, lambda weights: {n: weights[n] for n in weights if n != missing})
 
 
 def with_other_weights(path: Path) -> None:
-    weights = load_file(path / "adapters.safetensors")
-    save_file(
-        weights | {"model.norm.weight": np.ones(3, np.float32)}, path / "adapters.safetensors"
-    )
+    rewrite(path, lambda weights: weights | {"model.norm.weight": np.ones(3, np.float32)})
 
 
 def with_nan(path: Path) -> None:
-    weights = load_file(path / "adapters.safetensors")
-    save_file(
-        {name: array * np.nan for name, array in weights.items()}, path / "adapters.safetensors"
-    )
+    rewrite(path, lambda weights: {name: array * np.nan for name, array in weights.items()})
 
 
 def in_integers(path: Path) -> None:
-    weights = load_file(path / "adapters.safetensors")
-    save_file(
-        {name: array.astype(np.int32) for name, array in weights.items()},
-        path / "adapters.safetensors",
-    )
+    rewrite(path, lambda weights: {n: array.astype(np.int32) for n, array in weights.items()})
 
 
 def cut_in_half(path: Path) -> None:
-    file = path / "adapters.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-100])
 
 
 def of_noise(path: Path) -> None:
-    (path / "adapters.safetensors").write_bytes(b"\xff" * 64)
+    (path / FILE).write_bytes(b"\xff" * 64)
 
 
 def as_a_pickle(path: Path) -> None:

@@ -15,14 +15,7 @@ from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.cache.layout import Layout, probe_layout
 from engine.executor.batched import BatchedExecutor
-from engine.plan import (
-    Chunk,
-    Decode,
-    Plan,
-    SlabSpec,
-    Slot,
-    StepResult,
-)
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot, StepResult
 from shared.wire import SamplingParams, TokenLogprobs
 from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
@@ -100,6 +93,19 @@ def assert_logprobs(ours: TokenLogprobs, direct: mx.array, chosen: int) -> None:
     best = mx.sort(-direct)[: len(ours.top)].tolist()
     assert ours.top == pytest.approx([-value for value in best], abs=2e-4)
     assert ours.top == pytest.approx([direct[i].item() for i in ours.top_ids], abs=2e-4)
+
+
+def chunk(slot: Slot, tokens: list[int]) -> Chunk:
+    """Return the chunk of all but the last of ``tokens``."""
+    return Chunk(slot, 0, tuple(tokens[:-1]))
+
+
+def next_decode(
+    slot: Slot, prompt: list[int], index: int, sampling: SamplingParams = GREEDY, **fields: Any
+) -> Decode:
+    """Return the decode for output ``index`` after ``prompt``. The host does not know outputs."""
+    token = None if index else prompt[-1]
+    return Decode(slot, len(prompt) - 1 + index, token, index, sampling, **fields)
 
 
 class Runner:

@@ -15,7 +15,6 @@ from engine.executor.base import PendingStep
 from engine.plan import (
     Chunk,
     CopyPositions,
-    Decode,
     Evict,
     Insert,
     Move,
@@ -33,7 +32,9 @@ from tests.engine.executor.by_hand import (
     Runner,
     alone,
     assert_logprobs,
+    chunk,
     direct_logprobs,
+    next_decode,
     penalized,
     prompt,
 )
@@ -51,23 +52,13 @@ def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(mo
     outputs: list[list[int]] = [[] for _ in prompts]
     for turn in range(21):
         joined = [i for i in range(5) if turn == 2 * i]
-        chunks = [Chunk(slots[i], 0, tuple(prompts[i][:-1])) for i in joined if prompts[i][1:]]
-        running = [i for i in range(5) if 2 * i < turn <= 2 * i + 12]
-        decodes = [
-            Decode(
-                slots[i],
-                len(prompts[i]) - 1 + len(outputs[i]),
-                None if outputs[i] else prompts[i][-1],
-                len(outputs[i]),
-                GREEDY,
-            )
-            for i in reversed(running)
-        ]
+        chunks = [chunk(slots[i], prompts[i]) for i in joined if prompts[i][1:]]
+        running = [i for i in reversed(range(5)) if 2 * i < turn <= 2 * i + 12]
+        decodes = [next_decode(slots[i], prompts[i], len(outputs[i])) for i in running]
         result = runner.run(chunks=tuple(chunks), decodes=tuple(decodes))
-        for i, token in zip(reversed(running), result.tokens, strict=True):
+        for i, token in zip(running, result.tokens, strict=True):
             outputs[i].append(token)
-    assert outputs == [e[: len(o)] for e, o in zip(expected, outputs, strict=True)]
-    assert [len(o) for o in outputs] == [12] * 5
+    assert outputs == expected
 
 
 def test_a_rewound_row_leaves_other_rows_alone(model: Any) -> None:
@@ -129,19 +120,9 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> Non
             slots[0] = Slot(1, 1)
         decodes = []
         for tokens, slot, out in ((one, slots[0], outputs[0]), (two, slots[1], outputs[1])):
-            if tokens is two and turn < 3:
-                continue
-            first = not out
-            decodes.append(
-                Decode(
-                    slot,
-                    len(tokens) - 1 + len(out),
-                    tokens[-1] if first else None,
-                    len(out),
-                    PENALIZED,
-                    history=tuple(tokens[:-1]) if first else None,
-                )
-            )
+            if tokens is one or turn >= 3:
+                history = None if out else tuple(tokens[:-1])
+                decodes.append(next_decode(slot, tokens, len(out), PENALIZED, history=history))
         result = runner.run(moves=moves, decodes=tuple(decodes))
         for out, token in zip(outputs, result.tokens, strict=False):
             out.append(token)
@@ -155,12 +136,11 @@ def test_logprobs_come_in_the_order_of_the_plan(model: Any) -> None:
     slots = [Slot(0, 2), Slot(0, 0), Slot(0, 1)]
     for slot, tokens in zip(slots, prompts, strict=True):
         runner.prefill(slot, tokens[:-1])
-    result = runner.run(
-        decodes=tuple(
-            Decode(slot, len(tokens) - 1, tokens[-1], 0, GREEDY, logprobs=count)
-            for slot, tokens, count in zip(slots, prompts, (3, None, 0), strict=True)
-        )
+    decodes = (
+        next_decode(slot, tokens, 0, logprobs=count)
+        for slot, tokens, count in zip(slots, prompts, (3, None, 0), strict=True)
     )
+    result = runner.run(decodes=tuple(decodes))
     assert result.tokens == tuple(alone(model, tokens, 1)[0] for tokens in prompts)
     first, second, third = result.logprobs
     assert first is not None and second is None and third is not None
@@ -175,18 +155,9 @@ def test_logprobs_of_a_prompt_come_with_its_chunks(model: Any) -> None:
     direct = direct_logprobs(model, tokens)
     found: list[TokenLogprobs] = []
     for start, end in ((0, 16), (16, 39)):
-        result = runner.run(
-            chunks=(
-                Chunk(Slot(0, 0), start, tuple(other[start : start + 9])),
-                Chunk(
-                    Slot(0, 1),
-                    start,
-                    tuple(tokens[start:end]),
-                    tuple(tokens[start + 1 : end + 1]),
-                    2,
-                ),
-            )
-        )
+        inputs, targets = tuple(tokens[start:end]), tuple(tokens[start + 1 : end + 1])
+        plain = Chunk(Slot(0, 0), start, tuple(other[start : start + 9]))
+        result = runner.run(chunks=(plain, Chunk(Slot(0, 1), start, inputs, targets, 2)))
         (scored,) = result.prompt_logprobs
         assert scored[:2] == (Slot(0, 1), start)
         found += scored.logprobs
@@ -197,29 +168,23 @@ def test_logprobs_of_a_prompt_come_with_its_chunks(model: Any) -> None:
     assert runner.generate(Slot(0, 1), tokens, 3, known=True) == alone(model, tokens, 3)
 
 
-def test_a_scored_chunk_that_raises_fails_alone(model: Any) -> None:
-    tokens = prompt(33, 20)
+@pytest.mark.parametrize("scored", [False, True], ids=["", "scored"])
+def test_a_chunk_that_raises_fails_alone(model: Any, scored: bool) -> None:
+    good, bad = prompt(6, 20), prompt(7, 20)
+    targets = (tuple(bad), tuple(good[1:])) if scored else ((), ())
     runner = Runner(model)
     result = runner.run(
         chunks=(
-            Chunk(Slot(0, 0), 0, (*tokens, NO_TOKEN), tuple(tokens), 1),
-            Chunk(Slot(0, 1), 0, tuple(tokens[:-1]), tuple(tokens[1:]), 1),
-        )
-    )
-    assert [slot for slot, _ in result.failed] == [Slot(0, 0)]
-    assert [(one.slot, len(one.logprobs)) for one in result.prompt_logprobs] == [(Slot(0, 1), 19)]
-
-
-def test_a_chunk_that_raises_fails_alone(model: Any) -> None:
-    good, bad = prompt(6, 20), [*prompt(7, 20), NO_TOKEN]
-    runner = Runner(model)
-    result = runner.run(
-        chunks=(Chunk(Slot(0, 0), 0, tuple(bad)), Chunk(Slot(0, 1), 0, tuple(good[:-1]))),
+            Chunk(Slot(0, 0), 0, (*bad, NO_TOKEN), targets[0], 1),
+            Chunk(Slot(0, 1), 0, tuple(good[:-1]), targets[1], 1),
+        ),
         saves=(Save(Slot(0, 0), 0, (1,)), Save(Slot(0, 1), 0, (2,))),
         exports=(2,),
     )
     assert [slot for slot, _ in result.failed] == [Slot(0, 0)]
     assert [e.block_id for e in result.exported] == [2]
+    scores = [(one.slot, len(one.logprobs)) for one in result.prompt_logprobs]
+    assert scores == [(Slot(0, 1), 19)] * scored
     assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
 
 
@@ -256,20 +221,9 @@ def test_slots_keep_their_sequences_while_their_slab_grows_and_shrinks(model: An
         running = [i for i in range(4) if 2 * i < turn]
         joining = [i for i in range(4) if 2 * i == turn]
         rows = (ResizeSlab(0, resized[turn]),) if turn in resized else ()
-        decodes = [
-            Decode(
-                Slot(0, i),
-                len(prompts[i]) - 2 + turn - 2 * i,
-                None if turn - 2 * i > 1 else prompts[i][-1],
-                turn - 2 * i - 1,
-                GREEDY,
-            )
-            for i in running
-        ]
-        chunks = [Chunk(Slot(0, i), 0, tuple(prompts[i][:-1])) for i in joining]
-        plan = Plan(
-            step=runner.step, resized_slabs=rows, decodes=tuple(decodes), chunks=tuple(chunks)
-        )
+        decodes = tuple(next_decode(Slot(0, i), prompts[i], turn - 2 * i - 1) for i in running)
+        chunks = tuple(chunk(Slot(0, i), prompts[i]) for i in joining)
+        plan = Plan(step=runner.step, resized_slabs=rows, decodes=decodes, chunks=chunks)
         pending.append((runner.executor.dispatch(plan), running))
         if len(pending) > 1 or turn == 13:
             step, members = pending.pop(0)
@@ -299,12 +253,10 @@ def test_steps_write_slabs_in_place(
         pending: PendingStep | None = None
         for index in range(first, first + 6):
             runner.step += 1
+            decodes = (next_decode(s, [5] * 41, index, sampling, logprobs=logprobs) for s in slots)
             plan = Plan(
                 step=runner.step,
-                decodes=tuple(
-                    Decode(s, 40 + index, None if index else 5, index, sampling, logprobs=logprobs)
-                    for s in slots
-                ),
+                decodes=tuple(decodes),
                 chunks=(Chunk(slots[0], 0, (5,) * 30),),
                 saves=(Save(slots[1], 0, (100 + index,)),),
             )

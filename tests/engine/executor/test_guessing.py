@@ -63,26 +63,18 @@ class Bench:
         self.texts[slot] = list(tokens)
         for end in (*ends, len(tokens) - 1):
             if start < end:
-                chunk = Chunk(slot=slot, start=start, token_ids=tuple(tokens[start:end]))
-                self.run(chunks=(chunk,))
+                self.run(chunks=(Chunk(slot, start, tuple(tokens[start:end])),))
             start = end
 
     def decode(
         self, *decodes: tuple[Slot, SamplingParams, Sequence[int], int]
     ) -> list[tuple[int, ...]]:
         """Decode slots with drafts, and return the guesses of each."""
-        made = [
-            Decode(
-                slot=slot,
-                position=len(self.texts[slot]) - 1,
-                token_id=self.texts[slot][-1],
-                output_index=len(self.texts[slot]),
-                sampling=sampling,
-                drafts=tuple(drafts),
-                guesses=guesses,
-            )
-            for slot, sampling, drafts, guesses in decodes
-        ]
+        made = []
+        for slot, sampling, drafts, guesses in decodes:
+            end = len(self.texts[slot])
+            at = slot, end - 1, self.texts[slot][-1], end
+            made.append(Decode(*at, sampling, drafts=tuple(drafts), guesses=guesses))
         result = self.run(decodes=tuple(made))
         tokens = iter(result.tokens)
         for (slot, *_), length in zip(decodes, result.run_lengths, strict=True):
@@ -103,13 +95,7 @@ class Bench:
         hidden = self._head(embed(self.model, mx.array([tokens])), hidden, cache)[:, -1:]
         found: list[int] = []
         for number in range(count):
-            decode = Decode(
-                slot=slot,
-                position=0,
-                token_id=0,
-                output_index=len(tokens) + number,
-                sampling=sampling,
-            )
+            decode = Decode(slot, 0, 0, len(tokens) + number, sampling)
             logits = last_layer(self.model, hidden)[:, -1]
             found += sample_tokens(logits, [decode]).tolist()
             hidden = self._head(embed(self.model, mx.array([found[-1:]])), hidden, cache)
@@ -185,10 +171,7 @@ def test_a_restored_prefix_lacks_one_hidden_state(bench: Bench) -> None:
         save["state_saves"] = (SaveState(slot=A, position=2 * size, snapshot_id=3),)
         restore["state_restores"] = (RestoreState(slot=B, position=2 * size, snapshot_id=3),)
     bench.prefill(B, prompt(2 * size + 1, 8))  # its last state would fit
-    bench.run(
-        chunks=(Chunk(slot=A, start=0, token_ids=tuple(tokens[: 2 * size])),),
-        **save,
-    )
+    bench.run(chunks=(Chunk(A, 0, tuple(tokens[: 2 * size])),), **save)
     bench.run(**restore)
     bench.prefill(B, tokens, start=2 * size)
     (guesses,) = bench.decode((B, GREEDY, (), 3))

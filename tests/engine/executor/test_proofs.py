@@ -14,9 +14,7 @@ from engine.cache.layout import AttentionLayout, UnsupportedLayout, probe_layout
 from engine.proving.proof import NotBatchable, proof_references
 from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
-from tests.engine.executor.by_hand import (
-    bound,
-)
+from tests.engine.executor.by_hand import bound
 from tests.tiny_models import VOCAB_SIZE
 
 

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.executor.serial import SerialExecutor, measured_token_bytes
-from engine.plan import (
-    Chunk,
-    Decode,
-    Plan,
-    SlabSpec,
-    Slot,
-)
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from shared.wire import TokenLogprobs
 from tests.engine.executor.by_hand import (
     GREEDY,
@@ -33,14 +27,12 @@ def test_the_serial_executor_gives_the_tokens_of_mlx_lm(kind: Kind, tmp_path: Pa
     model = load(kind, tmp_path)
     executor = SerialExecutor(model, measured_token_bytes(model))
     for number, length in enumerate((30, 1, 12)):
-        tokens = prompt(number, length)
-        slot = Slot(number, 0)
+        tokens, slot = prompt(number, length), Slot(number, 0)
         out: list[int] = []
         if length > 1:
+            slabs = (SlabSpec(number, 1, 64),)
             chunks = (Chunk(slot, 0, tuple(tokens[:5])), Chunk(slot, 5, tuple(tokens[5:-1])))
-            executor.dispatch(
-                Plan(step=1, new_slabs=(SlabSpec(number, 1, 64),), chunks=chunks)
-            ).read()
+            executor.dispatch(Plan(step=1, new_slabs=slabs, chunks=chunks)).read()
         for index in range(5):
             token = out[-1] if out else tokens[-1]
             decode = Decode(slot, length - 1 + index, token, index, GREEDY)
@@ -64,15 +56,9 @@ def test_the_serial_executor_applies_the_same_controls(kind: Kind, tmp_path: Pat
     prompts: list[TokenLogprobs | None] = []
     for index in range(6):
         known = tokens + out
-        decode = Decode(
-            slot,
-            len(known) - 1,
-            known[-1],
-            index,
-            PENALIZED,
-            logprobs=3,
-            history=None if index else tuple(known[:-1]),
-        )
+        history = None if index else tuple(known[:-1])
+        at = slot, len(known) - 1, known[-1], index
+        decode = Decode(*at, PENALIZED, logprobs=3, history=history)
         result = executor.dispatch(Plan(step=2, decodes=(decode,))).read()
         out += result.tokens
         prompts += [score for one in result.prompt_logprobs for score in one.logprobs]

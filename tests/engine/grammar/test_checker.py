@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -26,11 +27,17 @@ def lark(text: str) -> Grammar:
     return Grammar(kind="lark", source=text)
 
 
+def running(checker: GrammarChecker) -> int:
+    """Return the process of ``checker``, after it has checked a grammar."""
+    checker.check(lark('start: "a"'))
+    assert checker.pid is not None
+    return checker.pid
+
+
 @pytest.fixture(scope="module")
 def checker(vocabulary: TokenizerSpec) -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(vocabulary)
-    yield checker
-    checker.close()
+    with closing(GrammarChecker(vocabulary)) as checker:
+        yield checker
 
 
 @pytest.mark.parametrize(
@@ -107,64 +114,47 @@ def test_the_error_of_a_bad_grammar_says_where_it_is(
 
 
 def test_a_grammar_that_takes_minutes_is_given_up(vocabulary: TokenizerSpec) -> None:
-    checker = GrammarChecker(vocabulary, time_limit_s=1)
-    try:
-        checker.check(schema({"type": "integer"}))
+    with closing(GrammarChecker(vocabulary, time_limit_s=1)) as checker:
+        running(checker)
         started = time.monotonic()
         with pytest.raises(GrammarError, match="takes longer") as failure:
             checker.check(schema({"type": "integer", "multipleOf": 9_999_991}))
         assert failure.value.transient
         assert time.monotonic() - started < 60  # it would be four minutes
-        checker.check(schema({"type": "integer"}))
-    finally:
-        checker.close()
+        running(checker)
 
 
-def test_a_killed_process_is_replaced(
-    checker: GrammarChecker,
-) -> None:
-    checker.check(lark('start: "a"'))
-    pid = checker.pid
-    assert pid is not None
+def test_a_killed_process_is_replaced(checker: GrammarChecker) -> None:
+    pid = running(checker)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: checker.pid is None)
-    checker.check(lark('start: "a"'))
-    assert checker.pid not in (None, pid)
+    assert running(checker) != pid
 
 
 def test_a_process_that_is_killed_while_it_compiles_rejects_no_grammar(
     vocabulary: TokenizerSpec,
 ) -> None:
-    checker = GrammarChecker(vocabulary)
-    checker.check(schema({"type": "object"}))
-    pid = checker.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    checker.check(schema({"type": "object"}))
-    assert checker.pid not in (None, pid)
-    checker.close()
+    with closing(GrammarChecker(vocabulary)) as checker:
+        pid = running(checker)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        assert running(checker) != pid
 
 
 def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
     vocabulary: TokenizerSpec,
 ) -> None:
-    checker = GrammarChecker(vocabulary)
     count = 200_000  # a source far over what a request may have
     deep = "".join(f"a{i}:a{i + 1}\n" for i in range(count))
-    try:
+    with closing(GrammarChecker(vocabulary)) as checker:
         with pytest.raises(GrammarError):
             checker.check(lark(f'start: a0\n{deep}a{count}: "x"'))
-        checker.check(lark('start: "a"'))
-    finally:
-        checker.close()
+        running(checker)
 
 
 def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) -> None:
     checker = GrammarChecker(vocabulary)
-    checker.check(lark('start: "a"'))
-    pid = checker.pid
-    assert pid is not None
+    pid = running(checker)
     checker.close()
     assert not is_running(pid)
     with pytest.raises(CheckerUnavailable):

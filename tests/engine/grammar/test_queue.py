@@ -21,6 +21,7 @@ from engine.grammar.queue import GrammarQueue, ReadyRequest
 from shared import wire
 from tests.shared import submits
 
+Outcomes = queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
 DIGITS = wire.Grammar(kind="regex", source="[0-9]{2}", param="guided_regex")
 
 
@@ -59,6 +60,12 @@ def digits(tokenizer: LLTokenizer) -> CompiledGrammar:
     return compile_grammar(tokenizer, DIGITS)
 
 
+def refusal(answer: ReadyRequest | wire.Refused | None) -> tuple[str, str | None]:
+    """Return the reason of a refusal, and the field at fault."""
+    assert isinstance(answer, wire.Refused)
+    return answer.reason, answer.param
+
+
 def names(answers: list[ReadyRequest | wire.Refused]) -> list[str]:
     return [v.request.request_id if isinstance(v, ReadyRequest) else v.request_id for v in answers]
 
@@ -90,10 +97,9 @@ def test_a_bad_grammar_is_refused_by_name_and_remembered(
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.on_compiled(DIGITS, GrammarError("it is bad"))
     again = grammar_queue.add(submit("b"))
-    for refusal in (refused, again):
-        assert isinstance(refusal, wire.Refused)
-        assert (refusal.reason, refusal.param) == ("invalid", "guided_regex")
-        assert "it is bad" in refusal.message
+    for answer in (refused, again):
+        assert refusal(answer) == ("invalid", "guided_regex")
+        assert isinstance(answer, wire.Refused) and "it is bad" in answer.message
     assert len(recorder.grammars) == 1
 
 
@@ -114,12 +120,8 @@ def test_a_bad_grammar_is_refused_with_each_requests_own_field(
         grammar_queue.add(submit("d", other)),
     ]
     fields = {one.request_id: one.param for one in found if isinstance(one, wire.Refused)}
-    assert fields == {
-        "a": "guided_regex",
-        "b": "response_format",
-        "c": "tools[1]",
-        "d": "response_format",
-    }
+    expected = {"a": "guided_regex", "b": "response_format", "c": "tools[1]"}
+    assert fields == expected | {"d": "response_format"}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,7 @@ def test_transient_errors_are_not_remembered(
 ) -> None:
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.on_compiled(DIGITS, outcome)
-    assert isinstance(refused, wire.Refused)
-    assert refused.reason == ("invalid" if isinstance(outcome, GrammarError) else "full")
+    assert refusal(refused)[0] == ("invalid" if isinstance(outcome, GrammarError) else "full")
     assert grammar_queue.add(submit("a", attempt=1)) is None
     assert len(recorder.grammars) == 2
 
@@ -180,16 +181,13 @@ def test_a_draining_engine_refuses_waiting_requests(grammar_queue: GrammarQueue)
 def test_grammars_are_unsupported_with_a_tokenizer_that_llguidance_cannot_use() -> None:
     grammar_queue = GrammarQueue(None, None)
     assert isinstance(grammar_queue.add(submit("a", None)), ReadyRequest)
-    refused = grammar_queue.add(submit("b"))
-    assert isinstance(refused, wire.Refused)
-    assert (refused.reason, refused.param) == ("unsupported", "guided_regex")
+    assert refusal(grammar_queue.add(submit("b"))) == ("unsupported", "guided_regex")
     assert grammar_queue.capabilities == ()
 
 
 def test_a_grammar_that_is_too_large_is_refused(grammar_queue: GrammarQueue) -> None:
     grammar = wire.Grammar(kind="regex", source="é" * (wire.MAX_GRAMMAR_BYTES // 2 + 1))
-    refused = grammar_queue.add(submit("a", grammar))
-    assert isinstance(refused, wire.Refused) and refused.reason == "too_large"
+    assert refusal(grammar_queue.add(submit("a", grammar)))[0] == "too_large"
 
 
 # -- the cache --------------------------------------------------------------------
@@ -224,24 +222,22 @@ def test_few_heavy_grammars_are_kept(
 
 
 @pytest.fixture
-def done() -> queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]:
-    return queue.SimpleQueue()
+def done() -> Outcomes:
+    return Outcomes()
 
 
 @pytest.fixture
 def compiler(
     vocabulary: TokenizerSpec,
     tokenizer: LLTokenizer,
-    done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]],
+    done: Outcomes,
 ) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(vocabulary, tokenizer, lambda *outcome: done.put(outcome))
     yield compiler
     compiler.close()
 
 
-def test_a_slow_grammar_does_not_delay_others(
-    compiler: GrammarCompiler, done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
-) -> None:
+def test_a_slow_grammar_does_not_delay_others(compiler: GrammarCompiler, done: Outcomes) -> None:
     slow = wire.Grammar(kind="json_schema", source='{"type":"integer","multipleOf":9999991}')
     bad = wire.Grammar(kind="regex", source="(")
     for grammar in (slow, DIGITS, bad):
@@ -257,7 +253,7 @@ def test_a_slow_grammar_does_not_delay_others(
 
 def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
     compiler: GrammarCompiler,
-    done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]],
+    done: Outcomes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
@@ -286,7 +282,7 @@ def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
 
 
 def test_grammars_that_nobody_waits_for_do_not_hold_up_others(
-    compiler: GrammarCompiler, done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
+    compiler: GrammarCompiler, done: Outcomes
 ) -> None:
     slow = [
         wire.Grammar(kind="json_schema", source=f'{{"type":"integer","multipleOf":{number}}}')

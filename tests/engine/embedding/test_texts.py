@@ -77,9 +77,10 @@ def test_between_layers_only_other_groups_are_served() -> None:
 def test_a_higher_priority_goes_first() -> None:
     queue = TextQueue()
     queue.add(encode("low", 5, priority=-1))
+    queue.add(encode("later", 5, group="high", priority=-1))
     queue.add(encode("high", 30, 30, priority=3))
     assert taken(queue) == ["high", "high"]
-    assert taken(queue) == ["low"]
+    assert taken(queue) == ["high", "low"]
 
 
 def test_equal_texts_are_computed_once_also_while_one_is_computed() -> None:

@@ -102,28 +102,19 @@ def check(case: Case, asked: dict[str, tuple[list[int], int]], close: float = CL
 
 
 def test_eight_adapters_mixed_with_none_are_each_as_mlx_lm_computes_it_alone(case: Case) -> None:
-    pick = random.Random(3)
-    asked = {
-        f"r{number}": (prompt, number if number <= COUNT else pick.randrange(COUNT + 1))
-        for number, prompt in enumerate(prompts(2 * COUNT + 2))
-    }
-    run_all(case, asked)
+    pick, asked = random.Random(3), {}
+    for number, prompt in enumerate(prompts(2 * COUNT + 2)):
+        name, adapter = f"r{number}", (number % (COUNT + 1) if number < 9 else pick.randrange(9))
+        asked[name] = prompt, adapter
+        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
+    case.whole.run()
     check(case, asked)
 
 
-def submit_all(case: Case, asked: dict[str, tuple[list[int], int]], count: int = 6) -> None:
+def run_all(case: Case, asked: dict[str, tuple[list[int], int]], count: int = 6) -> None:
     for name, (prompt, adapter) in asked.items():
         case.whole.submit(name, prompt, count, logprobs=1, adapter=case.refs[adapter])
-
-
-def run_all(case: Case, asked: dict[str, tuple[list[int], int]], count: int = 6) -> None:
-    submit_all(case, asked, count)
     case.whole.run()
-
-
-def one_each(count: int) -> dict[str, tuple[list[int], int]]:
-    """Return a prompt for each of the first ``count`` adapters."""
-    return {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(count))}
 
 
 def mixed(count: int, seed: int = 5) -> dict[str, tuple[list[int], int]]:
@@ -217,7 +208,7 @@ def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
     case = make_case(tiny_model("llama"), tmp_path, max_adapters=2)
     case.adapters[5].rename(tmp_path / "elsewhere")
     random_adapter(shapes_of(case.model), case.adapters[6], 100)
-    asked = one_each(COUNT)
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(COUNT))}
     run_all(case, asked)
     refused = case.whole.refused
     assert refused.keys() == {"r5", "r6"}
@@ -230,7 +221,7 @@ def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     case = make_case(tiny_model("llama"), tmp_path, max_adapters=1, spec_decode="ngram")
-    asked = one_each(3)
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(3))}
 
     def submit(name: str, tokens: int, **fields: Any) -> None:
         prompt, adapter = asked[name]
@@ -247,8 +238,11 @@ def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
     while len(case.whole.ends) < 3:
         # All are read by now: the engine would sleep until the next message otherwise.
         assert case.whole.turn() or case.whole.adapter_queue._reading
-    lengths = {name: len(text) for name, text in case.whole.texts.items()}
-    assert lengths == {"r0": 60, "r1": 60, "r2": 6}
+    assert {name: len(text) for name, text in case.whole.texts.items()} == {
+        "r0": 60,
+        "r1": 60,
+        "r2": 6,
+    }
     check(case, asked)
 
 
@@ -256,8 +250,9 @@ def test_an_abort_while_an_adapter_is_read_leaves_the_others(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     case = make_case(tiny_model("llama"), tmp_path, max_adapters=1)
-    asked = one_each(4)
-    submit_all(case, asked)
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(4))}
+    for name, (prompt, adapter) in asked.items():
+        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
     case.whole.adapter_queue.abort("r1", 0)
     assert [live.request_id for live in case.whole.adapter_queue.live()] == ["r2", "r3"]
     case.whole.run()

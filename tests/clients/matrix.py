@@ -165,7 +165,7 @@ def _read(cell: str, notes: Mapping[str, str]) -> Cell:
 
 
 def table(rows: Sequence[Row], scenarios: Sequence[str] = SCENARIOS) -> str:
-    """Return Markdown: a row for each client and API, and a note for each cell but a pass."""
+    """Return Markdown: a row for each client and API, and notes for all cells but a pass."""
     head = ["client", "version", "API", *scenarios]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     notes: list[str] = []
@@ -177,8 +177,10 @@ def table(rows: Sequence[Row], scenarios: Sequence[str] = SCENARIOS) -> str:
             if cell.result == "pass":
                 cells.append("pass")
                 continue
-            notes.append(f"{client.name}, {scenario}: {_line(cell.reason)}")
-            cells.append(f"{cell.result} ({len(notes)})")
+            note = f"{client.name}, {scenario}: {_line(cell.reason)}"
+            if note not in notes:
+                notes.append(note)
+            cells.append(f"{cell.result} ({notes.index(note) + 1})")
         lines.append("| " + " | ".join(cells) + " |")
     numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join([*lines, "", *numbered]).rstrip() + "\n"

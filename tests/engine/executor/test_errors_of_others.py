@@ -56,30 +56,31 @@ def run(whole: Whole, lengths: dict[str, int], **fields: Any) -> None:
     whole.run()
 
 
-def send_before(
-    broken: BrokenPiece, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let a call of method ``name`` of ``owner`` begin while a piece is in flight that fails."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        broken.send()
-        return original(*args)
-
-    monkeypatch.setattr(owner, name, call)
-
-
 def test_a_draft_model_does_not_take_the_error_of_its_target(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, lengths = tiny_model("llama"), {"a": 5, "b": 60}
-    drafts = {"spec_decode": "draft", "draft_model_path": str(path), "spec_decode_dynamic": False}
-    whole = Whole(path, no_ssd=True, num_blocks=300, **drafts)
+    whole = Whole(
+        path,
+        no_ssd=True,
+        num_blocks=300,
+        spec_decode="draft",
+        draft_model_path=str(path),
+        spec_decode_dynamic=False,
+    )
     run(whole, lengths)
     expected = whole.texts
     whole.renew(look_ahead=True)
-    broken = BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch)
-    send_before(broken, BatchDrafting, "propose", monkeypatch)
+    broken, propose = (
+        BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch),
+        BatchDrafting.propose,
+    )
+
+    def asked(self: BatchDrafting, *args: Any) -> Any:
+        broken.send()
+        return propose(self, *args)
+
+    monkeypatch.setattr(BatchDrafting, "propose", asked)
     run(whole, lengths)
     broken.check()
     assert whole.texts == expected
@@ -110,8 +111,13 @@ def test_an_adapter_that_gets_a_place_does_not_take_the_error_of_the_step(
     whole.renew(look_ahead=True)
     places = whole.replica.adapters.places
     places._places.clear()
-    broken = BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch)
-    send_before(broken, AdapterPlaces, "put", monkeypatch)
+    broken, put = BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch), AdapterPlaces.put
+
+    def put_beside_a_step(self: AdapterPlaces, *args: Any) -> int | None:
+        broken.send()
+        return put(self, *args)
+
+    monkeypatch.setattr(AdapterPlaces, "put", put_beside_a_step)
     assert ask() == expected
     broken.check()
 

@@ -29,7 +29,7 @@ TILE = 64
 FEWEST = 128
 """Min number of keys: with wide heads, fewer keys would be summed in other blocks."""
 
-MAX_SCORES = 1 << 21
+MAX_SCORES = 1 << 22
 """Max scores of a product with more than `FEWEST_QUERIES` queries, so that they stay in the
 processor's last-level cache."""
 FEWEST_QUERIES = 32
@@ -37,7 +37,7 @@ FEWEST_QUERIES = 32
 queries of a head."""
 FEWEST_QUERIES_EVEN = 16
 """The same if a part is cut so that all threads have equally many products."""
-MAX_KEPT, MAX_KEPT_FLOATS = 64, 3 << 20
+MAX_KEPT, MAX_KEPT_FLOATS = 64, 5 << 20
 """Max shapes of products whose arguments a thread keeps, and max size of their memory, which the
 shapes share."""
 
@@ -243,7 +243,7 @@ def _mask(
     which takes a tenth of the time of a long prompt's attention."""
     first = start if window is None else low  # all tokens attend to the keys before it
     _, tokens, count = scores.shape
-    if window is None and span is None and low + count - first <= ABOVE_DIAGONAL.shape[1]:
+    if window is None and span is None:
         scores[:, :, first - low :] += ABOVE_DIAGONAL[:tokens, : low + count - first]
         return
     keys, queries = np.arange(first, low + count), np.arange(start, start + tokens)[:, None]

@@ -92,6 +92,9 @@ serve: $(SERVES)
 # Workers take files in the order of tests/conftest.py.
 BY_FILE = --dist loadfile --no-loadscope-reorder
 
+# Every worker imports all tests: without bytecode, each would compile them at every run.
+test test-slow test-ranks: export PYTHONDONTWRITEBYTECODE =
+
 # Many tests wait for processes more than they compute, so there are more workers than cores.
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(BY_FILE) $(ARGS)

@@ -17,8 +17,10 @@ import httpx._transports.default as transports
 import pytest
 
 from engine.backend.blas import load_fast_blas
+from shared.imports.transformers_index import remember_transformers
 
 load_fast_blas()
+remember_transformers()
 # Servers ignore hang-ups where they were started so, as below nohup; those of tests were not.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
 FOLDER_FILES = 16
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def lines_of_classes(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
@@ -42,7 +47,7 @@ def relative(path: Path) -> str:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for name, line in lines_of_classes(tree.body):
             places[name].append(f"{relative(path)}:{line}")
     twice = [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
@@ -63,7 +68,7 @@ def test_folders_hold_few_files() -> None:
 def test_functions_are_short() -> None:
     long = [
         f"{relative(path)}:{node.lineno} {node.name}: {length} lines"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or 0) - node.lineno + 1) >= FUNCTION_LINES

@@ -8,15 +8,17 @@ import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.e2e.requests.naming_model import COLOURS, QUESTION, in_png, make_naming_model
 from tests.e2e.server import Server, serving
 from tests.vision_models import needs_mlx_vlm
+
+if TYPE_CHECKING:  # its import takes two seconds, in every process that collects tests
+    from anthropic import Anthropic
 
 needs_mlx_vlm()
 
@@ -53,6 +55,8 @@ def openai(server: Server) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def anthropic(server: Server) -> Anthropic:
+    from anthropic import Anthropic
+
     return Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
 
 

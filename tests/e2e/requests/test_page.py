@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.requests.naming_model import QUESTION, in_png, make_naming_model
 from tests.e2e.server import Server, serving
 from tests.tiny_models import CHAT_TEMPLATE
+from tests.vision_models import needs_mlx_vlm
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 AXE_CORE = os.environ.get("AXE_CORE")
@@ -229,7 +230,7 @@ GIVE = """([kind, data]) => {
 def test_pictures_are_chosen_pasted_and_dropped(
     open_page: Callable[..., Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("mlx_vlm.models", reason="needs mlx-vlm (requirements/vision.txt)")
+    needs_mlx_vlm()
     model = make_naming_model(tmp_path / "naming")
     with serving(model, "--no-ssd", "--served-model-name", "tiny") as seeing:
         page = open_page(keys=False, port=seeing.port)

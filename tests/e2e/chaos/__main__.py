@@ -45,6 +45,7 @@ from tests.e2e.chaos.site import (
     LIMITED,
     SELDOM,
     SHARED,
+    SUPERVISORS,
     Site,
     mount_small_disk,
     unmount,
@@ -64,7 +65,6 @@ LONG_S = 600.0
 SAMPLE_EVERY_S = 2.0
 OPTIONAL = (f"engine {SELDOM}", "image decoder", "spare")
 """Roles with any number of processes, including none."""
-SUPERVISORS = ("supervisor", "supervisor elsewhere")
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
 PEER_LOST, NO_DESCRIPTOR = "connection to a peer was lost", "Too many open files"
 """What the log says of a rank that was killed, and of a process without descriptors."""
@@ -125,6 +125,7 @@ class Chaos:
             if judge.outcomes.total() - judge.outcomes["right"] != wrong:
                 judge.find(f"not all is answered once it is over: {judge.outcomes}")
             await self._check_idle()
+            await self._wait_drained(site.roles)
             self._check_sizes(before, self._sizes())
         finally:
             if any(codes := await asyncio.to_thread(site.leave)):
@@ -176,9 +177,7 @@ class Chaos:
         """Record the memory of each process. None may end, and none may grow."""
         await self.site.wait_whole(RECOVERED_WITHIN_S)
         roles = [*(role for role in self.site.roles if role not in OPTIONAL), *SUPERVISORS]
-        deadline = awake_s() + RECOVERED_WITHIN_S
-        while any(len(self.site.pids(role)) > 1 for role in roles) and awake_s() < deadline:
-            await asyncio.sleep(1)  # one of them was replaced, and drains
+        await self._wait_drained(roles)
         pids = {role: self.site.pids(role) for role in roles}
         print_line("no more faults")
         while time.monotonic() < until:
@@ -191,6 +190,12 @@ class Chaos:
         for role, sizes in self.memory.items():
             if grows(sizes):
                 self.judge.find(f"the memory of {role} grows")
+
+    async def _wait_drained(self, roles: Sequence[str]) -> None:
+        """Wait until none of ``roles`` has two processes: of these, one was replaced."""
+        deadline = awake_s() + RECOVERED_WITHIN_S
+        while any(len(self.site.pids(role)) > 1 for role in roles) and awake_s() < deadline:
+            await asyncio.sleep(1)
 
     async def _load_seldom(self) -> None:
         """Ask `SELDOM` until it answers. Its engine may have failed often, and wait for its next

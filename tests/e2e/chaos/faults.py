@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.e2e.chaos.site import Site, admin_restart, send_signal
+from tests.e2e.chaos.site import SUPERVISORS, Site, admin_restart, send_signal
 from tests.e2e.soak.report import print_line
 
 RECOVERED_WITHIN_S = 120.0
 """Engines that failed often wait 30 s before their next start."""
 HUNG_FOR_S = 13.0
 """A process that is stopped for that long is killed by its supervisor."""
+STARTED_WITHIN_S = 60.0
+"""For the first start of a supervisor's engines."""
 
 
 class Saboteur:
@@ -113,8 +115,7 @@ class Saboteur:
         return "router replaced"
 
     async def stop_for_a_while(self) -> str:
-        supervisors = "supervisor", "supervisor elsewhere"
-        role = self._chance.choice((*self._site.roles, *supervisors))
+        role = self._chance.choice((*self._site.roles, *SUPERVISORS))
         seconds = self._chance.uniform(0.2, 6)
         self.touched[role] += 1
         stopped = self._site.send(role, signal.SIGSTOP)
@@ -128,11 +129,17 @@ class Saboteur:
 
     async def exhaust_descriptors(self) -> str:
         """Let a process open nothing more for a while: no connection, file, or child. It may end,
-        and is started again."""
-        role = self._chance.choice((*self._site.roles, "supervisor", "supervisor elsewhere"))
+        and is started again.
+
+        A supervisor gives up an engine that has never been ready after a few failed starts. So this
+        waits until each of its engines has been ready once; a supervisor for which that takes
+        longer than `STARTED_WITHIN_S` is spared."""
+        role = self._chance.choice((*self._site.roles, *SUPERVISORS))
         if role == "second router":  # it has no supervisor
             role = "router"
         seconds = self._chance.uniform(0.5, 6)
+        if role in SUPERVISORS and not await self._site.wait_started(role, STARTED_WITHIN_S):
+            return f"{role} spared: an engine was not ready"
         self._say(f"{role} may open nothing for {seconds:.1f} s: {self._site.pids(role)}")
         limits = {}
         for pid in self._site.pids(role):

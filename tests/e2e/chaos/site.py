@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ ADMIN = {"authorization": "Bearer boss"}
 LOG_LATE_S = 10.0
 SETTLED_WITHIN_S = 180.0
 """For the end of a process, or the start of the second router."""
+ENGINES_READY = "mlx-lm-server engine ready, for "
+"""What the command of the engine from elsewhere prints once."""
 DISK_BYTES = 24 * 2**20
 FILE = """
 num_blocks = 512
@@ -56,6 +58,7 @@ SELDOM = "seldom"
 """The model that is unloaded when idle."""
 SHARED = "a"
 """The model that has an engine elsewhere, which two routers share."""
+SUPERVISORS = ("supervisor", "supervisor elsewhere")
 SETTINGS = {
     SHARED: 'spec_decode = "ngram"\nmax_adapters = 1\n',
     SELDOM: "idle_unload_s = 15\n",
@@ -234,7 +237,7 @@ class Site:
         return ("router", "kvstore", *engines, *ranks, *images, *elsewhere, "second router")
 
     def pids(self, role: str) -> list[int]:
-        """Return the processes with one of `roles`, or "supervisor" or "supervisor elsewhere"."""
+        """Return the processes with one of `roles`, or one of `SUPERVISORS`."""
         match role:
             case "supervisor":
                 return [self.server.process.pid]
@@ -277,21 +280,40 @@ class Site:
         return None
 
     async def _is_whole(self, client: httpx.AsyncClient) -> bool:
-        health = await client.get("/health")
-        ready = {
-            model["id"]: [engine["ready"] for engine in model["engines"]]
-            for model in health.json()["models"]
-        }
-        wanted = {name: [True] * (2 if name == SHARED else 1) for name in self.models}
-        ready.pop(SELDOM, None), wanted.pop(SELDOM, None)
-        if ready != wanted or self.second_endpoint.is_down:
-            return False
-        if (await client.get("/admin/engines")).json()["restarting"]:
+        on_start = [name for name in self.models if name != SELDOM]
+        if self.second_endpoint.is_down or not await self._are_ready(client, on_start):
             return False
         ready_there = await client.get(f"{self.second_endpoint.url}/readyz")
         metrics = (await client.get("/metrics")).text
         states = re.findall(r'^mlx_lm_server_store_state\{.*state="ok"\} (\S+)', metrics, re.M)
         return ready_there.is_success and bool(states) and all(float(state) for state in states)
+
+    async def _are_ready(self, client: httpx.AsyncClient, models: Iterable[str]) -> bool:
+        """Return whether all engines of ``models`` are ready, and none is being restarted."""
+        health = await client.get("/health")
+        ready = {
+            model["id"]: [engine["ready"] for engine in model["engines"]]
+            for model in health.json()["models"]
+        }
+        if any(ready.get(name) != [True] * (2 if name == SHARED else 1) for name in models):
+            return False
+        return not (await client.get("/admin/engines")).json()["restarting"]
+
+    async def wait_started(self, supervisor: str, timeout_s: float) -> bool:
+        """Wait until all engines below one of `SUPERVISORS` have been ready once. Return whether
+        they have."""
+        deadline = awake_s() + timeout_s
+        async with httpx.AsyncClient(base_url=self.url, headers=ADMIN, timeout=10) as client:
+            while awake_s() < deadline:
+                if supervisor == "supervisor elsewhere":
+                    if any(ENGINES_READY in line for line in list(self.joined.log)):
+                        return True
+                else:
+                    with suppress(httpx.HTTPError):
+                        if await self._are_ready(client, self.models):
+                            return True
+                await asyncio.sleep(0.5)
+        return False
 
     def gives_same_bits(self, name: str) -> bool:
         """Return whether the engine of this model or adapter, which is loaded, says nothing else in

@@ -205,20 +205,10 @@ def _run(
 ) -> dict[str, Cell]:
     """Return the cells of the scenarios that ``command`` runs. If it reports none, all that are
     ``expected`` have failed."""
-    environment = {
-        "PYTHONPATH": str(SCRIPTS),
-        "CLIENT_TOKENIZER": str(tokenizer),
-        "CLIENT_URL": f"http://127.0.0.1:{server.port}",
-        "CLIENT_KEY": KEY,
-        "CLIENT_MODEL": SERVED,
-        "CLIENT_ALIAS": ALIAS,
-        "CLIENT_EMBEDDER": EMBEDDER,
-        "CLIENT_RANKER": RANKER,
-    }
     try:
         done = subprocess.run(
             command,
-            env=os.environ | environment,
+            env=environment_of(server) | {"CLIENT_TOKENIZER": str(tokenizer)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -236,6 +226,19 @@ def _run(
     if not cells:
         return dict.fromkeys(expected, Cell("fail", f"ended with code {done.returncode}"))
     return cells
+
+
+def environment_of(server: Server) -> dict[str, str]:
+    """Return the variables that scenarios read."""
+    return os.environ | {
+        "PYTHONPATH": str(SCRIPTS),
+        "CLIENT_URL": f"http://127.0.0.1:{server.port}",
+        "CLIENT_KEY": KEY,
+        "CLIENT_MODEL": SERVED,
+        "CLIENT_ALIAS": ALIAS,
+        "CLIENT_EMBEDDER": EMBEDDER,
+        "CLIENT_RANKER": RANKER,
+    }
 
 
 if __name__ == "__main__":

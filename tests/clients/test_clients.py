@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,37 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.__main__ import EMBEDDER, RANKER, by_run, write_config
+from tests.clients.__main__ import KEY, SERVED, by_run, environment_of, write_config
 from tests.clients.environments import SCENARIOS
 from tests.clients.matrix import CLIENTS, Cell, Row, joined, table
 from tests.clients.matrix import SCENARIOS as MATRIX
 from tests.clients.reciter import make_reciter
 from tests.e2e.server import Server, serving
 
-EMBEDDING_SCRIPT = str(SCENARIOS / "vectors" / "openai_embeddings.py")
-KEY = "a-secret-key"
 NODE = next(client for client in CLIENTS if client.script == "openai_node.mjs")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_reciter(tmp_path_factory.mktemp("reciter"))
-    flags = ("--served-model-name", "reciter", "--api-key", KEY, "--no-ssd")
+    flags = ("--served-model-name", SERVED, "--api-key", KEY, "--no-ssd")
     with serving(model, *flags) as running:
         yield running
 
 
 def check_all(server: Server, *command: str) -> None:
-    environment = {
-        "PYTHONPATH": str(SCENARIOS),
-        "CLIENT_URL": f"http://127.0.0.1:{server.port}",
-        "CLIENT_KEY": KEY,
-        "CLIENT_MODEL": "reciter",
-        "CLIENT_EMBEDDER": EMBEDDER,
-        "CLIENT_RANKER": RANKER,
-    }
     ran = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=240
+        command, env=environment_of(server), capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
     results = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -62,13 +51,8 @@ def test_python_clients_work(server: Server, script: str) -> None:
 def test_a_client_embeds(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
-        check_all(
-            server,
-            sys.executable,
-            str(SCENARIOS / "vectors" / "openai_embeddings.py"),
-            "embed",
-            "errors",
-        )
+        script = str(SCENARIOS / "vectors" / "openai_embeddings.py")
+        check_all(server, sys.executable, script, "embed", "errors")
 
 
 def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> None:

@@ -61,26 +61,16 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        client.messages.create(model="nobody", max_tokens=5, messages=asked)
-        h.check(False, "no error")
-    except anthropic.NotFoundError as error:
-        body: Any = error.body
-        h.check(body["error"]["type"] == "not_found_error" and error.request_id, body)
-    try:
-        client.messages.create(
-            model=h.MODEL, max_tokens=5, messages=asked, extra_body={"temperature": 1.5}
-        )
-        h.check(False, "no error")
-    except anthropic.BadRequestError as error:
-        h.check("temperature" in str(error), error)
-    try:
-        client.with_options(api_key="wrong").messages.create(
-            model=h.MODEL, max_tokens=5, messages=asked
-        )
-        h.check(False, "no error")
-    except anthropic.AuthenticationError:
-        pass
+    create, fields = client.messages.create, {"max_tokens": 5, "messages": asked}
+    missing: Any = h.failure(anthropic.NotFoundError, create, model="nobody", **fields)
+    kind = missing.body["error"]["type"]
+    h.check(kind == "not_found_error" and missing.request_id, missing.body)
+    fields["model"] = h.MODEL
+    hot = {"temperature": 1.5}
+    bad = h.failure(anthropic.BadRequestError, create, extra_body=hot, **fields)
+    h.check("temperature" in str(bad), bad)
+    stranger = client.with_options(api_key="wrong")
+    h.failure(anthropic.AuthenticationError, stranger.messages.create, **fields)
 
 
 def cancel() -> None:

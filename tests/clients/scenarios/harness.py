@@ -7,9 +7,11 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 URL = os.environ["CLIENT_URL"]
 KEY = os.environ["CLIENT_KEY"]
+HEADERS = {"authorization": f"Bearer {KEY}"}
 MODEL = os.environ["CLIENT_MODEL"]
 CALLER = os.environ.get("CLIENT_CALLER", "")
 """A second server, whose model calls tools: it goes by the same name and key."""
@@ -23,15 +25,36 @@ CITY_SCHEMA = {
     "additionalProperties": False,
 }
 CITIES = ("Paris", "Rome")
+Failure = TypeVar("Failure", bound=Exception)
 
 
 class NotApplicable(Exception):
     """The client does not support the scenario."""
 
 
+def weather(city: str) -> str:
+    """Tell the weather.
+
+    Args:
+        city: The name of a city.
+    """
+    return f"sunny in {city}"
+
+
 def check(condition: object, what: object) -> None:
     if not condition:
         raise AssertionError(str(what))
+
+
+def failure(
+    kind: type[Failure], action: Callable[..., object], *arguments: Any, **fields: Any
+) -> Failure:
+    """Return the error of this ``kind`` that ``action`` raises."""
+    try:
+        action(*arguments, **fields)
+    except kind as error:
+        return error
+    raise AssertionError("no error")
 
 
 def aborts() -> float:
@@ -45,7 +68,7 @@ def answers(path: str) -> float:
 
 def counted(name: str) -> float:
     """Return the sum of the server's metrics whose lines begin with ``name``."""
-    request = urllib.request.Request(URL + "/metrics", headers={"authorization": f"Bearer {KEY}"})
+    request = urllib.request.Request(URL + "/metrics", headers=HEADERS)
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
@@ -59,19 +82,23 @@ def check_aborted(before: float) -> None:
         time.sleep(0.1)
 
 
-def run(*scenarios: Callable[[], None]) -> None:
-    """Run the scenarios named in the arguments, or all. Print a line of JSON for each."""
-    wanted = sys.argv[1:]
-    for scenario in scenarios:
-        name = scenario.__name__
-        if wanted and name not in wanted:
+def run(*scenarios: Callable[[], None], **missing: str) -> None:
+    """Run the scenarios named in the arguments, or all. Print a line of JSON for each. Of those
+    that the client does not support, ``missing`` has the reason by name."""
+    actions = {scenario.__name__: scenario for scenario in scenarios}
+    for name in (*actions, *missing):
+        if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        try:
-            scenario()
-            result, reason = "pass", ""
-        except NotApplicable as error:
-            result, reason = "n/a", str(error)
-        except Exception as error:
-            traceback.print_exc()
-            result, reason = "fail", f"{type(error).__name__}: {error}"
+        result, reason = _outcome(actions[name]) if name in actions else ("n/a", missing[name])
         print(json.dumps({"scenario": name, "result": result, "reason": reason}), flush=True)
+
+
+def _outcome(scenario: Callable[[], None]) -> tuple[str, str]:
+    try:
+        scenario()
+    except NotApplicable as error:
+        return "n/a", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return "fail", f"{type(error).__name__}: {error}"
+    return "pass", ""

@@ -1,32 +1,15 @@
 """Ollama's own client."""
 
 import json
+from functools import partial
 
 import harness as h
 import ollama
 
-HEADERS = {"authorization": f"Bearer {h.KEY}"}
 FEW = {"num_predict": 60, "temperature": 0}
-client = ollama.Client(h.URL, headers=HEADERS)
-caller = ollama.Client(h.CALLER, headers=HEADERS)
+client = ollama.Client(h.URL, headers=h.HEADERS)
+caller = ollama.Client(h.CALLER, headers=h.HEADERS)
 asked = [{"role": "user", "content": h.QUESTION}]
-
-
-def weather(city: str) -> str:
-    """Tell the weather.
-
-    Args:
-        city: The name of a city.
-    """
-    return f"sunny in {city}"
-
-
-def failure(action: object, **fields: object) -> ollama.ResponseError:
-    try:
-        action(**fields)  # type: ignore[operator]
-    except ollama.ResponseError as error:
-        return error
-    raise AssertionError("no error")
 
 
 def chat() -> None:
@@ -59,7 +42,7 @@ def stream() -> None:
 def tools() -> None:
     question = [{"role": "user", "content": "Tell me the weather in Rome."}]
     for is_streamed in (False, True):
-        made = caller.chat(h.MODEL, question, tools=[weather], stream=is_streamed)
+        made = caller.chat(h.MODEL, question, tools=[h.weather], stream=is_streamed)
         messages = [part.message for part in made] if is_streamed else [made.message]
         (call,) = [call for message in messages for call in message.tool_calls or ()]
         h.check(
@@ -67,11 +50,11 @@ def tools() -> None:
         )
     result = {
         "role": "tool",
-        "content": weather(**call.function.arguments),
+        "content": h.weather(**call.function.arguments),
         "tool_name": call.function.name,
     }
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    last = caller.chat(h.MODEL, [*question, reply, result], tools=[weather])
+    last = caller.chat(h.MODEL, [*question, reply, result], tools=[h.weather])
     h.check(last.message.content == "It is sunny.", last)
     thought = caller.chat(h.MODEL, [{"role": "user", "content": "Think of Rome."}], think=True)
     h.check(thought.message.thinking and thought.message.content == "Rome it is.", thought)
@@ -85,17 +68,16 @@ def structured() -> None:
 
 
 def errors() -> None:
-    missing = failure(client.chat, model="nobody", messages=asked)
+    failure = partial(h.failure, ollama.ResponseError)
+    fields = {"model": h.MODEL, "messages": asked}
+    missing = failure(client.chat, **fields | {"model": "nobody"})
     h.check(missing.status_code == 404 and "nobody" in missing.error, missing)
-    wrong = failure(client.chat, model=h.MODEL, messages=asked, options={"temperature": -1})
+    wrong = failure(client.chat, options={"temperature": -1}, **fields)
     h.check(wrong.status_code == 400 and "options.temperature" in wrong.error, wrong)
     stranger = ollama.Client(h.URL, headers={"authorization": "Bearer wrong"})
-    h.check(
-        failure(stranger.chat, model=h.MODEL, messages=asked).status_code == 401, "the wrong key"
-    )
-    h.check(
-        failure(client.embed, model=h.MODEL, input="a text").status_code == 400, "no embeddings"
-    )
+    h.check(failure(stranger.chat, **fields).status_code == 401, "the wrong key")
+    embedding = failure(client.embed, model=h.MODEL, input="a text")
+    h.check(embedding.status_code == 400, "no embeddings")
 
 
 def cancel() -> None:

@@ -73,21 +73,12 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        client.chat.completions.create(model="nobody", messages=asked)
-        h.check(False, "no error")
-    except openai.NotFoundError as error:
-        h.check(error.code == "model_not_found", error.code)
-    try:
-        client.chat.completions.create(model=h.MODEL, messages=asked, temperature=5)
-        h.check(False, "no error")
-    except openai.BadRequestError as error:
-        h.check(error.param == "temperature", error.param)
-    try:
-        client.with_options(api_key="wrong").models.list()
-        h.check(False, "no error")
-    except openai.AuthenticationError:
-        pass
+    create = client.chat.completions.create
+    missing = h.failure(openai.NotFoundError, create, model="nobody", messages=asked)
+    h.check(missing.code == "model_not_found", missing.code)
+    bad = h.failure(openai.BadRequestError, create, model=h.MODEL, messages=asked, temperature=5)
+    h.check(bad.param == "temperature", bad.param)
+    h.failure(openai.AuthenticationError, client.with_options(api_key="wrong").models.list)
 
 
 def cancel() -> None:
@@ -151,16 +142,12 @@ def responses_structured() -> None:
 
 
 def responses_errors() -> None:
-    try:
-        client.responses.retrieve("resp_nobody")
-        h.check(False, "no error")
-    except openai.NotFoundError as error:
-        h.check(error.code == "response_not_found", error.code)
-    try:
-        client.responses.create(model=h.MODEL, input=h.QUESTION, tools=[{"type": "nonsense"}])
-        h.check(False, "no error")
-    except openai.BadRequestError as error:
-        h.check(error.param == "tools[0].type", error.param)
+    retrieve, create = client.responses.retrieve, client.responses.create
+    missing = h.failure(openai.NotFoundError, retrieve, "resp_nobody")
+    h.check(missing.code == "response_not_found", missing.code)
+    asked = {"model": h.MODEL, "input": h.QUESTION, "tools": [{"type": "nonsense"}]}
+    bad = h.failure(openai.BadRequestError, create, **asked)
+    h.check(bad.param == "tools[0].type", bad.param)
 
 
 def responses_cancel() -> None:

@@ -52,11 +52,8 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        model(model="nobody").invoke(h.QUESTION)
-        h.check(False, "no error")
-    except NotFoundError as error:
-        h.check("nobody" in str(error) and ERROR in error.response.text, error)
+    error = h.failure(NotFoundError, model(model="nobody").invoke, h.QUESTION)
+    h.check("nobody" in str(error) and ERROR in error.response.text, error)
 
 
 def cancel() -> None:

@@ -9,18 +9,12 @@ from langchain_core.tools import tool
 from langchain_ollama import ChatOllama, OllamaLLM
 from models import City
 
-HEADERS = {"headers": {"authorization": f"Bearer {h.KEY}"}}
+HEADERS = {"headers": h.HEADERS}
 
 
 def model(**fields: Any) -> Any:
     fields = {"model": h.MODEL, "num_predict": 60, "temperature": 0, "base_url": h.URL, **fields}
     return ChatOllama(client_kwargs=HEADERS, **fields)
-
-
-@tool  # type: ignore[untyped-decorator]
-def weather(city: str) -> str:
-    """Tell the weather."""
-    return f"sunny in {city}"
 
 
 def chat() -> None:
@@ -40,7 +34,7 @@ def stream() -> None:
 
 def tools() -> None:
     asked = HumanMessage("Tell me the weather in Rome.")
-    bound = model(base_url=h.CALLER).bind_tools([weather])
+    bound = model(base_url=h.CALLER).bind_tools([tool(h.weather)])
     first = bound.invoke([asked])
     (call,) = first.tool_calls
     h.check(call["args"] == {"city": "Rome"}, first)
@@ -56,11 +50,8 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        model(model="nobody").invoke(h.QUESTION)
-        h.check(False, "no error")
-    except ollama.ResponseError as error:
-        h.check(error.status_code == 404 and "nobody" in str(error), error)
+    error = h.failure(ollama.ResponseError, model(model="nobody").invoke, h.QUESTION)
+    h.check(error.status_code == 404 and "nobody" in str(error), error)
 
 
 def cancel() -> None:

@@ -10,19 +10,13 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.ollama import Ollama
 from models import City
 
-HEADERS = {"authorization": f"Bearer {h.KEY}"}
 asked = [ChatMessage(role="user", content=h.QUESTION)]
 
 
 def model(url: str = h.URL, **fields: Any) -> Any:
     options = {"num_predict": 60, "temperature": 0, **fields.pop("options", {})}
     fields = {"model": h.MODEL, "additional_kwargs": options, "request_timeout": 120.0, **fields}
-    return Ollama(base_url=url, client=ollama.Client(url, headers=HEADERS), **fields)
-
-
-def weather(city: str) -> str:
-    """Tell the weather."""
-    return f"sunny in {city}"
+    return Ollama(base_url=url, client=ollama.Client(url, headers=h.HEADERS), **fields)
 
 
 def chat() -> None:
@@ -41,7 +35,7 @@ def stream() -> None:
 
 def tools() -> None:
     question = "Tell me the weather in Rome."
-    tool = FunctionTool.from_defaults(weather)
+    tool = FunctionTool.from_defaults(h.weather)
     llm = model(h.CALLER)
     first = llm.chat_with_tools([tool], user_msg=question)
     (call,) = llm.get_tool_calls_from_response(first)
@@ -59,11 +53,9 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        model(model="nobody", context_window=1000).chat(asked)
-        h.check(False, "no error")
-    except ollama.ResponseError as error:
-        h.check(error.status_code == 404 and "nobody" in str(error), error)
+    missing = model(model="nobody", context_window=1000)
+    error = h.failure(ollama.ResponseError, missing.chat, asked)
+    h.check(error.status_code == 404 and "nobody" in str(error), error)
 
 
 def cancel() -> None:

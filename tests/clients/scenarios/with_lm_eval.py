@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from harness import ANSWER, KEY, MODEL, QUESTION, URL, NotApplicable, check, run
+from harness import ANSWER, KEY, MODEL, QUESTION, URL, check, failure, run
 
 os.environ["OPENAI_API_KEY"] = KEY
 
@@ -34,29 +34,17 @@ def chat() -> None:
     check(score < 0, score)
 
 
-def stream() -> None:
-    raise NotApplicable("it does not stream")
-
-
-def tools() -> None:
-    raise NotApplicable("it has no tools")
-
-
-def structured() -> None:
-    raise NotApplicable("it has no structured output")
-
-
 def errors() -> None:
-    try:
-        model("nobody").generate_until(asked("generate_until", "x", {"max_gen_toks": 5}))
-    except Exception as error:
-        check("404" in f"{error!r} {error.__cause__!r}", repr(error))
-    else:
-        check(False, "no error")
+    requests = asked("generate_until", "x", {"max_gen_toks": 5})
+    error = failure(Exception, model("nobody").generate_until, requests)
+    check("404" in f"{error!r} {error.__cause__!r}", repr(error))
 
 
-def cancel() -> None:
-    raise NotApplicable("it reads every answer to its end")
-
-
-run(chat, stream, tools, structured, errors, cancel)
+run(
+    chat,
+    errors,
+    stream="it does not stream",
+    tools="it has no tools",
+    structured="it has no structured output",
+    cancel="it reads every answer to its end",
+)

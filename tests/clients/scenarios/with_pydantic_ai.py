@@ -44,11 +44,8 @@ def structured() -> None:
 
 
 def errors() -> None:
-    try:
-        agent("nobody").run_sync(h.QUESTION)
-        h.check(False, "no error")
-    except ModelHTTPError as error:
-        h.check(error.status_code == 404, error)
+    error = h.failure(ModelHTTPError, agent("nobody").run_sync, h.QUESTION)
+    h.check(error.status_code == 404, error)
 
 
 def cancel() -> None:

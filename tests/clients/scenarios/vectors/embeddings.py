@@ -21,6 +21,10 @@ def check_vectors(vectors: Sequence[Sequence[float]], count: int) -> None:
     check(len({tuple(vector) for vector in vectors}) == count, "they are the same")
 
 
+def check_same(one: Sequence[float], other: Sequence[float]) -> None:
+    check(max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-6, "another vector")
+
+
 def check_ranking(scores: Sequence[float], numbers: Sequence[int], count: int) -> None:
     """Check that scores fall, and that each document is there once."""
     check(list(scores) == sorted(scores, reverse=True), scores)

@@ -2,7 +2,7 @@
 
 import litellm
 from embeddings import EMBEDDER, RANKER, TEXTS, check_ranking, check_vectors
-from harness import KEY, URL, run
+from harness import KEY, URL, failure, run
 
 ADDRESS = {"api_base": f"{URL}/v1", "api_key": KEY}
 
@@ -28,11 +28,8 @@ def rerank() -> None:
 
 
 def errors() -> None:
-    try:
-        litellm.embedding(model="openai/no-model", input=TEXTS, **ADDRESS)
-    except litellm.exceptions.NotFoundError:
-        return
-    raise AssertionError("no error")
+    wrong = {"model": "openai/no-model", "input": TEXTS, **ADDRESS}
+    failure(litellm.exceptions.NotFoundError, litellm.embedding, **wrong)
 
 
 run(embed, rerank, errors)

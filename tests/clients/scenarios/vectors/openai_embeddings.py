@@ -1,7 +1,9 @@
 """The embeddings of openai's own Python client, which asks for base64 by default."""
 
+from typing import Any
+
 from embeddings import DIMENSIONS, EMBEDDER, TEXTS, check_vectors
-from harness import KEY, URL, NotApplicable, check, run
+from harness import KEY, URL, check, failure, run
 from openai import BadRequestError, OpenAI
 
 client = OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
@@ -17,17 +19,10 @@ def embed() -> None:
     check(len(short.data[0].embedding) == DIMENSIONS // 4, short)
 
 
-def rerank() -> None:
-    raise NotApplicable("the client has no rankings")
-
-
 def errors() -> None:
-    try:
-        client.embeddings.create(model=EMBEDDER, input="a", dimensions=DIMENSIONS + 1)
-    except BadRequestError as error:
-        check(error.param == "dimensions", error)
-    else:
-        raise AssertionError("no error")
+    large: Any = {"model": EMBEDDER, "input": "a", "dimensions": DIMENSIONS + 1}
+    error = failure(BadRequestError, client.embeddings.create, **large)
+    check(error.param == "dimensions", error)
 
 
-run(embed, rerank, errors)
+run(embed, errors, rerank="the client has no rankings")

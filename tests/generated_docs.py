@@ -29,14 +29,8 @@ from router.schemas.requests import ChatRequest
 from router.schemas.sampling import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings
-from shared.wire import (
-    PROTOCOL_VERSION,
-    DraftCounts,
-    DraftStats,
-    EngineStats,
-    Hello,
-    StoreStats,
-)
+from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
+from tests.router.scripted_engine import make_hello
 from tests.router.tokens import template_table
 
 ROOT = Path(__file__).parents[1]
@@ -143,8 +137,9 @@ def _metrics() -> str:
                 for count in (1, 2):  # only of labels that have values there is a sample
                     with suppress(ValueError, TypeError):
                         each.labels(*["x"] * count)
-        model = ModelReplicas(_HELLO, router.settings)
-        engine = Engine(b"", _HELLO, "engine-0", 1.0)
+        hello = make_hello("engine-0")
+        model = ModelReplicas(hello, router.settings)
+        engine = Engine(b"", hello, "engine-0", 1.0)
         engine.store = StoreStats()
         engine.stats = EngineStats(drafts=DraftStats(sources={"ngram": DraftCounts()}))
         model.engines.append(engine)
@@ -332,25 +327,6 @@ def _router(directory: str) -> Router:
         [f"ipc://{directory}/engines"],
         "unknown",
     )
-
-
-_HELLO = Hello(
-    protocol=PROTOCOL_VERSION,
-    engine="engine-0",
-    incarnation="",
-    model="demo",
-    aliases=[],
-    fingerprint="",
-    context_length=1,
-    vocab_size=1,
-    block_size=1,
-    total_blocks=1,
-    max_sequences=1,
-    max_batch_size=1,
-    namespace=b"",
-    eos_token_ids=[],
-    files={},
-)
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ from services.measuring.measures import level_of
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
     """A server that is installed already and does not start."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
+    monkeypatch.setattr("bench.peers.cells.resolve", Path)
     program = "raise SystemExit('it needs Metal')"
 
     def command(folder: Path, weights: Path) -> list[str]:
@@ -96,9 +98,7 @@ def test_why_one_does_not_run_is_kept_until_it_is_forgotten(peer: Peer) -> None:
     assert install(peer) == folder_of(peer)
 
 
-def test_one_that_does_not_start_says_why(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
-    monkeypatch.setattr("bench.peers.cells.resolve", Path)
+def test_one_that_does_not_start_says_why(peer: Peer) -> None:
     install(peer)
     with pytest.raises(PeerUnavailable, match="it does not start: it needs Metal"), serving(peer):
         pass
@@ -125,21 +125,15 @@ HTTPServer(("127.0.0.1", int(sys.argv[2])), Other).serve_forever()
 """
 
 
-def test_one_that_computes_wrongly_is_not_measured(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
-    monkeypatch.setattr("bench.peers.cells.resolve", Path)
+def test_one_that_computes_wrongly_is_not_measured(peer: Peer) -> None:
     install(peer)
     wrong = peer._replace(command=lambda folder, weights: [sys.executable, "-c", OTHER])
     with serving(wrong) as port, pytest.raises(PeerUnavailable, match="with '!!!!'"):
         ask(wrong, port)
 
 
-def test_a_server_begins_in_an_empty_home(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_begins_in_an_empty_home(peer: Peer) -> None:
     """What it kept of the prompts of another run would be found again."""
-    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
-    monkeypatch.setattr("bench.peers.cells.resolve", Path)
     install(peer)
     keeps = "from pathlib import Path\n(Path.home() / 'kept').touch(exist_ok=False)\n" + OTHER
     keeping = peer._replace(command=lambda folder, weights: [sys.executable, "-c", keeps])

@@ -15,6 +15,7 @@ import zmq
 
 from shared import wire
 from shared.hashing import HASH_BYTES
+from tests.router.scripted_engine import make_heartbeat, make_hello
 from tests.shared.submits import submit
 
 PATIENCE_S = 90.0
@@ -23,38 +24,11 @@ NAN = float("nan")
 
 
 def hello(**fields: Any) -> wire.Hello:
-    plain: dict[str, Any] = {
-        "protocol": wire.PROTOCOL_VERSION,
-        "engine": "fake",
-        "incarnation": "i",
-        "model": "fake",
-        "aliases": [],
-        "fingerprint": "f",
-        "context_length": 100,
-        "vocab_size": 100,
-        "block_size": 16,
-        "total_blocks": 100,
-        "max_sequences": 4,
-        "max_batch_size": 4,
-        "namespace": b"n",
-        "eos_token_ids": [],
-        "files": {},
-    }
-    return wire.Hello(**plain | fields)
+    return msgspec.structs.replace(make_hello("fake", incarnation="i", model="fake"), **fields)
 
 
 def heartbeat(**fields: Any) -> wire.Heartbeat:
-    plain: dict[str, Any] = {
-        "engine": "fake",
-        "incarnation": "i",
-        "number": 1,
-        "phase": "ready",
-        "phase_s": 1.0,
-        "stalled_s": 0.0,
-        "live": [],
-        "stats": wire.EngineStats(),
-    }
-    return wire.Heartbeat(**plain | fields)
+    return msgspec.structs.replace(make_heartbeat("fake", "i", 1), **fields)
 
 
 ADAPTER = wire.AdapterRef(name="\x00", path="/\x00", digest="no digest", rank=-1)

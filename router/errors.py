@@ -89,6 +89,9 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"): ...
 class NotSupported(InvalidRequest, code="unsupported_parameter"): ...
 
 
+class ContentNotSupported(InvalidRequest, code="unsupported_content"): ...
+
+
 class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
     """The API key is missing or unknown."""
 

@@ -289,12 +289,7 @@ def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentI
     if source is None:
         raise unsupported_content(block.type, path)
     if source.type not in ("text", "content"):
-        raise InvalidRequest(
-            f"'{path}': PDFs are not supported. Send the document as text, or as blocks of text "
-            "and images.",
-            param=f"{path}.source.type",
-            code="unsupported_content",
-        )
+        raise unsupported_content("pdf", path, "source.type")
     yield from filter(None, (block.title, block.context))
     if source.type == "text":
         yield required(source.data, f"{path}.source", "data")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from router.errors import InvalidRequest, InvalidValue
+from router.errors import ContentNotSupported, InvalidRequest, InvalidValue
 from shared.wire import Grammar
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:/@-]+\Z")]
@@ -27,15 +27,14 @@ TEXT_PARTS = ("text", "refusal")
 """The supported types of content."""
 
 
-def unsupported_content(content_type: str, path: str, field: str = "type") -> InvalidRequest:
+def unsupported_content(content_type: str, path: str, field: str = "type") -> ContentNotSupported:
     """Return the error for content of a type that is refused, in the ``field`` of ``path``."""
     advice = "; this server accepts text."
-    if content_type in ("file", "input_file"):
+    if content_type in ("file", "input_file", "pdf"):
         advice = ": send a PDF's text, or its pages as images."
-    return InvalidRequest(
+    return ContentNotSupported(
         f"'{path}': content of type '{content_type}' is not supported{advice}",
         param=f"{path}.{field}",
-        code="unsupported_content",
     )
 
 

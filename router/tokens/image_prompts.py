@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from router.errors import InvalidRequest
+from router.errors import ContentNotSupported
 from router.schemas.images import ModelImage
 from router.tokens.tokenization_cache import LengthCheck
 from shared.hashing import Picture
@@ -128,18 +128,17 @@ def expanded(
 ) -> Prompt:
     """Return the prompt ``token_ids`` with each placeholder replaced by its image.
 
-    Raises `InvalidRequest` if the template did not render all ``images``, and what ``check_length``
+    Raises `ContentNotSupported` if the template did not render all ``images``, and what ``check_length``
     raises.
     """
     if not images:
         return Prompt.of_text(token_ids)
     places = [index for index, token in enumerate(token_ids) if token == placeholder_id]
     if len(places) != len(images):
-        raise InvalidRequest(
+        raise ContentNotSupported(
             "The model's chat template drops images at these positions: put them into user "
             "messages.",
             param="messages",
-            code="unsupported_content",
         )
     if check_length is not None:
         check_length(len(token_ids) + sum(len(image.expansion) - 1 for image in images))

@@ -188,7 +188,7 @@ def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: Scripted
         ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages[1]"),
         (user({"type": "image", "source": {"type": "base64", "data": "AA"}}), "'image'"),
         (user({"type": "image"}), "source"),
-        (user({"type": "document", "source": {"type": "base64", "data": "AA"}}), "PDFs are not"),
+        (user({"type": "document", "source": {"type": "base64", "data": "AA"}}), "type 'pdf'"),
         (user({"type": "document"}), "'document'"),
         (user({"type": "text"}), "content[0].text"),
         (user({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),

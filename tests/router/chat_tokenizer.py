@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -57,3 +58,11 @@ def write_chat_tokenizer(
     config |= {"chat_template": template, "eos_token": "<|im_end|>"}
     path.write_text(json.dumps(config))
     return tokenizer
+
+
+def chat_tokenizer(directory: Path, template: Any = TEMPLATE, *markers: str) -> Any:
+    """Return a tokenizer that is written to ``directory``, as mlx-lm loads it."""
+    from mlx_lm import tokenizer_utils
+
+    write_chat_tokenizer(directory, template, markers)
+    return tokenizer_utils.load(directory)

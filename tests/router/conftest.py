@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from router.tokens.vocabulary import Vocabulary
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.router_process import RouterProcess
 from tests.router.scripted_engine import ScriptedEngine
@@ -87,12 +89,27 @@ class Server:
         assert found or not name.endswith(" "), name
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+    def chat(self, text: str = "hello", /, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
         return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})
 
-    def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
+    def complete(self, prompt: Any = "hello", /, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
+
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def stream_until(
+        self, shown: str, then: Callable[[], object], path: str, /, **body: Any
+    ) -> str:
+        """Return the text of a stream. Call ``then`` while it has ``shown`` in it."""
+        text = ""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            for part in answer.iter_text():
+                text += part
+                if shown in text:
+                    then()
+        return text
 
     def stop(self) -> int:
         self.client.close()
@@ -126,6 +143,23 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
+def events(text: str) -> list[Any]:
+    """Return the events of a stream of OpenAI's completions that ended without an error."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1] if not line.startswith(":")]
+
+
+def named_events(text: str) -> list[Any]:
+    """Return the events of a stream in which the name of each is the type in its data."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + found[-1]["type"]
+    return found
+
+
 def text_of(answer: httpx.Response) -> str:
     """Return the text of a chat's answer."""
     return str(ok(answer).json()["choices"][0]["message"]["content"])
@@ -154,6 +188,19 @@ def model_dir(request: pytest.FixtureRequest, chat_model_dir: Path, plain_model_
 @pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def loaded(model_dir: Path) -> Any:
+    """Return the tokenizer as mlx-lm loads it."""
+    from mlx_lm import tokenizer_utils
+
+    return tokenizer_utils.load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(loaded: Any) -> Vocabulary:
+    return Vocabulary(loaded)
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +244,12 @@ def background() -> Iterator[Callable[..., Future[Any]]]:
 @pytest.fixture
 def engine(server: Server) -> ScriptedEngine:
     return server.join("hello world")
+
+
+@pytest.fixture(scope="module")
+def lasting_engine(server: Server, model_dir: Path) -> Iterator[ScriptedEngine]:
+    """Return an engine that all tests of a module share."""
+    engine = ScriptedEngine(server.address, model_dir, says="hello world")
+    server.wait_ready()
+    yield engine
+    engine.leave()

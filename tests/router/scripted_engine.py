@@ -10,14 +10,13 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import zmq
 from tokenizers import Tokenizer
 
@@ -42,37 +41,25 @@ class Running:
     prompt_told: bool = False
 
 
-def make_hello(
-    name: str,
-    *,
-    incarnation: str = "0",
-    model: str = "tiny",
-    max_sequences: int = 4,
-    context_length: int = 512,
-    vocab_size: int = VOCAB,
-    files: dict[str, str] | None = None,
-    aliases: Sequence[str] = (),
-    options: dict[str, Any] | None = None,
-) -> wire.Hello:
-    return wire.Hello(
-        protocol=wire.PROTOCOL_VERSION,
-        engine=name,
-        incarnation=incarnation,
-        model=model,
-        aliases=list(aliases),
-        fingerprint="0123456789abcdef",
-        context_length=context_length,
-        vocab_size=vocab_size,
-        block_size=16,
-        total_blocks=64,
-        max_sequences=max_sequences,
-        max_batch_size=max_sequences,
-        namespace=b"n" * 16,
-        eos_token_ids=[EOS],
-        files=files or {},
-        version="test",
-        options=options or {},
-    )
+def make_hello(name: str, *, max_sequences: int = 4, **fields: Any) -> wire.Hello:
+    usual: dict[str, Any] = {
+        "protocol": wire.PROTOCOL_VERSION,
+        "incarnation": "0",
+        "model": "tiny",
+        "aliases": [],
+        "fingerprint": "0123456789abcdef",
+        "context_length": 512,
+        "vocab_size": VOCAB,
+        "block_size": 16,
+        "total_blocks": 64,
+        "max_sequences": max_sequences,
+        "max_batch_size": max_sequences,
+        "namespace": b"n" * 16,
+        "eos_token_ids": [EOS],
+        "files": {},
+        "version": "test",
+    }
+    return wire.Hello(engine=name, **{**usual, **fields})
 
 
 def make_submit(request_id: str, **fields: Any) -> wire.Submit:
@@ -138,24 +125,17 @@ class ScriptedEngine:
         directory: Path,
         *,
         name: str = "engine-0",
-        model: str = "tiny",
-        max_sequences: int = 4,
-        context_length: int = 512,
-        vocab_size: int = VOCAB,
         keys: EngineKeys | None = None,
-        aliases: Sequence[str] = (),
-        options: dict[str, Any] | None = None,
-        vision: wire.Vision | None = None,
-        adapters: Sequence[wire.AdapterRef] = (),
-        max_adapters: int = 0,
         says: str | None = None,
-        **behaviour: object,
+        **options: Any,
     ) -> None:
+        """``options`` are fields of its `Behaviour`, or of its `wire.Hello`."""
         self.address = address
         self.name = name
         self._keys = keys
         self.incarnation = uuid.uuid4().hex
-        self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
+        settings = [each.name for each in fields(Behaviour) if each.name in options]
+        self.behaviour = Behaviour(**{name: options.pop(name) for name in settings})
         self.received: list[wire.Message] = []
         self.frames: dict[tuple[str, int], list[bytes]] = {}
         """The raw frames of each attempt at a request."""
@@ -169,20 +149,8 @@ class ScriptedEngine:
         self._bye = False
         contents = {p.name: p.read_bytes() for p in sorted(directory.iterdir()) if p.is_file()}
         self._contents = contents
-        self.hello = make_hello(
-            name,
-            incarnation=self.incarnation,
-            model=model,
-            max_sequences=max_sequences,
-            context_length=context_length,
-            vocab_size=vocab_size,
-            aliases=aliases,
-            options=options,
-            files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
-        )
-        self.hello = msgspec.structs.replace(
-            self.hello, vision=vision, adapters=list(adapters), max_adapters=max_adapters
-        )
+        digests = {file: hashlib.sha256(data).hexdigest() for file, data in contents.items()}
+        self.hello = make_hello(name, incarnation=self.incarnation, files=digests, **options)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -270,9 +238,8 @@ class ScriptedEngine:
                     socket.send_multipart(wire.encode(wire.Tokens(deltas=deltas)))
             if self._bye:
                 socket.setsockopt(zmq.LINGER, 500)
-                socket.send_multipart(
-                    wire.encode(wire.Bye(engine=self.name, incarnation=self.incarnation))
-                )
+                bye = wire.Bye(engine=self.name, incarnation=self.incarnation)
+                socket.send_multipart(wire.encode(bye))
         finally:
             socket.close()
             context.term()
@@ -306,9 +273,8 @@ class ScriptedEngine:
                 checked = self.behaviour.check(message)
                 return [] if checked is None else [wire.encode(checked)]
             case wire.FilesWanted(names=names):
-                return [
-                    wire.encode(wire.Files(names=names), *(self._contents[name] for name in names))
-                ]
+                contents = (self._contents[name] for name in names)
+                return [wire.encode(wire.Files(names=names), *contents)]
             case wire.Submit():
                 refusal = self.behaviour.refuse(message)
                 if refusal is not None:
@@ -319,11 +285,8 @@ class ScriptedEngine:
                 self._running[message.request_id] = Running(message, script, len(message.generated))
                 if not self.behaviour.accept:
                     return []
-                return [
-                    wire.encode(
-                        wire.Accepted(request_id=message.request_id, attempt=message.attempt)
-                    )
-                ]
+                accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
+                return [wire.encode(accepted)]
             case wire.Abort(request_id=request_id, attempt=attempt):
                 running = self._running.get(request_id)
                 if running is None or attempt not in (None, running.submit.attempt):
@@ -376,14 +339,9 @@ class ScriptedEngine:
                 completion_tokens=running.sent + len(ids),
                 cached_ram_tokens=self.behaviour.cached_tokens,
             )
-        count = running.submit.logprobs
-        if self.behaviour.omit_logprobs:
-            count = None
-        logprobs = (
-            None
-            if count is None
-            else [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
-        )
+        count, logprobs = running.submit.logprobs, None
+        if count is not None and not self.behaviour.omit_logprobs:
+            logprobs = [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
         skipped = 1 if self.behaviour.skip_token and running.sent else 0
         return wire.Delta(
             request_id=running.submit.request_id,

@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,19 +18,11 @@ from router.schemas.requests import CompletionRequest
 from tests.router.conftest import Server, error_of, ok
 from tests.router.scripted_engine import ScriptedEngine, make_refusal
 
-MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def engine(server: Server, model_dir: Path) -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine(server.address, model_dir, says="hello world")
-    server.wait_ready()
-    yield engine
-    engine.leave()
+GZIP = {"content-encoding": "gzip"}
 
 
 @pytest.fixture(autouse=True)
-def serves_afterwards(server: Server, engine: ScriptedEngine) -> Iterator[None]:
+def serves_afterwards(server: Server, lasting_engine: ScriptedEngine) -> Iterator[None]:
     yield
     assert server.chat().status_code == 200
 
@@ -46,95 +37,79 @@ def assert_error(answer: httpx.Response, status: int, param: str | None = None) 
     return error
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", 2.1),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("temperature", 1e300),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 1.5),
-        ("top_k", -2),
-        ("min_p", 2),
-        ("max_tokens", 0),
-        ("max_tokens", -5),
-        ("max_tokens", True),
-        ("max_tokens", 10**30),
-        ("max_tokens", "many"),
-        ("max_tokens", 40000),
-        ("n", 0),
-        ("n", 17),
-        ("seed", 1.5),
-        ("seed", 2**64),
-        ("seed", "x"),
-        ("stop", 5),
-        ("stop", ""),
-        ("stop", ["x"] * 17),
-        ("stop_token_ids", "x"),
-        ("ignore_eos", 1),
-        ("stream", "yes"),
-        ("model", 5),
-        ("priority", "high"),
-        ("cache_salt", 1),
-        ("min_tokens", -1),
-        ("stream_options", 5),
-        ("logprobs", "5"),
-        ("top_logprobs", 3),
-        ("logit_bias", [1]),
-        ("logit_bias", {"x": 5}),
-        ("logit_bias", {"-1": 5}),
-        ("logit_bias", {"1.5": 5}),
-        ("logit_bias", {"7": "much"}),
-        ("logit_bias", {"7": 101}),
-        ("logit_bias", {"7": -100.5}),
-        ("logit_bias", {"265": 1}),
-        ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("frequency_penalty", 2.5),
-        ("frequency_penalty", "0.5"),
-        ("presence_penalty", True),
-        ("presence_penalty", -2.1),
-        ("repetition_penalty", -0.1),
-        ("repetition_penalty", 1e300),
-        ("repetition_context_size", -1),
-        ("repetition_context_size", 2.5),
-        ("best_of", 2),
-        ("echo", "yes"),
-        ("suffix", "x"),
-        ("response_format", "json"),
-        ("guided_json", 5),
-        ("structured_outputs", []),
-        ("xtc_probability", 1.5),
-        ("xtc_probability", "often"),
-        ("xtc_threshold", 0.6),
-        ("xtc_threshold", -0.1),
-        ("prompt_logprobs", -1),
-        ("prompt_logprobs", 21),
-        ("prompt_logprobs", True),
-    ],
-)
+def post(
+    server: Server, body: Any, path: str = "/v1/completions", **headers: str
+) -> httpx.Response:
+    headers = {"content-type": "application/json", **headers}
+    return server.client.post(path, content=body, headers=headers)
+
+
+BAD: dict[str, tuple[Any, ...]] = {
+    "temperature": (-0.1, 2.1, "hot", True, 1e300),
+    "top_p": (0, 1.5),
+    "top_k": (1.5, -2),
+    "min_p": (2,),
+    "max_tokens": (0, -5, True, 10**30, "many", 40000),
+    "n": (0, 17),
+    "seed": (1.5, 2**64, "x"),
+    "stop": (5, "", ["x"] * 17),
+    "stop_token_ids": ("x",),
+    "ignore_eos": (1,),
+    "stream": ("yes",),
+    "model": (5,),
+    "priority": ("high",),
+    "cache_salt": (1,),
+    "min_tokens": (-1,),
+    "stream_options": (5,),
+    "logprobs": ("5",),
+    "top_logprobs": (3,),
+    "logit_bias": (
+        *([1], {"x": 5}, {"-1": 5}, {"1.5": 5}, {"7": "much"}, {"7": 101}, {"7": -100.5}),
+        *({"265": 1}, {str(i): 1 for i in range(1025)}),
+    ),
+    "frequency_penalty": (2.5, "0.5"),
+    "presence_penalty": (True, -2.1),
+    "repetition_penalty": (-0.1, 1e300),
+    "repetition_context_size": (-1, 2.5),
+    "best_of": (2,),
+    "echo": ("yes",),
+    "suffix": ("x",),
+    "response_format": ("json",),
+    "guided_json": (5,),
+    "structured_outputs": ([],),
+    "xtc_probability": (1.5, "often"),
+    "xtc_threshold": (0.6, -0.1),
+    "prompt_logprobs": (-1, 21, True),
+}
+BAD_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("required",),
+    "audio": ({},),
+    "functions": ([{}],),
+    "modalities": (["text", "audio"],),
+    "max_completion_tokens": (0,),
+    "chat_template_kwargs": ([], {"chat_template": "{{ 1 }}"}),
+    "reasoning_effort": (3,),
+    "logprobs": (1,),
+    "echo": (True,),
+}
+
+
+def fields_in(bad: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """Return each field with each of its values, named like `seed-x`."""
+    return [
+        pytest.param(field, value, id=f"{field}-{value!r:.20}")
+        for field, values in bad.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(("field", "value"), fields_in(BAD))
 def test_a_bad_field_is_named(server: Server, field: str, value: Any) -> None:
     assert_error(server.chat(**{field: value}), 400, field)
     assert_error(server.complete(**{field: value}), 400, field)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("audio", {}),
-        ("functions", [{}]),
-        ("modalities", ["text", "audio"]),
-        ("max_completion_tokens", 0),
-        ("chat_template_kwargs", []),
-        ("reasoning_effort", 3),
-        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
-        ("logprobs", 1),
-        ("echo", True),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), fields_in(BAD_IN_CHATS))
 def test_a_bad_field_of_a_chat_is_named(server: Server, field: str, value: Any) -> None:
     assert_error(server.chat(**{field: value}), 400, field)
 
@@ -160,12 +135,7 @@ def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "messages[0].content[0].type",
-        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "function", "content": "x"}], "messages"),
     ],
 )
 def test_bad_messages_are_named(server: Server, messages: Any, param: str) -> None:
@@ -184,13 +154,7 @@ def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b"5",
-        b'"x"',
-        b"{}x",
+        *(b"", b"{", b"null", b"[]", b"5", b'"x"', b"{}x"),
         b'{"messages": NaN}',
         b'{"messages": [], "temperature": NaN}',
         b'{"temperature": 1e999}',
@@ -202,16 +166,16 @@ def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
     ],
 )
 def test_a_body_that_is_not_a_json_object_is_a_400(server: Server, body: bytes) -> None:
-    headers = {"content-type": "application/json"}
-    answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
+    answer = post(server, body, path="/v1/chat/completions")
     assert error_of(answer)["type"] == "invalid_request_error"
 
 
 def test_a_prompt_over_the_context_is_refused(server: Server) -> None:
-    error = assert_error(server.complete([7] * 512), 400, "prompt")
-    assert error["code"] == "context_length_exceeded"
-    error = assert_error(server.chat("x" * 600), 400, "messages")
-    assert error["code"] == "context_length_exceeded"
+    for answer, param in (
+        (server.complete([7] * 512), "prompt"),
+        (server.chat("x" * 600), "messages"),
+    ):
+        assert assert_error(answer, 400, param)["code"] == "context_length_exceeded"
 
 
 def test_too_many_sequences_are_refused(server: Server) -> None:
@@ -233,21 +197,15 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
 
 
 def test_a_body_of_another_media_type_or_encoding_is_a_415(server: Server) -> None:
-    for content_type in ("text/plain", "application/x-www-form-urlencoded"):
-        answer = server.client.post(
-            "/v1/completions", content=b"{}", headers={"content-type": content_type}
-        )
-        assert_error(answer, 415)
-    answer = server.client.post(
-        "/v1/completions",
-        content=b"{}",
-        headers={"content-type": "application/json", "content-encoding": "br"},
-    )
-    assert_error(answer, 415)
+    for headers in (
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-encoding": "br"},
+    ):
+        assert_error(post(server, b"{}", **headers), 415)
 
 
 def test_a_large_body_is_a_413_also_chunked_or_compressed(server: Server) -> None:
-    headers = {"content-type": "application/json"}
     large = json.dumps({"prompt": "x" * 30_000}).encode()
 
     def chunked() -> Iterator[bytes]:
@@ -255,31 +213,27 @@ def test_a_large_body_is_a_413_also_chunked_or_compressed(server: Server) -> Non
             yield large[start : start + 1000]
 
     for body in (large, chunked()):
-        assert_error(server.client.post("/v1/completions", content=body, headers=headers), 413)
+        assert_error(post(server, body), 413)
     bomb = gzip.compress(json.dumps({"prompt": "x" * 10_000_000}).encode())
     assert len(bomb) < 20_000
-    headers["content-encoding"] = "gzip"
-    assert_error(server.client.post("/v1/completions", content=bomb, headers=headers), 413)
+    assert_error(post(server, bomb, **GZIP), 413)
 
 
 def test_a_compressed_body_is_read(server: Server) -> None:
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    body = gzip.compress(json.dumps({"messages": MESSAGES}).encode())
-    answer = ok(server.client.post("/v1/chat/completions", content=body, headers=headers))
-    answer = server.client.post("/v1/chat/completions", content=body[:-9], headers=headers)
-    assert_error(answer, 400)
-    answer = server.client.post("/v1/chat/completions", content=b"no gzip", headers=headers)
-    assert_error(answer, 400)
+    body = gzip.compress(json.dumps({"prompt": "hi"}).encode())
+    ok(post(server, body, **GZIP))
+    for broken in (body[:-9], b"no gzip"):
+        assert_error(post(server, broken, **GZIP), 400)
 
 
-def test_a_refusal_of_the_engine_is_a_400(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.refuse = lambda submit: make_refusal(
+def test_a_refusal_of_the_engine_is_a_400(server: Server, lasting_engine: ScriptedEngine) -> None:
+    lasting_engine.behaviour.refuse = lambda submit: make_refusal(
         submit, reason="too_large", message="It does not fit.", param="max_tokens"
     )
     for stream in (False, True):
         error = assert_error(server.chat(stream=stream), 400, "max_tokens")
         assert error["message"] == "It does not fit."
-    engine.behaviour.refuse = lambda submit: None
+    lasting_engine.behaviour.refuse = lambda submit: None
 
 
 def test_a_clients_request_id_is_kept_if_it_is_valid(server: Server) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.router.conftest import Server, ok
+from tests.router.conftest import Server, events, ok
 
 FLAGS = ("--tool-parser=pythonic",)
 NESTED: list[list[int]] = [[]] * 400
@@ -23,8 +23,7 @@ def test_a_long_call_is_parsed_beside_the_event_loop(
     fields = {"tools": [TOOL], "max_tokens": 4000, "parallel_tool_calls": False}
     answer = ok(server.chat("where?", stream=stream, **fields))
     if stream:
-        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        deltas = [event["choices"][0]["delta"] for event in events(answer.text)]
         calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
         assert {call["index"] for call in calls} == {0}
     else:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-from mlx_lm import tokenizer_utils
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import EVERYBODY
@@ -15,7 +14,7 @@ from router.tokens.reply_parser import PlainReplyParser
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Delta
 from tests.router.scripted_engine import make_submit
-from tests.router.tiny_tokenizer import EOS, write_tokenizer
+from tests.router.tiny_tokenizer import EOS
 
 
 class InterruptedTokens(list[int]):
@@ -32,39 +31,35 @@ class InterruptedTokens(list[int]):
     __iadd__ = extend_and_read  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_thread_never_reads_the_stop_token_as_text(tmp_path: Path, alone: bool) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = tokenizer_utils.load(tmp_path)
-    sequence = RemoteSequence(make_submit("r", max_tokens=9), EVERYBODY, lambda: None)
-    choice = Choice(
+def choice_of(sequence: RemoteSequence, text: IncrementalDetokenizer, reply: Any) -> Choice:
+    return Choice(
         0,
         sequence,
-        IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), []),
-        PlainReplyParser(),
+        text,
+        reply,
         prompt_text_tokens=[1],
         stop=RemoteSequence.end,
         prompt_logprobs_source=sequence,
         aligner=None,
         echo=None,
     )
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_thread_never_reads_the_stop_token_as_text(
+    loaded: Any, vocabulary: Vocabulary, alone: bool
+) -> None:
+    sequence = RemoteSequence(make_submit("r", max_tokens=9), EVERYBODY, lambda: None)
+    choice = choice_of(sequence, IncrementalDetokenizer(vocabulary.decoder()), PlainReplyParser())
     sequence.output_token_ids = tokens = InterruptedTokens()
     tokens.choice, tokens.read = choice, []
-    text = tokenizer.encode("hello", add_special_tokens=False)
+    text = loaded.encode("hello", add_special_tokens=False)
     last = [EOS] if alone else [*text, EOS]
     deltas = [text, last] if alone else [last]
-    for number, own in enumerate(deltas, 1):
-        sequence.apply(
-            Delta(
-                request_id="r",
-                attempt=0,
-                index=len(tokens),
-                token_ids=own,
-                finish="stop" if number == len(deltas) else None,
-                stop_token=EOS if number == len(deltas) else None,
-            ),
-            0.0,
-        )
+    for own in deltas:
+        end: Any = {"finish": "stop", "stop_token": EOS} if own is last else {}
+        delta = Delta(request_id="r", attempt=0, index=len(tokens), token_ids=own, **end)
+        sequence.apply(delta, 0.0)
     found = OutputDelta.join([*tokens.read, choice.advance()])
     assert (found.text, choice.finish_reason) == ("hello", "stop")
     assert choice.completion_tokens == len(text) + 1

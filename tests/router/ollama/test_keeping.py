@@ -43,21 +43,21 @@ def asking(keep_alive: Any) -> OllamaChatRequest:
     return msgspec.convert(body, OllamaChatRequest)
 
 
+FOREVER = -1
+
+
 @pytest.mark.parametrize(
     ("keep_alive", "seconds"),
-    [("5m", 300.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("250ms", 0.25), (0, 0.0), ("0", 0.0)],
+    [
+        *(("5m", 300.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("250ms", 0.25), (300, 300.0)),
+        *((1.5, 1.5), (0, 0.0), ("0", 0.0)),
+        *((-1, FOREVER), ("-1m", FOREVER), ("-1", FOREVER)),
+    ],
 )
 def test_a_request_says_how_long(keep_alive: Any, seconds: float) -> None:
     channel = Channel()
     keep(made(channel), asking(keep_alive), "a", EVERYBODY)
     assert channel.told == [{"do": "keep", "target": "a", "keep_s": seconds}]
-
-
-@pytest.mark.parametrize("keep_alive", [-1, "-1m", "-1"])
-def test_a_negative_one_is_for_ever(keep_alive: Any) -> None:
-    channel = Channel()
-    keep(made(channel), asking(keep_alive), "a", EVERYBODY)
-    assert channel.told[0]["keep_s"] == -1
 
 
 def test_without_one_what_an_earlier_request_said_is_taken_back() -> None:

@@ -16,20 +16,16 @@ from router.generation.choice import OutputDelta
 from router.openai.writer import ChatCompletionWriter, TextCompletionWriter
 from router.tokens.logprobs import LogprobsContext
 from shared.wire import Abort, SamplingParams, Submit
-from tests.router.conftest import Server, error_of, eventually, ok
+from tests.router.conftest import Server, error_of, events, eventually, ok
 from tests.router.scripted_engine import EOS, ScriptedEngine
 from tests.router.tiny_tokenizer import BOS, write_tokenizer
+from tests.router.tokens.test_detokenizer import cut_by_hand
+
+HI = [{"role": "user", "content": "x"}]
 
 
-def events(text: str) -> list[Any]:
-    """Return the decoded events of a stream that ended without an error."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1] if not line.startswith(":")]
-
-
-def streamed(server: Server, **body: Any) -> list[Any]:
-    answer = ok(server.client.post("/v1/chat/completions", json={**body, "stream": True}))
+def streamed(server: Server, **fields: Any) -> list[Any]:
+    answer = ok(server.chat("x", **fields, stream=True))
     assert answer.headers["content-type"].startswith("text/event-stream")
     return events(answer.text)
 
@@ -57,12 +53,10 @@ def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, t
 
 def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.cached_tokens = 5
-    answer = server.chat("hello", seed=7)
+    answer = ok(server.chat("hello", seed=7))
     body = answer.json()
-    assert answer.status_code == 200
     assert body["id"].startswith("chatcmpl-")
-    assert body["object"] == "chat.completion"
-    assert body["model"] == "tiny"
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
     assert body["choices"] == [
         {
             "index": 0,
@@ -87,27 +81,18 @@ def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) 
     assert answer.headers["x-request-id"].startswith("req_")
 
 
-def test_the_template_is_rendered_and_tokenized(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
-    messages = [
-        {"role": "developer", "content": "be kind"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
-        },
-    ]
-    body = {"messages": messages, "chat_template_kwargs": {"extra": "!"}}
-    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
-    (submit,) = engine.got(Submit)
-    assert tokenizer.decode(submit.token_ids) == "<|system|>be kind\n<|user|>hello\n<|assistant|>!"
+def test_the_template_is_rendered_and_tokenized(server: Server, engine: ScriptedEngine) -> None:
+    parts = [{"type": "text", "text": text} for text in ("hel", "lo")]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    ok(server.chat(messages=messages, chat_template_kwargs={"extra": "!"}))
+    assert engine.last_prompt == "<|system|>be kind\n<|user|>hello\n<|assistant|>!"
 
 
 def test_a_template_argument_that_raises_is_left_out(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+    server: Server, engine: ScriptedEngine
 ) -> None:
     ok(server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))
-    assert tokenizer.decode(engine.got(Submit)[0].token_ids).endswith("<|assistant|>?")
+    assert engine.last_prompt.endswith("<|assistant|>?")
 
 
 def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: ScriptedEngine) -> None:
@@ -115,8 +100,7 @@ def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: Scripted
     engine.says(text)
     engine.behaviour.tokens_per_step = 1000
     assert server.complete(max_tokens=400).json()["choices"][0]["text"] == text
-    events = server.complete(max_tokens=400, stream=True).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+    chunks = events(server.complete(max_tokens=400, stream=True).text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
@@ -128,57 +112,41 @@ def test_a_stream_adds_up_to_the_whole_answer(
 ) -> None:
     engine.says(text)
     engine.behaviour.tokens_per_step = tokens_per_step
-    body = {"messages": [{"role": "user", "content": "x"}], "stop": stop, "seed": 1}
-    whole = server.client.post("/v1/chat/completions", json=body).json()
-    chunks = streamed(server, **body, stream_options={"include_usage": True})
+    fields: dict[str, Any] = {"stop": stop, "seed": 1}
+    whole = server.chat("x", **fields).json()
+    chunks = streamed(server, **fields, stream_options={"include_usage": True})
     *deltas, last = chunks
     content = whole["choices"][0]["message"]["content"]
     assert deltas[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in deltas]
     assert "".join(parts) == content
     assert deltas[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert last["choices"] == []
-    assert last["usage"] == whole["usage"]
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert all(chunk["usage"] is None for chunk in deltas)
     assert len({chunk["id"] for chunk in chunks}) == 1
-    expected = text
-    for end in range(len(text)):
-        cut = [s for s in stop or [] if text[: end + 1].endswith(s)]
-        if cut:
-            expected = text[: end + 1 - len(cut[0])]
-            break
-    assert content == expected
+    assert content == cut_by_hand(text, stop or [])
 
 
+@pytest.mark.parametrize("confirmed", [True, False])
 def test_a_stop_string_frees_the_engine_at_once(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+    server: Server, engine: ScriptedEngine, confirmed: bool
 ) -> None:
-    engine.behaviour.script = lambda submit: tokenizer.encode("one two " * 40).ids
+    """The answer does not wait for the engine to confirm the stop."""
+    engine.says("one two " * 40)
     engine.behaviour.step_s = 0.02
     engine.behaviour.cached_tokens = 3
+    engine.behaviour.answer_aborts = confirmed
     body = server.chat("x", stop=" two", max_tokens=300).json()
     assert body["choices"][0]["message"]["content"] == "one"
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == 7
-    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+    assert not confirmed or body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
     eventually(lambda: not engine.running)
     assert engine.got(Abort)
 
 
-def test_an_answer_does_not_wait_for_the_engine_to_confirm_a_stop(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
-    engine.behaviour.script = lambda submit: tokenizer.encode("one two " * 40).ids
-    engine.behaviour.answer_aborts = False
-    body = server.chat("x", stop=" two", max_tokens=300).json()
-    assert body["choices"][0]["message"]["content"] == "one"
-    assert body["usage"]["completion_tokens"] == 7
-
-
-def test_the_length_limit_is_reported(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
-    engine.behaviour.script = lambda submit: tokenizer.encode("abcdefgh").ids
+def test_the_length_limit_is_reported(server: Server, engine: ScriptedEngine) -> None:
+    engine.says("abcdefgh")
     body = server.chat("x", max_completion_tokens=3).json()
     assert body["choices"][0]["message"]["content"] == "abc"
     assert body["choices"][0]["finish_reason"] == "length"
@@ -218,53 +186,42 @@ def test_a_drawn_seed_is_reported_and_used(server: Server, engine: ScriptedEngin
     assert engine.got(Submit)[0].sampling.seed == seed
 
 
-def test_a_text_stream_has_text_in_its_chunks(server: Server, engine: ScriptedEngine) -> None:
-    chunks = events(server.complete("hi", stream=True, n=2).text)
-    for index in (0, 1):
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert "".join(choice["text"] for choice in mine) == "hello world"
-        assert mine[-1]["finish_reason"] == "stop"
-
-
 def test_fields_reach_the_engine(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
-    server.chat(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        max_tokens=7,
-        min_tokens=2,
-        priority=3,
-        cache_salt="s",
-        stop_token_ids=[9, 8],
-        n=1,
-        logit_bias={"7": 5, "12": -100},
-        frequency_penalty=-0.5,
-        presence_penalty=1,
-        repetition_penalty=1.2,
-        repetition_context_size=64,
-        xtc_probability=0.5,
-        xtc_threshold=0.2,
-        tools=[],
-        some_unknown_field={"deep": [1]},
-        user="me",
-        response_format={"type": "text"},
-    )
+    sampling: dict[str, Any] = {"seed": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 40}
+    sampling |= {"min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
+    sampling |= {"repetition_penalty": 1.2, "repetition_context_size": 64}
+    sampling |= {"frequency_penalty": -0.5, "presence_penalty": 1}
+    limits: dict[str, Any] = {"max_tokens": 7, "min_tokens": 2, "priority": 3, "cache_salt": "s"}
+    without_effect: dict[str, Any] = {"n": 1, "tools": [], "user": "me"}
+    without_effect |= {"some_unknown_field": {"deep": [1]}, "response_format": {"type": "text"}}
+    lists = {"stop_token_ids": [9, 8], "logit_bias": {"7": 5, "12": -100}}
+    ok(server.chat(**sampling, **limits, **lists, **without_effect))
     (submit,) = engine.got(Submit)
-    assert (submit.sampling.temperature, submit.sampling.top_p) == (0.5, 0.9)
-    assert (submit.sampling.top_k, submit.sampling.min_p) == (40, 0.1)
-    assert (submit.max_tokens, submit.min_tokens, submit.priority) == (7, 2, 3)
-    sampling = submit.sampling
-    assert sampling.logit_bias == [(7, 5.0), (12, -100.0)]
-    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.0)
-    assert (sampling.repetition_penalty, sampling.repetition_context_size) == (1.2, 64)
-    assert (sampling.xtc_probability, sampling.xtc_threshold) == (0.5, 0.2)
-    newline = tokenizer.encode("\n").ids
-    assert sampling.xtc_special_ids == sorted([EOS, *newline])
-    assert submit.cache_salt == "s"
+    assert submit.sampling == SamplingParams(
+        **sampling,
+        logit_bias=[(7, 5.0), (12, -100.0)],
+        xtc_special_ids=sorted([EOS, *tokenizer.encode("\n").ids]),
+    )
+    assert {name: getattr(submit, name) for name in limits} == limits
     assert submit.stop_token_ids == [EOS, 8, 9]
+
+
+@pytest.mark.parametrize("path", ["messages", "responses"])
+def test_sampling_fields_of_other_apis_reach_the_engine(
+    server: Server, engine: ScriptedEngine, path: str
+) -> None:
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    without_effect = {"service_tier": "auto", "unknown": [1]}
+    body: dict[str, Any] = {
+        "messages": {"messages": HI, "max_tokens": 50, "metadata": {"user_id": "u"}},
+        "responses": {"input": "x", "max_output_tokens": 50, "user": "u", "background": False},
+    }[path]
+    ok(server.post(f"/v1/{path}", **body, **sampling, **without_effect))
+    (submit,) = engine.got(Submit)
+    assert submit.sampling == SamplingParams(**sampling)  # type: ignore[arg-type]
+    assert submit.max_tokens == 50
 
 
 def test_absent_fields_leave_sampling_at_its_defaults(
@@ -288,11 +245,17 @@ def test_max_tokens_is_limited_by_the_context(server: Server, engine: ScriptedEn
     assert engine.got(Submit)[0].max_tokens == 12
 
 
+def join_as(server: Server, model: str, directory: Path) -> ScriptedEngine:
+    """Start an engine of another model."""
+    engine = server.start_engine("hi", directory=directory, model=model)
+    eventually(lambda: server.client.get(f"/v1/models/{model}").json().get("ready_replicas") == 1)
+    return engine
+
+
 def test_the_models_generation_config_gives_the_defaults(server: Server, tmp_path: Any) -> None:
     write_tokenizer(tmp_path / "m", do_sample=True, temperature=0.6, top_k=20, top_p="no number")
-    engine = server.start_engine("hi", directory=tmp_path / "m", model="warm")
-    eventually(lambda: server.client.get("/v1/models/warm").json().get("ready_replicas") == 1)
-    assert server.chat(model="warm").status_code == 200
+    engine = join_as(server, "warm", tmp_path / "m")
+    ok(server.chat(model="warm"))
     sampling = engine.got(Submit)[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
 
@@ -306,8 +269,8 @@ def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedE
 
 @pytest.mark.parametrize("prompt", ["hello", "hello ", [74, 71]])
 def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
-    server.join(" world wor")
     expected = " world wor"
+    server.join(expected)
     choice = server.complete(prompt, logprobs=1).json()["choices"][0]
     assert choice["text"] == expected
     assert choice["logprobs"]["text_offset"][:2] == [0, expected.index("l")]
@@ -336,15 +299,14 @@ def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
 def test_a_penalty_of_repetitions_may_have_llama_cpps_name(
     server: Server, engine: ScriptedEngine, fields: Any, expected: tuple[float, int]
 ) -> None:
-    conversation = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     bodies: dict[str, dict[str, Any]] = {
         "completions": {"prompt": "x"},
-        "chat/completions": conversation,
+        "chat/completions": {"messages": HI},
         "responses": {"input": "x"},
-        "messages": conversation,
+        "messages": {"messages": HI, "max_tokens": 5},
     }
     for path, body in bodies.items():
-        ok(server.client.post(f"/v1/{path}", json={**body, **fields}))
+        ok(server.post(f"/v1/{path}", **body, **fields))
         sampling = engine.got(Submit)[-1].sampling
         assert (sampling.repetition_penalty, sampling.repetition_context_size) == expected
 
@@ -366,12 +328,9 @@ def test_a_field_is_not_given_under_two_names(
 def test_every_chunk_has_the_usage_so_far_if_requested(
     server: Server, engine: ScriptedEngine, include_usage: bool, logprobs: bool
 ) -> None:
-    engine.says("hello world")
-    engine.behaviour.tokens_per_step = 1
-    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": logprobs}
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
-    chunks = streamed(server, **body, stream_options=options)
-    whole = server.client.post("/v1/chat/completions", json=body).json()["usage"]
+    chunks = streamed(server, logprobs=logprobs, stream_options=options)
+    whole = server.chat("x", logprobs=logprobs).json()["usage"]
     usages = [chunk["usage"] for chunk in chunks]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and len(set(counts)) > 2
@@ -384,8 +343,7 @@ def test_a_text_may_begin_without_special_tokens(server: Server, tmp_path: Path)
     tokenizer = write_tokenizer(tmp_path / "m")
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     tokenizer.save(str(tmp_path / "m" / "tokenizer.json"))
-    engine = server.start_engine("hi", directory=tmp_path / "m", model="begins")
-    eventually(lambda: server.client.get("/v1/models/begins").json().get("ready_replicas") == 1)
+    engine = join_as(server, "begins", tmp_path / "m")
     fields: dict[str, Any] = {"model": "begins", "prompt": "ab c", "echo": True, "logprobs": 0}
     answers = [
         ok(server.complete(**fields, max_tokens=3, add_special_tokens=special)).json()

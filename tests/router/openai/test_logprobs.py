@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from mlx_lm import tokenizer_utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from router.tokens.logprobs import TokenAligner
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Submit, TokenLogprobs
-from tests.router.conftest import Server, error_of, ok
-from tests.router.openai.test_completions import events
+from tests.router.conftest import Server, error_of, events, ok
 from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
 from tests.router.tiny_tokenizer import write_tokenizer
 
@@ -24,17 +24,21 @@ TEXTS = pytest.mark.parametrize(
 STOPS = pytest.mark.parametrize("stop", [None, ["🌍"], ["lo w", "b"]])
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(path)
-    return Vocabulary(tokenizer_utils.load(path))
+def logprobs_of(chunks: list[Any]) -> dict[str, list[Any]]:
+    """Return the log-probabilities of a stream's chunks, joined."""
+    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    return {name: [each for part in parts for each in part[name] or ()] for name in parts[0]}
+
+
+def choices_in(answer: httpx.Response) -> list[Any]:
+    """Return the choices of the chunks of a stream."""
+    return [event["choices"][0] for event in events(answer.text)]
 
 
 def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> None:
-    engine.behaviour.script = lambda submit: [*tokenizer.encode("hello é").ids, 1]
+    engine.says("hello é")
     choice = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
     assert engine.got(Submit)[0].logprobs == 2
     content = choice["logprobs"]["content"]
@@ -63,7 +67,7 @@ def test_a_completion_has_parallel_lists(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> None:
     text = "hello world é"
-    engine.behaviour.script = lambda submit: [*tokenizer.encode(text).ids, 1]
+    engine.says(text)
     choice = server.complete("x", logprobs=3).json()["choices"][0]
     found = choice["logprobs"]
     assert choice["text"] == text
@@ -88,10 +92,8 @@ def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
     engine.behaviour.tokens_per_step = tokens_per_step
     body: dict[str, Any] = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
     whole = server.complete(**body).json()["choices"][0]
-    chunks = [event["choices"][0] for event in events(server.complete(**body, stream=True).text)]
-    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
-    for name, values in whole["logprobs"].items():
-        assert [value for part in parts for value in part[name]] == values
+    chunks = choices_in(server.complete(**body, stream=True))
+    assert logprobs_of(chunks) == whole["logprobs"]
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     shown = 0
     for chunk in chunks:
@@ -102,8 +104,7 @@ def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
     body["messages"] = [{"role": "user", "content": "x"}]
     chat = {**body, "logprobs": True, "top_logprobs": 2}
     whole = server.chat(**chat).json()["choices"][0]
-    chunks = [event["choices"][0] for event in events(server.chat(**chat, stream=True).text)]
-    content = [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["content"]]
+    content = logprobs_of(choices_in(server.chat(**chat, stream=True)))["content"]
     assert content == whole["logprobs"]["content"]
     said = b"".join(bytes(token["bytes"]) for token in content).decode(errors="replace")
     assert said.removeprefix(" ").startswith(whole["message"]["content"].rstrip("\ufffd"))
@@ -124,11 +125,11 @@ def test_an_echoed_prompt_comes_before_its_answer(
         ids = [*prompt, *tokenizer.encode(" world").ids]
         expected = tokenizer.decode(ids, skip_special_tokens=False)
     assert [choice["text"] for choice in choices] == [expected, expected]
+    chunks = choices_in(server.complete(**body, stream=True))
     for index in (0, 1):
-        chunks = [
-            event["choices"][0] for event in events(server.complete(**body, stream=True).text)
-        ]
-        assert "".join(c["text"] for c in chunks if c["index"] == index) == expected
+        mine = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["text"] for chunk in mine) == expected
+        assert mine[-1]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,18 +144,11 @@ def test_an_echoed_prompt_has_log_probabilities_too(
     # The first token of a prompt follows nothing, so it has no log-probability.
     wanted = 2 if len(submits[0].token_ids) > 1 else None
     assert [submit.prompt_logprobs for submit in submits] == [wanted, None]
-    whole = [event["choices"][0] for event in events(answer.text)] if stream else []
+    choices = choices_in(answer) if stream else answer.json()["choices"]
+    ids, scores = submits[0].token_ids, prompt_scores_of(submits[0])
     for index in (0, 1):
-        if stream:
-            mine = [chunk for chunk in whole if chunk["index"] == index]
-            text = "".join(chunk["text"] for chunk in mine)
-            parts = [chunk["logprobs"] for chunk in mine if chunk["logprobs"]]
-            found = {name: [v for part in parts for v in part[name]] for name in parts[0]}
-        else:
-            choice = answer.json()["choices"][index]
-            text, found = choice["text"], choice["logprobs"]
-        ids = submits[0].token_ids
-        scores = prompt_scores_of(submits[0])
+        mine = [choice for choice in choices if choice["index"] == index]
+        text, found = "".join(choice["text"] for choice in mine), logprobs_of(mine)
         assert found["token_logprobs"][: len(ids)] == [None, *(own.chosen for own in scores)]
         assert found["top_logprobs"][0] is None
         assert all(len(each) in (2, 3) for each in found["top_logprobs"][1:])
@@ -176,17 +170,11 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(
     assert third[0] is None and len(third) == len(submits[2].token_ids)
     token = submits[2].token_ids[1]
     scores = scores_of(token, 0, 1)
-    expected = {
-        str(other): {
-            "logprob": scores.top[0],
-            "rank": 1,
-            "decoded_token": tokenizer.decode([other]),
-        }
-        for other in scores.top_ids
-    }
-    own = {"logprob": scores.chosen, "rank": None, "decoded_token": tokenizer.decode([token])}
-    expected.setdefault(str(token), own)
-    assert third[1] == expected
+    expected = {str(token): (scores.chosen, None, tokenizer.decode([token]))}
+    for other in scores.top_ids:
+        expected[str(other)] = (scores.top[0], 1, tokenizer.decode([other]))
+    names = ("logprob", "rank", "decoded_token")
+    assert third[1] == {id: dict(zip(names, one, strict=True)) for id, one in expected.items()}
     body = server.chat(prompt_logprobs=0).json()
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
     assert "prompt_logprobs" not in server.chat().json()
@@ -214,8 +202,7 @@ def test_an_answer_with_too_many_log_probabilities_is_refused(
 ) -> None:
     """The fields are small by themselves, and their product is not."""
     prompt = [[5] * 250] * 8
-    answer = server.complete(prompt, n=16, **fields)
-    error = error_of(answer)
+    error = error_of(server.complete(prompt, n=16, **fields))
     assert (error["param"], error["code"]) == (param, "request_too_large")
     assert not engine.got(Submit)
     assert server.complete(prompt[:1], n=2, **fields).status_code == 200
@@ -226,11 +213,17 @@ def test_an_engine_that_omits_log_probabilities_is_a_503(
     server: Server, engine: ScriptedEngine, field: dict[str, int]
 ) -> None:
     engine.behaviour.omit_logprobs = True
-    answer = server.complete("abc", **field)
-    assert error_of(answer, 503)["code"] == "engine_lost"
+    assert error_of(server.complete("abc", **field), 503)["code"] == "engine_lost"
 
 
 # -- tokens and text, without a server ------------------------------------------
+
+
+def loaded_as(tokenizer: Tokenizer, path: Path) -> Any:
+    """Return a tokenizer as mlx-lm loads it."""
+    write_tokenizer(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer_utils.load(path)
 
 
 def sentencepiece(path: Path) -> Any:
@@ -241,31 +234,20 @@ def sentencepiece(path: Path) -> Any:
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    write_tokenizer(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return tokenizer_utils.load(path)
+    steps = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return loaded_as(tokenizer, path)
 
 
 def byte_level(path: Path) -> Any:
-    write_tokenizer(path)
-    return tokenizer_utils.load(path)
+    return loaded_as(write_tokenizer(path), path)
 
 
 def whole_words(path: Path) -> Any:
     """Return a tokenizer of neither kind: mlx-lm decodes with the tokenizer itself."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    write_tokenizer(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return tokenizer_utils.load(path)
+    return loaded_as(tokenizer, path)
 
 
 @pytest.mark.parametrize("kind", [sentencepiece, byte_level, whole_words])
@@ -280,10 +262,8 @@ def test_tokens_have_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) ->
     assert vocabulary.unique_name(ids[0]) == pieces[0].decode()
     if kind is not whole_words:
         assert vocabulary.decode(ids) == vocabulary.decode([*ids, ids[-4]]) == text
-        assert (
-            vocabulary.unique_name(ids[-1]) == "bytes:\\x8d"
-            and vocabulary.token_text(ids[-1]) == "\ufffd"
-        )
+        assert vocabulary.unique_name(ids[-1]) == "bytes:\\x8d"
+        assert vocabulary.token_text(ids[-1]) == "\ufffd"
     assert vocabulary.token_bytes(10**6) == b""
 
 

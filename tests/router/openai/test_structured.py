@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -143,7 +144,7 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
 
 
 def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
-    server: Server, engine: ScriptedEngine
+    server: Server, engine: ScriptedEngine, background: Callable[..., Future[int]]
 ) -> None:
     """Beats mention its request for longer than the router waits for an unknown one."""
     engine.behaviour.accept = False
@@ -160,22 +161,17 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
             engine.say(*encode(heartbeat))
             time.sleep(0.08)
 
-    statuses: list[int] = []
-
-    def ask() -> None:
+    def ask() -> int:
         body = {"prompt": "x", "guided_regex": "a", "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
-            statuses.append(answer.status_code)
+            return answer.status_code
 
-    client = threading.Thread(target=ask)
-    client.start()
+    status = background(ask)
     eventually(lambda: len(engine.got(Submit)) == 1)
     compiling()
-    assert not statuses
-    assert len(engine.got(Submit)) == 1
+    assert not status.done()
     (submit,) = engine.got(Submit)
     engine.behaviour.heartbeats = True
     engine.behaviour.hold_tokens_after = None
     engine.say(*encode(Accepted(request_id=submit.request_id, attempt=submit.attempt)))
-    client.join(60)
-    assert statuses == [200]
+    assert status.result(60) == 200

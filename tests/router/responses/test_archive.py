@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,24 @@ import pytest
 
 from router.responses.archive import ResponseArchive
 from router.responses.store import ResponseStore
-from tests.router.conftest import StartServer, eventually
-from tests.router.responses.test_responses import turn
+from tests.router.conftest import StartServer, eventually, ok
+from tests.router.responses.test_responses import ask, turn
 
 
-def opened(directory: Path, **limits: int) -> tuple[ResponseStore, ResponseArchive]:
-    archive = ResponseArchive(directory)
-    return ResponseStore(limits.pop("max_bytes", 10**6), **limits, archive=archive), archive
+@contextmanager
+def opened(directory: Path, **limits: int) -> Iterator[ResponseStore]:
+    """Yield a store with the responses in a directory. At its end, all of them are written."""
+    store = ResponseStore(10**6, **limits, archive=ResponseArchive(directory))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def assert_only(name: str, directory: Path) -> None:
+    """Check that one response has survived."""
+    with opened(directory) as store:
+        assert len(store) == 1 and store.find("k", name)
 
 
 def num_turns(directory: Path) -> int:
@@ -29,87 +41,77 @@ def num_turns(directory: Path) -> int:
 
 
 def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
-    store, archive = opened(tmp_path, max_responses=3)
-    one = turn(1)
-    store.put("a", one)
-    store.put("b", turn(2, one))
-    store.put("c", turn(3))
-    store.delete("k", "a")  # "b" builds on it
-    store.put("d", turn(4))
-    before = store.size_bytes
-    archive.close()
-    again, archive = opened(tmp_path, max_responses=3)
-    assert (len(again), again.size_bytes) == (3, before)
-    assert len(again.find("k", "b").conversation(10**6, whole=True)) == 4
-    again.find("k", "c")
-    again.put("e", turn(5, again.find("k", "d")))  # the oldest goes: "b", with what it built on
-    archive.close()
-    last, archive = opened(tmp_path)
-    assert [last.find("k", name).item_ids[0] for name in "cde"] == ["in_3", "in_4", "in_5"]
-    assert last.find_turn("k", "in_1") is None
+    with opened(tmp_path, max_responses=3) as store:
+        one = turn(1)
+        store.put("a", one)
+        store.put("b", turn(2, one))
+        store.put("c", turn(3))
+        store.delete("k", "a")  # "b" builds on it
+        store.put("d", turn(4))
+        before = store.size_bytes
+    with opened(tmp_path, max_responses=3) as store:
+        assert (len(store), store.size_bytes) == (3, before)
+        assert len(store.find("k", "b").conversation(10**6, whole=True)) == 4
+        store.find("k", "c")
+        store.put("e", turn(5, store.find("k", "d")))  # "b" goes, with what it built on
+    with opened(tmp_path) as store:
+        assert [store.find("k", name).item_ids[0] for name in "cde"] == ["in_3", "in_4", "in_5"]
+        assert store.find_turn("k", "in_1") is None
     assert len(list(tmp_path.glob("responses.db"))) == 1
-    archive.close()
 
 
 def test_a_conversation_whose_beginning_was_not_written_is_gone_after_a_restart(
     tmp_path: Path,
 ) -> None:
-    store, archive = opened(tmp_path)
-    one = turn(1)
-    store.put("a", one)
-    store.put("b", two := turn(2, one))
-    store.put("c", turn(3, two))
-    store.put("d", turn(4))
-    archive.close()
+    with opened(tmp_path) as store:
+        one = turn(1)
+        store.put("a", one)
+        store.put("b", two := turn(2, one))
+        store.put("c", turn(3, two))
+        store.put("d", turn(4))
     with closing(sqlite3.connect(tmp_path / "responses.db")) as database, database:
         database.execute("DELETE FROM turns WHERE number = ?", (one.number,))  # the disk was full
-    again, archive = opened(tmp_path)
-    assert len(again) == 1
-    assert again.find("k", "d").item_ids[0] == "in_4"
-    again.put("e", turn(5))
-    archive.close()
+    with opened(tmp_path) as store:
+        assert len(store) == 1
+        assert store.find("k", "d").item_ids[0] == "in_4"
+        store.put("e", turn(5))
     with closing(sqlite3.connect(tmp_path / "responses.db")) as database:
         rows = database.execute("SELECT response_id FROM turns ORDER BY number").fetchall()
     assert rows == [("d",), ("e",)]
+
+
+def remove_after_a_response(store: ResponseStore, directory: Path) -> None:
+    store.put("a", turn(1))
+    eventually(lambda: num_turns(directory) == 1)
+    shutil.rmtree(directory)
 
 
 def test_what_comes_after_the_directory_was_removed_survives_and_a_line_says_what_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "responses"
-    store, archive = opened(directory)
-    store.put("a", turn(1))
-    eventually(lambda: num_turns(directory) == 1)
-    shutil.rmtree(directory)
-    store.put("b", turn(2))
-    archive.close()
-    again, archive = opened(directory)
-    assert len(again) == 1 and again.find("k", "b")
-    archive.close()
+    with opened(directory) as store:
+        remove_after_a_response(store, directory)
+        store.put("b", turn(2))
+    assert_only("b", directory)
     assert f"{directory} was removed" in caplog.text
 
 
 def test_a_new_file_that_cannot_be_used_yet_is_tried_again_with_the_next_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = tmp_path / "responses"
-    store, archive = opened(directory)
-    store.put("a", turn(1))
-    eventually(lambda: num_turns(directory) == 1)
-    shutil.rmtree(directory)
-
     def fails(*_: Any, **__: Any) -> sqlite3.Connection:
         raise sqlite3.OperationalError("unable to open database file")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("router.responses.archive.sqlite3.connect", fails)
-        store.put("b", turn(2))
-        eventually(lambda: "unable to open" in caplog.text)
-    store.put("c", turn(3))
-    archive.close()
-    again, archive = opened(directory)
-    assert len(again) == 1 and again.find("k", "c")
-    archive.close()
+    directory = tmp_path / "responses"
+    with opened(directory) as store:
+        remove_after_a_response(store, directory)
+        with monkeypatch.context() as patched:
+            patched.setattr("router.responses.archive.sqlite3.connect", fails)
+            store.put("b", turn(2))
+            eventually(lambda: "unable to open" in caplog.text)
+        store.put("c", turn(3))
+    assert_only("c", directory)
 
 
 def test_a_router_that_is_started_again_has_the_responses(
@@ -118,19 +120,14 @@ def test_a_router_that_is_started_again_has_the_responses(
     flag = f"--response-store-dir={tmp_path / 'responses'}"
     server = start_server(flag)
     server.join("hello world")
-    first = server.client.post("/v1/responses", json={"input": "hi"}).json()
+    first = ask(server).json()
     assert server.stop() == 0
     server = start_server(flag)
     server.join("hello world")
     assert server.client.get(f"/v1/responses/{first['id']}").json() == first
-    body = {"input": "and?", "previous_response_id": first["id"]}
-    assert server.client.post("/v1/responses", json=body).status_code == 200
-    try:
+    ok(ask(server, "and?", previous_response_id=first["id"]))
+    with pytest.raises(AssertionError, match="--response-store-dir: another router uses"):
         start_server(flag)
-    except AssertionError as error:
-        assert "--response-store-dir: another router uses" in str(error)
-    else:
-        raise AssertionError("two routers share a directory")
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -149,15 +146,12 @@ def test_what_was_deleted_stays_deleted_though_the_disk_failed_at_that(
         return write(archive, change)
 
     monkeypatch.setattr(ResponseArchive, "_write", fails)
-    store, archive = opened(tmp_path)
-    store.put("a", turn(1))
-    store.put("b", turn(2))
-    store.delete("k", "a")
-    eventually(lambda: not failures)
-    archive.close()
-    again, archive = opened(tmp_path)
-    assert len(again) == 1 and again.find("k", "b")
-    archive.close()
+    with opened(tmp_path) as store:
+        store.put("a", turn(1))
+        store.put("b", turn(2))
+        store.delete("k", "a")
+        eventually(lambda: not failures)
+    assert_only("b", tmp_path)
 
 
 def test_what_was_deleted_stays_deleted_though_the_disk_was_too_slow(
@@ -171,14 +165,11 @@ def test_what_was_deleted_stays_deleted_though_the_disk_was_too_slow(
         return may_write.wait(10) and write(archive, change)
 
     monkeypatch.setattr(ResponseArchive, "_write", slow)
-    store, archive = opened(tmp_path)
-    store.put("a", turn(1))
-    assert writes.wait(10)
-    store.put("b", turn(2))
-    store.put("c", turn(3))  # there is no place for it
-    store.delete("k", "a")
-    may_write.set()
-    archive.close()
-    again, archive = opened(tmp_path)
-    assert len(again) == 1 and again.find("k", "b")
-    archive.close()
+    with opened(tmp_path) as store:
+        store.put("a", turn(1))
+        assert writes.wait(10)
+        store.put("b", turn(2))
+        store.put("c", turn(3))  # there is no place for it
+        store.delete("k", "a")
+        may_write.set()
+    assert_only("b", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import httpx
@@ -20,30 +21,25 @@ from router.schemas.requests import ChatRequest
 from router.tokens.image_prompts import Prompt
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
-from tests.router.conftest import Server, StartServer, error_of, ok
+from tests.router.conftest import Server, StartServer, error_of, named_events, ok
 from tests.router.scripted_engine import ScriptedEngine
+
+IMAGE = {"type": "input_image", "image_url": "x"}
 
 
 def ask(server: Server, given: Any = "hi", **fields: Any) -> httpx.Response:
-    return server.client.post("/v1/responses", json={"input": given, **fields})
+    return server.post("/v1/responses", **{"input": given, **fields})
 
 
 def events(text: str) -> list[Any]:
-    """Return the events of a stream: numbered from 0, and named by the type in their data."""
-    parsed = []
-    for event in text.strip().split("\n\n"):
-        if event.startswith(":"):
-            continue
-        name, data = event.split("\n")
-        parsed.append(json.loads(data.removeprefix("data: ")))
-        assert name == "event: " + parsed[-1]["type"]
-    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
-    return parsed
+    """Return the events of a stream, numbered from 0. Comments are skipped."""
+    found = named_events(re.sub(r"^:.*\n\n", "", text, flags=re.MULTILINE))
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
 
 
 def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
-    answer = ok(ask(server, given, stream=True, **fields))
-    return events(answer.text)
+    return events(ok(ask(server, given, stream=True, **fields)).text)
 
 
 def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None:
@@ -115,15 +111,12 @@ def test_an_answer_cut_at_its_limit_is_incomplete(server: Server, engine: Script
 def test_items_become_the_messages_of_a_conversation(
     server: Server, engine: ScriptedEngine
 ) -> None:
+    said = [{"type": "output_text", "text": "two"}]
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hmm"}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "two"}],
-        },
+        {"type": "message", "role": "assistant", "content": said},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "c", "output": "three"},
         {"role": "system", "content": "four"},
@@ -162,8 +155,7 @@ def test_an_item_can_be_referenced(server: Server, engine: ScriptedEngine) -> No
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     ok(ask(server, [reference, {"role": "user", "content": "two"}]))
     assert engine.last_prompt == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
-    lost = ask(server, [{"id": "msg_nobody"}])
-    assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input[0].id")
+    assert error_of(ask(server, [{"id": "msg_nobody"}]), 404)["param"] == "input[0].id"
 
 
 def test_a_response_that_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine) -> None:
@@ -177,10 +169,9 @@ def test_a_response_that_is_not_stored_is_not_found(server: Server, engine: Scri
         client.get(url + "/input_items"),
         ask(server, previous_response_id=body["id"]),
     ]
-    for answer in missing:
-        assert answer.status_code == 404
-        assert "make room" in answer.json()["error"]["message"]
-    assert missing[-1].json()["error"]["param"] == "previous_response_id"
+    errors = [error_of(answer, 404) for answer in missing]
+    assert all("make room" in error["message"] for error in errors)
+    assert errors[-1]["param"] == "previous_response_id"
 
 
 def test_a_stored_response_can_be_deleted_but_not_cancelled(
@@ -205,19 +196,13 @@ def test_an_api_key_cannot_see_responses_of_another(start_server: StartServer) -
     reference = [{"type": "item_reference", "id": body["output"][0]["id"]}]
     assert server.client.get(url).status_code == 200
     server.client.headers["authorization"] = "Bearer two"
-    assert server.client.get(url).status_code == 404
-    assert server.client.delete(url).status_code == 404
-    assert ask(server, previous_response_id=body["id"]).status_code == 404
-    assert ask(server, reference).status_code == 404
-
-
-def test_sampling_fields_reach_the_engine(server: Server, engine: ScriptedEngine) -> None:
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
-    accepted = {"user": "u", "service_tier": "auto", "unknown": [1], "background": False}
-    ok(ask(server, max_output_tokens=50, **sampling, **accepted))
-    submit = engine.got(Submit)[-1]
-    assert {name: getattr(submit.sampling, name) for name in sampling} == sampling
-    assert submit.max_tokens == 50
+    for hidden in (
+        server.client.get(url),
+        server.client.delete(url),
+        ask(server, previous_response_id=body["id"]),
+        ask(server, reference),
+    ):
+        assert hidden.status_code == 404
 
 
 def test_log_probabilities_come_with_their_text(server: Server, engine: ScriptedEngine) -> None:
@@ -250,10 +235,7 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
@@ -268,27 +250,30 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "x" * 2000}, "input"),
+        ({"max_tokens": 5}, "max_tokens"),
     ],
 )
 def test_an_error_names_the_wrong_field(
     server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
 ) -> None:
-    answer = ask(server, **{"given": "hi", **fields})
-    error = error_of(answer)
+    error = error_of(ask(server, **fields))
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param == "input" or param.split("[")[0].split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize("stop", ["wor", ["x", "wor"]])
+def test_a_stop_sequence_ends_a_response(server: Server, engine: ScriptedEngine, stop: Any) -> None:
+    """As with vLLM and SGLang; OpenAI has none."""
+    body = ok(ask(server, stop=stop)).json()
+    (message,) = body["output"]
+    assert (body["status"], message["content"][0]["text"]) == ("completed", "hello ")
 
 
 @pytest.mark.parametrize("instructions", ["short", "long " * 3_500])
 def test_an_error_in_a_stream_is_two_events(server: Server, instructions: str) -> None:
     engine = server.join("hello world", hold_tokens_after=2, context_length=100_000)
-    text = ""
-    body = {"input": "hi", "stream": True, "instructions": instructions}
-    with server.client.stream("POST", "/v1/responses", json=body) as answer:
-        for part in answer.iter_text():
-            text += part
-            if "output_text.delta" in text:
-                engine.kill()
+    body = {"input": "hi", "instructions": instructions}
+    text = server.stream_until("output_text.delta", engine.kill, "/v1/responses", **body)
     *_, error, failed = events(text)
     assert (error["type"], error["code"]) == ("error", "engine_lost")
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
@@ -326,22 +311,12 @@ def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> No
     assert (first["call_id"], first["arguments"]) == ("call_a", '{"x": 1}')
     assert (second["call_id"], second["arguments"]) == ("call_b", "{}")
     tags = [str(event.__struct_config__.tag).removeprefix("response.") for event in sent]
-    reasoning_tags = (
-        [
-            "reasoning_summary_part.added",
-            *["reasoning_summary_text.delta"] * 2,
-            *("reasoning_summary_text.done", "reasoning_summary_part.done"),
-        ]
-        if summarized
-        else [
-            "content_part.added",
-            *["reasoning_text.delta"] * 2,
-            *("reasoning_text.done", "content_part.done"),
-        ]
-    )
+    part = "reasoning_summary_part." if summarized else "content_part."
+    text = "reasoning_summary_text." if summarized else "reasoning_text."
     arguments = "function_call_arguments."
     assert tags == [
-        *("output_item.added", *reasoning_tags, "output_item.done"),
+        *("output_item.added", part + "added", text + "delta", text + "delta"),
+        *(text + "done", part + "done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", arguments + "delta", arguments + "delta"),
@@ -409,11 +384,16 @@ def test_the_store_never_exceeds_its_limit() -> None:
     assert (len(nothing), nothing.size_bytes) == (0, 0)
 
 
-def test_a_stored_conversation_is_read_up_to_a_limit() -> None:
-    last: StoredResponse | None = None
-    for number in range(10):
+def conversation(length: int) -> StoredResponse:
+    """Return the last of some turns."""
+    last = turn(0)
+    for number in range(1, length):
         last = turn(number, last)
-    assert last is not None
+    return last
+
+
+def test_a_stored_conversation_is_read_up_to_a_limit() -> None:
+    last = conversation(10)
     limit = 3 * last.size_bytes + 100
     with pytest.raises(ContextLengthExceeded) as refused:
         last.conversation(limit, whole=True)
@@ -424,10 +404,7 @@ def test_a_stored_conversation_is_read_up_to_a_limit() -> None:
 
 
 def test_a_page_decodes_only_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    last: StoredResponse | None = None
-    for number in range(10):
-        last = turn(number, last)
-    assert last is not None
+    last = conversation(10)
     read: list[StoredResponse] = []
     new_items = StoredResponse.new_items
 

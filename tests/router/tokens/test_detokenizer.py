@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,19 +48,6 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert scanner.flush() == "E"
 
 
-@pytest.fixture(scope="module")
-def loaded(model_dir: Path) -> Any:
-    """The tokenizer as mlx-lm loads it."""
-    from mlx_lm import tokenizer_utils
-
-    return tokenizer_utils.load(model_dir, {"trust_remote_code": False})
-
-
-@pytest.fixture(scope="module")
-def vocabulary(loaded: Any) -> Vocabulary:
-    return Vocabulary(loaded)
-
-
 @pytest.mark.parametrize("text", ["wait 🌍🏽 STOP", "日本語STOP日本", "a\n\nb STOPST", "é́STOP"])
 def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
     text: str, vocabulary: Vocabulary, tokenizer: Any
@@ -71,8 +57,7 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
         for end in range(start + 1, min(start + 5, len(text)) + 1):
             stop = text[start:end]
             stream = IncrementalDetokenizer(vocabulary.decoder(), [stop])
-            pieces = [stream.feed(token) for token in ids]
-            shown = "".join(pieces) + stream.finish()
+            shown = read(stream, ids)
             assert shown == cut_by_hand(text, [stop])
             assert "\ufffd" not in shown
             assert stream.stopped
@@ -83,6 +68,11 @@ def test_half_a_character_waits_for_its_other_half(vocabulary: Vocabulary, token
     assert len(ids) == 6
     stream = IncrementalDetokenizer(vocabulary.decoder())
     assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
+
+
+def read(stream: IncrementalDetokenizer, ids: list[int]) -> str:
+    """Return the text of an output that ends with ``ids``."""
+    return "".join(map(stream.feed, ids)) + stream.finish()
 
 
 class _SentencePiece:
@@ -115,20 +105,18 @@ def test_text_is_the_bytes_of_its_tokens(
     known = vocabulary if kind == "bpe" else Vocabulary(_SentencePiece())
     ids = data.draw(st.lists(st.integers(0, 300 if kind == "bpe" else 9), max_size=12))
     stream = IncrementalDetokenizer(known.decoder())
-    text = "".join(map(stream.feed, ids)) + stream.finish()
     whole = b"".join(map(known.token_bytes, ids)).decode(errors="replace")
-    assert text == whole.removeprefix(" ")
+    assert read(stream, ids) == whole.removeprefix(" ")
 
 
 @pytest.mark.parametrize("text", ["é 🌍🏽 日本, and  words.", "  two spaces", "no space\n\n  x"])
 def test_text_is_that_of_mlx_lm(text: str, loaded: Any, vocabulary: Vocabulary) -> None:
     theirs = loaded.detokenizer
-    stream = IncrementalDetokenizer(vocabulary.decoder())
     ids = loaded.encode(text, add_special_tokens=False)
     for token in ids:
         theirs.add_token(token)
     theirs.finalize()
-    assert "".join(map(stream.feed, ids)) + stream.finish() == theirs.text
+    assert read(IncrementalDetokenizer(vocabulary.decoder()), ids) == theirs.text
 
 
 @pytest.mark.parametrize("byte", [b" ", b"\x80", b"\xf0"])
@@ -165,21 +153,15 @@ def test_a_line_is_not_decoded_from_its_beginning(
     assert max(decoded) <= 16 + 65
 
 
-def test_tokens_after_the_stop_string_are_not_counted(
-    vocabulary: Vocabulary, tokenizer: Any
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "counted"), [(0, "a", 2), (3, "a.b", 4)], ids=("none", "three")
+)
+def test_a_stop_string_is_found_after_min_tokens_and_ends_the_count(
+    vocabulary: Vocabulary, tokenizer: Any, min_tokens: int, shown: str, counted: int
 ) -> None:
-    ids = tokenizer.encode("ab.cd").ids
-    stream = IncrementalDetokenizer(vocabulary.decoder(), ["."])
-    assert "".join(map(stream.feed, ids)) == "ab"
-    assert stream.num_tokens == 3
-
-
-def test_stop_strings_are_not_looked_for_before_min_tokens(
-    vocabulary: Vocabulary, tokenizer: Any
-) -> None:
-    ids = tokenizer.encode("a.b.c").ids
-    stream = IncrementalDetokenizer(vocabulary.decoder(), ["."], min_tokens=3)
-    assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
+    stream = IncrementalDetokenizer(vocabulary.decoder(), ["."], min_tokens=min_tokens)
+    assert "".join(map(stream.feed, tokenizer.encode("a.b.c").ids)) == shown
+    assert stream.num_tokens == counted
 
 
 def test_a_token_that_the_tokenizer_does_not_know_has_no_text(vocabulary: Vocabulary) -> None:

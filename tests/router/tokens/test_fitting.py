@@ -12,7 +12,6 @@ from mlx_lm import tokenizer_utils
 from router.schemas.conversation import ChatMessage
 from router.tokens.conversations.fitting import TemplateLimits, fitted
 from router.tokens.templates import ChatTemplate
-from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.template_table import (
     AGAIN,
     CALL,
@@ -46,16 +45,11 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_chat_tokenizer(directory)
-    return directory
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_shows_all_that_is_said_called_and_answered(name: str, directory: Path) -> None:
-    template = template_of(name, directory)
+def test_a_template_shows_all_that_is_said_called_and_answered(
+    name: str, chat_model_dir: Path
+) -> None:
+    template = template_of(name, chat_model_dir)
     for messages in CONVERSATIONS:
         shown = template.render(messages, [TOOL], {})
         said = re.findall(r"[A-Z]+-[123]|TEXT|REPLY", repr(messages))
@@ -68,10 +62,10 @@ def test_a_template_shows_all_that_is_said_called_and_answered(name: str, direct
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_longer_conversation_begins_with_the_shorter_one(name: str, directory: Path) -> None:
+def test_a_longer_conversation_begins_with_the_shorter_one(name: str, chat_model_dir: Path) -> None:
     if name.startswith("mistral"):
         pytest.skip("these templates put the system's text and the tools before the last question")
-    template = template_of(name, directory)
+    template = template_of(name, chat_model_dir)
     messages = [SYSTEM, DEVELOPER, USER, BOTH, RESULT, SECOND_RESULT, REPLY, LATE, AGAIN]
     for length in (3, 6):
         shorter = template.render(messages[:length], [TOOL], {}, ending="last_message")
@@ -110,8 +104,8 @@ def test_messages_change_only_where_a_template_cannot_take_them(
     assert fitted(messages, limits) == (messages if expected is None else expected)
 
 
-def test_content_is_a_list_for_templates_that_take_nothing_else(directory: Path) -> None:
-    tokenizer = tokenizer_utils.load(directory)
+def test_content_is_a_list_for_templates_that_take_nothing_else(chat_model_dir: Path) -> None:
+    tokenizer = tokenizer_utils.load(chat_model_dir)
     tokenizer.chat_template = (
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     )

@@ -16,6 +16,10 @@ from tests.router.chat_tokenizer import write_chat_tokenizer
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
 
 
+def asked(question: str) -> str:
+    return BEGIN + question + END + BEGIN
+
+
 class Fixture:
     """A cache with a real tokenizer. It counts the characters that are encoded."""
 
@@ -35,15 +39,23 @@ class Fixture:
             check_length(len(found))
         return found.ids
 
-    def letters(self, text: str) -> list[int]:
-        return [self.tokenizer.encode(char).ids[0] for char in text]
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens that the tokenizer itself chooses."""
+        return self.tokenizer.encode(text).ids
+
+    def reply(self, text: str) -> list[int]:
+        """Return tokens of a reply: a letter each, and the end."""
+        letters = [token for char in text for token in self.ids(char)]
+        return [*letters, self.tokenizer.token_to_id("<|im_end|>")]
+
+    def answer(self, question: str, text: str, scope: str = "s") -> list[int]:
+        """Have a prompt answered; return its tokens with those of the reply."""
+        prompt, output = self.cache.tokenize(scope, asked(question)), self.reply(text)
+        self.cache.extend(scope, prompt, output)
+        return [*prompt, *output]
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    @property
-    def end(self) -> int:
-        return int(self.tokenizer.token_to_id("<|im_end|>"))
 
 
 def make(**options: int) -> tuple[Fixture, TokenizationCache]:
@@ -54,37 +66,30 @@ def make(**options: int) -> tuple[Fixture, TokenizationCache]:
 
 def test_a_prompt_continues_with_the_tokens_of_the_reply() -> None:
     fixture, cache = make()
-    asked = BEGIN + "hello" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
-    output = [*fixture.letters("hello"), fixture.end]
-    cache.extend("s", prompt, output)
+    known = fixture.answer("hello", "hello")
     encoded = fixture.encoded
-    following = asked + "hello" + END + BEGIN + "more"
+    following = asked("hello") + "hello" + END + BEGIN + "more"
     tokens = cache.tokenize("s", following)
-    assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
+    assert tokens[: len(known)] == known
     assert fixture.text(tokens) == following
     assert fixture.encoded - encoded <= len(END + BEGIN + "more")
     comparison = cache.comparison("s", tokens)
-    assert comparison.common_tokens == comparison.earlier_tokens == len(prompt) + len(output)
+    assert comparison.common_tokens == comparison.earlier_tokens == len(known)
     assert comparison.earlier_token is None
 
 
 def test_text_that_was_changed_is_not_continued() -> None:
     fixture, cache = make()
-    asked = BEGIN + "hello" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
-    cache.extend("s", prompt, [*fixture.letters("hello"), fixture.end])
+    fixture.answer("hello", "hello")
     for reply in ("hell", "hello ", "help", "", "hello<|im_start|>"):
-        text = asked + reply + END
-        assert cache.tokenize("s", text) == fixture.tokenizer.encode(text).ids
+        text = asked("hello") + reply + END
+        assert cache.tokenize("s", text) == fixture.ids(text)
 
 
 def test_a_prompt_that_is_too_long_is_not_remembered_and_nothing_is_forgotten() -> None:
     fixture, cache = make()
-    asked = BEGIN + "hello" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
-    cache.extend("s", prompt, [*fixture.letters("hello"), fixture.end])
-    following = asked + "hello" + END + BEGIN + "more" + END
+    fixture.answer("hello", "hello")
+    following = asked("hello") + "hello" + END + BEGIN + "more" + END
     length = len(cache.tokenize("s", following))
     longer = following + BEGIN + "and more"
 
@@ -103,48 +108,39 @@ def test_a_prompt_that_is_too_long_is_not_remembered_and_nothing_is_forgotten() 
 
 def test_an_unknown_reply_or_scope_changes_nothing() -> None:
     fixture, cache = make()
-    asked = BEGIN + "hello" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
+    prompt = cache.tokenize("s", asked("hello"))
     cache.extend("s", [1, 2, 3], [4])
-    cache.extend("other", prompt, fixture.letters("hello"))
-    text = asked + "hello" + END
-    assert cache.tokenize("s", text) == fixture.tokenizer.encode(text).ids
+    cache.extend("other", prompt, fixture.reply("hello"))
+    text = asked("hello") + "hello" + END
+    assert cache.tokenize("s", text) == fixture.ids(text)
     assert cache.comparison("other", prompt).earlier_tokens == 0
 
 
 def test_half_a_character_at_the_end_of_a_reply_is_not_continued() -> None:
     fixture, cache = make()
-    asked = BEGIN + "x" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
-    cache.extend("s", prompt, fixture.tokenizer.encode("日").ids[:2])
+    cache.extend("s", cache.tokenize("s", asked("x")), fixture.ids("日")[:2])
     for reply in ("日", "\ufffd", ""):
-        text = asked + reply + END
-        assert cache.tokenize("s", text) == fixture.tokenizer.encode(text).ids
+        text = asked("x") + reply + END
+        assert cache.tokenize("s", text) == fixture.ids(text)
 
 
 def test_the_choices_of_one_prompt_can_all_be_continued() -> None:
     fixture, cache = make()
-    asked = BEGIN + "x" + END + BEGIN
-    prompt = cache.tokenize("s", asked)
-    replies = ["hello", "world", ""]
-    outputs = [[*fixture.letters(reply), fixture.end] for reply in replies]
-    for output in outputs:
+    prompt = cache.tokenize("s", asked("x"))
+    outputs = {reply: fixture.reply(reply) for reply in ("hello", "world", "")}
+    for output in outputs.values():
         cache.extend("s", prompt, output)
-    for reply, output in zip(replies, outputs, strict=True):
-        tokens = cache.tokenize("s", asked + reply + END + BEGIN)
+    for reply, output in outputs.items():
+        tokens = cache.tokenize("s", asked("x") + reply + END + BEGIN)
         assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
 
 
 def test_scopes_share_nothing() -> None:
     fixture, cache = make()
-    asked = BEGIN + "x" + END + BEGIN
-    output = [*fixture.letters("hello"), fixture.end]
-    for scope in ("a", "b", "c"):
-        prompt = cache.tokenize(scope, asked)
-        cache.extend(scope, prompt, output)
+    known = {scope: fixture.answer("x", "hello", scope) for scope in ("a", "b", "c")}
     for scope in ("c", "a", "b"):
-        tokens = cache.tokenize(scope, asked + "hello" + END)
-        assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
+        tokens = cache.tokenize(scope, asked("x") + "hello" + END)
+        assert tokens[: len(known[scope])] == known[scope]
 
 
 def test_a_prompt_is_compared_to_few_of_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +176,8 @@ def test_random_conversations_keep_their_text() -> None:
     """A prompt keeps its text when conversations branch, are cut, and are continued."""
     draw = random.Random(11)
     fixture, cache = make(max_bytes=100_000)
-    pieces = [
-        "hello",
-        " wor",
-        "ld",
-        "é",
-        "日",
-        "🌍",
-        "\n",
-        "<think>",
-        "</think>",
-        END,
-        BEGIN,
-        "<|im",
-    ]
+    words = ("hello", " wor", "ld", "é", "日", "🌍", "\n", "<think>", "</think>")
+    pieces = [*words, END, BEGIN, "<|im"]
     texts = [BEGIN]
     kept = 0
     for _ in range(150):
@@ -202,9 +186,8 @@ def test_random_conversations_keep_their_text() -> None:
         text = BEGIN + text.removeprefix(BEGIN) + "".join(draw.choices(pieces, k=3))
         tokens = cache.tokenize("s", text)
         assert fixture.text(tokens) == text
-        kept += tokens != fixture.tokenizer.encode(text).ids
+        kept += tokens != fixture.ids(text)
         reply = "".join(draw.choices(pieces, k=draw.randrange(4)))
-        output = [t for char in reply for t in fixture.tokenizer.encode(char).ids]
-        cache.extend("s", tokens, [*output, fixture.end])
+        cache.extend("s", tokens, fixture.reply(reply))
         texts.append((text + reply + END)[-2000:] if len(text) > 4000 else text + reply + END)
     assert kept > 25

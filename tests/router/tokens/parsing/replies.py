@@ -350,6 +350,10 @@ BROKEN = [
     ("json_tools", '<tool_call>["get_weather"]</tool_call>'),
     ("json_tools", "<tool_call>" + "[" * 5000 + "</tool_call>"),
     ("json_tools", "<tool_call></tool_call>"),
+    (
+        "json_tools",
+        "<tool_call>" + " " * 3000 + '{"name": "get_weather", "arguments": {x}}</tool_call>',
+    ),
     ("json_tools", '<tool_call>{"arguments": {"days": NaN}, "name": "get_weather"}</tool_call>'),
     ("mistral", '[TOOL_CALLS]get_weather[ARGS]"city": '),
     ("kimi_k2", "<|tool_calls_section_begin|>functions.f:0<|tool_call_argument_begin|>{}"),

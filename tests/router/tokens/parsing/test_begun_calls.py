@@ -125,18 +125,18 @@ def test_arguments_end_outside_of_strings_and_brackets(
 @pytest.mark.parametrize("size", [1, 9, 1000])
 def test_json_without_a_marker_is_a_call_once_its_arguments_begin(size: int) -> None:
     call = '{"name": "get_weather", "arguments": {"city": "x", }}'
-    part = read(f"```json\n{call}\n```", format_of("json"), size=size)
-    assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "")
-    for before in ("```tool_code", "```tool_call\n[", "<|python_tag|>[", "<|python_start|>```"):
-        part = read(f"{before}{call}", format_of("json"), size=size)
-        assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "")
-    part = read(f"{call} is how.", format_of("json"), size=size)
-    assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "is how.")
+    for before, after, text in (
+        ("```json\n", "\n```", ""),
+        *((fence, "", "") for fence in ("```tool_code", "```tool_call\n[", "<|python_start|>```")),
+        ("<|python_tag|>[", "", ""),
+        ("", " is how.", "is how."),
+    ):
+        part = read(before + call + after, format_of("json"), size=size)
+        assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], text)
     part = read(call[:-6], format_of("json"), size=size)
     assert named(part.calls) == [("get_weather", '{"city": "')]
-    other = call.replace("get_weather", "other")
-    assert read(other, format_of("json"), size=size) == ReplyDelta("", other)
-    assert read(f"So: {call}", format_of("json"), size=size) == ReplyDelta("", f"So: {call}")
+    for no_call in (call.replace("get_weather", "other"), f"So: {call}"):
+        assert read(no_call, format_of("json"), size=size) == ReplyDelta("", no_call)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -195,19 +195,6 @@ def test_a_call_without_its_last_bracket_ends_before_the_next(parser: str, size:
 def test_a_call_cut_short_is_not_mended() -> None:
     part = read(call_of('{"units": ["x", ', end=""), format_of("json_tools"), cut=True)
     assert named(part.calls) == [("get_weather", '{"units": ["x"')]
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        'Well.<tool_call>{"name": "other", "arguments": {"city": "x"}}</tool_call>',
-        '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
-        "<tool_call>" + " " * 3000 + '{"name": "get_weather", "arguments": {x}}</tool_call>',
-    ],
-)
-def test_what_does_not_begin_a_call_stays_text(written: str) -> None:
-    for size in (1, 1000):
-        assert read(written, format_of("json_tools"), size=size) == ReplyDelta("", written)
 
 
 @pytest.mark.parametrize("size", [1, 1000])

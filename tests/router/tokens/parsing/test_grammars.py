@@ -185,19 +185,20 @@ def test_optional_calls_may_have_text_around_them(checker: Checker, parser: str)
         assert not checker.accepts(grammar, text), text
 
 
+def takes(checker: Checker, parameters: Any, arguments: str, *, strict: bool | None = None) -> bool:
+    """Return whether a function with ``parameters`` may be called with ``arguments``."""
+    function = FunctionDefinition(name="f", parameters=parameters, strict=strict)
+    grammar = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
+    return checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
+
+
 def test_unknown_keywords_of_a_schema_are_ignored_unless_the_function_is_strict(
     checker: Checker,
 ) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": 1}}}}
-    call = '{"name": "f", "arguments": {"x": [2]}}'
-    for strict in (False, True):
-        function = FunctionDefinition(name="f", parameters=odd, strict=strict)
-        text = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
-        if strict:
-            with pytest.raises(AssertionError, match="contains"):
-                checker.accepts(text, call)
-        else:
-            assert checker.accepts(text, call)
+    assert takes(checker, odd, '{"x": [2]}', strict=False)
+    with pytest.raises(AssertionError, match="contains"):
+        takes(checker, odd, '{"x": [2]}', strict=True)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +217,8 @@ def test_unknown_keywords_of_a_schema_are_ignored_unless_the_function_is_strict(
 def test_only_arguments_that_the_schema_names_are_accepted(
     checker: Checker, parameters: dict[str, Any] | None, arguments: str, others: str
 ) -> None:
-    function = FunctionDefinition(name="f", parameters=parameters)
-    grammar = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
-    assert checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
-    assert not checker.accepts(grammar, f'{{"name": "f", "arguments": {others}}}')
+    assert takes(checker, parameters, arguments)
+    assert not takes(checker, parameters, others)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +235,7 @@ def test_only_arguments_that_the_schema_names_are_accepted(
 def test_other_arguments_are_accepted_if_the_schema_allows_them(
     checker: Checker, schema: dict[str, Any]
 ) -> None:
-    function = FunctionDefinition(name="f", parameters={"type": "object", **schema})
-    grammar = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
-    assert checker.accepts(grammar, '{"name": "f", "arguments": {"b": 1}}')
+    assert takes(checker, {"type": "object", **schema}, '{"b": 1}')
 
 
 def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:

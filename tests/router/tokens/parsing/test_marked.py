@@ -9,11 +9,10 @@ from typing import Any, get_args
 
 import mlx_lm.tool_parsers
 import pytest
-from mlx_lm import tokenizer_utils
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import EVERYBODY
-from router.generation.choice import Choice, OutputDelta
+from router.generation.choice import OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing import marked
 from router.tokens.parsing.calls import JSON, ParsedCall, ToolSyntax, parse_work
@@ -25,10 +24,11 @@ from router.tokens.reply_parser import CallDelta, ReplyDelta
 from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
 from shared.wire import Delta
-from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.generation.test_choice import choice_of
 from tests.router.scripted_engine import make_submit
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
+CHAT_MODEL = True
 THINK = REASONING["think"]
 BEGUN = (
     *("json", "json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3", "deepseek_v3"),
@@ -247,25 +247,22 @@ def test_half_a_surrogate_pair_in_arguments_is_escaped() -> None:
         ("\n<think>\n a \n</think>\n\n b ", ReplyState.NORMAL, ReplyDelta("a", "b ")),
         ("a \n</think>\nb", ReplyState.REASONING, ReplyDelta("a", "b")),
         ("a", ReplyState.REASONING, ReplyDelta("a", "")),
+        ("hm <tool_call>x</tool_call></think>b", ReplyState.REASONING,
+         ReplyDelta("hm <tool_call>x</tool_call>", "b")),
         ("<think>never ends ", ReplyState.NORMAL, ReplyDelta("never ends", "")),
         ("<think></think>b", ReplyState.NORMAL, ReplyDelta("", "b")),
         ("<think></think>", ReplyState.NORMAL, ReplyDelta("", "")),
-        ("", ReplyState.NORMAL, ReplyDelta("", "")),
         ("", ReplyState.REASONING, ReplyDelta("", "")),
-        (" \n", ReplyState.NORMAL, ReplyDelta("", " \n")),
-        (
-            "Write <think> first.</think>",
-            ReplyState.NORMAL,
-            ReplyDelta("", "Write <think> first.</think>"),
+        *(
+            (text, ReplyState.NORMAL, ReplyDelta("", text))
+            for text in ("", " \n", "ends with space \n", "Write <think> first.</think>",
+                         "a</think>b", "<thin")
         ),
-        ("a</think>b", ReplyState.NORMAL, ReplyDelta("", "a</think>b")),
-        ("<thin", ReplyState.NORMAL, ReplyDelta("", "<thin")),
         ("<think>a</think>b<thi", ReplyState.NORMAL, ReplyDelta("a", "b<thi")),
         ("<think>a</th</think>b", ReplyState.NORMAL, ReplyDelta("a</th", "b")),
         ("<think>a</think><think>b</think>c", ReplyState.NORMAL, ReplyDelta("ab", "c")),
-        ("ends with space \n", ReplyState.NORMAL, ReplyDelta("", "ends with space \n")),
     ],
-)
+)  # fmt: skip
 def test_reasoning_is_between_its_markers(
     written: str, state: ReplyState, expected: ReplyDelta
 ) -> None:
@@ -278,12 +275,6 @@ def test_a_call_ends_reasoning() -> None:
     part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
     assert (part.reasoning, part.text) == ("hm", "Then text")
     assert named(part.calls) == [("get_weather", {})]
-
-
-def test_text_within_reasoning_that_is_not_a_call_stays_reasoning() -> None:
-    written = "I could write <tool_call>x</tool_call> now</think>b"
-    part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
-    assert part == ReplyDelta("I could write <tool_call>x</tool_call> now", "b")
 
 
 def test_text_is_shown_as_soon_as_it_cannot_begin_a_marker() -> None:
@@ -351,23 +342,10 @@ def test_a_run_of_whitespace_takes_linear_time() -> None:
 # -- in whole answers --------------------------------------------------------------
 
 
-PIECES = [
-    "a",
-    "é",
-    "e\u0301",
-    "日本",
-    "🌍",
-    "👩🏽‍🚀",
-    "\n",
-    " ",
-    "<",
-    "th",
-    "ink>",
-    "ｱ",
-    "ॐ",
-    "\ufffd",
-    "</",
-]
+PIECES = (
+    *("a", "é", "e\u0301", "日本", "🌍", "👩🏽‍🚀", "\n", " ", "<"),
+    *("th", "ink>", "ｱ", "ॐ", "\ufffd", "</"),
+)
 
 
 def answers(
@@ -378,17 +356,7 @@ def answers(
     sequence = RemoteSequence(make_submit("r", max_tokens=len(ids)), EVERYBODY, lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
     text = IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), stops)
-    choice = Choice(
-        0,
-        sequence,
-        text,
-        reply,
-        prompt_text_tokens=[1],
-        stop=RemoteSequence.end,
-        prompt_logprobs_source=sequence,
-        aligner=None,
-        echo=None,
-    )
+    choice = choice_of(sequence, text, reply)
     pieces = []
     for start in range(0, len(ids), step):
         if not sequence.done:
@@ -409,23 +377,16 @@ def without_ids(answer: tuple[OutputDelta, str]) -> tuple[Any, ...]:
     return piece.text, piece.reasoning, named(piece.calls), finish
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_chat_tokenizer(directory)
-    return tokenizer_utils.load(directory)
-
-
-def test_streams_and_full_answers_are_equal_for_random_text(tokenizer: Any) -> None:
+def test_streams_and_full_answers_are_equal_for_random_text(loaded: Any) -> None:
     draw = random.Random(5)
     for _ in range(200):
         written = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         start = draw.randrange(len(written))
         stop = written[start : start + draw.randrange(1, 5)]
         for stops in ([], [stop], [stop, "🌍\n"]):
-            whole = answers(tokenizer, written, stops, 1000, format_of("json_tools"))
+            whole = answers(loaded, written, stops, 1000, format_of("json_tools"))
             for step in (1, 2, 5):
-                streamed = answers(tokenizer, written, stops, step, format_of("json_tools"))
+                streamed = answers(loaded, written, stops, step, format_of("json_tools"))
                 assert without_ids(streamed) == without_ids(whole)
             if "<think>" not in written:
                 shown = written.removeprefix(" ")  # mlx-lm's detokenizers begin without a space
@@ -436,13 +397,12 @@ def test_streams_and_full_answers_are_equal_for_random_text(tokenizer: Any) -> N
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
 def test_streams_and_full_answers_are_equal_with_a_stop_string_anywhere(
-    tokenizer: Any, reply: Reply
+    loaded: Any, reply: Reply
 ) -> None:
     format = format_of(reply.parser)
     for start in range(0, len(reply.written) - 3, 2):
         stops = [reply.written[start : start + 3]]
-        whole = answers(tokenizer, reply.written, stops, 10_000, format)
-        assert without_ids(answers(tokenizer, reply.written, stops, 1, format)) == (
-            without_ids(whole)
-        )
+        whole = answers(loaded, reply.written, stops, 10_000, format)
+        streamed = answers(loaded, reply.written, stops, 1, format)
+        assert without_ids(streamed) == without_ids(whole)
         assert whole[1] in ("stop", "tool_calls")

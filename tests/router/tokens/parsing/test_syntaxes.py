@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mlx_lm import tokenizer_utils
 
 from router.tokens.parsing.formats import REASONING, detect_format
 from router.tokens.parsing.syntaxes import detected_syntax
 from router.tokens.reply_parser import ReplyDelta
-from tests.router.chat_tokenizer import TEMPLATE, write_chat_tokenizer
+from tests.router.chat_tokenizer import TEMPLATE, chat_tokenizer
 from tests.router.tokens.parsing.test_marked import read
 
 HERE = Path(__file__).parents[1] / "templates"
-
-
-def loaded(directory: Path, template: Any, *markers: str) -> Any:
-    write_chat_tokenizer(directory, template, markers)
-    return tokenizer_utils.load(directory)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +34,7 @@ def loaded(directory: Path, template: Any, *markers: str) -> Any:
 )
 def test_a_published_template_has_its_parser(tmp_path: Path, name: str, parser: str) -> None:
     template = (HERE / f"{name}.jinja").read_text(encoding="utf-8")
-    assert detected_syntax(loaded(tmp_path, template)) == parser
+    assert detected_syntax(chat_tokenizer(tmp_path, template)) == parser
 
 
 @pytest.mark.parametrize(
@@ -62,7 +55,7 @@ def test_a_published_template_has_its_parser(tmp_path: Path, name: str, parser: 
 def test_formats_are_told_by_the_template_or_by_tokens(
     tmp_path: Path, template: str, tokens: tuple[str, ...], parser: str
 ) -> None:
-    assert detected_syntax(loaded(tmp_path, template, *tokens)) == parser
+    assert detected_syntax(chat_tokenizer(tmp_path, template, *tokens)) == parser
 
 
 def test_of_several_templates_the_one_for_tools_counts(tmp_path: Path) -> None:
@@ -71,13 +64,13 @@ def test_of_several_templates_the_one_for_tools_counts(tmp_path: Path) -> None:
         {"name": "default", "template": "{{ messages }}"},
         {"name": "tool_use", "template": TEMPLATE},
     ]
-    tokenizer = loaded(tmp_path, both)
+    tokenizer = chat_tokenizer(tmp_path, both)
     assert isinstance(tokenizer.chat_template, dict)
     assert detected_syntax(tokenizer) == "json_tools"
 
 
 def test_a_reply_of_minimax_m3_may_begin_with_the_end_of_reasoning(tmp_path: Path) -> None:
-    tokenizer = loaded(tmp_path, "{{ messages }}", "<mm:think>", "</mm:think>")
+    tokenizer = chat_tokenizer(tmp_path, "{{ messages }}", "<mm:think>", "</mm:think>")
     format = detect_format(tokenizer, reasoning="auto", tools="auto")
     assert format.think == REASONING["minimax_m3"]
     assert read("</mm:think>Hi", format) == ReplyDelta("", "Hi")
@@ -87,7 +80,7 @@ def test_a_reply_of_minimax_m3_may_begin_with_the_end_of_reasoning(tmp_path: Pat
 def test_reasoning_is_found_where_its_markers_are_not_tokens(tmp_path: Path) -> None:
     """As with Llama Nemotron, whose template takes it out of earlier replies."""
     template = "{{ messages[0].content.split('</think>')[-1] }}"
-    format = detect_format(loaded(tmp_path, template), reasoning="auto", tools="auto")
+    format = detect_format(chat_tokenizer(tmp_path, template), reasoning="auto", tools="auto")
     assert format.think == REASONING["think"]
-    format = detect_format(loaded(tmp_path, template), reasoning="none", tools="auto")
+    format = detect_format(chat_tokenizer(tmp_path, template), reasoning="none", tools="auto")
     assert format.think is None

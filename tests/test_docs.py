@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from router.schemas.body import RequestBody, refusals
 from router.schemas.requests import ChatRequest, CompletionRequest
 from services.commands.bench import kv, options, step
 from shared.flags import flags_of
-from shared.settings import Settings
+from shared.settings import Settings, parse_models
 from tests import generated_docs
 from tests.generated_docs import ROOT
 
@@ -161,3 +162,18 @@ def test_flags_that_the_pages_name_exist() -> None:
         if path.name not in MEASURED:
             named = set(re.findall(r"`(--[\w-]+)", path.read_text(encoding="utf-8")))
             assert not named - known, name_of(path)
+
+
+def test_the_file_with_several_models_is_valid(tmp_path: Path) -> None:
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    section = text.split("## Several models")[1]
+    block = re.search(r"\n((?:    .*\n|\n)+)", section)
+    assert block is not None
+    file = tmp_path / "server.toml"
+    file.write_text(textwrap.dedent(block[1]))
+    settings, (small, large) = parse_models(["--config", str(file)], {}, "prog")
+    assert settings.fleet_memory_gb == 48
+    assert (small.names, small.pinned) == (("small", "gpt-4o-mini"), True)
+    assert small.settings.temperature == 0.7
+    assert (large.settings.temperature, large.settings.engines) == (0.2, 2)
+    assert (large.settings.memory_gb, large.settings.idle_unload_s) == (20, 600)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.stand_ins.http_server import answering
 
 _SPEC = importlib.util.spec_from_file_location(
     "deployed_health", Path(__file__).parents[2] / "deploy" / "health.py"
@@ -26,33 +27,21 @@ HOST = socket.gethostname().partition(".")[0]
 class HealthSite:
     """What /health lists next, and where."""
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}/health"
+    def __init__(self) -> None:
+        self.url = ""
         self.status = 200
         self.engines: list[dict[str, Any]] = []
+
+    def answer(self, path: str, headers: Message) -> tuple[int, bytes]:
+        return self.status, json.dumps({"models": [{"engines": self.engines}]}).encode()
 
 
 @pytest.fixture
 def site() -> Iterator[HealthSite]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"models": [{"engines": found.engines}]}).encode()
-            self.send_response(found.status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    found = HealthSite(server.server_port)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    found = HealthSite()
+    with answering(found.answer) as url:
+        found.url = f"{url}/health"
+        yield found
 
 
 def engine(name: str, trouble: str | None = None) -> dict[str, Any]:

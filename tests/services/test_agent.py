@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from email.message import Message
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_command
+from tests.stand_ins.http_server import answering
 
 MODELS = {
     "data": [
@@ -31,28 +32,17 @@ MODELS = {
 }
 
 
-class _Models(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        key = self.headers["Authorization"]
-        body = json.dumps({"data": []} if key == "Bearer starting" else MODELS).encode()
-        self.send_response(200 if key in ("Bearer k", "Bearer starting") else 401)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+def models_for(path: str, headers: Message) -> tuple[int, bytes]:
+    key = headers["Authorization"]
+    body = {"data": []} if key == "Bearer starting" else MODELS
+    return 200 if key in ("Bearer k", "Bearer starting") else 401, json.dumps(body).encode()
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server that has two models for the key k."""
-    server = HTTPServer(("127.0.0.1", 0), _Models)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(models_for) as url:
+        yield url
 
 
 @pytest.fixture
@@ -67,10 +57,8 @@ def commands(tmp_path: Path) -> Path:
 
 
 def run(commands: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-    environment = {**outside, "PATH": str(commands), "ANTHROPIC_API_KEY": "theirs", **variables}
-    command = [sys.executable, "-m", "services.commands.cli", "agent", *argv]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    environment = {"PATH": str(commands), "ANTHROPIC_API_KEY": "theirs", **variables}
+    return run_command("agent", *argv, **environment)
 
 
 def test_claude_gets_its_settings_by_the_environment(url: str, commands: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,37 +15,18 @@ from services.commands.chat.client import ChatClient, Reply
 from services.commands.chat.conversation import CommandError, Commands, Dialogue
 from services.commands.event_stream import ServerEvent, events
 from services.commands.printing import printable
+from tests.stand_ins.http_server import answering
 
 
 def chunk(**delta: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta}]}
 
 
-@contextmanager
-def server_that_sends(*lines: object) -> Iterator[str]:
-    """Another server of OpenAI's API, with ``lines`` as its stream: yield its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            body = "".join(
-                f"data: {line if isinstance(line, str) else json.dumps(line)}\n\n" for line in lines
-            ).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def server_that_sends(*lines: object) -> AbstractContextManager[str]:
+    """Run another server of OpenAI's API, with ``lines`` as its stream."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    body = "".join(f"data: {text}\n\n" for text in texts).encode()
+    return answering(lambda path, headers: (200, body))
 
 
 def answer_of(url: str) -> tuple[list[tuple[str, str]], Reply]:

@@ -21,9 +21,8 @@ from services.commands.doctor import command, machine
 from services.processes import listener
 from services.processes.model_files import INDEX, problems
 from shared.network.curve import create_pair
+from tests.commands import ROOT, TIMEOUT_S, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120
 _LINUX = sys.platform == "linux"
 
 
@@ -162,16 +161,7 @@ def test_each_broken_set_up_is_found_with_a_remedy(
 ) -> None:
     """All at once, in one run of the command as a user starts it."""
     machine, expected = broken
-    words = [sys.executable, "-m", "mlx_lm_server", "doctor", "--json", *machine.flags]
-    done = subprocess.run(
-        words,
-        cwd=ROOT,
-        env={**os.environ, **machine.environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command("doctor", "--json", *machine.flags, **machine.environment)
     assert done.returncode == 1 and done.stdout, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     bad = [each for each in found if each["verdict"] == "BAD"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,25 +17,13 @@ from services.supervision.launcher import ChildSpec
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mlx_lm_server", *argv],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+from tests.commands import run_command
 
 
 def test_a_port_in_use_is_an_error_of_one_line() -> None:
     with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        result = run("--host=127.0.0.1", f"--port={port}", "--model=demo")
+        result = run_command("--host=127.0.0.1", f"--port={port}", "--model=demo")
     assert result.returncode == 1
     hint = "--port 0 picks a free port"
     line = f"mlx-lm-server: --port: {port} is in use by another program; {hint}\n"
@@ -46,7 +32,7 @@ def test_a_port_in_use_is_an_error_of_one_line() -> None:
 
 
 def test_a_host_of_another_machine_is_an_error_of_one_line() -> None:
-    result = run("--host=192.0.2.1", "--port=0")
+    result = run_command("--host=192.0.2.1", "--port=0")
     assert result.returncode == 1
     assert result.stderr.startswith("mlx-lm-server: --host: cannot listen on 192.0.2.1:0 (")
     assert result.stderr.count("\n") == 1
@@ -60,7 +46,7 @@ def test_a_host_of_another_machine_is_an_error_of_one_line() -> None:
     ],
 )
 def test_a_wrong_word_is_an_error_of_one_line_with_code_2(argv: list[str], line: str) -> None:
-    result = run(*argv)
+    result = run_command(*argv)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"mlx-lm-server: {line}\n"
 
@@ -68,7 +54,7 @@ def test_a_wrong_word_is_an_error_of_one_line_with_code_2(argv: list[str], line:
 def test_a_missing_model_ends_the_server_and_leaves_no_files(tmp_path: Path) -> None:
     flags = (f"--model={tmp_path / 'nonsense'}", f"--ssd-cache-dir={tmp_path / 'ssd'}")
     here = ("--host=127.0.0.1", "--port=0")
-    result = run(*here, *flags, XDG_RUNTIME_DIR=str(tmp_path))
+    result = run_command(*here, *flags, XDG_RUNTIME_DIR=str(tmp_path))
     assert result.returncode == 78
     assert "Traceback" not in result.stderr
     assert str(tmp_path / "nonsense") in result.stderr

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +12,9 @@ import pytest
 from services.commands import cli
 from services.commands.models.local import examined
 from shared.settings import Settings
-from tests.hub import Hub
+from tests.commands import run_command
+from tests.stand_ins.hub import Hub
 from tests.vision_models import make_vision_model
-
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +38,9 @@ def home(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pull(name: str, hub: Hub, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mlx_lm_server", "models", "pull", name],
-        cwd=ROOT,
-        # A test in this process may have loaded a tokenizer, which switches the hub off.
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    # A test in this process may have loaded a tokenizer, which switches the hub off.
+    cache = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    return run_command("models", "pull", name, **cache)
 
 
 @pytest.fixture
@@ -99,7 +88,7 @@ def test_a_model_that_does_not_fit_or_is_not_whole_says_why(
 
 
 def test_one_model_is_shown_by_bits_of_its_cache(
-    models: Callable[..., str], tiny_model: Callable[..., Path], home: Path
+    models: Callable[..., str], tiny_model: Callable[..., Path]
 ) -> None:
     text = models("show", str(tiny_model("llama")), "--memory-gb=4")
     rows = [line.split() for line in text.splitlines()[-4:]]

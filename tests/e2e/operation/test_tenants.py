@@ -13,8 +13,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.collector import Collector, collecting
 from tests.e2e.server import Server, serving
+from tests.stand_ins.collector import Collector, collecting
 
 PATIENCE_S = 90.0
 

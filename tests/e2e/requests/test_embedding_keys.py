@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.collector import Collector, collecting
 from tests.e2e.server import Server, serving
+from tests.stand_ins.collector import Collector, collecting
 from tests.text_models import make_text_model
 
 PATIENCE_S = 20.0

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server, serving
-from tests.hub import Hub
+from tests.stand_ins.hub import Hub
 
 PATIENCE_S = 60.0
 MODEL = "me/tiny"

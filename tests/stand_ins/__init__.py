@@ -1,0 +1,1 @@
+"""Servers that stand in for others: a hub of models, a collector of traces, any HTTP server."""

@@ -8,13 +8,12 @@ from shared.wire import (
     ArraySpec,
     ImagePart,
     ImagesWrong,
-    SamplingParams,
-    Submit,
     ToEngine,
     check_images,
     decode,
     encode,
 )
+from tests.shared.submits import submit
 
 ROOT = bytes(16)
 IDS = [7] * 64
@@ -28,17 +27,9 @@ def picture(digest: int = 1, start: int = 2, length: int = 3, arrays: int = 1) -
 
 
 def test_pictures_arrive_with_their_bytes() -> None:
-    submit = Submit(
-        request_id="a",
-        attempt=1,
-        token_ids=[1] * 9,
-        sampling=SamplingParams(seed=1),
-        max_tokens=2,
-        stop_token_ids=[],
-        images=(picture(),),
-    )
-    message, frames = decode(encode(submit, memoryview(bytes(16))), ToEngine)
-    assert message == submit
+    sent = submit("a", [1] * 9, attempt=1, images=(picture(),))
+    message, frames = decode(encode(sent, memoryview(bytes(16))), ToEngine)
+    assert message == sent
     check_images(message.images, 9, frames)
 
 

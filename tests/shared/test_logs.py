@@ -30,14 +30,17 @@ def logged(format: logs.LogFormat, level: str = "info") -> io.StringIO:
     return stream
 
 
-def test_every_line_of_text_names_its_process_and_level() -> None:
-    stream = logged("text")
-    log = logging.getLogger("engine.core")
-    log.info("step %d", 3)
+def log_an_exception(name: str) -> None:
     try:
         raise ValueError("broken")
     except ValueError:
-        log.exception("two\nlines")
+        logging.getLogger(name).exception("two\nlines")
+
+
+def test_every_line_of_text_names_its_process_and_level() -> None:
+    stream = logged("text")
+    logging.getLogger("engine.core").info("step %d", 3)
+    log_an_exception("engine.core")
     first, *rest = stream.getvalue().splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d info engine-0: step 3", first)
     assert len(rest) > 3
@@ -47,10 +50,7 @@ def test_every_line_of_text_names_its_process_and_level() -> None:
 
 def test_json_is_one_object_a_line() -> None:
     stream = logged("json")
-    try:
-        raise ValueError("broken")
-    except ValueError:
-        logging.getLogger("a.b").exception("two\nlines")
+    log_an_exception("a.b")
     (line,) = stream.getvalue().splitlines()
     fields = json.loads(line)
     assert fields["process"] == "engine-0"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import cache, wraps
 from pathlib import Path
@@ -109,6 +110,14 @@ def unused_port() -> int:
 @pytest.fixture
 def free_port() -> int:
     return unused_port()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true in time"
+        time.sleep(0.02)
 
 
 P = ParamSpec("P")

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.tokens.vocabulary import Vocabulary
+from tests.conftest import eventually as eventually
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.router_process import RouterProcess
 from tests.router.scripted_engine import ScriptedEngine
@@ -24,6 +26,8 @@ from tests.router.tiny_tokenizer import write_tokenizer
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--restart-wait-s=3", "--max-request-bytes=20000")
 StartServer = Callable[..., "Server"]
+Background = Callable[..., Future[Any]]
+"""Starts a call on a thread."""
 
 
 class Server:
@@ -59,6 +63,17 @@ class Server:
 
     def wait_ready(self) -> None:
         eventually(lambda: self.client.get("/readyz").status_code == 200, 60)
+
+    def wait_unready(self) -> None:
+        eventually(lambda: self.client.get("/readyz").status_code == 503)
+
+    def wait_replicas(self, count: int) -> None:
+        """Wait until ``count`` engines of the usual model are ready."""
+        card = partial(self.client.get, "/v1/models/tiny")
+        eventually(lambda: card().json().get("ready_replicas") == count)
+
+    def wait_tokens(self, count: int) -> None:
+        eventually(lambda: self.num_tokens == count)
 
     def start_engine(self, says: str | None = None, **options: Any) -> ScriptedEngine:
         """Start an engine that answers ``says`` until the test ends."""
@@ -123,11 +138,8 @@ class Server:
             raise
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not become true in time"
-        time.sleep(0.02)
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 def ok(answer: httpx.Response) -> httpx.Response:
@@ -235,8 +247,7 @@ def engines_leave() -> Iterator[None]:
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[..., Future[Any]]]:
-    """Yield a function that starts a call on a thread."""
+def background() -> Iterator[Background]:
     with ThreadPoolExecutor(32) as pool:
         yield pool.submit
 

@@ -20,6 +20,7 @@ import pytest
 from services.supervision.launcher import ChildSpec
 from services.supervision.managed_child import Limits, ManagedChild, describe_exit
 from shared.exits import EXIT_CONFIG, EXIT_OK
+from tests.conftest import eventually
 from tests.e2e.server import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,15 +50,14 @@ class Server:
         return [entry for entry in entries if entry.event == event]
 
     def wait_for_starts(self, number: int) -> list[Entry]:
-        wait_until(lambda: len(self.journal()) >= number)
+        eventually(lambda: len(self.journal()) >= number)
         return self.journal()
 
-    def wait_until_ready(self) -> Path:
-        """Return the run directory."""
+    def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("ready "), line
-        return Path(line.removeprefix("ready ").strip())
+        self.run_dir = Path(line.removeprefix("ready ").strip())
 
     def child(self, name: str) -> Entry:
         return next(entry for entry in self.journal() if entry.name == name)
@@ -77,10 +77,10 @@ Start = Callable[..., Server]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def begin(tmp_path: Path) -> Iterator[Start]:
     servers: list[Server] = []
 
-    def begin(*children: str, stderr: int | None = subprocess.PIPE, **limits: float) -> Server:
+    def begin(*children: str, **limits: float) -> Server:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.services.supervised"),
@@ -89,7 +89,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             cwd=ROOT,
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.PIPE,
             text=True,
         )
         servers.append(Server(process, tmp_path))
@@ -103,11 +103,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
             wait_until_gone(entry.pid)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        time.sleep(0.02)
+@pytest.fixture
+def start(begin: Start) -> Start:
+    """Return a function that begins a server, and waits until it is ready."""
+
+    def start(*children: str, **limits: float) -> Server:
+        server = begin(*children, **limits)
+        server.wait_until_ready()
+        return server
+
+    return start
 
 
 def is_stopped(pid: int) -> bool:
@@ -116,12 +121,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    wait_until(lambda: not is_running(pid))
+    eventually(lambda: not is_running(pid))
 
 
 def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -> None:
     server = start("a:serve:0", "b:serve:0")
-    server.wait_until_ready()
     victim = server.child("a")
     os.kill(victim.pid, signal.SIGKILL)
     starts = server.wait_for_starts(3)
@@ -137,18 +141,18 @@ def test_every_signal_that_ends_a_child_has_a_name() -> None:
     assert describe_exit(-40) == "was killed by signal 40"  # of those for real time, without a name
 
 
-def test_a_killed_child_leaves_no_stopped_process_of_its_group(start: Start) -> None:
-    server = start("engine:helped:0")
+def test_a_killed_child_leaves_no_stopped_process_of_its_group(begin: Start) -> None:
+    server = begin("engine:helped:0")
     (child,) = server.wait_for_starts(1)
-    wait_until(lambda: len(server.journal("helper")) == 1)
+    eventually(lambda: len(server.journal("helper")) == 1)
     (helper,) = server.journal("helper")
     os.kill(child.pid, signal.SIGKILL)
     server.wait_for_starts(2)
-    wait_until(lambda: not is_running(helper.pid))
+    eventually(lambda: not is_running(helper.pid))
 
 
-def test_pauses_before_restarts_grow_while_a_child_keeps_failing(start: Start) -> None:
-    server = start("a:ready-then-crash:0", backoff_s=0.2)
+def test_pauses_before_restarts_grow_while_a_child_keeps_failing(begin: Start) -> None:
+    server = begin("a:ready-then-crash:0", backoff_s=0.2)
     times = [entry.at for entry in server.wait_for_starts(5)]
     gaps = [late - early for early, late in itertools.pairwise(times)]
     for number, gap in enumerate(gaps):
@@ -173,7 +177,6 @@ def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_whi
     start: Start,
 ) -> None:
     server = start("a:serve:0:same", "b:serve:0:same", "c:serve:0:other", beside_others_s=1.0)
-    server.wait_until_ready()
     for number, name in enumerate("ac", 1):
         victim = server.child(name)
         killed_at = time.monotonic()
@@ -189,7 +192,6 @@ def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_whi
 
 def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     server = start("a:serve:0", silence_s=1.5)
-    server.wait_until_ready()
     (first,) = server.journal()
     os.kill(first.pid, signal.SIGSTOP)
     server.wait_for_starts(2)
@@ -198,7 +200,6 @@ def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
 
 def test_a_stopped_child_ends_by_itself_when_it_is_told_to(start: Start) -> None:
     server = start("a:serve:0")
-    server.wait_until_ready()
     os.kill(server.child("a").pid, signal.SIGSTOP)
     code, _, log = server.stop()
     assert code == EXIT_OK and "killed" not in log
@@ -207,23 +208,21 @@ def test_a_stopped_child_ends_by_itself_when_it_is_told_to(start: Start) -> None
 
 def test_a_stopped_child_does_not_survive_a_killed_supervisor(start: Start) -> None:
     server = start("a:serve:0")
-    server.wait_until_ready()
     pid = server.child("a").pid
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(pid))
+    eventually(lambda: is_stopped(pid))
     server.process.kill()
     wait_until_gone(pid)
 
 
-def test_a_child_that_never_heartbeats_is_killed_after_a_longer_time(start: Start) -> None:
-    server = start("a:mute:0", silence_s=0.5, loading_s=0.5, first_heartbeat_s=3)
+def test_a_child_that_never_heartbeats_is_killed_after_a_longer_time(begin: Start) -> None:
+    server = begin("a:mute:0", silence_s=0.5, loading_s=0.5, first_heartbeat_s=3)
     first, second = server.wait_for_starts(2)[:2]
     assert second.at - first.at > 2
 
 
 def test_a_supervisor_that_was_suspended_does_not_kill_its_children(start: Start) -> None:
     server = start("a:serve:0", silence_s=1.5)
-    server.wait_until_ready()
     server.process.send_signal(signal.SIGSTOP)
     time.sleep(4)
     server.process.send_signal(signal.SIGCONT)
@@ -233,30 +232,27 @@ def test_a_supervisor_that_was_suspended_does_not_kill_its_children(start: Start
 
 def test_a_killed_supervisor_leaves_no_processes_and_no_run_directory(start: Start) -> None:
     server = start("a:serve:0", "b:stubborn:1")
-    run_dir = server.wait_until_ready()
-    assert run_dir.is_dir()
-    (run_dir / "socket").touch()
+    assert server.run_dir.is_dir()
+    (server.run_dir / "socket").touch()
     server.process.kill()
     for entry in server.journal():
         wait_until_gone(entry.pid)
-    wait_until(lambda: not run_dir.exists())
+    eventually(lambda: not server.run_dir.exists())
 
 
 def test_children_stop_stage_by_stage(start: Start) -> None:
     server = start("store:serve:2", "engine:serve:1", "router:serve:0")
-    run_dir = server.wait_until_ready()
     server.process.send_signal(signal.SIGINT)
     code, _, _ = server.end()
     assert code == EXIT_OK
     ends = server.journal("end")
     assert [entry.name for entry in ends] == ["router", "engine", "store"]
     assert ends[1].at - ends[0].at > 0.25, "the next stage began before the first was over"
-    assert not run_dir.exists()
+    assert not server.run_dir.exists()
 
 
 def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server = start("a:stubborn:0")
-    server.wait_until_ready()
     server.process.terminate()
     time.sleep(0.5)
     assert server.process.poll() is None, "the supervisor did not wait for its child"
@@ -267,9 +263,8 @@ def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
 
 def test_a_hang_up_goes_to_the_router_and_nothing_ends(start: Start) -> None:
     server = start("router:serve:0", "engine:serve:1")
-    server.wait_until_ready()
     server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: len(server.journal("hangup")) == 1)
+    eventually(lambda: len(server.journal("hangup")) == 1)
     assert server.journal("hangup")[0].name == "router"
     assert server.process.poll() is None
     assert server.stop()[0] == EXIT_OK
@@ -286,21 +281,20 @@ def test_a_closed_terminal_ends_the_server(tmp_path: Path) -> None:
     while b"ready " not in said:  # log lines may come before it
         said += os.read(terminal, 1000)
     os.close(terminal)
-    wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid)
+    eventually(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid)
     journal = (tmp_path / "journal").read_text()
     assert "end router" in journal and "hangup" not in journal
 
 
 def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
     server = start("a:stubborn:0", drain_timeout_s=1)
-    server.wait_until_ready()
     code, _, log = server.stop()
     assert code == EXIT_OK
     assert "a did not exit in time: killed" in log
 
 
-def test_a_permanent_error_at_start_ends_the_server_and_is_logged(start: Start) -> None:
-    server = start("a:refuse:0", "b:serve:0")
+def test_a_permanent_error_at_start_ends_the_server_and_is_logged(begin: Start) -> None:
+    server = begin("a:refuse:0", "b:serve:0")
     code, out, log = server.end()
     assert code == EXIT_CONFIG
     assert out == ""
@@ -309,23 +303,23 @@ def test_a_permanent_error_at_start_ends_the_server_and_is_logged(start: Start) 
     assert sum(entry.name == "a" for entry in server.journal()) == 1
 
 
-def test_a_child_that_was_ready_is_restarted_after_a_permanent_error(start: Start) -> None:
-    server = start("a:refuse-later:0")
+def test_a_child_that_was_ready_is_restarted_after_a_permanent_error(begin: Start) -> None:
+    server = begin("a:refuse-later:0")
     assert len(server.wait_for_starts(3)) >= 3
     assert server.process.poll() is None
 
 
-def test_a_child_that_never_becomes_ready_ends_the_server(start: Start) -> None:
-    server = start("a:crash:0", backoff_s=0.01, max_start_failures=3)
+def test_a_child_that_never_becomes_ready_ends_the_server(begin: Start) -> None:
+    server = begin("a:crash:0", backoff_s=0.01, max_start_failures=3)
     code, _, log = server.end()
     assert code == 1
     assert "a exited with code 3 at every start, so the server stops" in log
     assert len(server.journal()) == 3
 
 
-def test_a_child_keeps_running_while_the_log_is_not_read(start: Start) -> None:
-    server = start("a:chatty:0")
-    wait_until(lambda: bool(server.journal("written")))
+def test_a_child_keeps_running_while_the_log_is_not_read(begin: Start) -> None:
+    server = begin("a:chatty:0")
+    eventually(lambda: bool(server.journal("written")))
     server.wait_until_ready()
     _, _, log = server.stop()
     assert " info a: line 0 x" in log
@@ -334,7 +328,6 @@ def test_a_child_keeps_running_while_the_log_is_not_read(start: Start) -> None:
 
 def test_a_closed_log_does_not_end_the_server(start: Start) -> None:
     server = start("a:serve:0")
-    server.wait_until_ready()
     assert server.process.stderr is not None
     server.process.stderr.close()
     for number in (1, 2):

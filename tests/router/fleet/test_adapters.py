@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -18,11 +17,11 @@ from shared.wire import (
     Submit,
     encode,
 )
-from tests.router.conftest import Server, StartServer, error_of, eventually, ok
+from tests.router.conftest import Background, Server, StartServer, bearer, error_of, eventually, ok
 from tests.router.scripted_engine import ScriptedEngine
 
 FLAGS = ("--restart-wait-s=3", "--admin-key=boss")
-ADMIN = {"authorization": "Bearer boss"}
+ADMIN = bearer("boss")
 
 
 def ref(name: str, digest: str = "d") -> AdapterRef:
@@ -94,11 +93,11 @@ def test_an_adapter_is_no_model_for_embeddings(server: Server, engine: ScriptedE
 
 
 def test_an_administrator_loads_and_unloads_adapters(
-    server: Server, engine: ScriptedEngine
+    server: Server, engine: ScriptedEngine, background: Background
 ) -> None:
-    with ThreadPoolExecutor(2) as threads:  # two at once are one
-        both = [threads.submit(change, server, "load", name="new", path="/new") for _ in "ab"]
-        assert [each.result().status_code for each in both] == [200, 200]
+    # Two at once are one.
+    both = [background(change, server, "load", name="new", path="/new") for _ in "ab"]
+    assert [each.result().status_code for each in both] == [200, 200]
     assert names(server).count("tiny:new") == 1
     assert asked_for(engine, server, "new") == ref("new")
     assert change(server, "unload", name="tiny:polite").json()["name"] == "polite"
@@ -134,21 +133,20 @@ def test_what_cannot_be_loaded_is_refused_by_name(
 
 
 def test_engines_that_disagree_or_are_lost_load_nothing(
-    server: Server, engine: ScriptedEngine
+    server: Server, engine: ScriptedEngine, background: Background
 ) -> None:
     second = server.start_engine("hi", name="second", max_adapters=2)
     second.behaviour.check = lambda asked: AdapterChecked(
         name=asked.name, path=asked.path, adapter=ref(asked.name, "another")
     )
-    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    server.wait_replicas(2)
     error = error_of(change(server, "load", name="both", path="/x"), 400)
     assert "different adapters" in error["message"]
     second.behaviour.check = lambda asked: None
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(change, server, "load", name="both", path="/y")
-        eventually(lambda: any(each.path == "/y" for each in second.got(CheckAdapter)))
-        second.leave()
-        error_of(waiting.result(), 503)
+    waiting = background(change, server, "load", name="both", path="/y")
+    eventually(lambda: any(each.path == "/y" for each in second.got(CheckAdapter)))
+    second.leave()
+    error_of(waiting.result(), 503)
     assert "tiny:both" not in names(server)
 
 
@@ -170,7 +168,9 @@ def test_a_router_takes_over_what_engines_have_kept(start_server: StartServer) -
     assert other.got(AdapterDecisions)[-1].decisions == decisions[:2]
 
 
-def test_only_engines_that_take_adapters_get_requests_for_them(start_server: StartServer) -> None:
+def test_only_engines_that_take_adapters_get_requests_for_them(
+    start_server: StartServer, background: Background
+) -> None:
     """An engine of an older release would ignore the adapter."""
     server = start_server("--restart-wait-s=2", "--admin-key=boss")
     plain = server.start_engine("hi", name="plain")
@@ -178,16 +178,15 @@ def test_only_engines_that_take_adapters_get_requests_for_them(start_server: Sta
         "hi", name="adapted", adapters=[ref("polite")], max_adapters=1, max_sequences=1, check=finds
     )
     eventually(lambda: names(server) == ["tiny", "tiny:polite"])
-    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    server.wait_replicas(2)
     assert change(server, "load", name="new", path="/new").status_code == 200
     adapted.behaviour.hold_tokens_after = 0
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(server.complete, model=name) for name in ("polite", "new")]
-        queued = 'queued_requests{model="tiny"} 1.0'
-        eventually(lambda: queued in server.metrics)
-        assert server.complete(model="tiny").status_code == 200  # none waits behind those
-        adapted.behaviour.hold_tokens_after = None
-        assert [each.result().status_code for each in both] == [200, 200]
+    both = [background(server.complete, model=name) for name in ("polite", "new")]
+    queued = 'queued_requests{model="tiny"} 1.0'
+    eventually(lambda: queued in server.metrics)
+    assert server.complete(model="tiny").status_code == 200  # none waits behind those
+    adapted.behaviour.hold_tokens_after = None
+    assert [each.result().status_code for each in both] == [200, 200]
     adapted.leave()
     gone = error_of(server.complete(model="polite"), 503)
     assert "that takes adapters" in gone["message"]
@@ -201,7 +200,7 @@ def test_an_adapter_that_left_the_flags_keeps_its_name_as_long_as_a_restart_may_
     server = start_server("--restart-wait-s=1", "--admin-key=boss")
     had = server.start_engine("hi", name="had", adapters=[ref("old")], max_adapters=2)
     server.join("hi", name="has none", max_adapters=2)
-    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    server.wait_replicas(2)
     had.leave()
     assert server.complete(model="old").status_code == 200  # the other engine can read it
     again = server.start_engine("hi", name="had", adapters=[ref("old")], max_adapters=2)

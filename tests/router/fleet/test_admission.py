@@ -19,7 +19,7 @@ from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Submit
-from tests.router.conftest import Server, StartServer, error_of, eventually
+from tests.router.conftest import Background, Server, StartServer, error_of, eventually
 from tests.router.scripted_engine import make_hello, make_refusal, make_submit
 
 
@@ -209,41 +209,44 @@ def test_the_wait_is_estimated_from_the_rate_of_departures() -> None:
     assert rate.wait_s(1000) == 120
 
 
-def test_a_full_queue_is_a_429_with_retry_after(start_server: StartServer) -> None:
+def test_a_full_queue_is_a_429_with_retry_after(
+    start_server: StartServer, background: Background
+) -> None:
     server = start_server("--max-queue-size=2", "--max-concurrent-requests=0")
     engine = server.join("hi", hold_tokens_after=0, max_sequences=1)
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(server.chat, "x") for _ in range(3)]
-        metric = 'queued_requests{model="tiny"} 2.0'
-        eventually(lambda: metric in server.metrics)
-        refused = server.chat("x")
-        assert error_of(refused, 429)["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) >= 1
-        engine.behaviour.hold_tokens_after = None
-        assert {answer.result(60).status_code for answer in answers} == {200}
+    answers = [background(server.chat, "x") for _ in range(3)]
+    metric = 'queued_requests{model="tiny"} 2.0'
+    eventually(lambda: metric in server.metrics)
+    refused = server.chat("x")
+    assert error_of(refused, 429)["code"] == "queue_full"
+    assert int(refused.headers["retry-after"]) >= 1
+    engine.behaviour.hold_tokens_after = None
+    assert {answer.result(60).status_code for answer in answers} == {200}
     assert server.chat("x").status_code == 200
 
 
-def test_too_many_concurrent_requests_are_a_429(start_server: StartServer) -> None:
+def test_too_many_concurrent_requests_are_a_429(
+    start_server: StartServer, background: Background
+) -> None:
     server = start_server("--max-concurrent-requests=2")
     engine = server.join("hi", hold_tokens_after=0)
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(server.chat, "x") for _ in range(2)]
-        eventually(lambda: len(engine.running) == 2)
-        refused = server.chat("x", stream=True)
-        assert error_of(refused, 429)["type"] == "rate_limit_error"
-        assert "retry-after" in refused.headers
-        engine.behaviour.hold_tokens_after = None
-        assert {answer.result(60).status_code for answer in answers} == {200}
+    answers = [background(server.chat, "x") for _ in range(2)]
+    eventually(lambda: len(engine.running) == 2)
+    refused = server.chat("x", stream=True)
+    assert error_of(refused, 429)["type"] == "rate_limit_error"
+    assert "retry-after" in refused.headers
+    engine.behaviour.hold_tokens_after = None
+    assert {answer.result(60).status_code for answer in answers} == {200}
 
 
-def test_an_engine_never_gets_more_than_its_max_sequences(server: Server) -> None:
+def test_an_engine_never_gets_more_than_its_max_sequences(
+    server: Server, background: Background
+) -> None:
     engine = server.join("hello", step_s=0.01, max_sequences=3)
-    with ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(server.chat, f"x{i}") for i in range(16)]
-        most = 0
-        while not all(answer.done() for answer in answers):
-            most = max(most, len(engine.running))
+    answers = [background(server.chat, f"x{i}") for i in range(16)]
+    most = 0
+    while not all(answer.done() for answer in answers):
+        most = max(most, len(engine.running))
     assert {answer.result().status_code for answer in answers} == {200}
     assert 1 <= most <= 3
 

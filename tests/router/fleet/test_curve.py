@@ -30,11 +30,15 @@ class CurveServer:
         self.server_key = create_pair(directory, "server").public
         self.server = start_server(f"--engine-socket={self.address}", f"--curve-dir={directory}")
 
-    def make_keys(self, tmp_path: Path) -> EngineKeys:
-        return EngineKeys(create_pair(tmp_path, "engine"), self.server_key)
+    def make_keys(self, directory: Path, *allowed_as: str) -> EngineKeys:
+        """Return the keys of an engine, which are allowed if flags of `allow` are given."""
+        made = EngineKeys(create_pair(directory, "engine"), self.server_key)
+        if allowed_as:
+            self.allow(made, *allowed_as)
+        return made
 
-    def allow(self, key: EngineKeys, *more: str) -> None:
-        assert keys.main(["allow", key.own.public, f"--curve-dir={self.directory}", *more]) == 0
+    def allow(self, key: EngineKeys, *flags: str) -> None:
+        assert keys.main(["allow", key.own.public, f"--curve-dir={self.directory}", *flags]) == 0
 
     def refused(self, reason: str) -> float:
         return self.server.metric(f'engines_refused_total{{reason="{reason}"}}')
@@ -55,10 +59,9 @@ def join(curve: CurveServer, model_dir: Path) -> Iterator[Start]:
     engines: list[ScriptedEngine] = []
 
     def start(key: EngineKeys | None, address: str = "", **options: Any) -> ScriptedEngine:
-        options = {"says": "hello world", **options}
-        engine = ScriptedEngine(address or curve.address, model_dir, keys=key, **options)
-        engines.append(engine)
-        return engine
+        options = {"says": "hello world", "keys": key, **options}
+        engines.append(ScriptedEngine(address or curve.address, model_dir, **options))
+        return engines[-1]
 
     yield start
     for engine in engines:
@@ -80,8 +83,7 @@ def test_one_command_makes_the_keys_of_both_sides(tmp_path: Path) -> None:
 def test_an_engine_with_a_known_key_joins_under_the_keys_name(
     curve: CurveServer, join: Start, tmp_path: Path
 ) -> None:
-    key = curve.make_keys(tmp_path)
-    curve.allow(key, "--name=studio")
+    key = curve.make_keys(tmp_path, "--name=studio")
     join(key)
     curve.server.wait_ready()
     assert curve.engines()["studio.engine-0"]
@@ -93,8 +95,7 @@ def test_an_engine_with_a_known_key_joins_under_the_keys_name(
 def test_a_stream_goes_on_while_wrong_keys_are_refused_and_logged_once(
     curve: CurveServer, join: Start, tmp_path: Path
 ) -> None:
-    good = curve.make_keys(tmp_path / "good")
-    curve.allow(good, "--name=good")
+    good = curve.make_keys(tmp_path / "good", "--name=good")
     engine = join(good, hold_tokens_after=1)
     curve.server.wait_ready()
     before = {reason: curve.refused(reason) for reason in ("key", "handshake")}
@@ -125,8 +126,7 @@ def test_a_stream_goes_on_while_wrong_keys_are_refused_and_logged_once(
 def test_an_engine_serves_only_models_that_its_key_may_serve(
     curve: CurveServer, join: Start, tmp_path: Path
 ) -> None:
-    key = curve.make_keys(tmp_path)
-    curve.allow(key, "--name=narrow", "--model=small")
+    key = curve.make_keys(tmp_path, "--name=narrow", "--model=small")
     before = curve.refused("model")
     claims_another = join(key, name="liar", model="tiny")
     join(key, name="honest", model="small")
@@ -142,8 +142,7 @@ def test_an_engine_serves_only_models_that_its_key_may_serve(
 def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
     curve: CurveServer, join: Start, tmp_path: Path
 ) -> None:
-    key = curve.make_keys(tmp_path)
-    curve.allow(key, "--name=fickle")
+    key = curve.make_keys(tmp_path, "--name=fickle")
     join(key)
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
     assert keys.main(["remove", "fickle", f"--curve-dir={curve.directory}"]) == 0

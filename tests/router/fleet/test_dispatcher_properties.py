@@ -32,6 +32,7 @@ from shared.wire import (
     Usage,
     Vision,
 )
+from tests.conftest import in_loop
 from tests.router.scripted_engine import make_hello, make_submit
 
 ROWS = 3
@@ -234,7 +235,8 @@ def test_texts_are_not_given_to_a_version_with_other_vectors() -> None:
     assert before.version_for(has_output=False) is after
 
 
-def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
+@in_loop
+async def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
     before, after = version(fingerprint="a"), version(fingerprint="b")
     before.successor = after
     admitted: list[ModelReplicas] = []
@@ -244,14 +246,10 @@ def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
     model: Any = SimpleNamespace(replicas=before, hello=before.hello)
     caller = Caller(tenant=Tenant(), limits_left={})
     texts = [(tuple([number] * PIECE_TOKENS), 0) for number in range(3)]
-
-    async def run() -> None:
-        rows = _rows_of(SimpleNamespace(dispatcher=dispatcher), model, caller, 0, texts)  # type: ignore[arg-type]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await anext(rows)
-
-    asyncio.run(run())
+    rows = _rows_of(SimpleNamespace(dispatcher=dispatcher), model, caller, 0, texts)  # type: ignore[arg-type]
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await anext(rows)
     assert admitted == [after] * 3
 
 

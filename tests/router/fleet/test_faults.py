@@ -30,10 +30,13 @@ def last_event(text: str) -> Any:
     return json.loads([line for line in text.split("\n\n") if line][-1].removeprefix("data: "))
 
 
+def events_of(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line[:7] == "data: {"]
+
+
 def streamed(text: str) -> str:
     """Return the content of all chunks of a stream."""
-    events = [json.loads(line[6:]) for line in text.split("\n\n") if line[:7] == "data: {"]
-    deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
+    deltas = [choice["delta"] for event in events_of(text) for choice in event.get("choices", ())]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
@@ -60,7 +63,7 @@ def start_answer(
     engine = server.join("hello world", hold_tokens_after=2)
     before = server.num_tokens
     answer = background(server.chat, "x", **fields)
-    eventually(lambda: server.num_tokens == before + 2)
+    server.wait_tokens(before + 2)
     return engine, answer
 
 
@@ -80,7 +83,7 @@ def test_a_begun_answer_resumes_where_it_stopped(
         assert text_of(result) == "hello world"
         return
     assert result.text.endswith("data: [DONE]\n\n") and '"error"' not in result.text
-    events = [json.loads(line[6:]) for line in result.text.split("\n\n") if line[:7] == "data: {"]
+    events = events_of(result.text)
     assert streamed(result.text) == "hello world"
     request_id = f"request_id={result.headers['x-request-id']}"
     eventually(lambda: request_id in server.log.read_text())
@@ -130,9 +133,9 @@ def test_a_stream_outlives_any_number_of_planned_restarts(server: Server, backgr
     for held in (3, 4):
         engine.leave()
         engine = server.start_engine("hello world", hold_tokens_after=held)
-        eventually(lambda held=held: server.num_tokens == before + held)  # type: ignore[misc]
+        server.wait_tokens(before + held)
     engine.behaviour.phase = "draining"
-    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    server.wait_unready()
     engine.kill()
     last = server.start_engine("hello world")
     text = answer.result(60).text
@@ -147,14 +150,14 @@ def test_losses_are_forgotten_as_tokens_come(
     engine = server.join(script=lambda _: script, hold_tokens_after=2, tokens_per_step=20)
     before = server.num_tokens
     answer = background(server.chat, "x", stream=True, max_tokens=400)
-    eventually(lambda: server.num_tokens == before + 2)
+    server.wait_tokens(before + 2)
     engine.kill()
     for held in (258, None):
         engine = server.start_engine(
             script=lambda _: script, hold_tokens_after=held, tokens_per_step=20
         )
         if held:
-            eventually(lambda held=held: server.num_tokens == before + held)  # type: ignore[misc]
+            server.wait_tokens(before + held)
             engine.kill()
     text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
@@ -164,9 +167,9 @@ def test_a_stream_that_waits_to_resume_times_out(server: Server, background: Any
     first, answer = start_answer(server, background, stream=True)
     slow = "so slow that it takes longer than anybody likes to wait for it"
     second = server.start_engine(slow, name="e1", max_sequences=1, step_s=0.4)
-    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    server.wait_replicas(2)
     first.behaviour.phase = "draining"
-    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 1)
+    server.wait_replicas(1)
     other = background(server.chat, "y", stream=True)
     eventually(lambda: len(second.running) == 1)
     first.kill()
@@ -194,7 +197,7 @@ def test_a_request_that_lost_two_engines_is_not_given_to_a_third(
 def test_a_request_waits_for_a_restart(server: Server, background: Any) -> None:
     engine = server.join("hi")
     engine.kill()
-    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    server.wait_unready()
     assert server.client.get("/health").json()["status"] != "ok"
     waits = background(server.chat, "x")
     time.sleep(0.5)
@@ -214,23 +217,22 @@ def test_without_a_restart_the_answer_is_a_503(start_server: StartServer) -> Non
     assert int(answer.headers["retry-after"]) > 0
 
 
-def test_missing_heartbeats_make_the_server_unready(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("field", "bad", "good", "said"),
+    [("heartbeats", False, True, "no heartbeat"), ("stalled_s", 45.0, 0.0, "stalled")],
+    ids=["missing heartbeats", "stalled"],
+)
+def test_an_engine_that_makes_no_progress_makes_the_server_unready(
+    server: Server, field: str, bad: Any, good: Any, said: str
+) -> None:
     engine = server.join("hi")
-    engine.behaviour.heartbeats = False
-    eventually(lambda: server.client.get("/readyz").status_code == 503)
-    assert "no heartbeat" in server.client.get("/readyz").text
-    engine.behaviour.heartbeats = True
+    setattr(engine.behaviour, field, bad)
+    server.wait_unready()
+    for path in ("/readyz", "/health"):
+        assert said in server.client.get(path).text
+    setattr(engine.behaviour, field, good)
     server.wait_ready()
     assert text_of(server.chat("x")) == "hi"
-
-
-def test_a_stalled_engine_makes_the_server_unready(server: Server) -> None:
-    engine = server.join("hi")
-    engine.behaviour.stalled_s = 45.0
-    eventually(lambda: server.client.get("/readyz").status_code == 503)
-    assert "stalled" in server.client.get("/health").text
-    engine.behaviour.stalled_s = 0.0
-    server.wait_ready()
 
 
 def test_two_engines_share_the_work_and_one_may_leave(server: Server, background: Any) -> None:
@@ -238,7 +240,7 @@ def test_two_engines_share_the_work_and_one_may_leave(server: Server, background
         server.start_engine("hi", name=f"e{i}", hold_tokens_after=0, max_sequences=2)
         for i in range(2)
     ]
-    eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
+    server.wait_replicas(2)
     answers = [background(server.chat, f"x{i}") for i in range(4)]
     eventually(lambda: [len(engine.running) for engine in engines] == [2, 2])
     engines[0].leave()
@@ -262,7 +264,7 @@ def test_a_restart_is_noticed_before_the_heartbeats_are_missed(
 def test_two_engines_may_have_the_same_name(server: Server) -> None:
     for _ in range(2):
         server.start_engine("hi")
-    eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
+    server.wait_replicas(2)
     time.sleep(0.5)
     assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2
     (model,) = server.client.get("/health").json()["models"]

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from router.fleet.metrics.loop_lag import WINDOW_S, LoopLag
+from tests.conftest import in_loop
 
 
 @pytest.fixture
@@ -17,57 +18,47 @@ def histogram() -> Histogram:
     return Histogram("lag", "", buckets=(0.1, 1), registry=CollectorRegistry())
 
 
-def test_a_blocked_loop_is_noticed(histogram: Histogram) -> None:
+@in_loop
+async def test_a_blocked_loop_is_noticed(histogram: Histogram) -> None:
     lag = LoopLag(histogram)
-
-    async def test() -> None:
-        with lag.watching():
-            await asyncio.sleep(0.1)
-            time.sleep(0.4)
-            await asyncio.sleep(0.1)
-        lag.close()
-
-    asyncio.run(test())
+    with lag.watching():
+        await asyncio.sleep(0.1)
+        time.sleep(0.4)
+        await asyncio.sleep(0.1)
+    lag.close()
     assert 0.3 < lag.worst_s() < 5
     (family,) = histogram.collect()
     counts = {sample.labels.get("le"): sample.value for sample in family.samples}
     assert counts["+Inf"] > counts["0.1"] > 0
 
 
-def test_work_at_the_very_begin_of_a_request_is_measured(histogram: Histogram) -> None:
+@in_loop
+async def test_work_at_the_very_begin_of_a_request_is_measured(histogram: Histogram) -> None:
     lag = LoopLag(histogram)
-
-    async def test() -> None:
-        with lag.watching():
-            time.sleep(0.3)
-        await asyncio.sleep(0.1)
-        lag.close()
-
-    asyncio.run(test())
+    with lag.watching():
+        time.sleep(0.3)
+    await asyncio.sleep(0.1)
+    lag.close()
     assert 0.2 < lag.worst_s() < 5
 
 
-def test_an_idle_server_is_not_woken(histogram: Histogram, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_an_idle_server_is_not_woken(
+    histogram: Histogram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.fleet.metrics.loop_lag.LINGER_S", 0.1)
-    lag = LoopLag(histogram)
 
     def count() -> float:
         (family,) = histogram.collect()
         return next(s.value for s in family.samples if s.name == "lag_count")
 
-    async def test() -> list[float]:
-        counts = []
-        with lag.watching():
-            await asyncio.sleep(0.2)
-        counts.append(count())
-        await asyncio.sleep(0.3)
-        counts.append(count())
-        await asyncio.sleep(0.3)
-        counts.append(count())
-        return counts
-
-    busy, lingering, idle = asyncio.run(test())
-    assert 0 < busy < lingering == idle
+    with LoopLag(histogram).watching():
+        await asyncio.sleep(0.2)
+    busy = count()
+    await asyncio.sleep(0.3)
+    lingering = count()
+    await asyncio.sleep(0.3)
+    assert 0 < busy < lingering == count()
 
 
 def test_the_worst_of_the_last_minute_is_forgotten_later(

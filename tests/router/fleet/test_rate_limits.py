@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.rate_windows import MemoryWindows, RateWindows
 from router.fleet.tenants.tenant import Tenant
 from tests.conftest import in_loop
-from tests.router.conftest import StartServer, eventually
+from tests.router.conftest import Background, StartServer, bearer, eventually
 
 CLIENTS = 200
 LOST_S = 2.0
@@ -69,35 +68,40 @@ def redis() -> Iterator[Redis]:
 # -- windows -------------------------------------------------------------------
 
 
-def test_no_more_than_the_limit_is_used_in_any_minute() -> None:
-    now = [0.0]
-    windows = MemoryWindows(clock=lambda: now[0])
+@pytest.fixture
+def now() -> list[float]:
+    """Return a time that a test sets, for `MemoryWindows`."""
+    return [0.0]
+
+
+@pytest.fixture
+def windows(now: list[float]) -> MemoryWindows:
+    return MemoryWindows(clock=lambda: now[0])
+
+
+@in_loop
+async def test_no_more_than_the_limit_is_used_in_any_minute(
+    windows: MemoryWindows, now: list[float]
+) -> None:
     taken: list[float] = []
-
-    async def run() -> None:
-        while now[0] < 300:
-            if await windows.acquire_entry("x", 10, 60):
-                taken.append(now[0])
-            now[0] += 0.7
-            recent = sum(at > now[0] - 60 for at in taken)
-            assert (await windows.get_moving_window("x", 10, 60))[1] in (recent, recent + 1)
-
-    asyncio.run(run())
+    while now[0] < 300:
+        if await windows.acquire_entry("x", 10, 60):
+            taken.append(now[0])
+        now[0] += 0.7
+        recent = sum(at > now[0] - 60 for at in taken)
+        assert (await windows.get_moving_window("x", 10, 60))[1] in (recent, recent + 1)
     for began in taken:
         assert sum(began <= at < began + 60 for at in taken) <= 10
     assert len(taken) >= 45
 
 
-def test_many_small_amounts_take_little_memory() -> None:
-    now = [0.0]
-    windows = MemoryWindows(clock=lambda: now[0])
-
-    async def run() -> None:
-        for _ in range(20_000):
-            await windows.acquire_entry("x", 10**9, 60)
-            now[0] += 0.01
-
-    asyncio.run(run())
+@in_loop
+async def test_many_small_amounts_take_little_memory(
+    windows: MemoryWindows, now: list[float]
+) -> None:
+    for _ in range(20_000):
+        await windows.acquire_entry("x", 10**9, 60)
+        now[0] += 0.01
     assert len(windows._entries["x"]) <= 1001
 
 
@@ -135,20 +139,21 @@ async def test_what_is_said_of_the_limits_is_true(
 
 
 @in_loop
-async def test_a_retry_after_the_time_said_succeeds() -> None:
-    now = [0.0]
-    windows = RateWindows(None, Metrics("test"))
-    windows._own = MemoryWindows(clock=lambda: now[0])
+async def test_a_retry_after_the_time_said_succeeds(
+    windows: MemoryWindows, now: list[float]
+) -> None:
+    rates = RateWindows(None, Metrics("test"))
+    rates._own = windows
     for at, amount in ((0.0, 50), (10.0, 30), (40.0, 20)):
         now[0] = at
-        assert await windows.acquire("x", 100, amount)
+        assert await rates.acquire("x", 100, amount)
     for amount in (1, 50, 51, 80, 81, 100):
-        wait_s = await windows.wait_s("x", 100, amount)
-        assert not await windows.acquire("x", 100, amount)
+        wait_s = await rates.wait_s("x", 100, amount)
+        assert not await rates.acquire("x", 100, amount)
         now[0] = 40.0 + wait_s - 1
-        assert await windows.used("x") + amount > 100, "a shorter time would do"
+        assert await rates.used("x") + amount > 100, "a shorter time would do"
         now[0] = 40.0 + wait_s
-        assert await windows.used("x") + amount <= 100
+        assert await rates.used("x") + amount <= 100
         now[0] = 40.0
 
 
@@ -159,10 +164,9 @@ async def flood(urls: list[str]) -> list[httpx.Response]:
     """Return the answers to requests of 200 clients at once, spread over ``urls``."""
 
     body = {"prompt": "hello", "max_tokens": 2}
-    headers = {"authorization": "Bearer limited"}
     limits = httpx.Limits(max_connections=CLIENTS)
 
-    async with httpx.AsyncClient(timeout=60, limits=limits, headers=headers) as http:
+    async with httpx.AsyncClient(timeout=60, limits=limits, headers=bearer("limited")) as http:
         return await asyncio.gather(
             *(http.post(f"{urls[i % len(urls)]}/v1/completions", json=body) for i in range(CLIENTS))
         )
@@ -239,7 +243,9 @@ def test_what_only_counts_tokens_is_a_request_too(start_server: StartServer) -> 
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
 
 
-def test_an_amount_whose_reply_is_lost_counts_once(redis: Redis) -> None:
+@in_loop
+async def test_an_amount_whose_reply_is_lost_counts_once(redis: Redis) -> None:
+    open_writers: list[asyncio.StreamWriter] = []
     held: list[asyncio.StreamWriter] = []
     """Connections that have no replies any more."""
 
@@ -259,23 +265,17 @@ def test_an_amount_whose_reply_is_lost_counts_once(redis: Redis) -> None:
         back.close()
         writer.close()
 
-    open_writers: list[asyncio.StreamWriter] = []
-
-    async def run() -> int:
-        path = redis.socket.with_name("relay")
-        async with await asyncio.start_unix_server(relay, path):
-            windows = RateWindows(f"redis+unix://{path}", Metrics("test"))
-            assert await windows.acquire("x", 10, 1)  # connected
-            held.extend(open_writers)
-            assert await windows.acquire("x", 10, 1)
-            async with asyncio.timeout(30):
-                while windows._lost and not await windows.recover():
-                    await asyncio.sleep(0.05)
-            found = await windows.used("x")
-            await windows.close()
-        return found
-
-    assert asyncio.run(run()) == 2
+    path = redis.socket.with_name("relay")
+    async with await asyncio.start_unix_server(relay, path):
+        windows = RateWindows(f"redis+unix://{path}", Metrics("test"))
+        assert await windows.acquire("x", 10, 1)  # connected
+        held.extend(open_writers)
+        assert await windows.acquire("x", 10, 1)
+        async with asyncio.timeout(30):
+            while windows._lost and not await windows.recover():
+                await asyncio.sleep(0.05)
+        assert await windows.used("x") == 2
+        await windows.close()
 
 
 def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
@@ -298,7 +298,7 @@ def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
 
 
 def test_no_request_notices_what_happens_to_redis_under_load(
-    redis: Redis, start_server: StartServer, background: Callable[..., Future[Any]]
+    redis: Redis, start_server: StartServer, background: Background
 ) -> None:
     server = start_server(f"--limits-url={redis.url}", "--rate-limit-requests=1000000")
     server.join("hi", max_sequences=64)
@@ -322,23 +322,19 @@ def test_no_request_notices_what_happens_to_redis_under_load(
         time.sleep(LOST_S)
         redis.send(signal.SIGCONT)
 
-    def refuse_writes(begin: Callable[[], Any], end: Callable[[], Any]) -> None:
-        begin()
+    def refuse_writes(command: Callable[..., Any], begin: Any, end: Any) -> None:
+        command(*begin)
         eventually(lambda: "limits_store_up 0.0" in server.metrics)
         time.sleep(LOST_S)
         assert "limits_store_up 0.0" in server.metrics, "it takes no amounts, though it answers"
-        end()
+        command(*end)
 
     clients = [background(load) for _ in range(4)]
     faults: list[Callable[[], Any]] = [
         restart,
         stand_still,
-        lambda: refuse_writes(
-            lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)
-        ),
-        lambda: refuse_writes(
-            lambda: admin.replicaof("127.0.0.1", 1), lambda: admin.replicaof("no", "one")
-        ),
+        lambda: refuse_writes(admin.config_set, ("maxmemory", 1), ("maxmemory", 0)),
+        lambda: refuse_writes(admin.replicaof, ("127.0.0.1", 1), ("no", "one")),
         lambda: admin.client_kill_filter(_type="normal"),
         admin.flushall,
     ]

@@ -17,9 +17,9 @@ from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
-from shared.wire import EngineStats, Files, Heartbeat
+from shared.wire import Files
 from tests.conftest import in_loop
-from tests.router.scripted_engine import make_hello
+from tests.router.scripted_engine import make_heartbeat, make_hello
 
 
 class _Listener:
@@ -54,17 +54,7 @@ def joined(contents: dict[str, bytes]) -> tuple[Registry, ModelReplicas]:
 
 
 def beat(registry: Registry) -> None:
-    heartbeat = Heartbeat(
-        engine="engine",
-        incarnation="0",
-        number=0,
-        phase="ready",
-        phase_s=0.0,
-        stalled_s=0.0,
-        live=[],
-        stats=EngineStats(),
-    )
-    registry.on_heartbeat(b"peer", heartbeat)
+    registry.on_heartbeat(b"peer", make_heartbeat("engine", "0", 0))
 
 
 def test_the_garbage_collector_does_not_look_at_what_a_tokenizer_needs(model_dir: Path) -> None:

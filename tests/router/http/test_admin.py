@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,23 @@ import jsonschema
 import pytest
 
 from shared.wire import ClearCache, Drain, Submit
-from tests.router.conftest import Server, StartServer, eventually, ok, text_of
+from tests.router.conftest import (
+    Background,
+    Server,
+    StartServer,
+    bearer,
+    error_of,
+    eventually,
+    ok,
+    text_of,
+)
 
-ADMIN = {"authorization": "Bearer boss"}
+ADMIN = bearer("boss")
 
 
 def assert_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
     """Check an error answer, and return its error object."""
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
+    error = error_of(answer, status)
     assert error["message"] and (code is None or error["code"] == code)
     return error
 
@@ -67,19 +74,20 @@ def test_without_an_admin_key_there_is_nothing(start_server: StartServer, server
     assert "/admin/engines" in server.client.get("/openapi.json").text
 
 
-def test_a_drained_engine_finishes_its_requests_and_gets_no_others(server: Server) -> None:
+def test_a_drained_engine_finishes_its_requests_and_gets_no_others(
+    server: Server, background: Background
+) -> None:
     first = server.join("hello world", hold_tokens_after=1, name="first")
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.chat, "x")
-        eventually(lambda: 1 in first.sent_counts)
-        second = server.start_engine("hello", name="second")
-        eventually(lambda: len(ready(server)) == 2)
-        assert admin(server, "POST", "engines/first/drain")["names"] == ["first"]
-        for _ in range(4):
-            assert text_of(server.chat("x")) == "hello"
-        assert (len(first.got(Submit)), len(second.got(Submit))) == (1, 4)
-        first.behaviour.hold_tokens_after = None
-        assert text_of(running.result(60)) == "hello world"
+    running = background(server.chat, "x")
+    eventually(lambda: 1 in first.sent_counts)
+    second = server.start_engine("hello", name="second")
+    eventually(lambda: len(ready(server)) == 2)
+    assert admin(server, "POST", "engines/first/drain")["names"] == ["first"]
+    for _ in range(4):
+        assert text_of(server.chat("x")) == "hello"
+    assert (len(first.got(Submit)), len(second.got(Submit))) == (1, 4)
+    first.behaviour.hold_tokens_after = None
+    assert text_of(running.result(60)) == "hello world"
     assert ready(server) == ["second"]
     admin(server, "POST", "engines/first/drain", undo="true")
     eventually(lambda: ready(server) == ["first", "second"])
@@ -109,27 +117,28 @@ def test_a_rolling_restart_takes_one_engine_at_a_time(server: Server) -> None:
     eventually(lambda: ready(server) == both)
 
 
-def test_requests_are_listed_and_cancelled(server: Server) -> None:
+def test_requests_are_listed_and_cancelled(server: Server, background: Background) -> None:
     engine = server.start_engine("hello world", hold_tokens_after=1, name="slow")
     eventually(lambda: ready(server) == ["slow"])
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(server.chat, "x", stream=stream) for stream in (True, False)]
-        eventually(lambda: len(engine.running) == 2)
-        found = admin(server, "GET", "requests")
-        assert found["total"] == 2
-        assert {each["key"] for each in found["requests"]} == {"user"}
-        assert len(admin(server, "GET", "requests", limit=1)["requests"]) == 1
-        for each in found["requests"]:
-            assert admin(server, "POST", f"requests/{each['id']}/cancel")["count"] == 1
-        assert '"code":"cancelled"' in answers[0].result(60).text
-        assert_error(answers[1].result(60), 503, "cancelled")
+    answers = [background(server.chat, "x", stream=stream) for stream in (True, False)]
+    eventually(lambda: len(engine.running) == 2)
+    found = admin(server, "GET", "requests")
+    assert found["total"] == 2
+    assert {each["key"] for each in found["requests"]} == {"user"}
+    assert len(admin(server, "GET", "requests", limit=1)["requests"]) == 1
+    for each in found["requests"]:
+        assert admin(server, "POST", f"requests/{each['id']}/cancel")["count"] == 1
+    assert '"code":"cancelled"' in answers[0].result(60).text
+    assert_error(answers[1].result(60), 503, "cancelled")
     eventually(lambda: not engine.running)
     assert admin(server, "GET", "requests")["total"] == 0
     unknown = server.client.post("/admin/requests/nothing/cancel", headers=ADMIN)
     assert_error(unknown, 404, "request_not_found")
 
 
-def test_requests_say_how_much_of_the_prompt_is_computed(server: Server) -> None:
+def test_requests_say_how_much_of_the_prompt_is_computed(
+    server: Server, background: Background
+) -> None:
     engine = server.start_engine("hello world", hold_tokens_after=0, name="long")
     eventually(lambda: ready(server) == ["long"])
 
@@ -137,24 +146,23 @@ def test_requests_say_how_much_of_the_prompt_is_computed(server: Server) -> None
         (found,) = admin(server, "GET", "requests")["requests"]
         return found["computed_prompt_tokens"], found["prompt_tokens"]
 
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.chat, "a rather long question " * 8)
-        eventually(lambda: bool(engine.running))
-        assert progress()[0] is None  # an engine that does not say
-        tokens = progress()[1]
-        for told, shown in ((3, 3), (7, 7), (-1, 0), (10**9, tokens - 1)):
-            engine.behaviour.computed_prompt_tokens = told
-            eventually(lambda shown=shown: progress() == (shown, tokens))  # type: ignore[misc]
-        engine.behaviour.computed_prompt_tokens = 3
-        eventually(lambda: progress()[0] == 3)
-        engine.behaviour.hold_tokens_after = 1
-        eventually(lambda: engine.sent_counts == [1])
-        engine.behaviour.computed_prompt_tokens = tokens
-        eventually(lambda: progress() == (tokens, tokens))
-        engine.behaviour.computed_prompt_tokens = 5  # it was preempted, and computes it again
-        eventually(lambda: progress() == (5, tokens))
-        engine.behaviour.hold_tokens_after = None
-        assert answer.result(60).status_code == 200
+    answer = background(server.chat, "a rather long question " * 8)
+    eventually(lambda: bool(engine.running))
+    assert progress()[0] is None  # an engine that does not say
+    tokens = progress()[1]
+    for told, shown in ((3, 3), (7, 7), (-1, 0), (10**9, tokens - 1)):
+        engine.behaviour.computed_prompt_tokens = told
+        eventually(lambda shown=shown: progress() == (shown, tokens))  # type: ignore[misc]
+    engine.behaviour.computed_prompt_tokens = 3
+    eventually(lambda: progress()[0] == 3)
+    engine.behaviour.hold_tokens_after = 1
+    eventually(lambda: engine.sent_counts == [1])
+    engine.behaviour.computed_prompt_tokens = tokens
+    eventually(lambda: progress() == (tokens, tokens))
+    engine.behaviour.computed_prompt_tokens = 5  # it was preempted, and computes it again
+    eventually(lambda: progress() == (5, tokens))
+    engine.behaviour.hold_tokens_after = None
+    assert answer.result(60).status_code == 200
 
 
 def test_caches_keys_and_the_log_level(server: Server, key_file: Path) -> None:
@@ -196,14 +204,15 @@ def test_answers_are_as_described(server: Server) -> None:
             assert operation["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
-def test_a_drained_server_answers_what_runs_and_nothing_else(start_server: StartServer) -> None:
+def test_a_drained_server_answers_what_runs_and_nothing_else(
+    start_server: StartServer, background: Background
+) -> None:
     server = start_server("--admin-key=boss")
     engine = server.join("hello world", hold_tokens_after=1)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.chat, "x")
-        eventually(lambda: 1 in engine.sent_counts)
-        assert admin(server, "POST", "drain")["count"] == 1
-        assert_error(server.chat("y"), 503, "shutting_down")
-        assert server.client.get("/readyz").status_code == 503
-        engine.behaviour.hold_tokens_after = None
-        assert running.result(60).status_code == 200
+    running = background(server.chat, "x")
+    eventually(lambda: 1 in engine.sent_counts)
+    assert admin(server, "POST", "drain")["count"] == 1
+    assert_error(server.chat("y"), 503, "shutting_down")
+    assert server.client.get("/readyz").status_code == 503
+    engine.behaviour.hold_tokens_after = None
+    assert running.result(60).status_code == 200

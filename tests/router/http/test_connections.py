@@ -111,6 +111,15 @@ def read_to_end(client: socket.socket) -> bytes:
     return found
 
 
+def read_large(client: socket.socket, pause_s: float = 0.0) -> int:
+    """Return how many bytes arrive until the server closes, with pauses between reads."""
+    received = 0
+    while piece := client.recv(2**20):
+        received += len(piece)
+        time.sleep(pause_s)
+    return received
+
+
 def read_answer(client: socket.socket) -> bytes:
     found = b""
     while not found.endswith(b"0\r\n\r\n"):
@@ -149,30 +158,33 @@ def test_blank_lines_do_not_keep_a_connection_open(client: socket.socket) -> Non
     assert read_to_end(client) == b""
 
 
-def test_headers_that_are_too_long_are_a_431(client: socket.socket) -> None:
-    client.sendall(REQUEST[:-2] + b"a: " + b"b" * MAX_BYTES)
-    assert error_code(read_to_end(client), 431) == "headers_too_large"
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+LONG = REQUEST[:-2] + b"a: " + b"b" * MAX_BYTES
 
 
-def test_input_that_is_not_http_is_a_400(client: socket.socket) -> None:
-    client.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
-    assert error_code(read_to_end(client), 400) == "invalid_http"
-
-
-def test_a_malformed_chunked_body_is_a_400(client: socket.socket) -> None:
-    client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
-    assert error_code(read_to_end(client), 400) == "invalid_http"
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        pytest.param(LONG, 431, "headers_too_large", id="a long header"),
+        pytest.param(LONG + b"\r\n\r\n", 431, "headers_too_large", id="long and complete"),
+        pytest.param(
+            REQUEST[:-2] + b"a:b\r\n" * 500 + b"\r\n", 431, "headers_too_large", id="many headers"
+        ),
+        pytest.param(b"\x16\x03\x01 this is TLS\r\n\r\n", 400, "invalid_http", id="no HTTP"),
+        pytest.param(CHUNKED % b"/" + b"no size\r\n", 400, "invalid_http", id="a chunk of no size"),
+    ],
+)
+def test_a_request_that_is_too_large_or_malformed_is_refused(
+    client: socket.socket, sent: bytes, status: int, code: str
+) -> None:
+    client.sendall(sent)
+    assert error_code(read_to_end(client), status) == code
 
 
 def test_an_answer_may_take_longer_than_headers(client: socket.socket) -> None:
     client.sendall(REQUEST.replace(b" / ", b" /slow "))
-    client.sendall(
-        REQUEST[:-4]
-    )  # the next request begins; its time counts from the end of this answer
-    found = b""
-    while not found.endswith(b"0\r\n\r\n"):
-        found += client.recv(65536)
-    assert found.count(b"part\n") == 8
+    client.sendall(REQUEST[:-4])  # the next one begins; its time counts from the end of this answer
+    assert read_answer(client).count(b"part\n") == 8
     assert error_code(read_to_end(client), 408) == "request_timeout"
 
 
@@ -221,20 +233,10 @@ def test_the_end_of_a_body_may_arrive_with_the_next_request(
 def test_a_request_is_answered_once_also_if_its_rest_is_malformed(
     client: socket.socket, rest: bytes
 ) -> None:
-    client.sendall(b"POST /unread HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    client.sendall(CHUNKED % b"/unread")
     assert read_answer(client).startswith(b"HTTP/1.1 200")
     client.sendall(rest)
     assert read_to_end(client) == b""
-
-
-def test_a_flood_of_headers_is_a_431_also_in_one_piece(client: socket.socket) -> None:
-    client.sendall(REQUEST[:-2] + b"a:b\r\n" * 500 + b"\r\n")
-    assert error_code(read_to_end(client), 431) == "headers_too_large"
-
-
-def test_complete_headers_that_are_too_long_are_a_431(client: socket.socket) -> None:
-    client.sendall(REQUEST[:-2] + b"a: " + b"b" * MAX_BYTES + b"\r\n\r\n")
-    assert error_code(read_to_end(client), 431) == "headers_too_large"
 
 
 @pytest.mark.parametrize("path", [b"/", b"/unread"])
@@ -243,8 +245,7 @@ def test_trailers_and_extensions_of_chunks_that_do_not_end_are_refused(
     client: socket.socket, path: bytes, ending: bytes
 ) -> None:
     """By a 431, or if there was an answer, by the end of the connection."""
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
-    client.sendall(head + b"4\r\nbody\r\n" + ending)
+    client.sendall(CHUNKED % path + b"4\r\nbody\r\n" + ending)
     if path == b"/unread":
         read_answer(client)
     for _ in range(2):
@@ -273,7 +274,7 @@ def test_a_request_that_asks_for_http_2_is_served_with_its_body(
 
 
 def test_small_chunks_are_no_headers(client: socket.socket) -> None:
-    client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    client.sendall(CHUNKED % b"/")
     for _ in range(4):
         client.sendall(b"1\r\na\r\n" * (MAX_BYTES // 4))
         time.sleep(0.01)
@@ -337,17 +338,10 @@ def test_a_server_that_stood_still_does_not_count_that_against_its_clients(
         new.sendall(REQUEST[9:])
         assert read_answer(other).startswith(b"HTTP/1.1 200")
         assert read_answer(new).startswith(b"HTTP/1.1 200")
-        received = 0
-        while piece := reading.recv(2**20):
-            received += len(piece)
-        assert received > LARGE_BYTES
+        assert read_large(reading) > LARGE_BYTES
 
 
 def test_a_client_that_reads_slowly_gets_everything(address: tuple[str, int]) -> None:
     with socket.create_connection(address, timeout=20) as client:
         client.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        received = 0
-        while piece := client.recv(2**20):
-            received += len(piece)
-            time.sleep(0.05)
-        assert received > LARGE_BYTES
+        assert read_large(client, pause_s=0.05) > LARGE_BYTES

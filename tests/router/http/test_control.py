@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from urllib.parse import quote, unquote
 
 import pytest
 
 from services.commands import cli
 from shared.wire import Drain
 from tests.conftest import unused_port
-from tests.router.conftest import Server, StartServer, eventually
+from tests.router.conftest import Background, Server, StartServer, eventually
+from tests.stand_ins.http_server import answering
 
 FLAGS = ("--admin-key=boss", "--restart-wait-s=20")
 
@@ -28,7 +25,6 @@ class Command:
         self.server = server
         self._flags = ["--url", server.url]
         self._capsys = capsys
-        self._lock = threading.Lock()
 
     def __call__(self, *words: str, key: str = "boss", code: int = 0) -> str:
         """Return what it prints, after a check of its exit code."""
@@ -61,18 +57,19 @@ def test_the_state_is_shown_and_decides_the_exit_code(server: Server, command: C
     assert json.loads(command("engines", "--json"))["engines"][0]["name"] == "shown"
 
 
-def test_engines_are_drained_and_restarted(server: Server, command: Command) -> None:
+def test_engines_are_drained_and_restarted(
+    server: Server, command: Command, background: Background
+) -> None:
     engine = server.start_engine("hello", name="kept")
     eventually(lambda: ["kept", "tiny", "ready"] in shown(command("engines")))
     assert command("drain", "kept", "--wait") == "kept: drained\n"
     assert "drained by an administrator" in command("engines")
     assert command("drain", "kept", "--undo") == "kept: drain undone\n"
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(command, "restart", "kept", "--wait")
-        eventually(lambda: bool(engine.got(Drain)))
-        engine.leave()
-        server.start_engine("hello", name="kept")
-        assert done.result(60) == "restarted: kept\n"
+    done = background(command, "restart", "kept", "--wait")
+    eventually(lambda: bool(engine.got(Drain)))
+    engine.leave()
+    server.start_engine("hello", name="kept")
+    assert done.result(60) == "restarted: kept\n"
 
 
 def test_errors_are_one_line_and_an_exit_code(
@@ -90,20 +87,6 @@ def test_errors_are_one_line_and_an_exit_code(
     assert caught.value.code == 2
 
 
-class AnotherServer(BaseHTTPRequestHandler):
-    """Answers with the path, as a number and a text."""
-
-    def do_GET(self) -> None:
-        status, _, body = unquote(self.path.split("/")[1]).partition(" ")
-        self.send_response(int(status))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    do_POST = do_GET
-
-    def log_message(self, format: str, *words: object) -> None: ...
-
-
 @pytest.mark.parametrize(
     "answer",
     ['200 {"status": "ok"}', "200 true", '404 {"detail": "Not Found"}', "404 []", "200 {}", "500"],
@@ -111,16 +94,11 @@ class AnotherServer(BaseHTTPRequestHandler):
 def test_another_program_at_the_address_is_said_in_one_line(
     answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), AnotherServer) as other, ThreadPoolExecutor(1) as on:
-        serving = on.submit(other.serve_forever)
-        url = f"http://127.0.0.1:{other.server_port}/{quote(answer)}"
-        try:
-            for name in ("status", "engines", "drain", "restart"):
-                assert cli.main([name, "--url", url]) == 3
-                assert capsys.readouterr().err.endswith("but is not an mlx-lm-server\n")
-        finally:
-            other.shutdown()
-        serving.result(60)
+    status, _, body = answer.partition(" ")
+    with answering(lambda path, headers: (int(status), body.encode())) as url:
+        for name in ("status", "engines", "drain", "restart"):
+            assert cli.main([name, "--url", url]) == 3
+            assert capsys.readouterr().err.endswith("but is not an mlx-lm-server\n")
 
 
 @pytest.mark.parametrize("url", ["http://a b", "http://[::1", "http://127.0.0.1:x"])
@@ -133,9 +111,9 @@ def test_an_address_that_is_none_is_said_in_one_line(
 
 
 def test_a_server_that_speaks_no_http_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], background: Background
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def speak() -> None:
             connection, _ = listener.accept()
@@ -143,7 +121,7 @@ def test_a_server_that_speaks_no_http_is_said_in_one_line(
                 connection.sendall(b"SSH-2.0-OpenSSH\r\n")
                 connection.recv(4096)
 
-        spoken = pool.submit(speak)
+        spoken = background(speak)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert cli.main(["status", "--url", url]) == 3
         assert capsys.readouterr().err.count("\n") == 1
@@ -167,16 +145,6 @@ def test_keys_are_reloaded_and_caches_cleared(command: Command) -> None:
     assert command("keys", "reload").split() == ["API", "keys", "0"]
     assert command("cache", "clear").startswith("cleared (all): ")
     assert "only be cleared completely" in command("cache", "clear", "--namespace=x", code=1)
-
-
-@pytest.mark.parametrize("name", ["status", "engines", "drain", "restart", "cache", "keys"])
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([name, "--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: mlx-lm-server {name}")
-    assert "Exit codes: 0" in shown
 
 
 def test_a_server_without_an_admin_key_says_so(

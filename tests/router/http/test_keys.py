@@ -22,7 +22,8 @@ from router.http.middleware.api_keys import ApiKeys
 from router.http.middleware.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 from shared.wire import Submit
-from tests.router.conftest import Server, StartServer, eventually
+from tests.conftest import in_loop
+from tests.router.conftest import Server, StartServer, bearer, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 
@@ -136,8 +137,11 @@ def shared_server(start_server: StartServer, key_file: Path) -> Server:
 
 def ask(server: Server, key: str, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    headers = {"authorization": f"Bearer {key}"}
-    return server.client.post("/v1/chat/completions", json=body, headers=headers)
+    return server.client.post("/v1/chat/completions", json=body, headers=bearer(key))
+
+
+def status_of(server: Server, key: str) -> int:
+    return server.client.get("/v1/models", headers=bearer(key)).status_code
 
 
 @pytest.fixture
@@ -172,10 +176,8 @@ def test_a_key_has_its_own_bound(
     answers = [background(ask, shared_server, "three") for _ in range(4)]
     eventually(lambda: sum(answer.done() for answer in answers) == 1)
     (refused,) = (answer.result() for answer in answers if answer.done())
-    assert (
-        refused.json()["error"]["message"]
-        == "This API key has reached its limit of 3 concurrent requests."
-    )
+    message = "This API key has reached its limit of 3 concurrent requests."
+    assert refused.json()["error"]["message"] == message
     slow_engine.behaviour.hold_tokens_after = None
     assert sorted(answer.result(60).status_code for answer in answers) == [200, 200, 200, 429]
 
@@ -235,10 +237,8 @@ def test_a_greedy_key_does_not_delay_the_first_token_of_another(
     def first_token_s() -> float:
         began = time.monotonic()
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2}
-        headers = {"authorization": "Bearer modest"}
-        with server.client.stream(
-            "POST", "/v1/chat/completions", json=body, headers=headers
-        ) as answer:
+        sent: Any = {"json": body, "headers": bearer("modest")}
+        with server.client.stream("POST", "/v1/chat/completions", **sent) as answer:
             for line in answer.iter_lines():
                 if '"content":"h' in line:
                     return time.monotonic() - began
@@ -256,20 +256,11 @@ def test_a_greedy_key_does_not_delay_the_first_token_of_another(
         for _ in range(16):
             pool.submit(flood)
         try:
-            eventually(lambda: 'queued_requests{model="tiny"} 13.0' in scrape(server), 10)
+            eventually(lambda: 'queued_requests{model="tiny"} 13.0' in server.metrics, 10)
             beside_s = median(first_token_s() for _ in range(5))
         finally:
             stop.set()
     assert beside_s <= 2 * alone_s
-
-
-def scrape(server: Server) -> str:
-    return server.metrics
-
-
-def status_of(server: Server, key: str) -> int:
-    headers = {"authorization": f"Bearer {key}"}
-    return server.client.get("/v1/models", headers=headers).status_code
 
 
 def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
@@ -283,9 +274,11 @@ def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
     eventually(lambda: status_of(server, "second") == 200)
     assert status_of(server, "first") == 401
     path.write_text("")
-    eventually(lambda: "the API keys, they stay as they were: --api-key-file: " in log_of(server))
+    eventually(
+        lambda: "the API keys, they stay as they were: --api-key-file: " in server.log.read_text()
+    )
     path.unlink()
-    eventually(lambda: "stay as they were: --api-key-file: cannot read" in log_of(server))
+    eventually(lambda: "stay as they were: --api-key-file: cannot read" in server.log.read_text())
     assert status_of(server, "second") == 200
     # Unchanged as far as its status tells: only the signal makes the server read it.
     path.write_text("third0\n")
@@ -298,14 +291,11 @@ def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
     assert status_of(server, "third1") == 401
     server.process.send_signal(signal.SIGHUP)
     eventually(lambda: status_of(server, "third1") == 200)
-    assert "third" not in log_of(server)
+    assert "third" not in server.log.read_text()
 
 
-def log_of(server: Server) -> str:
-    return server.log.read_text()
-
-
-def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_at_first(
+@in_loop
+async def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
@@ -319,14 +309,11 @@ def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_at_firs
             raise OSError(failures.pop(), "Too many open files")
         return read_text(self, *args, **kwargs)
 
-    async def run() -> None:
-        following = asyncio.create_task(keys.follow())
-        path.write_text("sk-b name=b\n")
-        async with asyncio.timeout(10):
-            while keys.named("a"):
-                await asyncio.sleep(0.01)
-        following.cancel()
-
     monkeypatch.setattr(Path, "read_text", fails)
-    asyncio.run(run())
+    following = asyncio.create_task(keys.follow())
+    path.write_text("sk-b name=b\n")
+    async with asyncio.timeout(10):
+        while keys.named("a"):
+            await asyncio.sleep(0.01)
+    following.cancel()
     assert not failures and keys.named("b")

@@ -15,7 +15,7 @@ from router.api.body import receive_body
 from router.errors import BodyTimeout
 from router.http.middleware.error_responses import error_response
 from shared.wire import EngineStats, StoreStats
-from tests.router.conftest import Server, StartServer, error_of, eventually
+from tests.router.conftest import Server, StartServer, bearer, error_of, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 
@@ -31,10 +31,6 @@ def guarded(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory)
         "--root-path=/llm",
         "--memory-pressure-threshold=0.5",
     )
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize("key", ["sesame", "from-file", "another"])
@@ -198,20 +194,14 @@ def test_a_page_has_to_say_that_it_sends_json(start_server: StartServer) -> None
 
 
 def test_only_the_allowed_origin_may_call(guarded: Server) -> None:
+    path, granted = "/v1/chat/completions", "access-control-allow-origin"
+    own = {"origin": "https://app.example"}
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
-    allowed = guarded.client.options(
-        "/v1/chat/completions", headers={"origin": "https://app.example", **ask}
-    )
-    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-    other = guarded.client.options(
-        "/v1/chat/completions", headers={"origin": "https://evil.example", **ask}
-    )
-    assert "access-control-allow-origin" not in other.headers
-    refused = guarded.client.post(
-        "/v1/chat/completions", headers={"origin": "https://app.example"}, json={}
-    )
-    assert refused.status_code == 401
-    assert refused.headers["access-control-allow-origin"] == "https://app.example"
+    assert guarded.client.options(path, headers=own | ask).headers[granted] == own["origin"]
+    other = {"origin": "https://evil.example", **ask}
+    assert granted not in guarded.client.options(path, headers=other).headers
+    refused = guarded.client.post(path, headers=own, json={})
+    assert (refused.status_code, refused.headers[granted]) == (401, own["origin"])
 
 
 def test_the_root_path_is_optional(guarded: Server) -> None:

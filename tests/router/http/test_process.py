@@ -9,60 +9,61 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.exits import EXIT_CONFIG
 from shared.supervisor_link import LINK_VARIABLE
-from tests.router.conftest import ROOT, Server, StartServer, error_of, eventually
+from tests.commands import run_command
+from tests.router.conftest import ROOT, Background, Server, StartServer, error_of, eventually
 
 
-def test_a_drain_finishes_running_requests_and_refuses_new_ones(start_server: StartServer) -> None:
+def test_a_drain_finishes_running_requests_and_refuses_new_ones(
+    start_server: StartServer, background: Background
+) -> None:
     server = start_server("--drain-timeout-s=20")
     engine = server.join("hello world", hold_tokens_after=1)
-    with ThreadPoolExecutor(2) as pool:
-        streamed = pool.submit(server.chat, "x", stream=True)
-        whole = pool.submit(server.chat, "x")
-        eventually(lambda: len(engine.running) == 2)
-        server.process.send_signal(signal.SIGTERM)
-        eventually(lambda: server.client.get("/readyz").status_code == 503)
-        assert server.client.get("/health").json()["status"] == "shutting_down"
-        refused = server.chat("x")
-        assert error_of(refused, 503)["code"] == "shutting_down"
-        assert "retry-after" in refused.headers
-        engine.behaviour.hold_tokens_after = None
-        assert "[DONE]" in streamed.result(60).text
-        assert whole.result(60).status_code == 200
+    streamed = background(server.chat, "x", stream=True)
+    whole = background(server.chat, "x")
+    eventually(lambda: len(engine.running) == 2)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_unready()
+    assert server.client.get("/health").json()["status"] == "shutting_down"
+    refused = server.chat("x")
+    assert error_of(refused, 503)["code"] == "shutting_down"
+    assert "retry-after" in refused.headers
+    engine.behaviour.hold_tokens_after = None
+    assert "[DONE]" in streamed.result(60).text
+    assert whole.result(60).status_code == 200
     assert server.process.wait(60) == 0
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
-    start_server: StartServer,
+    start_server: StartServer, background: Background
 ) -> None:
     server = start_server("--drain-timeout-s=0.5")
     server.join("hello world", hold_tokens_after=1)
-    with ThreadPoolExecutor(2) as pool:
-        streamed = pool.submit(server.chat, "x", stream=True)
-        whole = pool.submit(server.chat, "x")
-        eventually(lambda: server.num_tokens == 2)
-        server.process.send_signal(signal.SIGTERM)
-        last = streamed.result(60).text.strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert whole.result(60).status_code == 503
+    streamed = background(server.chat, "x", stream=True)
+    whole = background(server.chat, "x")
+    server.wait_tokens(2)
+    server.process.send_signal(signal.SIGTERM)
+    last = streamed.result(60).text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert whole.result(60).status_code == 503
     assert server.process.wait(60) == 0
 
 
-def test_a_second_signal_ends_the_process_at_once(start_server: StartServer) -> None:
+def test_a_second_signal_ends_the_process_at_once(
+    start_server: StartServer, background: Background
+) -> None:
     server = start_server("--drain-timeout-s=60")
     engine = server.join("hello world", hold_tokens_after=1)
-    with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(server.chat, "x")
-        eventually(lambda: len(engine.running) == 1)
-        for _ in range(2):
-            server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-        assert server.process.wait(60) == 0
-        assert answer.exception(60) is not None or answer.result().status_code == 503
+    answer = background(server.chat, "x")
+    eventually(lambda: len(engine.running) == 1)
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert server.process.wait(60) == 0
+    assert answer.exception(60) is not None or answer.result().status_code == 503
 
 
 def test_a_stopped_router_leaves_only_its_lock_file(start_server: StartServer) -> None:
@@ -92,14 +93,11 @@ def test_a_restarted_router_finds_its_engines_again(start_server: StartServer) -
         again.stop()
 
 
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.processes.router", "--host=127.0.0.1", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def refusal(*flags: str) -> str:
+    """Return the one line with which a router does not start."""
+    done = run_command("--host=127.0.0.1", *flags, module="services.processes.router")
+    assert (done.returncode, done.stderr.count("\n")) == (EXIT_CONFIG, 1), done.stderr
+    return done.stderr
 
 
 def test_processes_can_meet_at_an_ipv6_address(start_server: StartServer, free_port: int) -> None:
@@ -111,30 +109,19 @@ def test_processes_can_meet_at_an_ipv6_address(start_server: StartServer, free_p
     assert server.log.read_text().count("can join --engine-socket as an engine") == 1
 
 
-def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_what_is_in_use_or_unusable_is_reported_in_one_line(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    own = f"--engine-socket=ipc://{tmp_path}/e"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run(f"--port={port}", f"--engine-socket=ipc://{tmp_path}/e")
-    assert result.returncode == EXIT_CONFIG
-    assert len(result.stderr.splitlines()) == 1
-    assert str(port) in result.stderr
-
-
-def test_unusable_keys_are_reported_in_one_line(tmp_path: Path) -> None:
+        assert str(port) in refusal(f"--port={port}", own)
     keys = tmp_path / "keys"
     keys.write_text("secret rpm=many\n")
-    result = run("--port=0", f"--engine-socket=ipc://{tmp_path}/e", f"--api-key-file={keys}")
-    assert result.returncode == EXIT_CONFIG
-    assert len(result.stderr.splitlines()) == 1
-    assert "line 1: Expected `int" in result.stderr and "secret" not in result.stderr
-
-
-def test_an_engine_socket_in_use_is_reported_in_one_line(start_server: StartServer) -> None:
+    line = refusal("--port=0", own, f"--api-key-file={keys}")
+    assert "line 1: Expected `int" in line and "secret" not in line
     server = start_server()
-    result = run("--port=0", f"--engine-socket={server.address}")
-    assert result.returncode == EXIT_CONFIG
-    assert len(result.stderr.splitlines()) == 1
-    assert "--engine-socket" in result.stderr
+    assert "--engine-socket" in refusal("--port=0", f"--engine-socket={server.address}")
     assert server.client.get("/livez").status_code == 200
 
 
@@ -182,10 +169,8 @@ def test_a_router_serves_its_supervisors_socket_once_told_of_models_and_ends_wit
 
 
 def test_a_long_chat_template_is_not_taken_for_a_path(start_server: StartServer) -> None:
-    template = (
-        "{# " + "long " * 100 + "#}{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
-    server = start_server(f"--chat-template={template}")
+    content = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    server = start_server(f"--chat-template={{# {'long ' * 100} #}}{content}")
     server.join()
     assert server.chat("hello").status_code == 200
 
@@ -196,7 +181,7 @@ def test_a_server_that_is_told_to_stop_serves_on_while_load_balancers_go_elsewhe
     server = start_server("--pre-stop-delay-s=600")
     server.join("hi")
     server.process.send_signal(signal.SIGTERM)
-    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    server.wait_unready()
     assert server.client.get("/health").json()["status"] == "shutting_down"
     assert server.chat("x").status_code == 200
     server.process.send_signal(signal.SIGTERM)  # the second one: at once

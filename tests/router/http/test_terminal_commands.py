@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -19,17 +18,20 @@ import pytest
 from services.commands import cli
 from services.commands.doctor import meeting
 from shared.settings import parse
-from tests.router.conftest import ROOT, Server, StartServer
+from tests.router.conftest import ROOT, Background, Server, StartServer, ok
 from tests.router.scripted_engine import ScriptedEngine
 
 CHAT_MODEL = True
 PATIENCE_S = 60
 KEY = "sesame"
+Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
 def bare(start_server: StartServer) -> Server:
-    return start_server(f"--api-key={KEY}")
+    server = start_server(f"--api-key={KEY}")
+    server.client.headers["authorization"] = f"Bearer {KEY}"
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,7 @@ def in_terminal(
     """Run a command in a terminal of 80 columns, which answers no questions about the cursor, and
     check its exit code."""
     own = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **environment}
-    outside = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
-    }
+    outside = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     command = pexpect.spawn(
         sys.executable,
         ["-m", "mlx_lm_server", *words],
@@ -110,9 +110,7 @@ def test_a_conversation_in_a_terminal(served: Server, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ask(
-    served: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def ask(served: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Return a function that runs chat with something in its standard input."""
     monkeypatch.setenv("MLX_LM_SERVER_API_KEY", KEY)
 
@@ -125,9 +123,7 @@ def ask(
     return run
 
 
-def test_a_question_from_a_pipe_or_as_argument_is_answered_once(
-    ask: Callable[..., tuple[int, str, str]], served: Server
-) -> None:
+def test_a_question_from_a_pipe_or_as_argument_is_answered_once(ask: Ask, served: Server) -> None:
     answered = 0, "hello there\n", ""
     assert ask(piped="Who are you?\n") == answered
     assert ask("Who", "are", "you?") == answered
@@ -136,10 +132,7 @@ def test_a_question_from_a_pipe_or_as_argument_is_answered_once(
 
 
 def test_what_goes_wrong_is_one_line_and_an_exit_code(
-    ask: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    served: Server,
-    free_port: int,
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     code, out, error = ask(piped="")
     assert (code, out) == (1, "") and "standard input is empty" in error
@@ -159,32 +152,23 @@ def test_the_status_in_a_terminal_is_live_until_q(served: Server) -> None:
     with in_terminal("status", "--url", served.url, environment=key) as status:
         status.expect_exact("q: quit")
         status.expect_exact("engine-0")
-        served.client.post(
-            "/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "hi"}]},
-            headers={"Authorization": f"Bearer {KEY}"},
-        ).raise_for_status()
+        ok(served.chat("hi"))
         status.expect("first token [0-9]")  # of the model: the figures move
         status.send("q")
 
 
 def test_the_live_status_says_how_far_a_long_prompt_is(
-    served: Server, scripted: ScriptedEngine
+    served: Server, scripted: ScriptedEngine, background: Background
 ) -> None:
     key = {"MLX_LM_SERVER_API_KEY": KEY}
     scripted.behaviour.hold_tokens_after = 0
     scripted.behaviour.computed_prompt_tokens = 1
-    with (
-        in_terminal("status", "--url", served.url, environment=key) as status,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with in_terminal("status", "--url", served.url, environment=key) as status:
         status.expect_exact("PROMPTS")
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        headers = {"Authorization": f"Bearer {KEY}"}
-        answer = pool.submit(served.client.post, "/v1/chat/completions", json=body, headers=headers)
+        answer = background(served.chat, "hi")
         status.expect(r"1/4 +[0-9.-]+ +[1-9][0-9]?%")
         scripted.behaviour.hold_tokens_after = None
-        answer.result(60).raise_for_status()
+        ok(answer.result(60))
         status.expect(r"0/4 +[0-9.-]+ +- ")
         status.send("q")
 

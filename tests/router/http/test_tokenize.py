@@ -27,10 +27,7 @@ def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
 
 
 def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
-    answer = server.client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
+    return error_of(server.client.post(path, json=body), status)
 
 
 def test_a_text_is_tokenized(server: Server, tokenizer: Tokenizer) -> None:

@@ -151,9 +151,12 @@ class FleetRun:
 
 
 def entry(
-    name: str, gigabytes: float = 1.0, *, pinned: bool = False, alone: bool = False, **fields: Any
+    name: str,
+    gigabytes: float | None = 1.0,
+    *,
+    pinned: bool = False,
+    alone: bool = False,
+    **fields: Any,
 ) -> ModelEntry:
-    settings = Settings(
-        model=f"/nowhere/{name}", served_model_name=(name,), memory_gb=gigabytes, **fields
-    )
-    return ModelEntry(settings=settings, pinned=pinned, alone=alone)
+    usual = {"model": f"/nowhere/{name}", "served_model_name": (name,), "memory_gb": gigabytes}
+    return ModelEntry(settings=Settings(**{**usual, **fields}), pinned=pinned, alone=alone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from services.supervision.fleet import model_jobs
 from services.supervision.fleet.model_jobs import MAX_AT_ONCE
 from services.supervision.fleet.pulled import pulled_entry
-from shared.settings import ModelEntry, Settings
+from shared.settings import Settings
 from tests.services.fleet.runner import FleetRun, entry
 
 GB = 10**9
@@ -109,19 +108,18 @@ def test_only_what_was_pulled_is_deleted() -> None:
 
 
 def test_a_model_that_is_served_under_another_name_is_neither_pulled_nor_deleted() -> None:
-    own = entry("assistant")
-    own = replace(own, settings=replace(own.settings, model="me/b"))
+    own = entry("assistant", model="me/b")
     run = FleetRun.settled(3 * GB, own)
     for name in ("me/b", "Me/B"):
         ask(run, "pull", name)
         assert "assistant" in run.jobs[name]["reason"], name
     assert not run.job_processes
     pulled(run, "me/c")
-    for settings in (
-        replace(own.settings, model="me/c"),
-        replace(own.settings, draft_model_path="me/c"),
+    for other in (
+        entry("assistant", model="me/c"),
+        entry("assistant", model="me/b", draft_model_path="me/c"),
     ):
-        run.fleet.reconfigure(run.settings, [replace(own, settings=settings)])
+        run.fleet.reconfigure(run.settings, [other])
         run.settle()
         ask(run, "delete", "me/c")
         assert "assistant" in run.jobs["me/c"]["reason"]
@@ -136,9 +134,7 @@ def test_a_model_whose_files_another_is_served_from_by_path_is_not_deleted(
     snapshot = tmp_path / "models--me--b" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
     (tmp_path / "link").symlink_to(snapshot)
-    own = entry("assistant")
-    own = replace(own, settings=replace(own.settings, model=str(tmp_path / "link")))
-    run = FleetRun(3 * GB, [own])
+    run = FleetRun(3 * GB, [entry("assistant", model=str(tmp_path / "link"))])
     pulled(run, "me/b")
     pulled(run, "me/b2")
     ask(run, "delete", "me/b")
@@ -213,15 +209,13 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
 
 
-def only_model() -> ModelEntry:
-    """Return an entry that may take all memory, as that of --model does."""
-    found = entry("a", alone=True)
-    return replace(found, settings=replace(found.settings, memory_gb=None))
+ONLY_MODEL = entry("a", None, alone=True)
+"""It may take all memory, as that of --model."""
 
 
 @pytest.mark.usefixtures("small_models")
 def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete() -> None:
-    run = FleetRun.settled(2 * GB, only_model())
+    run = FleetRun.settled(2 * GB, ONLY_MODEL)
     pulled(run, "me/b")
     assert run.states == {"a": "ready", "me/b": "unloaded"}
     assert run.log == ["+engine-0"]
@@ -233,7 +227,7 @@ def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
 
 @pytest.mark.usefixtures("small_models")
 def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one() -> None:
-    run = FleetRun.settled(2 * GB, only_model())
+    run = FleetRun.settled(2 * GB, ONLY_MODEL)
     pulled(run, "me/b")
     run.log.clear()
     run.settle(**{"me/b": (1, 0.0)})
@@ -245,8 +239,7 @@ def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
 
 @pytest.mark.usefixtures("small_models")
 def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory() -> None:
-    one, two = entry("a"), entry("b")
-    one, two = (replace(e, settings=replace(e.settings, memory_gb=None)) for e in (one, two))
+    one, two = entry("a", None), entry("b", None)
     run = FleetRun.settled(2 * GB, one)
     run.log.clear()
     run.fleet.reconfigure(run.settings, [one, two])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from services.processes.awake import RELEASE_S, Awake
-
-PATIENCE_S = 20.0
+from tests.conftest import eventually
 
 
 class Machine:
@@ -27,14 +25,13 @@ class Machine:
     def starts(self, count: int) -> list[tuple[int, int]]:
         """Wait until there were ``count`` starts. Return the number of each process, and its
         argument."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            lines = self._log.read_text().splitlines() if self._log.exists() else []
-            if len(lines) >= count:
-                assert len(lines) == count
-                return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: len(self._lines()) >= count)
+        lines = self._lines()
+        assert len(lines) == count
+        return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
 
 
 def is_running(pid: int) -> bool:

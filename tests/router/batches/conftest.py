@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from router.batches.storage.directory import BatchDirectory
 from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 Body = dict[str, Any]
@@ -29,8 +31,12 @@ class BatchClient:
         return self.api.files.create(file=("in.jsonl", content), purpose="batch").id
 
     def create(self, content: bytes | list[Body], **fields: Any) -> Any:
+        return self.create_of(self.upload(content), **fields)
+
+    def create_of(self, file_id: str, **fields: Any) -> Any:
+        """Create a batch of a file that is there."""
         asked = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
-        return self.api.batches.create(input_file_id=self.upload(content), **asked)
+        return self.api.batches.create(input_file_id=file_id, **asked)
 
     def wait(self, batch: Any, timeout_s: float = 60, *, states: tuple[str, ...] = ENDED) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -55,11 +61,8 @@ class BatchClient:
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> Body:
-    body = (
-        {"model": "tiny", "prompt": "hello", "max_tokens": 4} | body
-        if url == "/v1/completions"
-        else body
-    )
+    if url == "/v1/completions":
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4} | body
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
@@ -74,5 +77,18 @@ def server(start_server: Callable[..., Server], batch_dir: Path) -> Server:
 
 
 @pytest.fixture
-def batches(server: Server) -> Iterator[BatchClient]:
-    yield BatchClient(server.url)
+def batches(server: Server) -> BatchClient:
+    return BatchClient(server.url)
+
+
+@pytest.fixture
+def served(batches: BatchClient, engine: ScriptedEngine) -> BatchClient:
+    """Return the client of a server with an engine."""
+    return batches
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[BatchDirectory]:
+    found = BatchDirectory(tmp_path)
+    yield found
+    found.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,19 @@ from typing import Any
 import openai
 import pytest
 
+from tests.commands import run_command
 from tests.router.batches.conftest import BatchClient, Body, line
-from tests.router.conftest import ROOT, Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.conftest import Server, eventually
 
 
-def test_a_batch_is_answered_line_by_line(batches: BatchClient, engine: ScriptedEngine) -> None:
+def test_a_batch_is_answered_line_by_line(served: BatchClient) -> None:
     given = [line(f"r{number}") for number in range(20)]
-    done = batches.run(given, metadata={"night": "1"})
+    done = served.run(given, metadata={"night": "1"})
     assert (done.status, done.metadata) == ("completed", {"night": "1"})
     counts = done.request_counts
     assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
     assert done.error_file_id is None and done.errors is None
-    lines = batches.lines(done.output_file_id)
+    lines = served.lines(done.output_file_id)
     assert [each["custom_id"] for each in lines] == [f"r{number}" for number in range(20)]
     for each in lines:
         assert each["error"] is None and each["id"].startswith("batch_req_")
@@ -39,9 +37,7 @@ def test_a_batch_is_answered_line_by_line(batches: BatchClient, engine: Scripted
     assert done.expires_at == done.created_at + 86400
 
 
-def test_each_line_is_answered_as_a_request_is(
-    server: Server, batches: BatchClient, engine: ScriptedEngine
-) -> None:
+def test_each_line_is_answered_as_a_request_is(server: Server, served: BatchClient) -> None:
     bodies: dict[str, Body] = {
         "good": {"prompt": "hello", "max_tokens": 3},
         "wrong type": {"prompt": 7},
@@ -49,10 +45,10 @@ def test_each_line_is_answered_as_a_request_is(
         "over a limit": {"prompt": "hello", "max_tokens": 10**9},
         "not supported": {"prompt": "hello", "suffix": "x"},
     }
-    done = batches.run([line(name) | {"body": body} for name, body in bodies.items()])
+    done = served.run([line(name) | {"body": body} for name, body in bodies.items()])
     assert done.status == "completed" and done.request_counts.failed == 4
     files = [done.output_file_id, done.error_file_id]
-    found = {each["custom_id"]: each["response"] for one in files for each in batches.lines(one)}
+    found = {each["custom_id"]: each["response"] for one in files for each in served.lines(one)}
     assert found.keys() == bodies.keys()
     for name, body in bodies.items():
         answer = server.client.post("/v1/completions", json=body)
@@ -79,21 +75,14 @@ def test_chats_and_responses_are_answered(
         batches.api.responses.retrieve(answer["response"]["body"]["id"])
 
 
-def test_a_stream_is_refused_in_its_line(batches: BatchClient, engine: ScriptedEngine) -> None:
-    done = batches.run([line("a", stream=True), line("b", stream=False)])
-    (failed,) = batches.lines(done.error_file_id)
+@pytest.mark.parametrize("name", ["stream", "str\\u0065am"], ids=["plain", "escaped"])
+def test_a_stream_is_refused_in_its_line(served: BatchClient, name: str) -> None:
+    lines = [json.dumps(line("a", stream=True)).replace("stream", name)]
+    lines += [json.dumps(line("b", stream=False))]
+    done = served.run("\n".join(lines).encode())
+    assert done.status == "completed" and done.request_counts.completed == 1
+    (failed,) = served.lines(done.error_file_id)
     assert failed["response"]["status_code"] == 400
-    assert failed["response"]["body"]["error"]["param"] == "stream"
-    assert done.request_counts.completed == 1
-
-
-def test_a_stream_with_escapes_in_its_name_is_refused_too(
-    batches: BatchClient, engine: ScriptedEngine
-) -> None:
-    content = json.dumps(line("a", stream=True)).replace('"stream"', '"str\\u0065am"')
-    done = batches.run(content.encode())
-    assert done.status == "completed" and done.request_counts.failed == 1
-    (failed,) = batches.lines(done.error_file_id)
     assert failed["response"]["body"]["error"]["param"] == "stream"
 
 
@@ -119,21 +108,19 @@ GOOD = json.dumps(line("good")).encode()
     ],
 )
 def test_a_file_with_a_wrong_line_fails_before_any_line_runs(
-    batches: BatchClient, engine: ScriptedEngine, content: bytes, code: str, number: int | None
+    served: BatchClient, content: bytes, code: str, number: int | None
 ) -> None:
-    failed = batches.run(content)
+    failed = served.run(content)
     assert failed.status == "failed" and failed.output_file_id is None
     error = failed.errors.data[0]
     assert (error.code, error.line) == (code, number)
     assert error.message
 
 
-def test_a_mark_of_utf8_and_ends_of_lines_of_windows_are_no_error(
-    batches: BatchClient, engine: ScriptedEngine
-) -> None:
+def test_a_mark_of_utf8_and_ends_of_lines_of_windows_are_no_error(served: BatchClient) -> None:
     second = json.dumps(line("ü")).encode()
-    done = batches.run(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + second)
-    ids = [each["custom_id"] for each in batches.lines(done.output_file_id)]
+    done = served.run(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + second)
+    ids = [each["custom_id"] for each in served.lines(done.output_file_id)]
     assert ids == ["good", "ü"]
 
 
@@ -157,19 +144,17 @@ def test_a_cancelled_batch_keeps_what_it_has(batches: BatchClient, server: Serve
     eventually(lambda: server.metric("batches_running") == 0)
 
 
-def test_a_batch_is_cancelled_while_its_file_is_checked(
-    batches: BatchClient, engine: ScriptedEngine
-) -> None:
+def test_a_batch_is_cancelled_while_its_file_is_checked(served: BatchClient) -> None:
     wrong = b"{}\n"  # the last line of a file that takes some time
     content = b"".join(json.dumps(line(f"r{n}")).encode() + b"\n" for n in range(15_000)) + wrong
-    batch = batches.create(content)
+    batch = served.create(content)
     with suppress(openai.BadRequestError):  # on a slow machine it has been checked by now
-        batches.api.batches.cancel(batch.id)
-    done = batches.wait(batch)
+        served.api.batches.cancel(batch.id)
+    done = served.wait(batch)
     assert done.status in ("cancelled", "failed") and done.output_file_id is None
 
 
-def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient, server: Server) -> None:
+def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient) -> None:
     lines = [line(name, model=None) for name in "ab"]
     batch = batches.create(lines, completion_window="3s")
     done = batches.wait(batch)
@@ -179,24 +164,24 @@ def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient, serve
     assert [each["error"]["code"] for each in failed] == ["batch_expired"] * 2
 
 
-def test_two_batches_run_at_once(batches: BatchClient, engine: ScriptedEngine) -> None:
+def test_two_batches_run_at_once(served: BatchClient) -> None:
     given = [[line(f"{name}{number}") for number in range(50)] for name in "ab"]
-    first, second = [batches.create(lines) for lines in given]
+    first, second = [served.create(lines) for lines in given]
     for batch, name in ((first, "a"), (second, "b")):
-        ids = [each["custom_id"] for each in batches.lines(batches.wait(batch).output_file_id)]
+        ids = [each["custom_id"] for each in served.lines(served.wait(batch).output_file_id)]
         assert ids == [f"{name}{number}" for number in range(50)]
 
 
-def test_batches_are_listed_in_pages(batches: BatchClient, engine: ScriptedEngine) -> None:
-    made = [batches.create([line("a")]).id for _ in range(3)]
-    page = batches.api.batches.list(limit=2)
+def test_batches_are_listed_in_pages(served: BatchClient) -> None:
+    made = [served.create([line("a")]).id for _ in range(3)]
+    page = served.api.batches.list(limit=2)
     assert [each.id for each in page.data] == [made[2], made[1]] and page.has_more
-    listed = [each.id for each in batches.api.batches.list(limit=2)]
+    listed = [each.id for each in served.api.batches.list(limit=2)]
     assert listed[:3] == made[::-1]
     with pytest.raises(openai.NotFoundError):
-        batches.api.batches.list(after="batch_0")
+        served.api.batches.list(after="batch_0")
     for batch_id in made:
-        batches.wait(batches.api.batches.retrieve(batch_id))
+        served.wait(served.api.batches.retrieve(batch_id))
 
 
 @pytest.mark.parametrize(
@@ -224,9 +209,9 @@ def test_a_wrong_field_is_named(
     assert param in (field, f"{field}.seconds")
 
 
-def test_lines_are_counted(batches: BatchClient, server: Server, engine: ScriptedEngine) -> None:
+def test_lines_are_counted(served: BatchClient, server: Server) -> None:
     before = server.metric("batch_lines_total")
-    batches.run([line("a"), line("b", max_tokens="x")])
+    served.run([line("a"), line("b", max_tokens="x")])
     assert server.metric("batch_lines_total") == before + 2
     assert server.metric("batches_unfinished") == 0
 
@@ -236,9 +221,7 @@ def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) 
     eventually(lambda: server.client.get("/health").json()["batches"]["lines"] == 1)
     found = server.client.get("/health").json()["batches"]
     assert (found["unfinished"], found["lines_done"]) == (1, 0)
-    command = [sys.executable, "-m", "mlx_lm_server", "status", f"--url={server.url}"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert "batches: 1, 0/1 lines" in shown
+    assert "batches: 1, 0/1 lines" in run_command("status", f"--url={server.url}").stdout
     with server.client.stream("GET", "/page/feed") as feed:
         for each in feed.iter_lines():
             if each.startswith("data: {") and '"batches"' in each:

@@ -19,7 +19,7 @@ import pytest
 
 from shared.wire import Abort, Submit
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, StartServer, eventually
+from tests.router.conftest import Server, StartServer, bearer, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 Start = Callable[..., ScriptedEngine]
@@ -39,8 +39,8 @@ def held(server: Server) -> ScriptedEngine:
     return server.join(TEXT, hold_tokens_after=2)
 
 
-def submitted(engine: ScriptedEngine) -> list[Submit]:
-    return [each for each in list(engine.received) if isinstance(each, Submit)]
+def has_submitted(engine: ScriptedEngine, count: int) -> Callable[[], bool]:
+    return lambda: len(engine.got(Submit)) == count
 
 
 def assert_each_line_once(client: BatchClient, done: Any, count: int = LINES) -> None:
@@ -60,17 +60,17 @@ def test_a_request_gets_the_place_of_a_line_at_once(own: Server) -> None:
     engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
-    eventually(lambda: len(submitted(engine)) == 4)  # as many as there are rows
+    eventually(has_submitted(engine, 4))  # as many as there are rows
     time.sleep(1.5)  # no line is timed out, and no further one is sent
-    assert len(submitted(engine)) == 4
+    assert len(engine.got(Submit)) == 4
     assert own.complete(max_tokens=2).status_code == 200
-    assert [each for each in list(engine.received) if isinstance(each, Abort)]
+    assert engine.got(Abort)
     metrics = own.metrics
     assert "mlx_lm_server_batch_places_returned_total 1.0" in metrics
     assert "mlx_lm_server_timeouts_total 0.0" in metrics
     engine.behaviour.hold_tokens_after = None
     assert_each_line_once(client, client.wait(batch))
-    again = [each for each in submitted(engine) if each.attempt]
+    again = [each for each in engine.got(Submit) if each.attempt]
     assert again and again[0].generated  # it went on where it was
 
 
@@ -81,19 +81,18 @@ def test_a_place_is_not_taken_back_for_a_key_that_has_its_part(
     keys.write_text("sk-a name=a\nsk-b name=b\n")
     server = start_server(f"--api-key-file={keys}", f"--batch-dir={tmp_path / 'd'}")
     engine = held(server)  # of its four rows one is kept for other keys
-    url, headers = f"{server.url}/v1/completions", {"authorization": "Bearer sk-a"}
-    own = {"authorization": "Bearer sk-b"}
+    url = f"{server.url}/v1/completions"
     client = BatchClient(server.url, "sk-b")
     with ThreadPoolExecutor() as threads:
         body = {"prompt": "hello", "max_tokens": 30}
-        ask = partial(httpx.post, url, json=body, headers=headers, timeout=60)
+        ask = partial(httpx.post, url, json=body, headers=bearer("sk-a"), timeout=60)
         asked = [threads.submit(ask) for _ in range(4)]
-        eventually(lambda: len(submitted(engine)) == 3)
+        eventually(has_submitted(engine, 3))
         batch = batch_of(client)
-        eventually(lambda: len(submitted(engine)) == 4)
+        eventually(has_submitted(engine, 4))
         time.sleep(0.5)
-        assert len(submitted(engine)) == 4
-        answer = httpx.post(url, json=body | {"max_tokens": 2}, headers=own)
+        assert len(engine.got(Submit)) == 4
+        answer = httpx.post(url, json=body | {"max_tokens": 2}, headers=bearer("sk-b"))
         assert answer.status_code == 200 and not asked[0].done()
         engine.behaviour.hold_tokens_after = None
         assert all(each.result().status_code == 200 for each in asked)
@@ -127,17 +126,14 @@ def test_a_killed_router_leaves_each_line_to_the_next_one(
         if kill == 2:
             assert_each_line_once(client, client.wait(batch), count)
             break
-        _wait_for(client, batch, max(8 * (kill + 1), client.completed(batch) + 1))
+        lines = max(8 * (kill + 1), client.completed(batch) + 1)
+        eventually(lambda: client.completed(batch) >= lines)  # noqa: B023
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
         engine.leave()
     assert {each.name for each in (tmp_path / "files").iterdir()} == {
         each.id for each in client.api.files.list()
     }
-
-
-def _wait_for(client: BatchClient, batch: Any, lines: int) -> None:
-    eventually(lambda: client.completed(batch) >= lines)
 
 
 def test_a_stopped_router_leaves_lines_to_the_next_one(
@@ -158,7 +154,7 @@ def test_a_lost_engine_costs_no_line(own: Server) -> None:
     engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
-    eventually(lambda: len(submitted(engine)) == 4)
+    eventually(has_submitted(engine, 4))
     engine.leave()
     own.start_engine(TEXT, name="engine-1")
     assert_each_line_once(client, client.wait(batch))
@@ -169,7 +165,7 @@ def test_a_full_disk_holds_lines_up_and_loses_none(own: Server, tmp_path: Path) 
     engine = held(own)
     client = BatchClient(own.url)
     batch = batch_of(client)
-    eventually(lambda: len(submitted(engine)) == 4)
+    eventually(has_submitted(engine, 4))
     before = resource.prlimit(own.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(own.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
     engine.behaviour.hold_tokens_after = None
@@ -196,7 +192,8 @@ def test_lines_of_a_key_that_was_removed_get_an_error(
     keys.write_text("sk-b name=b\n")
     server = start_server(f"--api-key-file={keys}", directory)
     server.start_engine("hello")
-    eventually(lambda: "batches_unfinished 0.0" in server.metrics)
+    eventually(lambda: server.metric("batch_lines_total") == 1)
+    eventually(lambda: server.metric("batches_unfinished ") == 0)
     server.stop()
     keys.write_text("sk-a2 name=a\n")  # another key of the same holder
     client = BatchClient(start_server(f"--api-key-file={keys}", directory).url, "sk-a2")

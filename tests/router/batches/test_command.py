@@ -33,6 +33,13 @@ def command(server: Server, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+def end(run: subprocess.Popen[str], code: int) -> str:
+    """Return what a command wrote to stderr, after a check of its exit code."""
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == code, said
+    return said
+
+
 def written(path: Path, *lines: Any) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
     return path
@@ -48,20 +55,16 @@ def test_a_file_is_answered(
     source = written(tmp_path / "in.jsonl", line("a"), line("b", max_tokens="x"), line("c"))
     target = tmp_path / "out.jsonl"
     kept = len(batches.api.files.list().data)
-    run = command(server, source, target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "completed: 2 of 3 lines succeeded, 1 failed" in said
+    said = end(command(server, source, target), 1)
+    assert "completed: 2 of 3 lines succeeded, 1 failed" in said
     assert ids(target) == ["a", "c"] and ids(tmp_path / "out.errors.jsonl") == ["b"]
     assert {path.name for path in tmp_path.iterdir()} == {
         *("in.jsonl", "out.jsonl", "out.errors.jsonl")
     }
     assert len(batches.api.files.list().data) == kept  # none is left on the server
-    run = command(server, source, target, "--force", "--in-order")
-    run.communicate(timeout=60)
+    end(command(server, source, target, "--force", "--in-order"), 1)
     assert ids(target) == ["a", "b", "c"]
-    run = command(server, source, target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 2 and "--force" in said
+    assert "--force" in end(command(server, source, target), 2)
 
 
 def test_a_command_that_was_killed_follows_its_batch_again(
@@ -74,15 +77,11 @@ def test_a_command_that_was_killed_follows_its_batch_again(
     run = command(server, source, target)
     eventually((tmp_path / "out.jsonl.batch" / "state.json").exists)
     os.kill(run.pid, signal.SIGKILL)
-    run.communicate(timeout=60)
+    end(run, -signal.SIGKILL)
     other = written(tmp_path / "other.jsonl", line("z"))
-    run = command(server, other, target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "another input" in said
+    assert "another input" in end(command(server, other, target), 1)
     engine.behaviour.hold_tokens_after = None
-    run = command(server, source, target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 0, said
+    end(command(server, source, target), 0)
     assert ids(target) == [f"r{number}" for number in range(9)]
     assert len(batches.api.batches.list(limit=100).data) == before + 1
 
@@ -91,23 +90,16 @@ def test_what_is_wrong_is_one_line(
     server: Server, start_server: StartServer, tmp_path: Path
 ) -> None:
     source, target = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
-    run = command(start_server(), source, target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "--batch-dir" in said and "--serve" in said
-    run = command(server, tmp_path / "none.jsonl", target)
-    run.communicate(timeout=60)
-    assert run.returncode == 2
-    run = command(server, written(tmp_path / "empty.jsonl"), target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "is empty" in said
-    run = command(server, written(tmp_path / "twice.jsonl", line("a"), line("a")), target)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "line 2:" in said
-    run = command(
-        server, written(tmp_path / "odd.jsonl", line("a"), []), target, "--force", "--in-order"
-    )
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and "line 2:" in said and "Traceback" not in said
+    said = end(command(start_server(), source, target), 1)
+    assert "--batch-dir" in said and "--serve" in said
+    end(command(server, tmp_path / "none.jsonl", target), 2)
+    empty = written(tmp_path / "empty.jsonl")
+    assert "is empty" in end(command(server, empty, target), 1)
+    twice = written(tmp_path / "twice.jsonl", line("a"), line("a"))
+    assert "line 2:" in end(command(server, twice, target), 1)
+    odd = written(tmp_path / "odd.jsonl", line("a"), [])
+    said = end(command(server, odd, target, "--force", "--in-order"), 1)
+    assert "line 2:" in said and "Traceback" not in said
     assert not list(tmp_path.glob("*.batch"))
 
 

@@ -37,12 +37,15 @@ async def nothing() -> None:
 
 def context_of(directory: BatchDirectory) -> Any:
     """Return a context in which lines never get a place."""
-    settings = SimpleNamespace(
-        max_request_bytes=10**6, max_batch_requests=4, batch_max_files=9, batch_max_mb=9
-    )
     return SimpleNamespace(
         directory=directory,
-        settings=SimpleNamespace(**vars(settings), batch_file_mb=1),
+        settings=SimpleNamespace(
+            max_request_bytes=10**6,
+            max_batch_requests=4,
+            batch_max_files=9,
+            batch_max_mb=9,
+            batch_file_mb=1,
+        ),
         metrics=SimpleNamespace(batch_store_errors=SimpleNamespace(inc=lambda: None)),
         places=Places(0),
         figures=SimpleNamespace(running=0),
@@ -80,28 +83,23 @@ def begun(directory: BatchDirectory, **columns: Any) -> Any:
         ([BatchState.IN_PROGRESS, BatchState.FINALIZING], BatchState.EXPIRED),
     ],
 )
-def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
-    tmp_path: Path, states: list[BatchState], end: BatchState
+@in_loop
+async def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
+    directory: BatchDirectory, states: list[BatchState], end: BatchState
 ) -> None:
-    async def run() -> Any:
-        directory = BatchDirectory(tmp_path)
-        row = await begun(directory)
-        for state in states:
-            columns = {"outcome": "expired"} if state is BatchState.FINALIZING else {"total": 2}
-            await directory.run(lambda store: store.advance(row["number"], state, **columns))  # noqa: B023
-        if states:
-            result = Result(row["number"], 1, True, b"answer\n")
-            await directory.run(lambda store: store.add_results([result]))
-        directory.path("file-0").unlink()
-        async with asyncio.timeout(10):
-            await BatchJob(context_of(directory), row).run()
-        found = await row_of(directory, row["number"])
-        if states:
-            assert directory.path(found["output_file_id"]).read_bytes() == b"answer\n"
-        directory.close()
-        return found
-
-    found = asyncio.run(run())
+    row = await begun(directory)
+    for state in states:
+        columns = {"outcome": "expired"} if state is BatchState.FINALIZING else {"total": 2}
+        await directory.run(lambda store: store.advance(row["number"], state, **columns))  # noqa: B023
+    if states:
+        result = Result(row["number"], 1, True, b"answer\n")
+        await directory.run(lambda store: store.add_results([result]))
+    directory.path("file-0").unlink()
+    async with asyncio.timeout(10):
+        await BatchJob(context_of(directory), row).run()
+    found = await row_of(directory, row["number"])
+    if states:
+        assert directory.path(found["output_file_id"]).read_bytes() == b"answer\n"
     assert found["state"] == end.value
     assert (found["errors"] is not None) == (end is BatchState.FAILED)
     assert found["error_file_id"] is None
@@ -109,10 +107,9 @@ def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
 
 @in_loop
 async def test_a_batch_waits_for_a_disk_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
-    directory = BatchDirectory(tmp_path)
     row = await begun(directory)
     (tmp_path / "files").rename(tmp_path / "elsewhere")
     job = BatchJob(context_of(directory), row)
@@ -124,7 +121,6 @@ async def test_a_batch_waits_for_a_disk_that_is_away(
         while (await row_of(directory, row["number"]))["total"] != 2:
             await asyncio.sleep(0.01)
     running.cancel()
-    directory.close()
 
 
 def test_a_clock_that_is_set_ends_no_batch() -> None:
@@ -163,35 +159,28 @@ def test_a_clock_that_was_behind_when_the_router_started_counts_after_an_hour() 
 
 
 @pytest.mark.parametrize("validated", [False, True])
-def test_a_batch_expires_while_the_machine_sleeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validated: bool
+@in_loop
+async def test_a_batch_expires_while_the_machine_sleeps(
+    directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch, validated: bool
 ) -> None:
     """The event loop's time stands still then, and that of the wall goes on."""
     slept_s = 0.0
     clock = ExpiryClock(lambda: time.time() + slept_s, lambda: time.monotonic() + slept_s)
     monkeypatch.setattr("router.batches.jobs.job._LOOK_S", 0.02)
-
-    async def run() -> Any:
-        nonlocal slept_s
-        directory = BatchDirectory(tmp_path)
-        row = await begun(directory)
-        if validated:
-            in_progress = BatchState.IN_PROGRESS
-            await directory.run(lambda store: store.advance(row["number"], in_progress, total=2))
-        else:
-            slept_s = 2 * HOUR_S
-        context = context_of(directory)
-        context.clock = clock
-        running = asyncio.create_task(BatchJob(context, row).run())
-        await asyncio.sleep(0.05)
+    row = await begun(directory)
+    if validated:
+        in_progress = BatchState.IN_PROGRESS
+        await directory.run(lambda store: store.advance(row["number"], in_progress, total=2))
+    else:
         slept_s = 2 * HOUR_S
-        async with asyncio.timeout(10):
-            await running
-        found = await row_of(directory, row["number"])
-        directory.close()
-        return found
-
-    found = asyncio.run(run())
+    context = context_of(directory)
+    context.clock = clock
+    running = asyncio.create_task(BatchJob(context, row).run())
+    await asyncio.sleep(0.05)
+    slept_s = 2 * HOUR_S
+    async with asyncio.timeout(10):
+        await running
+    found = await row_of(directory, row["number"])
     assert (found["state"], found["failed"]) == ("expired", 2 * validated)
 
 
@@ -219,7 +208,7 @@ def upload_of(body: bytes, tenant: Tenant = EVERYBODY) -> Request:
 
 @in_loop
 async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adding, may_go = threading.Event(), threading.Event()
     add_file = BatchStore.add_file
@@ -230,7 +219,6 @@ async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known
         return add_file(store, new)
 
     monkeypatch.setattr(BatchStore, "add_file", add_late)
-    directory = BatchDirectory(tmp_path)
     endpoints = FileEndpoints(context_of(directory))
     uploading = asyncio.create_task(endpoints.upload(upload_of(FORM)))
     await asyncio.to_thread(adding.wait, 10)
@@ -240,11 +228,11 @@ async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known
     (known,) = await directory.run(lambda store: store.file_ids())
     await directory.discard("file-of-nobody")  # after what the upload has given up
     assert directory.path(known).read_bytes() == b"hello"
-    directory.close()
 
 
-def test_an_upload_that_only_trickles_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_loop
+async def test_an_upload_that_only_trickles_is_given_up(
+    directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.files._SILENCE_S", 0.2)
     monkeypatch.setattr("router.batches.files._MIN_BYTES_S", 10_000)
@@ -255,7 +243,6 @@ def test_an_upload_that_only_trickles_is_given_up(
             yield b"x" * size
 
     async def receive(size: int, wait_s: float, count: int) -> None:
-        directory = BatchDirectory(tmp_path)
         endpoints = FileEndpoints(context_of(directory))
         upload = Upload(b"x", tmp_path / "new" / "file", 10**6)
         upload.feed(FORM[: FORM.index(b"hello")])
@@ -265,17 +252,18 @@ def test_an_upload_that_only_trickles_is_given_up(
         finally:
             upload.close()
             (tmp_path / "new" / "file").unlink()
-            directory.close()
 
     with pytest.raises(BodyTimeout):
-        asyncio.run(receive(1, 0.03, 100))
-    asyncio.run(receive(1000, 0.03, 30))  # slow, but not that slow
+        await receive(1, 0.03, 100)
+    await receive(1000, 0.03, 30)  # slow, but not that slow
 
 
-def test_some_places_of_uploads_stay_free_for_other_keys(tmp_path: Path) -> None:
+@in_loop
+async def test_some_places_of_uploads_stay_free_for_other_keys(directory: BatchDirectory) -> None:
+    endpoints = FileEndpoints(context_of(directory))
     held = list[Any]()
 
-    def places_of(endpoints: FileEndpoints, number: int) -> int:
+    def places_of(number: int) -> int:
         tenant = Tenant(name=f"key{number}", alone=False)
         for count in range(9):
             places = endpoints._counted(tenant)
@@ -286,12 +274,5 @@ def test_some_places_of_uploads_stay_free_for_other_keys(tmp_path: Path) -> None
             held.append(places)
         return 9
 
-    async def run() -> list[int]:
-        directory = BatchDirectory(tmp_path)
-        endpoints = FileEndpoints(context_of(directory))
-        found = [places_of(endpoints, number) for number in range(6)]
-        directory.close()
-        return found
-
-    found = asyncio.run(run())
+    found = [places_of(number) for number in range(6)]
     assert found[:3] == [4, 4, 4] and all(found)

@@ -35,14 +35,9 @@ def test_names_on_the_disk_are_the_servers_own(batches: BatchClient, batch_dir: 
     made = batches.api.files.create(file=("../../evil", b"x"), purpose="batch")
     assert (batch_dir / "files" / made.id).read_bytes() == b"x"
     assert not list(batch_dir.rglob("*evil*"))
-    assert (batch_dir.stat().st_mode & 0o777, (batch_dir / "files").stat().st_mode & 0o77) == (
-        batch_dir.stat().st_mode & 0o777,
-        0,
-    )
+    assert (batch_dir / "files").stat().st_mode & 0o77 == 0
     for path in ("..%2fbatches.db", "%2e%2e", "file-0"):
-        assert batches.api.base_url
-        answer = httpx.get(f"{str(batches.api.base_url).rstrip('/')}/files/{path}/content")
-        assert answer.status_code == 404
+        assert httpx.get(f"{batches.api.base_url}files/{path}/content").status_code == 404
 
 
 def test_files_are_listed_in_pages(batches: BatchClient) -> None:
@@ -119,13 +114,9 @@ def test_a_body_must_be_cheap_to_read(tmp_path: Path, rest: bytes, piece_bytes: 
 
 
 def test_a_page_of_a_browser_cannot_upload_without_a_key(server: Server) -> None:
-    answer = server.client.post(
-        "/v1/files",
-        data={"purpose": "batch"},
-        files={"file": b"x"},
-        headers={"origin": "https://evil.example"},
-    )
-    assert answer.status_code == 403
+    form: Any = {"data": {"purpose": "batch"}, "files": {"file": b"x"}}
+    page = {"origin": "https://evil.example"}
+    assert server.client.post("/v1/files", headers=page, **form).status_code == 403
 
 
 def test_a_file_may_come_in_small_pieces(batches: BatchClient, server: Server) -> None:
@@ -155,9 +146,8 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Pat
         client.sendall(
             b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
             b"content-type: multipart/form-data; boundary=x\r\n\r\n"
-            b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
-            + b"x"
-            * 600_000
+            b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n%s'
+            % (b"x" * 600_000)
         )
         eventually(lambda: bool(list((batch_dir / "new").iterdir())))
     eventually(lambda: not list((batch_dir / "new").iterdir()))
@@ -191,9 +181,7 @@ def test_a_key_sees_and_fills_only_what_is_its_own(
         with pytest.raises(openai.NotFoundError):
             call(name)
     with pytest.raises(openai.NotFoundError):
-        other.api.batches.create(
-            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-        )
+        other.create_of(batch.input_file_id)
     assert not other.api.files.list().data and not other.api.batches.list().data
     with pytest.raises(openai.BadRequestError) as refused:
         one.upload(b"x")  # the batch may write two files
@@ -206,9 +194,7 @@ def test_a_key_sees_and_fills_only_what_is_its_own(
         one.upload(b"x")
     assert refused.value.code == "too_many_files"
     with pytest.raises(openai.BadRequestError) as refused:
-        one.api.batches.create(
-            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-        )
+        one.create_of(batch.input_file_id)
     assert refused.value.code == "too_many_files"
     with pytest.raises(openai.BadRequestError) as refused:
         other.upload(b"x" * 1_000_001)

@@ -10,7 +10,6 @@ import pytest
 
 from router.batches.jobs.lines import MAX_BLANK_LINES, check_file, read_line, read_lines
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.scripted_engine import ScriptedEngine
 
 
 def test_a_line_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
@@ -41,17 +40,17 @@ def test_a_file_has_a_limited_number_of_blank_lines(tmp_path: Path, blank: bytes
     assert (error.code, error.line) == ("too_many_lines", MAX_BLANK_LINES + 1)
 
 
-def test_large_lines_are_answered(batches: BatchClient, engine: ScriptedEngine) -> None:
+def test_large_lines_are_answered(served: BatchClient) -> None:
     lines = [json.dumps(line(name)).replace("{", "{" + " " * 20_000, 1) for name in ("a", "b")]
-    done = batches.run("\n".join(lines).encode())
+    done = served.run("\n".join(lines).encode())
     assert (done.status, done.request_counts.completed) == ("completed", 2)
-    assert [each["custom_id"] for each in batches.lines(done.output_file_id)] == ["a", "b"]
+    assert [each["custom_id"] for each in served.lines(done.output_file_id)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("value", [b'"\xff"', b"1e999999", b"9" * 400])
 @pytest.mark.parametrize("field", [b"model", b"stream"])
 def test_what_cannot_be_decoded_in_a_body_is_an_error_of_its_line(
-    batches: BatchClient, engine: ScriptedEngine, tmp_path: Path, field: bytes, value: bytes
+    served: BatchClient, tmp_path: Path, field: bytes, value: bytes
 ) -> None:
     content = json.dumps(line("a") | {"body": {"prompt": "hello", "_": 0}}).encode()
     content = content.replace(b'"_": 0', b'"%s": %s' % (field, value))
@@ -59,7 +58,7 @@ def test_what_cannot_be_decoded_in_a_body_is_an_error_of_its_line(
     path.write_bytes(content)
     checked = check_file(path, "/v1/completions", 10_000, threading.Event())
     assert checked is not None and not checked.errors and checked.model is None
-    done = batches.run(content)
+    done = served.run(content)
     assert done.status == "completed" and done.request_counts.failed == 1
-    (failed,) = batches.lines(done.error_file_id)
+    (failed,) = served.lines(done.error_file_id)
     assert failed["response"]["status_code"] == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ VALUES = {
     "created_at": 1,
     "expires_at": 2,
 }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    found = BatchStore(tmp_path / "batches.db")
+    yield found
+    found.close()
 
 
 def added(store: BatchStore, name: str = "batch_0") -> int:
@@ -87,8 +95,7 @@ def test_a_batch_goes_only_where_it_may_and_no_line_counts_twice(
     store.close()
 
 
-def test_what_a_full_disk_does_not_take_is_as_if_it_had_not_been(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches.db")
+def test_what_a_full_disk_does_not_take_is_as_if_it_had_not_been(store: BatchStore) -> None:
     number = added(store)
     store.advance(number, BatchState.IN_PROGRESS, total=2)
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
@@ -101,11 +108,9 @@ def test_what_a_full_disk_does_not_take_is_as_if_it_had_not_been(tmp_path: Path)
     store._database.execute("PRAGMA max_page_count = 100000")
     store.add_results(large)
     assert list(store.lines_done(number)) == [1, 2]
-    store.close()
 
 
-def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches.db")
+def test_old_files_and_batches_are_forgotten_unless_they_are_needed(store: BatchStore) -> None:
     for name in ("file-0", "file-1"):
         store.add_file(file(name)._replace(purpose="batch", expires_at=5))
     store.add_file(file("file-2"))
@@ -120,14 +125,12 @@ def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Pa
     assert store.batch(ended)
     store.remove_old(now + 200, keep_s=100)
     assert store.batch(running) and not store.batch(ended)
-    store.close()
 
 
 def test_a_key_keeps_so_many_batches_and_all_that_have_not_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.storage.store.MAX_BATCHES", 3)
-    store = BatchStore(tmp_path / "batches.db")
     other = int(store.add_batch({**VALUES, "key": "other", "id": "batch_other"})["number"])
     running = added(store, "batch_running")
     for each in range(6):
@@ -135,11 +138,9 @@ def test_a_key_keeps_so_many_batches_and_all_that_have_not_ended(
     rows, _ = store.page("batches", "k", 10) or ([], False)
     assert [row["id"] for row in rows] == ["batch_5", "batch_4", "batch_3", "batch_running"]
     assert store.batch(running) and store.batch(other)
-    store.close()
 
 
-def test_unfinished_batches_are_found_without_those_that_have_ended(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches.db")
+def test_unfinished_batches_are_found_without_those_that_have_ended(store: BatchStore) -> None:
     queries = list[str]()
     store._database.set_trace_callback(queries.append)
     store.totals()
@@ -149,4 +150,3 @@ def test_unfinished_batches_are_found_without_those_that_have_ended(tmp_path: Pa
     for query in queries:
         plan = [row["detail"] for row in store._database.execute(f"EXPLAIN QUERY PLAN {query}")]
         assert any("unfinished_batches" in step for step in plan), plan
-    store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.router.batches.test_states import added
 @pytest.mark.parametrize("error", [MemoryError, OverflowError])
 @in_loop
 async def test_an_error_that_is_not_the_disks_holds_no_line_up_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     monkeypatch.setattr("router.batches.storage.writer._AGAIN_S", 0.01)
     add, failures = BatchStore.add_results, [error()]
@@ -29,7 +28,7 @@ async def test_an_error_that_is_not_the_disks_holds_no_line_up_for_good(
         add(store, results)
 
     monkeypatch.setattr(BatchStore, "add_results", add_results)
-    directory, errors = BatchDirectory(tmp_path), list[None]()
+    errors = list[None]()
     writer = ResultWriter(directory, asyncio.Event(), lambda: errors.append(None))
     number = await directory.run(added)
     await directory.run(lambda store: store.advance(number, BatchState.IN_PROGRESS, total=2))
@@ -38,4 +37,3 @@ async def test_an_error_that_is_not_the_disks_holds_no_line_up_for_good(
             assert await writer.write(Result(number, line, True, b"x"))
     assert len(errors) == 1
     assert list(await directory.run(lambda store: store.lines_done(number))) == [1, 2]
-    directory.close()

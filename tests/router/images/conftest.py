@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from tests.router.conftest import Server
 from tests.router.images.pictures import VISION
 from tests.router.scripted_engine import ScriptedEngine
 from tests.vision_models import make_vision_model, needs_mlx_vlm
+
+Ask = Callable[..., httpx.Response]
+"""Asks about images, which are URLs, through the chat API."""
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +49,11 @@ def seeing(server: Server, vision_dir: Path) -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-def ask(server: Server) -> Callable[..., Any]:
-    """Return a function that asks about images, which are URLs, through the chat API."""
-
-    def ask(*urls: str, text: str = "What is this?", **fields: Any) -> Any:
+def ask(server: Server) -> Ask:
+    def ask(*urls: str, text: str = "What is this?") -> httpx.Response:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         content = [*parts, {"type": "text", "text": text}]
-        messages = [{"role": "user", "content": content}]
-        return server.client.post(
-            "/v1/chat/completions", json={"messages": messages, "max_tokens": 4, **fields}
-        )
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        return server.client.post("/v1/chat/completions", json=body)
 
     return ask

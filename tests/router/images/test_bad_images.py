@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.router.conftest import Server, StartServer
+from tests.router.images.conftest import Ask
 from tests.router.images.pictures import bad_pictures, data_url, encoded, forbidden_urls, picture
 from tests.router.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.usefixtures("seeing")
 GOOD = data_url(encoded(picture()))
 
 
@@ -45,9 +46,7 @@ class Probe:
         self._thread.join()
 
 
-def test_each_bad_image_is_refused_with_a_reason(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_each_bad_image_is_refused_with_a_reason(server: Server, ask: Ask) -> None:
     assert ask(GOOD).status_code == 200  # the process has started
     bad = list(bad_pictures())
     assert len(bad) >= 200
@@ -64,14 +63,12 @@ def test_each_bad_image_is_refused_with_a_reason(
     assert worst_s < 1, probe.worst_s
 
 
-def test_too_many_images_are_refused(seeing: ScriptedEngine, ask: Callable[..., Any]) -> None:
+def test_too_many_images_are_refused(ask: Ask) -> None:
     error = ask(*[GOOD] * 100).json()["error"]
     assert error["code"] == "too_many_images" and "more than 32 images" in error["message"]
 
 
-def test_nothing_is_fetched(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any], start_server: Any
-) -> None:
+def test_nothing_is_fetched(ask: Ask) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
         for url in forbidden_urls(listener.getsockname()[1]):
@@ -92,7 +89,7 @@ PDF = data_url(b"%PDF-1.7\n", "application/pdf")
     ],
 )
 def test_a_file_is_refused_with_what_to_send_instead(
-    server: Server, seeing: ScriptedEngine, path: str, field: str, part: dict[str, Any]
+    server: Server, path: str, field: str, part: dict[str, Any]
 ) -> None:
     body = {field: [{"role": "user", "content": [part]}]}
     answer = server.client.post(path, json=body)

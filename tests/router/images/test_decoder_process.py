@@ -26,6 +26,7 @@ from tests.vision_models import needs_mlx_vlm
 needs_mlx_vlm()
 
 MOST = 50_000_000
+IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +42,27 @@ def job(vision_dir: Path) -> DecodeJob:
     return DecodeJob(folder=str(vision_dir), vision=VISION, max_pixels=MOST, is_base64=False)
 
 
+def started(process: DecoderProcess, job: DecodeJob) -> int:
+    """Return the id of the process, which has prepared an image."""
+    process.prepare(job, IMAGE)
+    assert process.pid is not None
+    return process.pid
+
+
 def test_an_image_is_prepared(process: DecoderProcess, job: DecodeJob) -> None:
-    answer, frames = process.prepare(job, encoded(picture()))
+    answer, frames = process.prepare(job, IMAGE)
     assert answer.reason is None and len(answer.digest) == 32
     assert [spec.nbytes for spec in answer.specs] == [len(frame) for frame in frames]
 
 
 def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: DecodeJob) -> None:
-    process.prepare(job, encoded(picture()))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    pid = started(process, job)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(DecoderLost) as lost:
-        process.prepare(job, encoded(picture()))
+        process.prepare(job, IMAGE)
     assert not lost.value.is_late
-    assert process.prepare(job, encoded(picture())).answer.reason is None
+    assert process.prepare(job, IMAGE).answer.reason is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -63,13 +70,11 @@ def test_an_image_is_not_blamed_for_one_lost_process(
     process: DecoderProcess, job: DecodeJob, number: signal.Signals
 ) -> None:
     preparer = ImagePreparer(Settings(), ImageMetrics(CollectorRegistry()))
-    process.prepare(job, encoded(picture()))
-    pid = process.pid
-    assert pid is not None
+    pid = started(process, job)
     os.kill(pid, signal.SIGSTOP)
     if number == signal.SIGKILL:
         threading.Timer(0.2, os.kill, (pid, number)).start()
-    assert preparer._answer(process, job, encoded(picture())).answer.reason is None
+    assert preparer._answer(process, job, IMAGE).answer.reason is None
     assert process.pid != pid
     preparer.close()
 
@@ -77,29 +82,25 @@ def test_an_image_is_not_blamed_for_one_lost_process(
 def test_a_process_that_died_has_the_time_of_a_start_again(
     process: DecoderProcess, job: DecodeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process.prepare(job, encoded(picture()))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(started(process, job), signal.SIGKILL)
     eventually(lambda: process.pid is None)
     monkeypatch.setattr(process, "_time_limit_s", 0)
-    assert process.prepare(job, encoded(picture())).answer.reason is None
+    assert process.prepare(job, IMAGE).answer.reason is None
 
 
 def test_an_image_that_takes_too_long_ends_the_process(
     process: DecoderProcess, job: DecodeJob
 ) -> None:
-    process.prepare(job, encoded(picture()))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(started(process, job), signal.SIGSTOP)
     with pytest.raises(DecoderLost) as lost:
-        process.prepare(job, encoded(picture()))
+        process.prepare(job, IMAGE)
     assert lost.value.is_late and process.pid is None
 
 
 def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
     process: DecoderProcess, job: DecodeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = process.prepare(job, encoded(picture())).answer.digest
+    expected = process.prepare(job, IMAGE).answer.digest
 
     def no_memory(length: int) -> memoryview:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -107,9 +108,9 @@ def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
     with monkeypatch.context() as patched:
         patched.setattr("router.images.decoder_process._buffer", no_memory)
         with pytest.raises(OSError, match="allocate"):
-            process.prepare(job, encoded(picture()))
+            process.prepare(job, IMAGE)
     assert process.pid is None
-    assert process.prepare(job, encoded(picture())).answer.digest == expected
+    assert process.prepare(job, IMAGE).answer.digest == expected
 
 
 def test_an_image_that_needs_too_much_memory_is_refused(
@@ -118,14 +119,14 @@ def test_an_image_that_needs_too_much_memory_is_refused(
     allowed = DecodeJob(folder=job.folder, vision=VISION, max_pixels=2**40, is_base64=False)
     answer, _ = process.prepare(allowed, png_header(60_000, 60_000))
     assert answer.reason in ("memory", "damaged")
-    assert process.prepare(job, encoded(picture())).answer.reason is None
+    assert process.prepare(job, IMAGE).answer.reason is None
 
 
 def test_a_model_without_a_processor_is_said_to_have_none(
     process: DecoderProcess, tmp_path: Path
 ) -> None:
     job = DecodeJob(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
-    answer, _ = process.prepare(job, encoded(picture()))
+    answer, _ = process.prepare(job, IMAGE)
     assert answer.is_fault_of_server and answer.text
 
 
@@ -136,9 +137,9 @@ def test_a_process_does_not_keep_the_processors_of_all_models_that_ever_were(
     other = msgspec.structs.replace(job, folder=str(shutil.copytree(vision_dir, tmp_path / "b")))
     process = DecoderProcess()
     try:
-        first = process.prepare(job, encoded(picture())).answer.digest
+        first = process.prepare(job, IMAGE).answer.digest
         pid = process.pid
-        assert process.prepare(other, encoded(picture())).answer.digest == first
+        assert process.prepare(other, IMAGE).answer.digest == first
         assert process.pid != pid
     finally:
         process.close()

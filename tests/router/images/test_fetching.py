@@ -216,17 +216,15 @@ class SlowFetcher(ImageFetcher):
         return b""
 
 
-def test_no_key_waits_for_the_many_images_of_another_one() -> None:
-    async def run() -> None:
-        fetcher = SlowFetcher([HOST], timeout_s=0.08)
-        many = [fetcher.fetch(f"many {n}", MOST, "many") for n in range(5 * MAX_AT_ONCE)]
-        begun = [asyncio.ensure_future(each) for each in many]
-        await asyncio.sleep(0)
-        await fetcher.fetch("other", MOST, "other")
-        # And waiting for a place is not held against a host.
-        assert await asyncio.gather(*begun) == [b""] * len(many)
-
-    asyncio.run(run())
+@in_loop
+async def test_no_key_waits_for_the_many_images_of_another_one() -> None:
+    fetcher = SlowFetcher([HOST], timeout_s=0.08)
+    many = [fetcher.fetch(f"many {n}", MOST, "many") for n in range(5 * MAX_AT_ONCE)]
+    begun = [asyncio.ensure_future(each) for each in many]
+    await asyncio.sleep(0)
+    await fetcher.fetch("other", MOST, "other")
+    # And waiting for a place is not held against a host.
+    assert await asyncio.gather(*begun) == [b""] * len(many)
     assert SlowFetcher.order.index("other") <= 2 * MAX_AT_ONCE
 
 

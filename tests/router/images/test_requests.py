@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,11 @@ import pytest
 from shared.wire import Submit, check_images
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.conftest import Server, error_of, eventually, ok
+from tests.router.images.conftest import Ask
 from tests.router.images.pictures import IMAGE_TOKEN, data_url, encoded, in_base64, picture
 from tests.router.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.usefixtures("seeing")
 RED = encoded(picture("red"))
 BLUE = encoded(picture("blue"), "JPEG")
 TOKENS = 12
@@ -60,21 +60,14 @@ BLOCK_TURNS = [
     {"role": "assistant", "content": [USE]},
     {"role": "user", "content": [RESULT]},
 ]
-OLLAMA = {"model": "tiny", "images": [in_base64(RED)]}
+OLLAMA_TURN = {"role": "user", "content": "a", "images": [in_base64(RED)]}
 BODIES: list[tuple[str, dict[str, Any], int]] = [
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, 1),
     (CHAT, {"messages": CHAT_TURNS}, 3),
     (RESPONSES, {"input": ITEMS}, 2),
     (MESSAGES, {"max_tokens": 4, "messages": BLOCK_TURNS}, 3),
-    (
-        "/api/chat",
-        {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "a", "images": [in_base64(RED)]}],
-        },
-        1,
-    ),
-    ("/api/generate", {"prompt": "a", **OLLAMA}, 1),
+    ("/api/chat", {"model": "tiny", "messages": [OLLAMA_TURN]}, 1),
+    ("/api/generate", {"model": "tiny", "prompt": "a", "images": [in_base64(RED)]}, 1),
 ]
 
 
@@ -96,9 +89,7 @@ def test_images_reach_the_engine(
     assert [bool(one.arrays) for one in submit.images] == [True] + [False] * (images - 1)
 
 
-def test_the_tokens_of_images_count(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_the_tokens_of_images_count(server: Server, seeing: ScriptedEngine, ask: Ask) -> None:
     answer = ok(ask(data_url(RED), data_url(BLUE, "image/jpeg")))
     length = len(seen(seeing).token_ids)
     assert answer.json()["usage"]["prompt_tokens"] == length
@@ -112,24 +103,18 @@ def test_the_tokens_of_images_count(
     assert tokenized["count"] == counted["input_tokens"]
 
 
-def test_a_prompt_that_images_make_too_long_is_refused(
-    seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_a_prompt_that_images_make_too_long_is_refused(ask: Ask) -> None:
     urls = [data_url(encoded(picture((number, 0, 0), (32, 32)))) for number in range(32)]
     answer = ask(*urls, text="a" * 1400)
     assert error_of(answer)["code"] == "context_length_exceeded"
 
 
-def test_text_that_spells_out_a_placeholder_is_no_image(
-    seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_text_that_spells_out_a_placeholder_is_no_image(seeing: ScriptedEngine, ask: Ask) -> None:
     ok(ask(data_url(RED), text="<image> and \ufdd1<image>"))
     assert len(seen(seeing).images) == 1
 
 
-def test_images_are_in_the_order_of_the_messages(
-    seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_images_are_in_the_order_of_the_messages(seeing: ScriptedEngine, ask: Ask) -> None:
     assert ask(data_url(RED)).status_code == 200
     red = seen(seeing).images[0].digest
     assert ask(data_url(BLUE, "image/jpeg"), data_url(RED)).status_code == 200
@@ -137,9 +122,7 @@ def test_images_are_in_the_order_of_the_messages(
     assert digests[1] == red != digests[0]
 
 
-def test_a_new_attempt_sends_all_again(
-    server: Server, seeing: ScriptedEngine, vision_dir: Path, ask: Callable[..., Any]
-) -> None:
+def test_a_new_attempt_sends_all_again(seeing: ScriptedEngine, ask: Ask) -> None:
     calls: list[Submit] = []
 
     def script(submit: Submit) -> list[int]:
@@ -175,9 +158,7 @@ def test_a_later_turn_has_the_images_of_earlier_responses(
     assert items["data"][0]["content"][0]["image_url"] == data_url(RED)
 
 
-def test_a_prepared_image_is_kept_for_the_next_request(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_a_prepared_image_is_kept_for_the_next_request(server: Server, ask: Ask) -> None:
     name = "prepared_image_hits_total"
     url = data_url(encoded(picture((1, 2, 3))))
     before = server.metric(name)
@@ -186,9 +167,7 @@ def test_a_prepared_image_is_kept_for_the_next_request(
     assert server.metric(name) - before == 2
 
 
-def test_a_body_with_images_may_be_larger_than_one_of_text(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_a_body_with_images_may_be_larger_than_one_of_text(server: Server, ask: Ask) -> None:
     large = encoded(picture(size=(600, 400)), "BMP")
     assert ask(data_url(large)).status_code == 400  # no BMP, but not too large
     text = ask(text="a" * 200_000)
@@ -202,9 +181,7 @@ def test_a_body_with_images_may_be_larger_than_one_of_text(
     assert server.client.post("/v1/completions", json={"prompt": "a" * 200_000}).status_code == 413
 
 
-def test_lines_of_batches_give_memory_of_images_back(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_lines_of_batches_give_memory_of_images_back(server: Server, ask: Ask) -> None:
     url = data_url(RED)
     assert ask(url).status_code == 200
     kept = server.metric("image_memory_bytes ")
@@ -217,9 +194,7 @@ def test_lines_of_batches_give_memory_of_images_back(
     eventually(lambda: server.metric("image_memory_bytes ") == kept)
 
 
-def test_memory_of_images_is_given_back(
-    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
-) -> None:
+def test_memory_of_images_is_given_back(server: Server, ask: Ask) -> None:
     url = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
     assert ask(url).status_code == 200
     kept = server.metric("image_memory_bytes ")
@@ -227,15 +202,13 @@ def test_memory_of_images_is_given_back(
     eventually(lambda: server.metric("image_memory_bytes ") == kept)
 
 
-def test_the_model_is_said_to_see(server: Server, seeing: ScriptedEngine) -> None:
+def test_the_model_is_said_to_see(server: Server) -> None:
     assert "vision" in server.client.get("/v1/models").json()["data"][0]["capabilities"]
     shown = server.client.post("/api/show", json={"model": "tiny"}).json()
     assert "vision" in shown["capabilities"]
 
 
-def test_a_context_of_ollama_without_its_images_is_an_error(
-    server: Server, seeing: ScriptedEngine
-) -> None:
+def test_a_context_of_ollama_without_its_images_is_an_error(server: Server) -> None:
     body = {"model": "tiny", "stream": False, "prompt": "a"}
     first = ok(
         server.client.post("/api/generate", json={**body, "images": [in_base64(RED)]})

@@ -1,4 +1,4 @@
-"""Requests with pictures, and what mlx-vlm itself makes of them."""
+"""Engines that take pictures, their requests, and what mlx-vlm itself makes of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from PIL import Image
 
 from router.images.processor import load_processor
 from shared.wire import ImagePart, Vision
-from tests.vision_models import FAMILIES
+from tests.engine.whole import Whole
+from tests.vision_models import FAMILIES, picture
+
+TOKENS = 8
+SIZE = 4
+BLOCK_OF = {"block_size": SIZE, "no_ssd": True, "num_blocks": 800}
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,82 @@ class VisionOracle:
         ).logits[0]
         logits = logits[len(request.token_ids) - 1 :].astype(mx.float32)
         return np.asarray(logits - mx.logsumexp(logits, -1, keepdims=True))
+
+
+class Seeing:
+    """An engine, and mlx-vlm beside it, on the same weights."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.whole = Whole(path, **{**BLOCK_OF, **settings})
+        assert self.whole.replica.vision is not None
+        self.serving = self.whole.replica.vision
+        self.oracle = VisionOracle(path, self.serving.vision)
+        scale = FAMILIES[self.serving.vision.model_type].scale
+        one, wide, other = (
+            picture(seed, scale * width, scale * 20) for seed, width in ((1, 30), (2, 50), (3, 30))
+        )
+        self.requests = {
+            "text": self.oracle.request("hello there"),
+            "one": self.oracle.request("what is <> this?", one),
+            "two": self.oracle.request("first <> and <> then", wide, other),
+            "twice": self.oracle.request("is <> the same as <>?", one, one),
+        }
+        self.alone = {name: self.bits(name) for name in self.requests}
+
+    def renew(self, **changes: Any) -> None:
+        self.whole.renew(self.whole.executor.spec.look_ahead, **changes)
+
+    def bits(self, name: str) -> list[float]:
+        """Return the scores of a request that an engine computes alone, from nothing."""
+        self.renew()
+        self.run(name)
+        return self.scores(name)
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.submit(name, self.requests[name])
+
+    def run(self, *names: str) -> None:
+        self.start(*names)
+        self.whole.run()
+
+    def submit(self, name: str, request: Request, max_tokens: int = TOKENS, **fields: Any) -> None:
+        given = {"logprobs": 3, **request.fields, **fields}
+        self.whole.submit(name, request.token_ids, max_tokens, **given)
+
+    def serve(self, name: str, request: Request, **fields: Any) -> None:
+        self.submit(name, request, **fields)
+        self.whole.run()
+
+    def scores(self, name: str) -> list[float]:
+        assert self.whole.ends[name].error is None
+        return [one.chosen for one in self.whole.logprobs[name]]
+
+    def assert_oracles(self, name: str, request: Request, allowed: float = 2e-5) -> None:
+        """Show that each token was the best one of mlx-vlm's, or as good, with its score."""
+        answer = self.whole.texts[name]
+        expected = self.oracle.logprobs(request, answer)
+        chosen = expected[np.arange(len(answer)), answer]
+        assert np.abs(chosen - self.scores(name)).max() < allowed
+        assert (expected.max(-1) - chosen).max() < allowed
+
+    def assert_same(self, *names: str) -> None:
+        """Show that answers have the bits that they have alone, where the engine promises that, and
+        elsewhere about these scores."""
+        for name in names:
+            assert self.scores(name)[:TOKENS] == self.as_good_as(self.alone[name]), name
+
+    def as_good_as(self, scores: list[float]) -> Any:
+        return pytest.approx(scores, abs=0 if self.whole.executor.deterministic else 2e-5, rel=0)
+
+    def cached(self, name: str) -> int:
+        usage = self.whole.ends[name].usage
+        assert usage is not None
+        return usage.cached_ram_tokens + usage.cached_ssd_tokens
+
+    @property
+    def encoded(self) -> int:
+        return self.whole.scheduler.stats().encoded_images_total
 
 
 def _arrays(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import pytest
 from mlx.utils import tree_flatten
 
 from engine.adapters.queue import AdapterQueue, PlacedRequest
@@ -23,7 +25,7 @@ from engine.io.store.client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
 from engine.parallel.leader import LeadingExecutor
-from engine.plan import Payload, StateSearch, StoreRoom
+from engine.plan import Payload, Plan, StateSearch, StoreRoom
 from engine.replica.build import build_replica
 from engine.replica.grammars import tokenizer_spec_of
 from engine.replica.speculation import make_speculator
@@ -32,6 +34,12 @@ from engine.scheduler import Scheduler
 from engine.speculation.speculator import Speculator
 from shared import wire
 from shared.settings import Settings
+from tests.tiny_models import VOCAB_SIZE
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 class Whole:
@@ -95,6 +103,12 @@ class Whole:
             adapter_queue=self.adapter_queue,
             check_integrity=True,
         )
+
+    def renew_with_store(self, stored: dict[bytes, Payload] | None = None) -> None:
+        """Put the engine in the state of a new one that stores its blocks, and finds ``stored``."""
+        look_ahead = self.executor.spec.look_ahead
+        self.renew(look_ahead, store_enabled=True, store_policy="write_through")
+        self.stored = dict(stored or {})
 
     @property
     def weight_bytes(self) -> int:
@@ -172,3 +186,16 @@ class Whole:
                     self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs or ())
                     if delta.finish is not None:
                         self.ends[delta.request_id] = delta
+
+
+def noted_plans(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Return a list to which each plan is added when it is dispatched."""
+    plans: list[Plan] = []
+    dispatch = whole.executor.dispatch
+
+    def noted(plan: Plan) -> Any:
+        plans.append(plan)
+        return dispatch(plan)
+
+    monkeypatch.setattr(whole.executor, "dispatch", noted)
+    return plans

@@ -10,8 +10,8 @@ import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.vision.encoder import EncoderPass, VisionEncoder
-from tests.engine.replica.test_pictures import Seeing
 from tests.engine.stream_errors import BrokenPiece
+from tests.engine.vision_requests import Seeing
 from tests.vision_models import make_vision_model, needs_mlx_vlm
 
 needs_mlx_vlm()

@@ -28,16 +28,10 @@ from engine.proving.trial import Trial
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 
-FEW = ("llama", "gemma3_text")
-MORE = (
-    *("qwen2", "qwen3", "gemma2", "phi3", "olmo2", "glm4", "cohere", "lfm2", "starcoder2"),
-    *("mamba",),
-)
+FEW = ["llama", "gemma3_text"]
+MORE = "qwen2 qwen3 gemma2 phi3 olmo2 glm4 cohere lfm2 starcoder2 mamba".split()
 DTYPES = (mx.bfloat16, mx.float16)
 BLOCK = 16
-
-
-on_both_paths = pytest.mark.parametrize("path", ["gpu", "cpu"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -133,12 +127,16 @@ def test_noise_of_mlx_lms_own_two_ways_passes_and_more_does_not(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FEW)
-@on_both_paths
+@pytest.mark.parametrize("path", ["gpu", "cpu"], indirect=True)
 class TestTheProofNotices:
+    @pytest.fixture
+    def subject(self, name: str, dtype: mx.Dtype) -> Tried:
+        return tried(built(name, dtype))
+
     def test_a_position_that_is_one_too_far(
-        self, name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+        self, subject: Tried, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        subject, init = tried(built(name, dtype)), RaggedBatch.__init__
+        init = RaggedBatch.__init__
 
         def late(batch: Any, *args: Any) -> None:
             init(batch, *args)
@@ -149,9 +147,8 @@ class TestTheProofNotices:
         self.is_noticed(subject)
 
     def test_a_row_that_is_not_written(
-        self, name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+        self, subject: Tried, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        subject = tried(built(name, dtype))
         write = subject.batch_class.write
 
         def forgetful(batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -161,10 +158,7 @@ class TestTheProofNotices:
         monkeypatch.setattr(subject.batch_class, "write", forgetful)
         self.is_noticed(subject)
 
-    def test_keys_of_another_row(
-        self, name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        subject = tried(built(name, dtype))
+    def test_keys_of_another_row(self, subject: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
         write = subject.batch_class.write
 
         def rolled(batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -173,10 +167,8 @@ class TestTheProofNotices:
         monkeypatch.setattr(subject.batch_class, "write", rolled)
         self.is_noticed(subject)
 
-    def test_a_shifted_mask(
-        self, name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        subject, attend = tried(built(name, dtype)), mx.fast.scaled_dot_product_attention
+    def test_a_shifted_mask(self, subject: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+        attend = mx.fast.scaled_dot_product_attention
 
         def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
             mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask

@@ -16,20 +16,17 @@ from engine.model.errors import ModelUnavailable
 from engine.plan import Plan
 from engine.replica.draft_model import check_vocabulary
 from shared import wire
-from shared.wire import Grammar, SamplingParams
+from shared.wire import SamplingParams
+from tests.engine.replica import test_drafts as drafts
 from tests.engine.whole import Whole
-from tests.tiny_models import EOS, make_tiny
+from tests.tiny_models import make_tiny
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "sampled": {"sampling": SamplingParams(seed=2, temperature=0.9, top_p=0.9), "logprobs": 2},
+    "sampled": drafts.REQUESTS["sampled"],
     "hot": {"sampling": SamplingParams(seed=5, temperature=1.5, logit_bias=[(9, 2.0)])},
     "penalized": {"sampling": SamplingParams(seed=3, temperature=0.7, repetition_penalty=1.3)},
-    "bound": {
-        "sampling": SamplingParams(seed=6, temperature=1.2),
-        "grammar": Grammar(kind="regex", source="([a-f]{3,6}-[0-9]{2}, ){4,6}"),
-        "stop_token_ids": [EOS],
-    },
+    "bound": drafts.REQUESTS["bound"],
 }
 UNCHANGED = "greedy", "sampled", "hot", "penalized"
 """Those whose drafts are chosen exactly as their tokens are."""
@@ -63,9 +60,7 @@ class Drafted:
         self.expected = self.whole.texts
 
     def prompt(self, name: str) -> list[int]:
-        """Return a prompt of its own length."""
-        seed = sum(map(ord, name))
-        return [3 + (seed * (i + 1)) % 250 for i in range(seed % self.longest + 1)]
+        return drafts.prompt(name, self.longest)
 
     def start(self, names: Sequence[str] = ()) -> None:
         for name in names or self.names:

@@ -59,10 +59,10 @@ GUESSES = {
 TOKENS = 24
 
 
-def prompt(name: str) -> list[int]:
+def prompt(name: str, longest: int = 60) -> list[int]:
     """Return a prompt of its own length, longer than a window for some."""
     seed = sum(map(ord, name))
-    return [3 + (seed * (i + 1)) % 250 for i in range(seed % 60 + 1)]
+    return [3 + (seed * (i + 1)) % 250 for i in range(seed % longest + 1)]
 
 
 def start(whole: Whole, *names: str) -> None:

@@ -5,7 +5,6 @@ sampling and copies are operations of MLX."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,13 +22,12 @@ from engine.executor.line import DeviceLine
 from engine.executor.prefill import Prefill
 from engine.executor.spec import SCORE_ARRAYS
 from engine.executor.steps import BatchedStep
-from engine.plan import Plan
 from engine.scheduler.timing.chunks import ChunkPolicy
 from shared import wire
 from tests.engine.waits import WaitCounter
-from tests.engine.whole import Whole
+from tests.engine.whole import Whole, noted_plans, random_tokens
 from tests.oracle import Oracle
-from tests.tiny_models import VOCAB_SIZE, make_tiny
+from tests.tiny_models import make_tiny
 
 BLOCK = 16
 
@@ -60,30 +58,12 @@ def engine(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> I
 
 @pytest.fixture
 def whole(engine: Whole) -> Whole:
-    engine.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    engine.renew_with_store()
     return engine
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    pick = random.Random(seed)
-    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 def step_numbers(whole: Whole) -> int:
     return whole.scheduler.stats().steps_total
-
-
-def noted_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """Return a list to which each plan is added when it is dispatched."""
-    plans: list[Plan] = []
-    dispatch = BatchedExecutor.dispatch
-
-    def noted(executor: BatchedExecutor, plan: Plan) -> BatchedStep:
-        plans.append(plan)
-        return dispatch(executor, plan)
-
-    monkeypatch.setattr(BatchedExecutor, "dispatch", noted)
-    return plans
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
@@ -91,7 +71,7 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
     whole: Whole, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """The prefixes of those that join are cached whole: they need no chunks."""
-    shared = prompt(1, 10 * BLOCK + 1)
+    shared = random_tokens(1, 10 * BLOCK + 1)
     for number in range(6):
         sampling = wire.SamplingParams(seed=number, temperature=1.0)
         whole.submit(f"long {number}", shared, steps + 20, sampling=sampling)
@@ -99,7 +79,7 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
     while "short" not in whole.ends:
         whole.turn()
     waits = WaitCounter(monkeypatch)
-    plans = noted_plans(monkeypatch)
+    plans = noted_plans(whole, monkeypatch)
     stored = len(whole.stored)
     whole.turn()
     for number in range(steps):
@@ -119,10 +99,10 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
 def test_a_chunk_waits_for_the_decodes_before_it_and_for_nothing_else(
     whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole.submit("streams", prompt(2, 40), 200)
+    whole.submit("streams", random_tokens(2, 40), 200)
     for _ in range(12):  # its blocks are exported by then
         whole.turn()
-    whole.submit("joins", prompt(3, 600), 2)
+    whole.submit("joins", random_tokens(3, 600), 2)
     waits = WaitCounter(monkeypatch)
     chunks = 0
     build = Prefill._advance
@@ -160,10 +140,10 @@ def test_tokens_are_sent_before_chunks_are_dispatched(
 
     monkeypatch.setattr(BatchedStep, "_send_pass", noted_pass)
     monkeypatch.setattr(whole, "send", noted_send)
-    whole.submit("streams", prompt(4, 3), 200)
+    whole.submit("streams", random_tokens(4, 3), 200)
     for _ in range(3):
         whole.turn()
-    whole.submit("joins", prompt(5, 700), 2)
+    whole.submit("joins", random_tokens(5, 700), 2)
     events.clear()
     while "joins" not in whole.ends:
         whole.turn()
@@ -196,14 +176,14 @@ def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
             time.sleep(0.3)
         wait(line)
 
-    whole.submit("streams", prompt(6, 3), 30)
+    whole.submit("streams", random_tokens(6, 3), 30)
     for _ in range(4):
         whole.turn()
     monkeypatch.setattr(BatchedStep, "_send_pass", slow_pass)
     monkeypatch.setattr(DeviceLine, "wait", slow_wait)
     of_chunks.clear()
     of_decodes.clear()
-    whole.submit("joins", prompt(7, 300), 2)
+    whole.submit("joins", random_tokens(7, 300), 2)
     whole.run()
     # Chunks are divided, and nothing is learned from their first layers.
     assert len(slow) // 2 <= len(of_chunks) <= len(slow) and min(of_chunks) >= 0.3
@@ -224,7 +204,7 @@ def test_texts_of_windows_sinks_and_recurrent_layers_are_right(
     tiny_model: Callable[..., Path], kind: str
 ) -> None:
     whole = forced(tiny_model(kind))
-    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    whole.renew_with_store()
     check_texts(whole, tiny_model(kind))
 
 
@@ -234,8 +214,10 @@ def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(
     """Alone, with cached blocks, and among others: settings of docs/design/cpu.md."""
     alone = {"max_batch_size": 1, "prefill_batch_size": 1, "prefill_chunk_tokens": BLOCK}
     whole = forced(tiny_model("llama"), kv_bits=8, **alone)
-    shared = prompt(8, 70)
-    prompts = {f"r{n}": shared[: 70 * (n % 2)] + prompt(20 + n, 5 + 37 * n % 90) for n in range(6)}
+    shared = random_tokens(8, 70)
+    prompts = {
+        f"r{n}": shared[: 70 * (n % 2)] + random_tokens(20 + n, 5 + 37 * n % 90) for n in range(6)
+    }
 
     def scores(*, together: bool) -> dict[str, list[float]]:
         for name, tokens in prompts.items():
@@ -256,9 +238,9 @@ def check_texts(whole: Whole, path: Path) -> None:
     come back; log-probabilities of outputs and prompts are asked for beside penalties."""
     bits = whole.executor.spec.kv_bits
     oracle = Oracle(path, rounded=Precision(bits))
-    shared = prompt(8, 130)
+    shared = random_tokens(8, 130)
     prompts = {
-        f"r{n}": shared[: 130 * (n % 2)] + prompt(20 + n, 1 + 37 * n % 90) for n in range(10)
+        f"r{n}": shared[: 130 * (n % 2)] + random_tokens(20 + n, 1 + 37 * n % 90) for n in range(10)
     }
     for number, (name, tokens) in enumerate(prompts.items()):
         whole.submit(
@@ -270,7 +252,7 @@ def check_texts(whole: Whole, path: Path) -> None:
         )
         whole.turn()
     whole.submit("penalized", shared, 20, sampling=wire.SamplingParams(seed=1, presence_penalty=1))
-    whole.submit("aborted", prompt(9, 900), 20)
+    whole.submit("aborted", random_tokens(9, 900), 20)
     whole.turn()
     whole.scheduler.abort("aborted", 0)
     whole.run()
@@ -278,11 +260,9 @@ def check_texts(whole: Whole, path: Path) -> None:
     expected = {name: oracle.greedy(prompts[name], len(whole.texts[name])) for name in prompts}
     for name, tokens in prompts.items():
         oracle.check_same(tokens, whole.texts[name], expected[name])
-    stored = dict(whole.stored)
-    assert len(stored) > 20 or whole.executor.spec.state_bytes
-    again = dict(whole.texts)
-    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
-    whole.stored = stored
+    assert len(whole.stored) > 20 or whole.executor.spec.state_bytes
+    again = whole.texts
+    whole.renew_with_store(whole.stored)
     for name in ("r1", "r3"):
         whole.submit(name, prompts[name] + again[name], 12)
     while not whole.scheduler.idle:
@@ -313,12 +293,12 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     num_blocks = 192_000 // kv_bits  # slots take as much with 8 bits
     settings = {"prefill_chunk_tokens": 64, "spec_decode": "none"}  # each row in each step
     whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, **settings)
-    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
-    shared = prompt(1, length)
+    whole.renew_with_store()
+    shared = random_tokens(1, length)
     # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.
     allowed_bytes = 2 * 2 * 64 * length * 4
     worst = 0
-    plans = noted_plans(monkeypatch)
+    plans = noted_plans(whole, monkeypatch)
 
     def turns(until: Callable[[], bool]) -> None:
         nonlocal worst
@@ -365,7 +345,7 @@ def test_scores_that_a_gpu_stores_are_in_the_ledger(
         return could
 
     monkeypatch.setattr(memory, "reserve_pass", noting)
-    whole.submit("long", prompt(1, 6000), 2)
+    whole.submit("long", random_tokens(1, 6000), 2)
     worst = 0
     while not whole.scheduler.idle:
         mx.reset_peak_memory()

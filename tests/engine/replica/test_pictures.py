@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from mlx import nn
@@ -24,88 +25,14 @@ from engine.plan import Plan
 from engine.replica.vision import served_vision
 from shared.wire import SamplingParams
 from tests.engine.guesses import guessing
-from tests.engine.vision_requests import Request, VisionOracle
-from tests.engine.whole import Whole
+from tests.engine.vision_requests import BLOCK_OF, SIZE, TOKENS, Request, Seeing
+from tests.engine.whole import Whole, noted_plans
 from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
 
-TOKENS = 8
-SIZE = 4
 LAYERS_OF_MLX = ("gemma4", "kimi_vl")
 """Families whose towers compute indices or complex numbers, which ONNX Runtime's graphs do not."""
-BLOCK_OF = {"block_size": SIZE, "no_ssd": True, "num_blocks": 800}
-
-
-class Seeing:
-    """An engine, and mlx-vlm beside it, on the same weights."""
-
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.whole = Whole(path, **{**BLOCK_OF, **settings})
-        assert self.whole.replica.vision is not None
-        self.vision = self.whole.replica.vision.vision
-        self.oracle = VisionOracle(path, self.vision)
-        scale = FAMILIES[self.vision.model_type].scale
-        one, wide, other = (
-            picture(seed, scale * width, scale * 20) for seed, width in ((1, 30), (2, 50), (3, 30))
-        )
-        self.requests = {
-            "text": self.oracle.request("hello there"),
-            "one": self.oracle.request("what is <> this?", one),
-            "two": self.oracle.request("first <> and <> then", wide, other),
-            "twice": self.oracle.request("is <> the same as <>?", one, one),
-        }
-        self.alone = {name: self.bits(name) for name in self.requests}
-
-    def renew(self, **changes: Any) -> None:
-        self.whole.renew(self.whole.executor.spec.look_ahead, **changes)
-
-    def bits(self, name: str) -> list[float]:
-        """Return the scores of a request that an engine computes alone, from nothing."""
-        self.renew()
-        self.run(name)
-        return self.scores(name)
-
-    def start(self, *names: str) -> None:
-        for name in names:
-            self.submit(name, self.requests[name])
-
-    def run(self, *names: str) -> None:
-        self.start(*names)
-        self.whole.run()
-
-    def submit(self, name: str, request: Request, max_tokens: int = TOKENS, **fields: Any) -> None:
-        given = {"logprobs": 3, **request.fields, **fields}
-        self.whole.submit(name, request.token_ids, max_tokens, **given)
-
-    def scores(self, name: str) -> list[float]:
-        assert self.whole.ends[name].error is None
-        return [one.chosen for one in self.whole.logprobs[name]]
-
-    def assert_oracles(self, name: str, request: Request, allowed: float = 2e-5) -> None:
-        """Show that each token was the best one of mlx-vlm's, or as good, with its score."""
-        answer = self.whole.texts[name]
-        expected = self.oracle.logprobs(request, answer)
-        chosen = expected[np.arange(len(answer)), answer]
-        assert np.abs(chosen - self.scores(name)).max() < allowed
-        assert (expected.max(-1) - chosen).max() < allowed
-
-    def assert_same(self, *names: str) -> None:
-        """Show that answers have the bits that they have alone, where the engine promises that, and
-        elsewhere about these scores."""
-        allowed = 0 if self.whole.executor.deterministic else 2e-5
-        for name in names:
-            same = pytest.approx(self.alone[name], abs=allowed, rel=0)
-            assert self.scores(name)[:TOKENS] == same, name
-
-    def cached(self, name: str) -> int:
-        usage = self.whole.ends[name].usage
-        assert usage is not None
-        return usage.cached_ram_tokens + usage.cached_ssd_tokens
-
-    @property
-    def encoded(self) -> int:
-        return self.whole.scheduler.stats().encoded_images_total
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +54,11 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seeing]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_mlx_vlms(seeing: Callable[..., Seeing], family: str) -> None:
     one = seeing(family)
-    one.start(*one.requests)  # text and pictures in one batch
-    one.whole.run()
+    one.run(*one.requests)  # text and pictures in one batch
     for name, request in one.requests.items():
         one.assert_oracles(name, request)
     one.assert_same(*one.requests)
-    assert one.whole.replica.vision is not None
-    host = one.whole.replica.vision.encoder.host
+    host = one.serving.encoder.host
     assert (host is not None) == (device.uses_host() and not graphs.unusable())
     assert host is None or bool(host.refused) == (family in LAYERS_OF_MLX)
 
@@ -182,16 +107,13 @@ def test_the_next_turn_encodes_nothing_and_computes_no_old_token(
     more = one.oracle.request("and what else").token_ids
     token_ids = [*first.token_ids, *answer, *more]
     turn = Request("", first.pictures, token_ids, first.images, first.frames)
-    one.submit("turn", turn)
-    one.whole.run()
+    one.serve("turn", turn)
     assert one.encoded == 2
     assert one.cached("turn") >= (len(first.token_ids) + TOKENS - 1) // SIZE * SIZE
     cached = one.scores("turn")
     one.renew()
-    one.submit("turn", turn)
-    one.whole.run()
-    allowed = 0 if one.whole.executor.deterministic else 2e-5
-    assert one.scores("turn") == pytest.approx(cached, abs=allowed, rel=0)
+    one.serve("turn", turn)
+    assert one.scores("turn") == one.as_good_as(cached)
 
 
 @pytest.mark.parametrize("family", ["idefics3", "gemma4"])
@@ -199,13 +121,11 @@ def test_prefixes_with_pictures_come_back_from_the_store(
     seeing: Callable[..., Seeing], family: str
 ) -> None:
     one = seeing(family)
-    one.renew(store_enabled=True, store_policy="write_through")
+    one.whole.renew_with_store()
     one.start("two")
     for _ in range(60):  # until all is stored
         one.whole.turn()
-    stored = one.whole.stored
-    one.renew(store_enabled=True, store_policy="write_through")  # as after a restart
-    one.whole.stored = stored
+    one.whole.renew_with_store(one.whole.stored)  # as after a restart
     one.start("two", "one")
     for _ in range(60):
         one.whole.turn()
@@ -221,8 +141,7 @@ def test_another_picture_of_the_same_size_is_never_a_hit(seeing: Callable[..., S
     same = [one.oracle.request("what is <> this?", picture(seed)) for seed in (1, 9)]
     assert same[0].token_ids == same[1].token_ids
     for number, request in enumerate(same):
-        one.submit(str(number), request)
-        one.whole.run()
+        one.serve(str(number), request)
     assert one.cached("1") == same[0].images[0].start // SIZE * SIZE
     for number, request in enumerate(same):
         one.assert_oracles(str(number), request)
@@ -309,8 +228,7 @@ def test_drafts_change_nothing(seeing: Callable[..., Seeing], family: str) -> No
 
 def test_prompts_are_scored_with_pictures(seeing: Callable[..., Seeing]) -> None:
     one = seeing()
-    one.submit("one", one.requests["one"], prompt_logprobs=0)
-    one.whole.run()
+    one.serve("one", one.requests["one"], prompt_logprobs=0)
     one.assert_same("one")
 
 
@@ -319,47 +237,27 @@ def test_a_request_that_goes_on_elsewhere_gives_the_same_text(
 ) -> None:
     """As after a kill: another attempt, with all pictures again and what was generated."""
     one = seeing()
-    one.submit("one", one.requests["one"], sampling=SamplingParams(seed=3, temperature=1.0))
-    one.whole.run()
+    sampling = SamplingParams(seed=3, temperature=1.0)
+    one.serve("one", one.requests["one"], sampling=sampling)
     whole = one.whole.texts["one"]
     one.renew()
-    one.submit(
-        "one",
-        one.requests["one"],
-        sampling=SamplingParams(seed=3, temperature=1.0),
-        attempt=1,
-        generated=whole[:3],
-    )
+    one.submit("one", one.requests["one"], sampling=sampling, attempt=1, generated=whole[:3])
     one.whole.texts["one"] = whole[:3]
     one.whole.run()
     assert one.whole.texts["one"] == whole
-
-
-class Plans:
-    """Collects what an engine plans."""
-
-    def __init__(self, one: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.all: list[Plan] = []
-        dispatch = one.whole.executor.dispatch
-
-        def collect(plan: Plan) -> Any:
-            self.all.append(plan)
-            return dispatch(plan)
-
-        monkeypatch.setattr(one.whole.executor, "dispatch", collect)
 
 
 def test_streams_go_on_between_the_layers_of_an_encoder(
     seeing: Callable[..., Seeing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = seeing()
-    plans = Plans(one, monkeypatch)
+    plans = noted_plans(one.whole, monkeypatch)
     one.whole.submit("stream", [5, 6, 7], 200)
     for _ in range(12):
         one.whole.turn()
-    first = len(plans.all)
+    first = len(plans)
     one.run("one")
-    kinds = ["encode" if p.encodes else "decode" if p.decodes else "" for p in plans.all[first:]]
+    kinds = ["encode" if p.encodes else "decode" if p.decodes else "" for p in plans[first:]]
     places = [number for number, kind in enumerate(kinds) if kind == "encode"]
     assert len(places) > 1
     assert all("decode" in kinds[a:b] for a, b in pairwise(places))
@@ -373,8 +271,7 @@ def test_embeddings_make_room_for_others(seeing: Callable[..., Seeing]) -> None:
     one.renew(picture_bytes=4 * largest * config.picture_token_bytes, prefix_cache=False)
     requests = [one.oracle.request(f"{n} <>?", picture(n)) for n in (1, 2, 3, 4, 5, 6, 1)]
     for number, request in enumerate(requests):
-        one.submit(str(number), request)
-        one.whole.run()
+        one.serve(str(number), request)
         stats = one.whole.scheduler.stats()
         assert stats.image_bytes <= one.whole.scheduler.config.picture_bytes
     for number, request in enumerate(requests):
@@ -387,9 +284,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_requests(
     one = seeing()
     good = one.requests["one"]
     spec = good.images[0].arrays[1]
-    broken = good.images[0].__class__(
-        digest=bytes(32), start=good.images[0].start, length=good.images[0].length, arrays=(spec,)
-    )
+    broken = msgspec.structs.replace(good.images[0], digest=bytes(32), arrays=(spec,))
     bad = Request(good.text, good.pictures, good.token_ids, (broken,), good.frames[1:])
     one.submit("bad", bad)
     one.run("text", "one")
@@ -426,16 +321,14 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
     seeing: Callable[..., Seeing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = seeing()
-    assert one.whole.replica.vision is not None
     sizes = {name: sum(map(len, r.frames)) for name, r in one.requests.items()}
     most = max(sizes["one"], sizes["two"])
-    monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", most)
+    monkeypatch.setattr(one.serving.pixels, "_max_bytes", most)
     one.run("one", "two")
     assert one.whole.refused["two"].reason == "full"
     one.assert_same("one")
-    monkeypatch.setattr(one.whole.replica.vision.pixels, "_max_bytes", sizes["two"] - 1)
-    one.submit("more", one.requests["two"])
-    one.whole.run()
+    monkeypatch.setattr(one.serving.pixels, "_max_bytes", sizes["two"] - 1)
+    one.serve("more", one.requests["two"])
     assert one.whole.refused["more"].reason == "too_large"
 
 
@@ -443,8 +336,7 @@ def test_pictures_of_requests_that_ended_are_forgotten(seeing: Callable[..., See
     one = seeing()
     one.start("one", "two")
     one.whole.turn()
-    assert one.whole.replica.vision is not None
-    pixels = one.whole.replica.vision.pixels
+    pixels = one.serving.pixels
     assert pixels.nbytes
     one.whole.scheduler.abort("one")
     one.whole.scheduler.abort("two")

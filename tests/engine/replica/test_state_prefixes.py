@@ -5,7 +5,6 @@ A reused prefix gives the same logits as a computed one.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.plan import Decode
 from engine.proving.oracle import logits_distance
 from engine.scheduler.planning.plan_builder import PlanBuilder
-from tests.engine.whole import Whole
-from tests.tiny_models import VOCAB_SIZE
+from tests.engine.whole import Whole, random_tokens
 
 KINDS = ("mamba", "jamba", "qwen3_next", "nemotron_h")
 BLOCK = 16
 TOLERANCE = 1e-4
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    pick = random.Random(seed)
-    return [pick.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 class Observed(Whole):

@@ -14,7 +14,8 @@ from engine.io.store.block_fetch import Payload
 from engine.io.store.client import StoreClient
 from engine.io.store.state_fetch import StatePrefixFetch
 from engine.plan import StateSearch, StoreRoom
-from tests.engine.replica.test_state_prefixes import KINDS, Observed, random_tokens
+from tests.engine.replica.test_state_prefixes import KINDS, Observed
+from tests.engine.whole import random_tokens
 
 
 class Stored(Observed):

@@ -86,12 +86,8 @@ def test_an_answer_matches_its_grammar_as_on_a_gpu(whole: Build, bits: int) -> N
 
 def check_answers(engine: Whole) -> None:
     for number in range(6):
-        ask(
-            engine,
-            f"a{number}",
-            3 + 5 * number,
-            sampling=SamplingParams(seed=number, temperature=2.0),
-        )
+        sampling = SamplingParams(seed=number, temperature=2.0)
+        ask(engine, f"a{number}", 3 + 5 * number, sampling=sampling)
     ask(engine, "greedy", sampling=SamplingParams(seed=0))
     engine.run()
     assert_bound(engine, "greedy", *(f"a{number}" for number in range(6)))
@@ -106,6 +102,7 @@ def test_a_matcher_is_released_with_the_slot_of_its_sequence(
         monkeypatch.setattr(replica, "choose_executor", serial_executor)
     monkeypatch.setattr(grammar_cache, "CAPACITY", 0)  # only what is in use stays
     engine = whole()
+    assert isinstance(engine.executor, SerialExecutor) == serial
     grammars = GrammarCache(tokenizer_spec_of(engine.loaded).load())
     engine.executor.use_grammars(GrammarMasker(grammars, engine.loaded.vocab_size))
     ask(engine, "a")
@@ -129,16 +126,6 @@ def test_rows_with_a_grammar_do_not_change_rows_without(whole: Build) -> None:
     assert texts[0] == texts[1]
 
 
-def test_grammars_are_enforced_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "choose_executor", serial_executor)
-    engine = whole()
-    assert isinstance(engine.executor, SerialExecutor)
-    ask(engine, "a")
-    ask(engine, "b", 30)
-    engine.run()
-    assert_bound(engine, "a", "b")
-
-
 def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """With look-ahead a step is dispatched before the tokens of the one before are read."""
 
@@ -147,11 +134,8 @@ def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.Mon
         for number in range(4):
             ask(engine, f"a{number}", 4 + 9 * number)
         ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=25)
-        ask(
-            engine,
-            "penalized",
-            sampling=SamplingParams(seed=1, temperature=1, frequency_penalty=1.5),
-        )
+        penalized = SamplingParams(seed=1, temperature=1, frequency_penalty=1.5)
+        ask(engine, "penalized", sampling=penalized)
         engine.run()
         return engine, engine.texts
 
@@ -170,7 +154,8 @@ def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.Mon
 
 
 def test_a_preempted_sequence_continues_within_its_grammar(whole: Build) -> None:
-    long = {"grammar": Grammar(kind="regex", source="([a-f]{5}[0-9]{5}){8}"), "max_tokens": 120}
+    pattern = "([a-f]{5}[0-9]{5}){8}"
+    long = {"grammar": Grammar(kind="regex", source=pattern), "max_tokens": 120}
     alone = {}
     for name in "abcd":
         engine = whole(num_blocks=50)
@@ -184,25 +169,19 @@ def test_a_preempted_sequence_continues_within_its_grammar(whole: Build) -> None
     assert crowd.scheduler.stats().preemptions_total > 0
     assert crowd.texts == alone
     for name in "abcd":
-        assert re.fullmatch("([a-f]{5}[0-9]{5}){8}", text(crowd, name))
+        assert re.fullmatch(pattern, text(crowd, name))
 
 
 @pytest.mark.parametrize("known", [1, 4, 9])
 def test_a_request_that_lost_its_engine_continues_within_its_grammar(
     whole: Build, known: int
 ) -> None:
-    first = whole()
-    ask(first, "a", grammar=Grammar(kind="regex", source="[a-f]{12}"))
+    first, second = whole(), whole()
+    grammar = Grammar(kind="regex", source="[a-f]{12}")
+    ask(first, "a", grammar=grammar)
     first.run()
-    second = whole()
     generated = first.texts["a"][:known]
-    ask(
-        second,
-        "a",
-        grammar=Grammar(kind="regex", source="[a-f]{12}"),
-        generated=generated,
-        attempt=1,
-    )
+    ask(second, "a", grammar=grammar, generated=generated, attempt=1)
     second.texts["a"] = list(generated)
     second.run()
     assert second.texts["a"] == first.texts["a"]

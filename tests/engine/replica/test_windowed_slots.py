@@ -5,7 +5,6 @@ a pass. Sequences are several times as long."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.cache.quantization import Precision
-from tests.engine.whole import Whole
+from tests.engine.whole import Whole, random_tokens
 from tests.oracle import Oracle
-from tests.tiny_models import SLIDING_WINDOW, VOCAB_SIZE
+from tests.tiny_models import SLIDING_WINDOW
 
 CHUNK = 32
 RING = SLIDING_WINDOW + CHUNK + 16
@@ -36,13 +35,8 @@ def on_a_gpu() -> Iterator[None]:
 def forced(path: Path, num_blocks: int, kv_bits: int) -> Whole:
     whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, prefill_chunk_tokens=CHUNK)
     assert [ring.tokens for ring in whole.executor.spec.rings] == [RING]
-    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    whole.renew_with_store()
     return whole
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    pick = random.Random(seed)
-    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), MODELS)
@@ -53,13 +47,11 @@ def test_texts_are_right_turn_after_turn(
     path = tiny_model(kind)
     whole = forced(path, 4096, kv_bits)
     oracle = Oracle(path, rounded=Precision(kv_bits))
-    shared = prompt(1, 130)
-    talks = {f"r{n}": shared[: 130 * (n % 2)] + prompt(n, 20 + 60 * n) for n in range(3)}
+    shared = random_tokens(1, 130)
+    talks = {f"r{n}": shared[: 130 * (n % 2)] + random_tokens(n, 20 + 60 * n) for n in range(3)}
     for turn in range(3):
         if turn == 2:
-            stored = dict(whole.stored)
-            whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
-            whole.stored = stored
+            whole.renew_with_store(whole.stored)
         for number, (name, tokens) in enumerate(talks.items()):
             whole.submit(name, tokens, 14 + 3 * number)
             whole.turn()
@@ -70,7 +62,7 @@ def test_texts_are_right_turn_after_turn(
         for name, tokens in talks.items():
             text = whole.texts[name]
             oracle.check_same(tokens, text, oracle.greedy(tokens, len(text)))
-            talks[name] = [*tokens, *text, *prompt(turn, 40)]
+            talks[name] = [*tokens, *text, *random_tokens(turn, 40)]
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), MODELS)
@@ -79,7 +71,7 @@ def test_preempted_sequences_go_on_from_blocks(
 ) -> None:
     path = tiny_model(kind)
     whole = forced(path, 40 if kv_bits == 16 else 80, kv_bits)
-    prompts = {f"r{n}": prompt(n, 90 + 40 * n) for n in range(4)}
+    prompts = {f"r{n}": random_tokens(n, 90 + 40 * n) for n in range(4)}
     for name, tokens in prompts.items():
         whole.submit(name, tokens, 90)
     worst = 0
@@ -101,7 +93,7 @@ def test_long_slots_take_less_memory_and_the_ledger_says_how_much(
 ) -> None:
     whole = forced(tiny_model("gemma3"), 4096, 16)
     config = whole.scheduler.config
-    tokens = prompt(1, 1900)
+    tokens = random_tokens(1, 1900)
     whole.submit("long", tokens, 2)
     while not whole.texts["long"]:
         whole.turn()

@@ -12,7 +12,8 @@ from engine.batch import device
 from engine.batch.axes import Axes
 from engine.batch.given import Given
 from engine.scheduler.planning import picture_group
-from tests.engine.replica.test_pictures import Plans, Seeing
+from tests.engine.vision_requests import Seeing
+from tests.engine.whole import noted_plans
 from tests.vision_models import make_vision_model, needs_mlx_vlm
 
 needs_mlx_vlm()
@@ -34,7 +35,7 @@ def test_prompts_with_pictures_share_a_pass(
     monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
     seeing.renew(**WHOLE)
     executor: Any = seeing.whole.executor
-    plans, given = Plans(seeing, monkeypatch), []
+    plans, given = noted_plans(seeing.whole, monkeypatch), []
     compute = executor.batch_class.logits
 
     def observed(batch: Any, *args: Any, **kwargs: Any) -> mx.array:
@@ -44,7 +45,7 @@ def test_prompts_with_pictures_share_a_pass(
 
     monkeypatch.setattr(executor.batch_class, "logits", observed)
     seeing.run(*NAMES)
-    assert max(sum(bool(c.pictures) for c in plan.chunks) for plan in plans.all) == len(NAMES)
+    assert max(sum(bool(c.pictures) for c in plan.chunks) for plan in plans) == len(NAMES)
     assert max(given) == (len(NAMES) if device.uses_host() else 1)
     seeing.assert_same(*NAMES)
     for name in NAMES:

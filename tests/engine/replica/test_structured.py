@@ -113,19 +113,6 @@ def test_a_matcher_is_released_with_the_slot_of_its_sequence(
     assert grammars.find(WORDS) is None
 
 
-def test_rows_with_a_grammar_do_not_change_rows_without(whole: Build) -> None:
-    texts = []
-    for neighbours in (0, 3):
-        engine = whole()
-        ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=30)
-        for number in range(neighbours):
-            ask(engine, f"bound{number}")
-        engine.run()
-        texts.append(engine.texts["free"])
-        assert_bound(engine, *(f"bound{number}" for number in range(neighbours)))
-    assert texts[0] == texts[1]
-
-
 def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """With look-ahead a step is dispatched before the tokens of the one before are read."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -142,8 +140,7 @@ def test_every_panel_has_data_under_load(tiny_model: Callable[..., Path], tmp_pa
                 if data_of(prometheus, query):
                     del missing[name]
             if not lost and len(missing) < len(wanted) / 4:  # what is counted for a lost engine
-                (engine,) = server.pids("services.processes.engine")
-                os.kill(engine, signal.SIGKILL)
+                server.kill("engine")
                 lost = True
             return not missing
 

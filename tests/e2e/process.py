@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.e2e.server import RANKS_VARIABLE
 from tests.forked.process import start_process
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 
 
 class Process:
@@ -49,6 +49,17 @@ class Process:
     @property
     def is_running(self) -> bool:
         return self.popen.poll() is None
+
+
+def wait_until(condition: Callable[[], bool], *processes: Process) -> float:
+    """Return the seconds until ``condition`` is true. If that takes too long, fail with the ends of
+    the logs of ``processes``."""
+    began = time.monotonic()
+    while not condition():
+        logs = "\n".join(line for process in processes for line in process.log[-30:])
+        assert time.monotonic() < began + PATIENCE_S, f"not true in time\n{logs}"
+        time.sleep(0.05)
+    return time.monotonic() - began
 
 
 def _of_ranks() -> dict[str, str]:

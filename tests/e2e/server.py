@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ RANKS_VARIABLE = "TEST_RANKS"
 """Environment variable: the ranks of every engine, where a test does not say."""
 DEMO_RANKS = 3
 """The demo model has 9 heads."""
+RESUMED = "mlx_lm_server_resumed_requests_total"
 HYBRID: Kind = "qwen3_5" if RANKS_VARIABLE in os.environ else "qwen3_next"
 """Layers with recurrent state and others. mlx-lm divides only the younger between ranks."""
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
@@ -64,6 +65,12 @@ class Server:
         """Return the processes below the supervisor whose command line contains ``name``."""
         return [pid for pid, command in descendants(self.process.pid) if name in command]
 
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to the one process of this name, such as "engine". Return its id."""
+        (pid,) = self.pids(f"services.processes.{name}")
+        os.kill(pid, number)
+        return pid
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
 
@@ -74,7 +81,12 @@ class Server:
         answer: dict[str, Any] = response.json()
         return answer
 
-    def stream(self, prompt: str, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
+    def text(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> str:
+        """Return the text of a greedy completion."""
+        text: str = self.complete(prompt, max_tokens, **fields)["choices"][0]["text"]
+        return text
+
+    def stream(self, prompt: Any, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of a greedy completion, and ``{"done": True}`` if it ends."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0}
         body |= {"ignore_eos": True, **fields}
@@ -82,11 +94,7 @@ class Server:
         url = self.client.base_url.join("/v1/completions")
         with httpx.stream("POST", url, json=body, timeout=self.client.timeout) as answer:
             answer.raise_for_status()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line[6:])
-                elif line == "data: [DONE]":
-                    yield {"done": True}
+            yield from events_of(answer)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -169,6 +177,21 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
 
 
+def events_of(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream, and ``{"done": True}`` if it ends."""
+    for line in answer.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+        elif line == "data: [DONE]":
+            yield {"done": True}
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    """Return how many tokens of the prompt were found."""
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
 def text_of(events: list[dict[str, Any]]) -> str:
     """Return the text of a whole `Server.stream`."""
     assert events[-1] == {"done": True}, events[-1]
@@ -227,3 +250,10 @@ def is_running(pid: int) -> bool:
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     ).stdout
     return bool(state.strip()) and not state.startswith("Z")
+
+
+def wait_ended(pids: Sequence[int], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)

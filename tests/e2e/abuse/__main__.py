@@ -30,8 +30,9 @@ from pathlib import Path
 
 from engine.model.load import resolve
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
-from tests.e2e.abuse.machine import counting_late_wakes
+from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
 from tests.e2e.server import Server, serving
+from tests.e2e.soak.report import print_line
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
 GOOD, BAD = "good-key", "bad-key"
@@ -146,10 +147,7 @@ class Watch:
                     pass
 
     def _count_stalls(self) -> int:
-        text = self._get("/metrics").decode()
-        name = "mlx_lm_server_event_loop_lag_seconds_bucket"
-        buckets = dict(re.findall(rf'{name}{{le="([^"]+)"}} (\S+)', text))
-        return int(float(buckets["+Inf"]) - float(buckets[str(self._stall_s)]))
+        return count_stalls(self._get("/metrics").decode(), self._stall_s)
 
     def _get(self, path: str) -> bytes:
         with socket.create_connection(("127.0.0.1", self._port), timeout=60) as client:
@@ -181,11 +179,11 @@ def abuse(
         pool.submit(run_abuse, names[0], server.port, BAD, 0).result()  # makes the bodies
         with watch.measuring() as before:
             time.sleep(BASELINE_S)
-        _print(f"{'nothing':45} {before.line()}")
+        print_line(f"{'nothing':45} {before.line()}")
         for name in names:
             with watch.measuring() as during:
                 found = pool.submit(run_abuse, name, server.port, BAD, seconds).result()
-            _print(f"{name:45} {during.line()}; {dict(found)}")
+            print_line(f"{name:45} {during.line()}; {dict(found)}")
             factor = slack * (GREEDY_FACTOR if name == GREEDY else FIRST_TOKEN_FACTOR)
             wrong += [f"{name}: {each}" for each in _findings(before, during, found, slack, factor)]
         server.wait_until(lambda: server.sequences_in_flight() == 0, 60, "idle again")
@@ -214,11 +212,6 @@ def _findings(
 
 def _is_bad(line: str) -> bool:
     return "Traceback" in line or " failed (" in line or bool(re.match(r"\S+ critical ", line))
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 @contextmanager
@@ -258,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         tokens = options.prompt_tokens
         wrong = abuse(server, names, options.seconds, options.slack, prompt_tokens=tokens)
-    _print("\n".join([*(f"WRONG: {each}" for each in wrong), f"{len(wrong)} findings"]))
+    print_line("\n".join([*(f"WRONG: {each}" for each in wrong), f"{len(wrong)} findings"]))
     return int(bool(wrong))
 
 

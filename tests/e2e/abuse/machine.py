@@ -1,4 +1,5 @@
-"""Whether the machine itself stands still: a process that only sleeps is then woken late.
+"""Whether a router's event loop or the machine itself stands still. Of the machine, a process that
+only sleeps is then woken late.
 
 A module of its own, since processes cannot be started with functions of a main module.
 """
@@ -6,12 +7,21 @@ A module of its own, since processes cannot be started with functions of a main 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
 
 from router.fleet.metrics.loop_lag import EVERY_S
+
+_BUCKET = re.compile(r'mlx_lm_server_event_loop_lag_seconds_bucket{le="([^"]+)"} (\S+)')
+
+
+def count_stalls(metrics: str, stall_s: float) -> int:
+    """Return how often a router's event loop was later than ``stall_s``, a bucket's bound."""
+    buckets = dict(_BUCKET.findall(metrics))
+    return int(float(buckets["+Inf"]) - float(buckets[str(stall_s)]))
 
 
 def _count_late_wakes(late_s: float, count: Synchronized[int]) -> None:

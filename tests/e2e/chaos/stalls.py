@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import httpx
 
-from tests.e2e.abuse.machine import counting_late_wakes
+from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
 from tests.e2e.chaos.load import Judge
 from tests.e2e.chaos.site import Site
 
@@ -19,7 +18,6 @@ STALL_S = 1.0
 LATE_S = 0.2
 """A process that only sleeps is not woken later, or the machine has no time for the router."""
 EVERY_S = 1.0
-_BUCKET = re.compile(r'mlx_lm_server_event_loop_lag_seconds_bucket{le="([^"]+)"} (\S+)')
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ def stood_still(samples: deque[Sample]) -> bool:
         and now.stalls > before.stalls
         and (now.late_wakes, now.faults) == (first.late_wakes, first.faults)
     )
-
-
-def count_stalls(metrics: str) -> int:
-    buckets = dict(_BUCKET.findall(metrics))
-    return int(float(buckets["+Inf"]) - float(buckets[str(STALL_S)]))
 
 
 class StallWatch:
@@ -75,7 +68,7 @@ class StallWatch:
                             known.pop(role, None)
                             continue
                         pids = tuple(await asyncio.to_thread(self._site.pids, role))
-                        stalls, faults = count_stalls(text), self._faults[role]
+                        stalls, faults = count_stalls(text, STALL_S), self._faults[role]
                         known[role].append(Sample(pids, stalls, late_wakes.value, faults))
                         if stood_still(known[role]):
                             self._judge.find(f"the event loop of {role} stood still for a second")

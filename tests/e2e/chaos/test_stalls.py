@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.e2e.abuse.machine import count_stalls
 from tests.e2e.chaos.site import is_waiting_spare
-from tests.e2e.chaos.stalls import STALL_S, Sample, count_stalls, stood_still
+from tests.e2e.chaos.stalls import STALL_S, Sample, stood_still
 from tests.e2e.server import serving
 
 CALM = Sample(pids=(1,), stalls=3, late_wakes=5, faults=2)
@@ -32,12 +33,11 @@ def test_a_delay_is_counted_and_a_spare_process_is_known(tiny_model: Callable[..
     with serving(tiny_model("llama"), "--no-ssd", "--spare-engine-after-s", "0.1") as server:
         events = server.stream("abc", 2000)
         next(events)
-        assert count_stalls(server.client.get("/metrics").text) == 0
-        (router,) = server.pids("services.processes.router")
-        os.kill(router, signal.SIGSTOP)
+        assert count_stalls(server.client.get("/metrics").text, STALL_S) == 0
+        router = server.kill("router", signal.SIGSTOP)
         time.sleep(2 * STALL_S)
         os.kill(router, signal.SIGCONT)
-        assert count_stalls(server.client.get("/metrics").text) == 1
+        assert count_stalls(server.client.get("/metrics").text, STALL_S) == 1
         server.wait_until(lambda: len(server.pids("services.processes.engine")) == 2, 60, "a spare")
         assert sum(map(is_waiting_spare, server.pids("services.processes.engine"))) == 1
         del events

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.commands import cli
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, cached_tokens, serving
 
 PROMPT = "one two three four " * 20
 
@@ -36,24 +36,23 @@ def test_a_restart_breaks_no_stream(server: Server, capsys: pytest.CaptureFixtur
         return [one["incarnation"] for one in engines if one["ready"]]
 
     fields = {"max_tokens": 600, "ignore_eos": True}
-    expected = server.complete(PROMPT, **fields)["choices"][0]["text"]
+    expected = server.text(PROMPT, **fields)
     before = incarnations()
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(server.complete, PROMPT, **fields) for _ in range(2)]
+        running = [pool.submit(server.text, PROMPT, **fields) for _ in range(2)]
         command(server, capsys, "restart", "--wait")
-        texts = [each.result(60)["choices"][0]["text"] for each in running]
+        texts = [each.result(60) for each in running]
     assert texts == [expected] * 2
     server.wait_until(lambda: len(incarnations()) == 1, 30, "the old engine is gone")
     assert incarnations() != before
-    assert server.complete(PROMPT, **fields)["choices"][0]["text"] == expected
+    assert server.text(PROMPT, **fields) == expected
 
 
 def test_cleared_caches_are_empty_in_ram_and_on_ssd(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cached() -> int:
-        usage = server.complete(PROMPT)["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        return cached_tokens(server.complete(PROMPT))
 
     cached()
     assert cached() > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.operation import test_administration, test_faults, test_models, test_rolling
-from tests.e2e.process import ROOT, Process, running_process
+from tests.e2e.process import ROOT, Process, running_process, wait_until
 from tests.forked.process import FORKS_VARIABLE
 
 PATIENCE_S = 60.0
@@ -70,10 +69,7 @@ def test_a_server_goes_on_after_the_signal_until_load_balancers_have_gone_elsewh
     _, _, server, client = two_servers
     assert client.get("/readyz").status_code == 200
     server.popen.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE_S
-    while client.get("/readyz").status_code == 200:
-        assert time.monotonic() < deadline, server.log[-20:]
-        time.sleep(0.05)
+    wait_until(lambda: client.get("/readyz").status_code != 200, server)
     assert complete(client)
     server.popen.send_signal(signal.SIGTERM)
     assert server.popen.wait(PATIENCE_S) == 128 + signal.SIGTERM

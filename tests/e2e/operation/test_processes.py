@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,12 +16,11 @@ import pytest
 
 from shared import wire
 from tests.conftest import unused_port
-from tests.e2e.process import Process, running_process
+from tests.e2e.process import Process, running_process, wait_until
 from tests.e2e.requests.malformed import NAN, TO_ENGINE, Peer, malformed
 from tests.e2e.server import assert_retry, private_directory
 from tests.shared.submits import submit
 
-PATIENCE_S = 90.0
 COMPLETIONS = "/v1/completions"
 
 
@@ -214,12 +212,6 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
             pattern = r'mlx_lm_server_generated_tokens_total\{engine="([^"]+)".*\} (\S+)'
             return {e: float(v) for e, v in re.findall(pattern, client.get("/metrics").text)}
 
-        def eventually(condition: Callable[[], bool], what: str) -> None:
-            deadline = time.monotonic() + PATIENCE_S
-            while not condition():
-                assert time.monotonic() < deadline, (what, *router.log[-20:])
-                time.sleep(0.05)
-
         assert_retry(complete(0), 503, "no_engine_ready")
         both = [
             stack.enter_context(
@@ -227,18 +219,16 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
             )
             for name in ("left", "right")
         ]
-        eventually(
-            lambda: len(generated()) == 2 and ready_replicas(client) == 2, "both have joined"
-        )
+        wait_until(lambda: len(generated()) == ready_replicas(client) == 2, router)
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(complete, range(24)))
             assert [answer.status_code for answer in answers] == [200] * 24
-            eventually(lambda: all(generated().values()), "both generate tokens")
+            wait_until(lambda: all(generated().values()), router)
             in_flight = [pool.submit(complete, number) for number in range(24)]
             both[0].popen.kill()
             # Nothing of these answers has been sent yet, so the other engine computes them.
             assert [future.result().status_code for future in in_flight] == [200] * 24
-        eventually(lambda: ready_replicas(client) == 1, "one is left")
+        wait_until(lambda: ready_replicas(client) == 1, router)
         assert complete(1).status_code == 200
         if sys.platform == "linux":
             assert "libmlx" in loaded_by(both[1]) and "libmlx" not in loaded_by(router)

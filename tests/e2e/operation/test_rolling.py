@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import RESUMED, Server, events_of, serving
 from tests.oracle import Oracle
 
 PATIENCE_S = 120.0
@@ -37,17 +36,15 @@ def stream(
     text, pause, last = "", 0.0, time.monotonic()
     with httpx.stream("POST", url, json={**body, "stream": True}, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
+        for event in events_of(answer):
             now = time.monotonic()
             pause, last = max(pause, now - last), now
-            if line == "data: [DONE]":
+            if "done" in event:
                 return text, pause
-            if line.startswith("data: "):
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                text += event["choices"][0]["text"]
-                if enough(text):
-                    return text, pause
+            assert "error" not in event, event
+            text += event["choices"][0]["text"]
+            if enough(text):
+                return text, pause
     raise AssertionError("the stream was cut")
 
 
@@ -94,7 +91,7 @@ def test_a_restart_of_all_engines_under_load_fails_no_request_and_breaks_no_text
         text = long.result(PATIENCE_S)[0]
         again, _ = stream(server, "long", LONG, lambda again: len(again) >= len(text), **sampled)
         assert again[: len(text)] == text
-        assert server.metric("mlx_lm_server_resumed_requests_total") > 0
+        assert server.metric(RESUMED) > 0
         assert not [line for line in server.log if "Traceback" in line]
 
 
@@ -120,7 +117,7 @@ def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
         server.wait_until(lambda: server.sequences_in_flight() == 6, PATIENCE_S, "all run")
         os.kill(server.pids("services.processes.engine")[0], signal.SIGKILL)
         pauses = [future.result(PATIENCE_S)[1] for future in streams]
-        assert server.metric("mlx_lm_server_resumed_requests_total") >= 1
+        assert server.metric(RESUMED) >= 1
         assert any("is lost: ended" in line for line in server.log), "not by missing beats"
         print(f"longest pause: {max(pauses):.2f} s")  # noqa: T201
 
@@ -139,5 +136,5 @@ def test_a_machine_that_slept_is_forgiven(tiny_model: Callable[..., Path]) -> No
             time.sleep(12 if number == signal.SIGSTOP else 0)
         answer.result(PATIENCE_S)
         assert set(server.pids()) == set(pids), "none was killed"
-        assert server.metric("mlx_lm_server_resumed_requests_total") == 0
+        assert server.metric(RESUMED) == 0
         assert any("was suspended" in line for line in server.log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ import pytest
 
 from services.commands import keys
 from tests.conftest import unused_port
-from tests.e2e.process import Process, running_process
+from tests.e2e.process import Process, running_process, wait_until
 from tests.e2e.server import private_directory
 
 PATIENCE_S = 60.0
@@ -51,10 +50,7 @@ class RouterProcess:
         self.wait_until(lambda: self.client.get("/readyz").status_code == 200)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, "\n".join(self.process.log[-30:])
-            time.sleep(0.05)
+        wait_until(condition, self.process)
 
     def metric(self, name: str) -> float | None:
         found = re.search(rf"^{name}\{{.*\}} (\S+)$", self.client.get("/metrics").text, re.M)

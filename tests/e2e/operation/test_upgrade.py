@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shared.version import installed_version
-from tests.e2e.process import Process, running_process
+from tests.e2e.process import Process, running_process, wait_until
 
 OTHER_RELEASE = "tests.e2e.operation.other_release"
 PATIENCE_S = 60.0
@@ -53,14 +53,6 @@ def site(tiny_model: Callable[..., Path], socket_dir: Path) -> Any:
 def complete(client: httpx.Client) -> httpx.Response:
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     return client.post("/v1/completions", json=body)
-
-
-def wait_until(condition: Callable[[], bool], *processes: Process) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        logs = "\n".join(line for process in processes for line in process.log)
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.05)
 
 
 def test_a_newer_router_and_kvstore_serve_engines_of_the_previous_protocol(site: Site) -> None:

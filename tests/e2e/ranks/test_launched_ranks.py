@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,15 +28,13 @@ from shared import settings
 from shared.network.hostfile import RankHost, read_hostfile
 from tests.conftest import unused_port
 from tests.e2e.operation.test_faults import PATIENCE_S
+from tests.e2e.process import wait_until
 from tests.e2e.ranks.test_ranks import LONG, at_length
+from tests.e2e.ranks.test_remote_ranks import HOSTS
 from tests.e2e.server import Server, is_running, private_directory, text_of
 from tests.oracle import Oracle
 
 MLX_LAUNCH = "from mlx._distributed_utils.launch import main; main()"
-HOSTS = [
-    {"ssh": "mac1", "ips": ["127.0.0.1"], "rdma": [None, "rdma_en2"]},
-    {"ssh": "mac2", "ips": ["127.0.0.2"], "rdma": ["rdma_en3", None]},
-]
 FAKE_SSH = """#!/bin/sh
 echo "$@" > {log}
 head -n 1 > {log}.job
@@ -79,7 +76,7 @@ def test_a_server_under_mlx_launch_starts_lost_ranks_again_and_ends_with_it(
 ) -> None:
     oracle = Oracle(tiny_model("llama"))
     with launched(tiny_model("llama"), 2) as server:
-        text = server.complete(LONG, 30)["choices"][0]["text"]
+        text = server.text(LONG, 30)
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
         fields = {"temperature": 1.0, "seed": 5}
         expected = text_of(list(server.stream("abc", 150, **fields)))
@@ -176,10 +173,7 @@ def test_a_launcher_of_jaccl_gets_all_that_mlx_needs(
     own = {name: os.environ[name] for name in names}
     matrix = json.loads(Path(os.environ["MLX_IBV_DEVICES"]).read_text())
     sent = Path(f"{log}.job")
-    deadline = time.monotonic() + PATIENCE_S
-    while not (sent.exists() and sent.read_bytes().endswith(b"\n")):
-        assert time.monotonic() < deadline, "no job"
-        time.sleep(0.02)
+    wait_until(lambda: sent.exists() and sent.read_bytes().endswith(b"\n"))
     ranks.close()
     context.destroy(0)
     assert own == dict(zip(names, ("0", "127.0.0.1:32323", "1"), strict=True))

@@ -17,8 +17,16 @@ from pathlib import Path
 import pytest
 
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
-from tests.e2e.operation.test_faults import PATIENCE_S, RESUMED
-from tests.e2e.server import RANKS_VARIABLE, Server, is_running, serving, text_of
+from tests.e2e.operation.test_faults import PATIENCE_S
+from tests.e2e.server import (
+    RANKS_VARIABLE,
+    RESUMED,
+    Server,
+    cached_tokens,
+    is_running,
+    serving,
+    text_of,
+)
 from tests.oracle import Oracle
 
 RANKS = ("--distributed-mode", "ring", "--num-local-ranks", "2")
@@ -50,7 +58,7 @@ def test_texts_of_two_ranks_are_mlx_lms(server: Server, tiny_model: Callable[...
             answers = list(pool.map(server.complete, prompts, [40] * len(prompts)))
         for prompt, answer in zip(prompts, answers, strict=True):
             oracle.check(oracle.tokenizer.encode(prompt), 40, answer["choices"][0]["text"])
-    assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+    assert cached_tokens(answers[-1]) >= 32
 
 
 def test_rank_0_chooses_tokens_for_all(server: Server) -> None:
@@ -108,7 +116,7 @@ def cpu_s(server: Server) -> float:
 )
 def test_a_stream_goes_on_after_a_rank_is_lost(server: Server, rank: str, number: int) -> None:
     fields = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
-    expected = server.complete("abc", 250, **fields)["choices"][0]["text"]
+    expected = server.text("abc", 250, **fields)
     before, resumed = pids(server), server.metric(RESUMED)
     running = server.stream("abc", 250, **fields)
     begun = [next(running) for _ in range(3)]
@@ -127,13 +135,13 @@ def test_drafts_are_verified_on_all_ranks(tiny_model: Callable[..., Path]) -> No
     """Also those after which a grammar has no mask: the ranks would part there."""
     bound = "(abab|cdcd){30}"
     with serving(tiny_model("llama"), *RANKS) as plain:
-        expected = plain.complete(LONG, 120, ignore_eos=True)["choices"][0]["text"]
-        forced = plain.complete("abab", 100, guided_regex=bound)["choices"][0]["text"]
+        expected = plain.text(LONG, 120, ignore_eos=True)
+        forced = plain.text("abab", 100, guided_regex=bound)
     for source in ("ngram", "auto"):
         with serving(tiny_model("llama"), *RANKS, "--spec-decode", source) as server:
             answer = server.complete(LONG, 120, ignore_eos=True)
             assert answer["choices"][0]["text"] == expected
-            assert server.complete("abab", 100, guided_regex=bound)["choices"][0]["text"] == forced
+            assert server.text("abab", 100, guided_regex=bound) == forced
             server.wait_metric("mlx_lm_server_accepted_draft_tokens_total")
             assert server.metric(RESUMED) == 0
 
@@ -156,7 +164,7 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
     oracle = Oracle(path)
     with serving(path, *RANKS) as server:
         for prompt in ("abc", LONG):
-            text = server.complete(prompt, 30)["choices"][0]["text"]
+            text = server.text(prompt, 30)
             oracle.check(oracle.tokenizer.encode(prompt), 30, text)
 
 
@@ -203,8 +211,7 @@ def restarted(model: Path, directory: Path, prompt: str) -> tuple[str, int]:
     flags = ("--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
     with serving(model, *RANKS, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
         answer = server.complete(prompt, 20)
-    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return answer["choices"][0]["text"], cached
+    return answer["choices"][0]["text"], cached_tokens(answer)
 
 
 @at_length

@@ -18,7 +18,16 @@ import pytest
 
 from tests.conftest import unused_port
 from tests.e2e.process import ROOT
-from tests.e2e.server import Server, descendants, is_running, serving, text_of
+from tests.e2e.server import (
+    RESUMED,
+    Server,
+    cached_tokens,
+    descendants,
+    is_running,
+    serving,
+    text_of,
+    wait_ended,
+)
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 from ray.cluster_utils import Cluster
@@ -85,10 +94,7 @@ def serving_on(nodes: RayNodes, *flags: str, model: Path | None = None) -> Itera
     with serving(model, *cluster, *flags) as server:
         yield server
     left = [pid for node in nodes.nodes() for pid in nodes.engines(node) if is_running(pid)]
-    deadline = time.monotonic() + PATIENCE_S
-    while any(map(is_running, left)):
-        assert time.monotonic() < deadline, f"engines left over: {left}"
-        time.sleep(0.1)
+    wait_ended(left, PATIENCE_S)
 
 
 def ready(server: Server) -> list[str]:
@@ -127,12 +133,12 @@ def test_engines_are_placed_on_all_nodes_and_again_when_one_is_lost(
         with streams(server, 6) as alone:
             expected = [future.result() for future in alone]
         lost = nodes.nodes()[-1]
-        resumed = server.metric("mlx_lm_server_resumed_requests_total")
+        resumed = server.metric(RESUMED)
         with streams(server, 6) as texts:
             server.wait_until(lambda: server.sequences_in_flight() == 6, PATIENCE_S, "six run")
             nodes.lose(lost)
             assert [future.result() for future in texts] == expected
-        assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
+        assert server.metric(RESUMED) > resumed
         wait_ready(server, 2)
         began = time.monotonic()
         new = nodes.add(kind="worker")
@@ -227,7 +233,7 @@ def test_blocks_of_engines_elsewhere_are_kept_by_the_kvstore_of_this_machine(
         wait_ready(server, 1)
         again = server.complete(prompt)
         assert again["choices"] == first["choices"]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert cached_tokens(again) > 0
 
 
 def guide() -> list[list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -33,10 +32,9 @@ from services.ranks.remote_rank import (
 from shared.network.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
 from shared.settings import Settings
 from tests.e2e.operation.test_faults import PATIENCE_S
-from tests.e2e.process import ROOT
 from tests.e2e.ranks.test_ranks import LONG, at_length
-from tests.e2e.ranks.test_two_machines import ISOLATED
-from tests.e2e.server import Server, descendants, is_running, serving, text_of
+from tests.e2e.ranks.test_two_machines import in_namespaces
+from tests.e2e.server import Server, cached_tokens, descendants, is_running, serving, text_of
 from tests.oracle import Oracle
 
 HOSTS = [
@@ -92,7 +90,7 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
     flags = ["--distributed-mode", "ring", "--distributed-hostfile", str(hostfile)]
     flags += ("--ssd-cache-dir", str(tmp_path / "ssd"), "--ssd-policy", "write_through")
     with serving(model, *flags, PATH=path_with(ssh)) as server:
-        text = server.complete(LONG, 30)["choices"][0]["text"]
+        text = server.text(LONG, 30)
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
         (call,) = ssh.read_text().splitlines()
         assert "BatchMode=yes" in call and " mac2 exec " in call and "rank_keeper" in call
@@ -109,28 +107,14 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
     with serving(model, *flags, PATH=path_with(ssh)) as server:
         answer = server.complete(LONG, 30)
         assert answer["choices"][0]["text"] == text
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+        assert cached_tokens(answer) >= (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
 
 
 @at_length
 def test_a_cable_that_delays_every_packet_changes_no_text() -> None:
-    if missing := [name for name in ("unshare", "ip", "mount") if shutil.which(name) is None]:
-        pytest.skip(f"not on this machine: {', '.join(missing)}")
-    tried = subprocess.run([*ISOLATED, *"ip tuntap add dev one mode tun".split()], text=True)
-    if tried.returncode:
-        pytest.skip("no network namespaces with TUN devices here")
-    words = [sys.executable, "-m", "tests.e2e.ranks.far_ranks", "0", "5"]
-    done = subprocess.run(
-        [*ISOLATED, *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, far_ms = (float(line.split()[4]) for line in done.stdout.splitlines())
+    device = "ip tuntap add dev one mode tun"
+    printed = in_namespaces(device, "tests.e2e.ranks.far_ranks", "0", "5")
+    _, far_ms = (float(line.split()[4]) for line in printed.splitlines())
     assert far_ms > 0.9 * 5 * 5, "two layers of two sums, and that of the token, wait for the cable"
 
 
@@ -155,17 +139,6 @@ def test_a_machine_with_another_version_or_other_weights_is_refused(
     older = versions() | {"mlx": "0.1"}
     assert "rank 0 has 0.1" in (difference(job(model, versions=older)) or "")
     assert "other weights" in (difference(job(model, fingerprint="0")) or "")
-
-
-def test_the_variables_of_jaccl_are_those_of_mlx_launch(hostfile: Path) -> None:
-    options = Settings(distributed_mode="jaccl", distributed_hostfile=hostfile)
-    hosts = read_hostfile(hostfile)
-    files = connection_files(options, hosts)
-    assert json.loads(files["MLX_IBV_DEVICES"]) == [[None, "rdma_en2"], ["rdma_en3", None]]
-    assert connection_environment(options, hosts, 1) == {
-        "MLX_RANK": "1",
-        "MLX_JACCL_COORDINATOR": "127.0.0.1:32323",
-    }
 
 
 def test_a_ring_has_an_address_of_each_machine(hostfile: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.process import ROOT, Process, running_process
+from tests.e2e.process import ROOT, Process, running_process, wait_until
 
 PATIENCE_S = 60.0
 SECOND = ("ip", "netns", "exec", "second")
@@ -112,11 +112,7 @@ class Site:
         return sorted(e["name"] for e in self.admin("GET", "engines")["engines"] if e["ready"])
 
     def wait_until(self, condition: Callable[[], bool]) -> float:
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() < began + PATIENCE_S, "\n".join(self.server.log[-30:])
-            time.sleep(0.05)
-        return time.monotonic() - began
+        return wait_until(condition, self.server)
 
     def print_log(self, kind: object, *_: object) -> None:
         """Print the end of the server's log if there was an error."""

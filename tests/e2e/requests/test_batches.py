@@ -47,7 +47,7 @@ def assert_whole(server: Server, client: BatchClient, given: list[Body], done: o
     assert [each["custom_id"] for each in found] == [each["custom_id"] for each in given]
     for asked, each in list(zip(given, found, strict=True))[:: max(1, len(given) // 4)]:
         text = each["response"]["body"]["choices"][0]["text"]
-        assert text == server.complete(**asked["body"])["choices"][0]["text"]
+        assert text == server.text(**asked["body"])
 
 
 def test_killed_processes_lose_no_line_and_give_none_twice(

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, assert_error, serving
 from tests.router.batches.conftest import BatchClient, line
 from tests.text_models import MAX_TOKENS, make_text_model
 from tests.tiny_models import make_tiny
@@ -135,9 +135,7 @@ def test_a_prompt_of_the_checkpoint_is_put_before_each_text(server: Server) -> N
 def test_a_text_that_is_too_long_is_refused_or_cut(server: Server) -> None:
     long = "x " * MAX_TOKENS
     refused = server.post("/v1/embeddings", model="bert", input=["this", long])
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "input[1]")
+    assert assert_error(refused, 400, "context_length_exceeded")["param"] == "input[1]"
     cut = server.post("/v1/embeddings", model="bert", input=[long], truncate=True)
     assert cut.json()["usage"]["prompt_tokens"] == MAX_TOKENS
 
@@ -162,20 +160,19 @@ def test_a_text_that_is_too_long_is_refused_or_cut(server: Server) -> None:
 )
 def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/embeddings", **{"model": "bert", **fields})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].startswith(param)
+    assert assert_error(answer, 400)["param"].startswith(param)
 
 
 def test_a_model_for_something_else_is_refused_with_the_name_of_one_that_fits(
     server: Server,
 ) -> None:
-    answer = server.post("/v1/embeddings", model="chat", input="a").json()["error"]
-    assert answer["code"] == "wrong_task"
-    assert "Use bert or qwen instead." in answer["message"]
     asked = {"model": "bert", "messages": [{"role": "user", "content": "a"}]}
-    answer = server.post("/v1/chat/completions", **asked).json()["error"]
-    assert answer["code"] == "wrong_task"
-    assert "Use chat instead." in answer["message"]
+    for path, fields, advice in (
+        ("embeddings", {"model": "chat", "input": "a"}, "Use bert or qwen instead."),
+        ("chat/completions", asked, "Use chat instead."),
+    ):
+        error = assert_error(server.post(f"/v1/{path}", **fields), 400, "wrong_task")
+        assert advice in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -214,28 +211,21 @@ def test_a_decoder_ranks_by_the_answer_to_its_prompt(server: Server) -> None:
 
 
 def test_pairs_that_are_too_much_are_refused(server: Server) -> None:
-    long = {"query": "x " * MAX_TOKENS, "documents": ["a"], "model": "ranker"}
-    refused = server.post("/v1/rerank", **long)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
-    many = {"query": "x" * 510, "documents": ["a"] * 2048, "model": "ranker"}
-    refused = server.post("/v1/rerank", **many)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "request_too_large"
-    many = {"query": "x", "instruction": "x" * 510, "documents": ["a"] * 2048, "model": "asked"}
-    refused = server.post("/v1/rerank", **many)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "request_too_large"
-    uneven = server.post("/v1/score", model="ranker", text_1=["a", "b"], text_2=["c"])
-    assert uneven.json()["error"]["param"] == "text_2"
+    too_many = {"documents": ["a"] * 2048}
+    for model, fields, code in (
+        ("ranker", {"query": "x " * MAX_TOKENS, "documents": ["a"]}, "context_length_exceeded"),
+        ("ranker", {"query": "x" * 510, **too_many}, "request_too_large"),
+        ("asked", {"query": "x", "instruction": "x" * 510, **too_many}, "request_too_large"),
+    ):
+        assert_error(server.post("/v1/rerank", model=model, **fields), 400, code)
     for texts, named in (
+        ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
         ({"queries": ["a", "b"], "documents": ["c"]}, "documents"),
         ({"text_2": ["c"]}, "text_1"),
         ({"text_1": "a", "queries": "a", "documents": "c"}, "text_1"),
     ):
         refused = server.post("/v1/score", model="ranker", **texts)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == named
+        assert assert_error(refused, 400)["param"] == named
 
 
 def test_a_score_of_a_model_that_embeds_is_the_cosine(server: Server) -> None:

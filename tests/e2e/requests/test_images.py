@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, cached_tokens, events_of, serving
 from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
@@ -59,11 +58,6 @@ def scores(found: dict[str, Any]) -> list[float]:
     return [one["logprob"] for one in found["choices"][0]["logprobs"]["content"]]
 
 
-def cached(found: dict[str, Any]) -> int:
-    tokens: int = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / request.param
@@ -82,16 +76,16 @@ def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
     server.wait_metric(ENCODED)
     again = answer(server, asked("what is ", 1, " here?"))
     assert (text_of(again), scores(again)) == (text_of(first), scores(first))
-    assert cached(again) >= first["usage"]["prompt_tokens"] - 4
+    assert cached_tokens(again) >= first["usage"]["prompt_tokens"] - 4
     other = answer(server, asked("what is ", 2, " here?"))
-    assert cached(other) < first["usage"]["prompt_tokens"] // 2
+    assert cached_tokens(other) < first["usage"]["prompt_tokens"] // 2
     server.wait_until(lambda: server.metric(ENCODED) == 2, PATIENCE_S, "2 encoded")
     turn = [
         *asked("what is ", 1, " here?"),
         {"role": "assistant", "content": text_of(first)},
         {"role": "user", "content": "and now?"},
     ]
-    assert cached(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
+    assert cached_tokens(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
     server.wait_until(lambda: server.metric(SHOWN) == 4, PATIENCE_S, "4 shown")
     assert server.metric(ENCODED) == 2
 
@@ -116,12 +110,11 @@ def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server
     body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
     (pid,) = server.pids("services.processes.engine")
     text = ""
-    with server.client.stream("POST", "/v1/chat/completions", json=body) as events:
-        for number, line in enumerate(events.iter_lines()):
-            if line.startswith("data: {"):
-                choices = json.loads(line.removeprefix("data: "))["choices"]
-                text += "".join(one["delta"].get("content") or "" for one in choices)
-            if number == 6:
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as streamed:
+        for number, event in enumerate(events_of(streamed)):
+            choices = event.get("choices", ())
+            text += "".join(one["delta"].get("content") or "" for one in choices)
+            if number == 3:
                 os.kill(pid, signal.SIGKILL)
     assert text == expected
     server.wait_until(server.is_ready, PATIENCE_S, "ready")
@@ -135,6 +128,6 @@ def test_after_a_restart_pictures_come_from_the_ssd(tmp_path: Path) -> None:
         before = answer(server, messages)
     with serving(model, *flags, **CHECKED) as server:
         after = answer(server, messages)
-        assert cached(after) >= after["usage"]["prompt_tokens"] - 4
+        assert cached_tokens(after) >= after["usage"]["prompt_tokens"] - 4
         assert (text_of(after), scores(after)) == (text_of(before), scores(before))
         assert server.metric(ENCODED) == 0

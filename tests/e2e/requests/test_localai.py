@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from services.localai.messages import Message, ModelOptions, PredictOptions
 from tests.e2e.requests.localai_client import PATIENCE_S, LocalAi, localai
-from tests.e2e.server import Server, is_running, serving
+from tests.e2e.server import Server, serving, wait_ended
 
 TOOL = {
     "type": "function",
@@ -259,7 +258,4 @@ def test_nothing_outlives_a_backend_that_is_killed(tiny_model: Callable[..., Pat
         backend.process.kill()
         with pytest.raises(grpc.RpcError):
             list(stream)
-        deadline = time.monotonic() + PATIENCE_S
-        while any(is_running(pid) for pid in children):
-            assert time.monotonic() < deadline, "processes are left"
-            time.sleep(0.1)
+        wait_ended(children, PATIENCE_S)

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from bench.engine.schemas import Schema, Sizes, generate
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, events_of, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOW = {"type": "integer", "multipleOf": 9_999_991}  # takes minutes to compile
@@ -98,11 +98,10 @@ def test_grammars_work_with_several_choices_streams_and_log_probabilities(server
     texts: dict[int, str] = {}
     body = {"prompt": "x", "max_tokens": 900, "temperature": 1, "stream": True, **fields}
     with server.client.stream("POST", COMPLETIONS, json=body) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    index = choice["index"]
-                    texts[index] = texts.get(index, "") + choice["text"]
+        for event in events_of(stream):
+            for choice in event.get("choices", ()):
+                index = choice["index"]
+                texts[index] = texts.get(index, "") + choice["text"]
     assert [texts[index] for index in range(3)] == [choice["text"] for choice in whole]
     assert len(set(texts.values())) == 3
     for choice in whole:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 from tests.e2e.server import Server, assert_error, serving, text_of
 from tests.oracle import Oracle
+from tests.router.batches.conftest import BatchClient, line
 from tests.tiny_models import make_adapter
 
 pytestmark = pytest.mark.slow
@@ -31,9 +29,7 @@ class Served(NamedTuple):
     paths: dict[str, Path]
 
     def text(self, name: str) -> str:
-        answer = self.server.complete(PROMPT, TOKENS, ignore_eos=True, model=name)
-        found: str = answer["choices"][0]["text"]
-        return found
+        return self.server.text(PROMPT, TOKENS, ignore_eos=True, model=name)
 
     def change(self, what: str, **body: Any) -> httpx.Response:
         return self.server.client.post(f"/admin/adapters/{what}", json=body, headers=ADMIN)
@@ -81,29 +77,17 @@ def test_requests_with_different_adapters_run_together_and_each_is_right(served:
 
 
 def test_a_line_of_a_batch_names_an_adapter(served: Served) -> None:
-    client = served.server.client
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    lines = [
-        {"custom_id": n, "method": "POST", "url": "/v1/completions", "body": {**body, "model": n}}
-        for n in ("base:a", "base")
-    ]
-    content = "\n".join(map(json.dumps, lines)).encode()
-    sent = {"file": ("in.jsonl", content)}
-    file = client.post("/v1/files", files=sent, data={"purpose": "batch"}).json()
-    made = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = client.post("/v1/batches", json=made).json()["id"]
-
-    def state() -> dict[str, Any]:
-        found: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
-        return found
-
-    served.server.wait_until(lambda: state()["status"] == "completed", 90, "the batch")
-    done = client.get(f"/v1/files/{state()['output_file_id']}/content").text.splitlines()
-    texts = {
-        line["custom_id"]: line["response"]["body"]["choices"][0]["text"]
-        for line in map(json.loads, done)
+    client, names = BatchClient(str(served.server.client.base_url).rstrip("/")), ("base:a", "base")
+    body: dict[str, Any] = {
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
     }
-    assert texts == {name: served.text(name) for name in ("base:a", "base")}
+    batch = client.create([line(name, model=name, **body) for name in names])
+    done = client.lines(client.wait(batch, 90).output_file_id)
+    texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in done}
+    assert texts == {name: served.text(name) for name in names}
 
 
 def test_a_stream_ends_as_it_began_though_its_adapter_is_unloaded_and_its_folder_gone(
@@ -125,11 +109,9 @@ def test_adapters_of_an_administrator_survive_kills_of_the_engine_and_of_the_rou
 ) -> None:
     served.load("c")
     before = served.text("c")
-    (engine,) = served.server.pids("services.processes.engine")
-    os.kill(engine, signal.SIGKILL)
+    served.server.kill("engine")
     assert served.text("c") == before
-    (router,) = served.server.pids("services.processes.router")
-    os.kill(router, signal.SIGKILL)
+    served.server.kill("router")
     served.server.wait_until(lambda: served.server.is_ready(), 60, "the router")
     served.server.wait_until(lambda: "base:c" in served.names(), 30, "the adapter's name")
     assert served.text("c") == before

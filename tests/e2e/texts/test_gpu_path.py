@@ -6,7 +6,6 @@ log-probability of each token has to be the same. So random texts need no ties.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from engine.backend import gpu_path
 from engine.cache.quantization import Precision
 from engine.proving.oracle import make_rounding_cache
 from router.tokens.vocabulary import Vocabulary
-from tests.e2e.server import Server, serving
+from tests.e2e.server import RESUMED, Server, cached_tokens, serving
 from tests.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
@@ -39,7 +38,6 @@ TOKENS = 300
 """So many that an engine is killed before its streams end."""
 PATTERN = "[a-z ]{400}"
 GRAMMAR = {"guided_regex": PATTERN, "temperature": 1.0, "seed": 3}
-RESUMED = "mlx_lm_server_resumed_requests_total"
 
 
 class Said(NamedTuple):
@@ -96,25 +94,16 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 def stream(server: Server, prompt: list[int], **fields: Any) -> Iterator[dict[str, Any]]:
-    body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True, **ENDLESS, **fields}
-    url = server.client.base_url.join("/v1/completions")
-    with httpx.stream("POST", url, json=body, timeout=server.client.timeout) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line[6:])["choices"][0]
-
-
-def cached(answer: dict[str, Any]) -> int:
-    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return tokens
+    for event in server.stream(prompt, TOKENS, **{**ENDLESS, **fields}):
+        if "choices" in event:
+            yield event["choices"][0]
 
 
 def test_answers_are_mlx_lms_with_prefixes_from_ram_and_ssd_and_an_engine_that_is_killed(
     server: Server, truth: Truth
 ) -> None:
     first, again = (server.complete(HEAD, 20, **ENDLESS) for _ in range(2))
-    assert (cached(first), cached(again)) == (0, 64)
+    assert (cached_tokens(first), cached_tokens(again)) == (0, 64)
     for answer in (first, again):
         truth.check(HEAD, Said.of(answer["choices"]), greedy=True)
     server.wait_metric("mlx_lm_server_store_writes_total")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import HYBRID, Server, serving
+from tests.e2e.server import HYBRID, Server, cached_tokens, serving
 
 LETTERS = "QXZJ"
 """The tiny tokenizer has a token for each, and none for several of them."""
@@ -28,9 +28,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 def computed(answer: dict[str, Any]) -> int:
     """Return how many tokens of the prompt were not found."""
-    usage = answer["usage"]
-    tokens: int = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-    return tokens
+    return int(answer["usage"]["prompt_tokens"]) - cached_tokens(answer)
 
 
 def files(directory: Path) -> dict[Path, list[Path]]:

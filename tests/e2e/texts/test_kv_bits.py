@@ -6,18 +6,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.server import serving
+from tests.e2e.server import cached_tokens, serving
+from tests.e2e.texts.test_demo import HEAD
 from tests.oracle import Oracle, oracle
 
 MAX_TOKENS = 12
-HEAD = (
-    "You are a careful assistant. You answer in one short sentence, without lists, and you "
-    "say so when you do not know something. Here is what you have to work with today: "
-)
 QUESTIONS = ["What is the capital of France?", "Name a colour.", "Why is the sky blue?"]
 BLOCK_ELEMENTS = 16 * 30 * 2 * 3 * 64
 """Tokens x layers x (keys and values) x heads x head dimension."""
@@ -26,11 +22,6 @@ BLOCK_ELEMENTS = 16 * 30 * 2 * 3 * 64
 @pytest.fixture(scope="module")
 def truth(demo_model: Path) -> Oracle:
     return oracle(demo_model, kv_bits=8)
-
-
-def cached(answer: dict[str, Any]) -> int:
-    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return tokens
 
 
 def files(directory: Path) -> list[Path]:
@@ -55,9 +46,9 @@ def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
         ssd = [second.complete(prompt, MAX_TOKENS, logprobs=1) for prompt in asked]
         second.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
-    assert cached(cold[0]) == 0
+    assert cached_tokens(cold[0]) == 0
     for prompt, *answers in zip(asked, cold, ram, ssd, strict=True):
-        assert all(cached(answer) >= len(prompt) - 16 for answer in answers[1:])
+        assert all(cached_tokens(answer) >= len(prompt) - 16 for answer in answers[1:])
         found = [answer["choices"][0] for answer in answers]
         (text,) = {choice["text"] for choice in found}
         truth.check(prompt, MAX_TOKENS, text)

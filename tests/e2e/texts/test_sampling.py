@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from router.tokens.vocabulary import Vocabulary
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, cached_tokens, serving
 from tests.oracle import Oracle, oracle
 from tests.tiny_models import EOS, VOCAB_SIZE
 
@@ -151,7 +151,7 @@ def test_prompt_log_probabilities_do_not_depend_on_the_cache(running: Running) -
         server.complete(prompt, 1)
         answer = server.complete(prompt, 2, prompt_logprobs=1, echo=True, logprobs=0)
         (choice,) = answer["choices"]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert cached_tokens(answer) == 0
         entries = choice["prompt_logprobs"]
         assert entries[0] is None and len(entries) == len(prompt)
         own = [entries[i][str(token)]["logprob"] for i, token in enumerate(prompt) if i]
@@ -180,13 +180,13 @@ def test_a_text_sampled_with_every_parameter_does_not_depend_on_the_load(running
         "seed": 21,
         **ENDLESS,
     }
-    alone = server.complete(PROMPT, 20, **ask)["choices"][0]["text"]
+    alone = server.text(PROMPT, 20, **ask)
     with ThreadPoolExecutor(6) as pool:
         others = [
             pool.submit(server.complete, PROMPT[i:], 25, **{**ask, "seed": i, "top_k": i})
             for i in range(1, 6)
         ]
-        again = server.complete(PROMPT, 20, **ask)["choices"][0]["text"]
+        again = server.text(PROMPT, 20, **ask)
         for other in others:
             other.result()
     assert again == alone

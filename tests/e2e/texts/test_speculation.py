@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, serving, text_of
+from tests.e2e.server import RESUMED, Server, serving, text_of
 from tests.mtp_checkpoints import add_likely_head
 from tests.oracle import Oracle
 
@@ -96,11 +94,10 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
         whole = list(pool.map(lambda asked: list(stream(server, *asked)), ASKED))
         running = [stream(server, *asked) for asked in ASKED]
         begun = [[next(events) for _ in range(3)] for events in running]
-        resumed = server.metric("mlx_lm_server_resumed_requests_total")
-        (pid,) = server.pids("services.processes.engine")
-        os.kill(pid, signal.SIGKILL)
+        resumed = server.metric(RESUMED)
+        server.kill("engine")
         rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
-    assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
+    assert server.metric(RESUMED) > resumed
     for before, first, later in zip(whole, begun, rest, strict=True):
         assert text_of(first + later) == text_of(before)
     if source == "guessing":

@@ -6,7 +6,6 @@ holds. A text thus depends on its seed and grammar alone, and is exactly reprodu
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, events_of, serving
 from tests.tiny_models import make_tiny
 
 PROMPTS = 80
@@ -55,16 +54,15 @@ class Question:
         text, reason, tokens = "", "", 0
         with server.client.stream("POST", self.path, json=self.fields | fields) as answer:
             assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            for event in events_of(answer):
+                if "done" in event:
+                    return Reply(text, reason, tokens)
                 tokens = (event["usage"] or {}).get("completion_tokens", tokens)
                 for choice in event["choices"]:
                     piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
                     text += piece or ""
                     reason = choice["finish_reason"] or reason
-        return Reply(text, reason, tokens)
+        raise AssertionError("the stream was cut")
 
 
 def question(number: int) -> Question:

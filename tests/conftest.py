@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -61,6 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, name in enumerate(names)
     }
     items[:] = [item for name in sorted(files, key=place.__getitem__) for item in files[name]]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported: there is none yet."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -128,8 +128,8 @@ def expanded(
 ) -> Prompt:
     """Return the prompt ``token_ids`` with each placeholder replaced by its image.
 
-    Raises `ContentNotSupported` if the template did not render all ``images``, and what ``check_length``
-    raises.
+    Raises `ContentNotSupported` if the template did not render all ``images``, and what
+    ``check_length`` raises.
     """
     if not images:
         return Prompt.of_text(token_ids)

@@ -170,7 +170,9 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(
     assert third[0] is None and len(third) == len(submits[2].token_ids)
     token = submits[2].token_ids[1]
     scores = scores_of(token, 0, 1)
-    expected = {str(token): (scores.chosen, None, tokenizer.decode([token]))}
+    expected: dict[str, tuple[float, int | None, str]] = {
+        str(token): (scores.chosen, None, tokenizer.decode([token]))
+    }
     for other in scores.top_ids:
         expected[str(other)] = (scores.top[0], 1, tokenizer.decode([other]))
     names = ("logprob", "rank", "decoded_token")

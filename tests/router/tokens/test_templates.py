@@ -155,8 +155,11 @@ def test_a_result_of_a_tool_has_the_name_of_the_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_goes_where_the_template_looks_for_it(tmp_path: Path, key: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, f"{{{{ messages[0].{key} }}}}")
-    for field in ("reasoning", "reasoning_content"):
-        assert rendered(tokenizer, ChatMessage(role="assistant", **{field: "so"})) == "so"
+    for message in (
+        ChatMessage(role="assistant", reasoning="so"),
+        ChatMessage(role="assistant", reasoning_content="so"),
+    ):
+        assert rendered(tokenizer, message) == "so"
 
 
 def test_the_older_form_of_a_call_is_converted(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def engine(server: Server) -> ScriptedEngine:
 
 
 def ask(server: Server, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
-    messages = messages or ({"role": "user", "content": "hi"},)
-    return server.post(PATH, messages=messages, **fields)
+    asked = list(messages) or [{"role": "user", "content": "hi"}]
+    return server.post(PATH, **{"messages": asked, **fields})
 
 
 def message_of(answer: httpx.Response) -> dict[str, Any]:
@@ -455,6 +455,19 @@ def test_an_error_names_the_field(
     server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
 ) -> None:
     refused(ask(server, **fields), param)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000, 100_000])
+def test_deeply_nested_json_is_answered(server: Server, engine: ScriptedEngine, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    template = (
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "tools": [{"type":'
+        ' "function", "function": {"name": "f", "parameters": %s}}]}'
+    )
+    body = (template % nested).encode()
+    answer = server.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in ((200, 400) if depth < 1000 else (400,)), answer.text
+    assert ask(server).status_code == 200
 
 
 # -- tokens of earlier turns --------------------------------------------------------

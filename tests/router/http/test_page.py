@@ -178,7 +178,7 @@ def test_the_feed_needs_the_metrics_key_or_else_an_api_key(app_of: AppOf) -> Non
 
 @in_loop
 async def test_viewers_share_samples_and_a_slow_one_hurts_nobody(router_of: RouterOf) -> None:
-    feed = StatusFeed(router_of())
+    feed, before = StatusFeed(router_of()), asyncio.all_tasks()
     quick, other, slow = Viewer(3), Viewer(3), Viewer(9, stuck=True)
     slow_task = asyncio.create_task(slow.read(feed))
     await asyncio.gather(quick.read(feed), other.read(feed))
@@ -194,7 +194,7 @@ async def test_viewers_share_samples_and_a_slow_one_hurts_nobody(router_of: Rout
     assert points[-1] == status["now"]
     slow.gone.set()
     await slow_task
-    while len(asyncio.all_tasks()) > 1:  # nobody looks: the sampler ends
+    while asyncio.all_tasks() != before:  # nobody looks: the sampler ends
         await asyncio.sleep(0.01)
 
 

@@ -49,10 +49,11 @@ def test_prompts_of_every_kind_are_timed_and_remembered(
     model, record = str(tiny_model("llama")), tmp_path / "lines"
     assert len(KINDS) == 20
     assert [pair.prompt for pair in measure(model, ["CSV"], [1], 1, record, prompts=[2])] == [2]
-    pairs = measure(model, ["CSV"], [1], 1, record)
-    assert len(pairs) == 3 and all(pair.same and pair.ratio > 0 for pair in pairs)
+    pairs = measure(model, ["CSV"], [1], 3, record)
+    assert len(pairs) == 9 and all(pair.same and pair.ratio > 0 for pair in pairs)
+    # Where others use the machine, drafts of a tiny model may not seem worth it for a while.
     assert any(pair.drafted >= pair.accepted > 0 for pair in pairs)
-    assert measure("no such model", ["CSV"], [1], 1, record) == pairs
+    assert measure("no such model", ["CSV"], [1], 3, record) == pairs
     show(pairs)
     shown = capsys.readouterr().out
-    assert "of 3 prompts" in shown and "3 of 3 pairs are the same" in shown
+    assert "of 3 prompts" in shown and "9 of 9 pairs are the same" in shown

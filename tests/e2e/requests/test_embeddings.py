@@ -267,7 +267,12 @@ def test_a_killed_engine_costs_only_time(server: Server) -> None:
     texts = long_texts(900)
     wanted = vectors(server, texts[:3])
     (engine,) = server.pids("/bert ")
-    killer = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
+
+    def kill() -> None:
+        server.wait_until(lambda: server.sequences_in_flight() > 0, 60, "texts are computed")
+        os.kill(engine, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
     killer.start()
     found = vectors(server, texts)
     killer.join()

@@ -318,6 +318,8 @@ def test_files_stay_those_of_the_loaded_model_when_others_take_their_place(engin
 
 def test_a_file_that_cannot_be_read_is_not_sent_and_ends_nothing(engine: Engine) -> None:
     engine.serve()
+    engine.send(wire.Ping(router_id="one"))
+    engine.hear(wire.Hello)  # the thread has the files now
     engine.command("lose")
     engine.send(wire.FilesWanted(names=["tokenizer.json"]))
     assert engine.hear(wire.Files).names == []

@@ -89,9 +89,12 @@ class TransformerBlock:
             scaled = replace(first, weight=first.weight * np.float32(self.scale))
             self.head_norms, self.scale = [scaled, *others], 1.0
         elif self.qkv.divisible:
-            heads = self.heads + 2 * self.kv_heads
-            width = self.qkv.weight.shape[0] // heads * self.heads
-            self.qkv, self.scale = self.qkv.scaled(0, width, self.scale), 1.0
+            self.qkv = self.qkv.scaled(0, self.heads * self.head_dim, self.scale)
+            self.scale = 1.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.qkv.weight.shape[0] // (self.heads + 2 * self.kv_heads)
 
     def add_attention_out(self, graph: Graph, found: str) -> str:
         """Return what attention adds to the residual."""

@@ -25,8 +25,11 @@ class Gate(NamedTuple):
                 return cls("bounded", module._alpha, module._limit)
         raise Unsupported(f"a {type(module).__name__} is not a supported gate")
 
-    def add(self, graph: Graph, gate: str, up: str) -> str:
-        """Add the gate for its input and the other factor, (rows, width) each."""
+    def add(self, graph: Graph, both: Linear, x: str) -> str:
+        """Add the layers ``both`` for ``x``, the gate's input and the other factor side by side,
+        and the gate: (rows, width)."""
+        width = both.weight.shape[0] // 2
+        gate, up = both.add_parts(graph, x, (width, width))
         if self.kind == "gelu":
             return graph.node("Mul", graph.node("Gelu", gate, approximate="tanh"), up)
         if self.kind == "bounded":  # gpt-oss's
@@ -61,9 +64,7 @@ class MLP:
         self.same_bits = of_all(each.weight.same_bits for each in (self._gate_up, self._down))
 
     def add(self, graph: Graph, x: str) -> str:
-        halves = [self._gate_up.weight.shape[0] // 2] * 2
-        active = self._gate.add(graph, *self._gate_up.add_parts(graph, x, halves))
-        return self._down.add(graph, active)
+        return self._down.add(graph, self._gate.add(graph, self._gate_up, x))
 
 
 class Experts:
@@ -95,9 +96,8 @@ class Experts:
         parts = graph.nodes(
             "Split", graph.node("Gather", x, tokens), counts, outputs=len(self._down), axis=0
         )
-        halves = [self._gate_up[0].weight.shape[0] // 2] * 2
         found = [
-            down.add(graph, self._gate.add(graph, *gate_up.add_parts(graph, part, halves)))
+            down.add(graph, self._gate.add(graph, gate_up, part))
             for part, gate_up, down in zip(parts, self._gate_up, self._down, strict=True)
         ]
         back = graph.node("Gather", graph.node("Concat", *found, axis=0), unsort)

@@ -97,8 +97,7 @@ def _add_projections(
     graph: Graph, x: str, normed: str, block: TransformerBlock, rotary: Rotary
 ) -> None:
     """Add queries, keys and values as outputs, scaled and rotated."""
-    width = block.qkv.weight.shape[0]
-    dim = width // (block.heads + 2 * block.kv_heads)
+    dim = block.head_dim
     rotate = rotation(graph, dim, rotary)
     widths = block.heads * dim, block.kv_heads * dim
     queries, keys, values = block.qkv.add_parts(graph, normed, (*widths, widths[1]))

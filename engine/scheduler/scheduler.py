@@ -22,7 +22,7 @@ from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.step_meter import StepMeter
-from engine.scheduler.timing.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
+from engine.scheduler.timing.chunks import ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
 from engine.speculation.speculator import Speculator
 from shared import wire
@@ -59,7 +59,7 @@ class Scheduler:
             config.max_chunk_tokens,
             layers=config.layers,
             has_experts=config.has_experts,
-            shared_tokens=GPU_SHARED_TOKENS if config.look_ahead else SHARED_TOKENS,
+            on_gpu=config.look_ahead,
         )
         prefilling = Prefilling(
             config, self.sequences, self.memory, self._prefix_cache, policy, time_share

@@ -13,8 +13,10 @@ UNIT_PASSES = 2.0
 waits for it."""
 STREAMING_UNIT_PASSES = 1.0
 """The same while others wait for their next token."""
-MIN_UNIT_S = 0.03
+MIN_UNIT_S = 0.015
 """Min of the same in seconds: nobody notices such a wait."""
+GPU_MIN_UNIT_S = 0.03
+"""The same on a GPU, which is slower with shorter chunks."""
 EXPERTS_LAYER_S = 2.0
 """Target time of one layer of a chunk for models with experts while no stream runs. A chunk reads
 all experts of a layer, so a prompt should be one chunk. A new sequence waits for its layer."""
@@ -63,14 +65,15 @@ class ChunkPolicy:
         max_tokens: int = MAX_TOKENS,
         *,
         layers: int = 1,
-        shared_tokens: int = SHARED_TOKENS,
         has_experts: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         """``layers``: the number of parts of a pass that may be computed separately."""
         self._block_size = block_size
         self._fixed_tokens = fixed_tokens
         self._max_tokens = max_tokens
-        self._shared_tokens = shared_tokens
+        self._shared_tokens = GPU_SHARED_TOKENS if on_gpu else SHARED_TOKENS
+        self._min_unit_s = GPU_MIN_UNIT_S if on_gpu else MIN_UNIT_S
         self.layers = layers
         self._alone_layer_s = EXPERTS_LAYER_S if has_experts else 0.0
         self._base_s = 3e-3
@@ -113,8 +116,8 @@ class ChunkPolicy:
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""
         if streaming:
-            return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), MIN_UNIT_S)
-        return max(UNIT_PASSES * self.pass_s, MIN_UNIT_S)
+            return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), self._min_unit_s)
+        return max(UNIT_PASSES * self.pass_s, self._min_unit_s)
 
     def ends_s(self, *, streaming: bool) -> float:
         """Return the seconds that ends of prompts may add to one decode."""

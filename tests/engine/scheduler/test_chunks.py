@@ -90,7 +90,7 @@ def test_no_chunk_of_a_prompt_is_much_shorter_than_the_others(prompt: int) -> No
 def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) -> None:
     policy = ChunkPolicy(16, max_tokens=100_000, layers=30)
     policy.observe_decodes(pass_s)
-    observe(policy, 20, 500, pass_s + 1)
+    observe(policy, 20, 500, pass_s + 0.5)
     wanted_s = max(UNIT_PASSES * pass_s, MIN_UNIT_S)
     assert policy.unit_s(streaming=False) == wanted_s
     tokens = policy.budget(streaming=False).take(0, 50_000)
@@ -149,7 +149,7 @@ def test_layers_are_measured_a_few_at_a_time() -> None:
 
 def test_a_pass_whose_time_is_used_up_takes_no_more_prompts() -> None:
     """Attention to a long prefix costs more than there is time for."""
-    policy = ChunkPolicy(16, layers=30, shared_tokens=512)
+    policy = ChunkPolicy(16, layers=30, on_gpu=True)
     learn(policy, 1e-3, 1e-5)
     policy.observe_decodes(0.001)
     budget = policy.budget(streaming=True)
@@ -158,7 +158,7 @@ def test_a_pass_whose_time_is_used_up_takes_no_more_prompts() -> None:
 
 
 def test_long_prompts_share_no_pass_on_a_cpu() -> None:
-    policy = ChunkPolicy(16, max_tokens=2048, layers=30, shared_tokens=256)
+    policy = ChunkPolicy(16, max_tokens=2048, layers=30)
     observe(policy, 10, 500, 0.01)
     budget = policy.budget(streaming=False)
     assert budget.take(0, 1000) == 1000 and not budget.take(0, 1000)

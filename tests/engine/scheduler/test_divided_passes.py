@@ -44,7 +44,7 @@ def test_a_long_prompt_is_computed_a_few_layers_at_a_time(look_ahead: bool) -> N
 
 def test_a_short_prompt_is_computed_whole_in_one_plan() -> None:
     made = engine()
-    made.serve(request("short", prompt(8)))
+    made.serve(request("short", prompt(4)))
     assert len(made.chunks) == 1
     assert not any(plan.stretches for plan in made.plans)
 
@@ -94,8 +94,8 @@ def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_ru
     made = engine(decodes_ends=True)
     (stream,) = begin_streams(made, 1)
     policy = made.scheduler.planner.prefilling._chunk_policy
-    assert policy.predict_s(0, 8) < MIN_UNIT_S < policy.predict_s(0, 32)
-    for length, joins in ((33, False), (9, True)):
+    assert policy.predict_s(0, 4) < MIN_UNIT_S < policy.predict_s(0, 32)
+    for length, joins in ((33, False), (5, True)):
         first = len(made.plans)
         made.answer(request(f"{length}", prompt(length, length), max_tokens=1))
         plans = made.plans[first:]
@@ -123,7 +123,7 @@ def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None
     begun_s, tokens, number = made.now_s, len(stream.tokens), 0
     while not long.tokens:
         number += 1
-        made.answer(request(f"end {number}", prompt(20, number), max_tokens=1))
+        made.answer(request(f"end {number}", prompt(12, number), max_tokens=1))
         # A token takes a thousandth of a second, and half of the time is for streams.
         assert number % 5 or len(stream.tokens) - tokens >= 400 * (made.now_s - begun_s)
     plans = [plan for plan in made.plans if any(decode.before for decode in plan.decodes)]

@@ -91,12 +91,12 @@ def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
 def test_decodes_compute_the_ends_of_prompts() -> None:
     """All at once, with the first one's next token, and without a pass of their own."""
     engine = Engine(config(blocks=600, decodes_ends=True, max_batch_size=8))
-    prompts = [[*SHARED, n, n + 1, n + 2] for n in range(8)]
+    prompts = [[*SHARED, n, n + 1, n + 2] for n in range(5)]
     clients = [engine.submit(request(f"r{n}", each)) for n, each in enumerate(prompts)]
     engine.finish(*clients)
-    assert ends_in_decodes(engine) == [[102 % 16], [0, *7 * [2]]]
+    assert ends_in_decodes(engine) == [[102 % 16], [0, *4 * [2]]]
     assert [len(plan.chunks) for plan in engine.plans if plan.chunks] == 102 // 16 * [1]
-    assert engine.scheduler.stats().prefill_tokens_total == 102 + 7 * 2
+    assert engine.scheduler.stats().prefill_tokens_total == 102 + 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_other_ends_are_computed_by_chunks(prompt: list[int], changes: dict[str,
 def test_nothing_is_copied_from_a_sequence_whose_end_is_computed_in_the_same_plan() -> None:
     engine = Engine(config(blocks=600, block_size=16, decodes_ends=True))
     engine.serve(request("first", SHARED[:96]))
-    same = [*SHARED[:96], *range(10)]
+    same = [*SHARED[:96], *range(4)]
     clients = [engine.submit(request(name, same)) for name in ("second", "third")]
     engine.finish(*clients)
-    assert [9, 9] in ends_in_decodes(engine)
+    assert [3, 3] in ends_in_decodes(engine)
 
 
 def test_a_fixed_length_of_chunks_limits_the_ends_too() -> None:

@@ -19,8 +19,6 @@ sequence."""
 PROBED = 0.5
 """While nothing is known about drafts, a draft with a higher chance than this is tried to learn
 its cost."""
-STEEPER = 1.5
-"""Drafts beyond the measured number are assumed to be slower by this factor."""
 OUTLIER, UNKNOWN_OUTLIER = 1.5, 2.0
 """A step slower than predicted by more than this factor was delayed by something else: for sizes
 measured a few times, and for all other sizes."""
@@ -39,7 +37,17 @@ class _Typical:
         self.since = 0
         if self.times == 1:
             self.seconds = elapsed_s
-            return
+        elif self.times <= PLAIN_FIRST:  # the first one prepares others
+            self.seconds = min(self.seconds, elapsed_s)
+        else:
+            self._follow(elapsed_s)
+
+    def lower(self, most_s: float) -> None:
+        """Learn that a step with drafts took ``most_s``: one without would take no longer."""
+        if most_s < self.seconds:
+            self._follow(most_s)
+
+    def _follow(self, elapsed_s: float) -> None:
         most = MAX_DIFFERENCE * self.seconds
         difference = min(max(elapsed_s - self.seconds, -most), most)
         self.seconds += max(LEARNS, 1 / self.times) * difference
@@ -50,13 +58,14 @@ class BatchCosts:
 
     Each number of sequences has its own times. Unmeasured sizes are predicted: the difference to
     a step without drafts is taken from steps of any batch with the same number of tokens, or
-    else from the assumptions of `StepCosts`. No step has more than twice the tokens of the
-    largest measured one."""
+    else from the assumptions of `StepCosts`."""
 
     def __init__(self) -> None:
         self._all = StepCosts()
         self._of_rows: dict[int, StepCosts] = {}
-        """By number of sequences, the seconds of steps by number of drafts plus one."""
+        """By number of sequences, the times of steps by number of drafts plus one, as multiples
+        of the typical time without drafts when they were measured: the speed of a machine
+        changes, by its temperature and other programs."""
         self._plain: dict[int, _Typical] = {}
         self._predicted: dict[tuple[int, int], float] = {}
         self._excess: dict[tuple[int, int], float] = {}
@@ -66,20 +75,24 @@ class BatchCosts:
 
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
         """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
-        if elapsed_s <= 0:
-            return
+        if elapsed_s > 0:  # one step that was delayed must not keep all others from drafts
+            self._learn(rows, drafted, self._plausible_s(rows, drafted, elapsed_s))
+
+    def _learn(self, rows: int, drafted: int, elapsed_s: float) -> None:
         self.changes += 1
         self._predicted.clear()
         self._excess.clear()
         self._all.observe(rows + drafted, elapsed_s)
-        if rows not in self._of_rows:
-            self._of_rows[rows] = StepCosts()
-            self._plain[rows] = _Typical()
-        self._of_rows[rows].observe(1 + drafted, elapsed_s)
-        if drafted:
-            self._plain[rows].since += 1
-        else:
-            self._plain[rows].observe(elapsed_s)
+        plain = self._plain.setdefault(rows, _Typical())
+        costs = self._of_rows.setdefault(rows, StepCosts(evenly=True))
+        if not drafted:
+            plain.observe(elapsed_s)
+            costs.observe(1, 1.0)
+            return
+        plain.since += 1
+        if plain.times:
+            plain.lower(elapsed_s)
+            costs.observe(1 + drafted, max(1.0, elapsed_s / plain.seconds))
 
     def plain_s(self, rows: int) -> float:
         """Return the typical seconds of a step of ``rows`` sequences without drafts; 0 if
@@ -101,21 +114,21 @@ class BatchCosts:
         return known
 
     def _predict_s(self, rows: int, drafted: int) -> float:
-        costs, all_ = self._of_rows.get(rows), self._all
-        if costs is None:
+        plain_s, all_ = self.plain_s(rows), self._all
+        if not plain_s:
             return all_.predict_s(rows + drafted)
+        costs = self._of_rows[rows]
         beyond = 1 + drafted - costs.largest
         if beyond <= 0:
-            return costs.predict_s(1 + drafted)
-        longest_s, known = costs.predict_s(costs.largest), rows + costs.largest - 1
+            return plain_s * costs.predict_s(1 + drafted)
+        longest, known = costs.predict_s(costs.largest), rows + costs.largest - 1
         if all_.largest < known + beyond:
-            drafts_s = longest_s - costs.predict_s(1)
-            assumed_s = longest_s * beyond / (rows + ASSUMED_ROWS)
+            assumed = longest * beyond / (rows + ASSUMED_ROWS)
             if costs.largest > 1:
-                steeper_s = STEEPER * beyond * drafts_s / (costs.largest - 1)
-                assumed_s = min(assumed_s, max(0.0, steeper_s))
-            return longest_s + assumed_s
-        return longest_s + max(0.0, all_.predict_s(known + beyond) - all_.predict_s(known))
+                assumed = min(assumed, max(0.0, beyond * (longest - 1) / (costs.largest - 1)))
+            return plain_s * (longest + assumed)
+        longer_s = all_.predict_s(known + beyond) - all_.predict_s(known)
+        return plain_s * longest + max(0.0, longer_s)
 
     def excess_s(self, rows: int, drafted: int) -> float:
         """Return how much longer a step takes with ``drafted`` drafts than without. Errs on the
@@ -128,27 +141,32 @@ class BatchCosts:
     def _excess_s(self, rows: int, drafted: int) -> float:
         plain_s, costs = self.predict_s(rows), self._of_rows.get(rows)
         excess_s = max(0.0, self.predict_s(rows, drafted) - plain_s)
-        if costs is None or not drafted or costs.largest == 1:
+        if costs is None or not drafted or costs.largest <= 1:
             return excess_s
         beyond = max(1.0, drafted / (costs.largest - 1))
-        return max(excess_s, beyond * (costs.at_least_s(1 + drafted) - plain_s))
+        return max(excess_s, beyond * plain_s * (costs.at_least_s(1 + drafted) - 1))
 
     def measured_excess_s(self, rows: int, drafted: int, elapsed_s: float | None) -> float:
         """Return how much longer a step with drafts took than one without, as far as drafts are
         the cause. If the time is None, return the prediction."""
         if elapsed_s is None:
             return self.excess_s(rows, drafted)
+        elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
+        return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
+
+    def _plausible_s(self, rows: int, drafted: int, elapsed_s: float) -> float:
+        """Return ``elapsed_s``, or less if something else must have delayed a step with drafts."""
+        if not drafted:
+            return elapsed_s
         costs = self._of_rows.get(rows)
         is_known = costs is not None and costs.knows(1 + drafted)
         most = OUTLIER if is_known else UNKNOWN_OUTLIER
-        elapsed_s = min(elapsed_s, most * self.predict_s(rows, drafted) or elapsed_s)
-        return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
+        return min(elapsed_s, most * self.predict_s(rows, drafted) or elapsed_s)
 
     def max_drafts(self, rows: int) -> int:
-        """Return the max number of drafts of a step, according to measurements."""
-        costs = self._of_rows.get(rows)
-        own = 0 if costs is None else costs.largest - 1
-        return max(1, 2 * own, 2 * (self._all.largest - rows))
+        """Return the max number of drafts of a step, so that it has at most twice the tokens of
+        the largest measured one."""
+        return max(1, 2 * self._all.largest - rows)
 
     def affordable(self, rows: int, count: int, room_s: float) -> int:
         """Return how many drafts of one sequence, at most ``count``, cost all ``rows`` of a step
@@ -195,15 +213,16 @@ class BatchCosts:
         """Return the seconds of measured steps, by number of sequences, then by number of
         drafts."""
         return {
-            rows: {tokens - 1: seconds for tokens, seconds in costs.seconds().items()}
+            rows: {tokens - 1: plain_s * times for tokens, times in costs.seconds().items()}
             for rows, costs in self._of_rows.items()
+            if (plain_s := self.plain_s(rows))
         }
 
     def remember(self, known: Mapping[int, Mapping[int, float]]) -> None:
         """Start from an earlier result of `known`, which counts as measured once."""
         for rows, by_drafts in known.items():
             for drafted, seconds in sorted(by_drafts.items()):
-                self.observe(rows, drafted, seconds)
+                self._learn(rows, drafted, seconds)
             if rows in self._plain and self._plain[rows].times:
                 self._plain[rows].times = PLAIN_FIRST
         self.changes = 0

@@ -14,6 +14,8 @@ octaves."""
 FASTER, SLOWER = 0.3, 0.05
 """How far the value follows a lower time, and a higher one. The result is about the lowest
 fifth, because many causes that have nothing to do with the step make times long."""
+EVENLY = 0.2
+"""How far it follows both if they were cut to what is plausible."""
 ASSUMED_TIMES = 4
 """Number of measurements after which a size counts as much as the prediction from other sizes."""
 LATELY = 0.1
@@ -35,10 +37,15 @@ class _Measured:
     times: float = 0.0  # number of measurements, reduced if they are old
     was_seen: bool = False
 
-    def observe(self, elapsed_s: float) -> None:
+    def observe(self, elapsed_s: float, *, evenly: bool) -> None:
         difference = elapsed_s - self.seconds
+        if self.times == 1 and difference < 0:  # the first step of a size prepares others
+            self.seconds = elapsed_s
+        elif evenly:
+            self.seconds += EVENLY * difference
+        else:
+            self.seconds += (FASTER if difference < 0 else SLOWER) * difference
         self.times += 1
-        self.seconds += (FASTER if difference < 0 else SLOWER) * difference
         self.was_seen = True
 
     def forget_unseen(self) -> None:
@@ -55,7 +62,9 @@ class StepCosts:
     longer, and each further token takes at least as long as the ones before. A time above that
     is tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, evenly: bool = False) -> None:
+        """``evenly``: whether times that are too long were cut already."""
+        self._evenly = evenly
         self._measured: dict[int, _Measured] = {}
         self._known: list[int] = []  # its keys, sorted
         self._predicted: dict[int, float] = {}  # predictions for these; empty after a measurement
@@ -69,7 +78,7 @@ class StepCosts:
         if size not in self._measured:
             self._measured[size] = _Measured(elapsed_s)
             self._known = sorted(self._measured)
-        self._measured[size].observe(elapsed_s)
+        self._measured[size].observe(elapsed_s, evenly=self._evenly)
         self._predicted.clear()
         self._steps += 1
         if self._steps % UNSEEN_STEPS == 0:
@@ -91,8 +100,8 @@ class StepCosts:
         return _between(tokens, known[place - 1], known[place], self._predicted)
 
     def at_least_s(self, tokens: int) -> float:
-        """Return the recent time of steps of at most ``tokens``, exactly as measured, however
-        rarely: for callers that must not underestimate. 0 if nothing is known."""
+        """Return the recent time of steps of at most ``tokens``, as measured, even if only twice:
+        for callers that must not underestimate. 0 if nothing is known."""
         if not self._predicted and self._known:
             self._predict()
         place = bisect_right(self._known, tokens)
@@ -127,9 +136,17 @@ class StepCosts:
         for size, measured in self._measured.items():
             share = measured.times / (measured.times + ASSUMED_TIMES)
             self._predicted[size] = share * measured.seconds + (1 - share) * own[size]
-        lately = (self._measured[size] for size in self._known)
-        seconds = (each.seconds if each.times >= LATELY else 0.0 for each in lately)
-        self._at_least = list(accumulate(seconds, max))
+        self._at_least = list(accumulate(map(self._lately_s, self._known), max))
+
+    def _lately_s(self, size: int) -> float:
+        """Return the time of steps of ``size`` as measured; 0 if that was long ago. A single
+        time, which is much too long at times, counts half, and the prediction the other half."""
+        measured = self._measured[size]
+        if measured.times < LATELY:
+            return 0.0
+        if measured.times > 1:
+            return measured.seconds
+        return (measured.seconds + self._predicted[size]) / 2
 
     def seconds(self) -> dict[int, float]:
         """Return the known seconds, by number of tokens."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_STEPS, MAX_SHARE = 1.25, 0.02
+MAX_STEPS, MAX_SHARE = 1.0, 0.015
 """A sequence loses at most two steps without drafts, or 3 % of the time its steps would have
-taken without drafts, whichever is larger. The limits below are lower than that, because steps
-may take longer than predicted."""
-FIRST_STEPS, LATER_SHARE = 0.4, 1 / 200
+taken without drafts, whichever is larger. These limits are lower than that, because steps may
+take longer than predicted."""
+EARLY_STEPS, EARLY_SHARE = 0.5, 0.03
+"""While a sequence is short, it loses at most so many steps and this share of its time: two steps
+are a tenth of an answer of twenty tokens."""
+FIRST_STEPS, LATER_SHARE = 0.6, 1 / 200
 """The same for one source and its own drafts: less than 2 % of 64 tokens and less than 1 % of
 256, with a margin for steps that take longer than predicted."""
 MAX_SAVED_STEPS = 3.0
@@ -45,7 +48,8 @@ class SequenceAccount:
 
     def room_s(self, plain_s: float) -> float:
         """Return how much longer than ``plain_s`` the next step may take."""
-        return max(MAX_STEPS * plain_s, MAX_SHARE * self.without_s) - self.lost_s
+        early_s = EARLY_STEPS * plain_s + EARLY_SHARE * self.without_s
+        return max(min(MAX_STEPS * plain_s, early_s), MAX_SHARE * self.without_s) - self.lost_s
 
 
 @dataclass(slots=True)

@@ -59,9 +59,9 @@ def test_noise_changes_none_of_that_by_much(seed: int, spread: float) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_no_request_pays_for_the_drafts_of_others(draft: float) -> None:
-    rows = Processor(draft).run(always, never, always, never, tokens=128)
-    # Those that are never right pay for drafts of their own too: 2.3 steps at most, not 2.
-    assert all(row.most_lost <= 1.15 for row in rows)
+    rows = Processor(draft / 4).run(always, never, always, never, tokens=128)
+    # Those that are never right pay for drafts of their own too.
+    assert all(row.most_lost <= 1.1 for row in rows)
 
 
 def test_requests_that_are_behind_by_turns_gain_together() -> None:
@@ -100,13 +100,15 @@ def test_what_was_saved_pays_for_little_of_what_is_lost_later() -> None:
 
 def test_a_request_may_lose_little_of_what_it_has_computed() -> None:
     account = SequenceAccount()
-    account.step(PLAIN_S, PLAIN_S)
+    assert account.room_s(PLAIN_S) == pytest.approx(0.5 * PLAIN_S)
+    for _ in range(30):
+        account.step(PLAIN_S, PLAIN_S / 40)
     assert account.room_s(PLAIN_S) == pytest.approx(0.25 * PLAIN_S)
-    for _ in range(999):
+    for _ in range(970):
         account.step(PLAIN_S, 0.0)
-    assert account.room_s(PLAIN_S) == pytest.approx(19 * PLAIN_S)
+    assert account.room_s(PLAIN_S) == pytest.approx(14.25 * PLAIN_S)
     account.save(10, PLAIN_S)
-    assert account.room_s(PLAIN_S) == pytest.approx(29.2 * PLAIN_S)
+    assert account.room_s(PLAIN_S) == pytest.approx(24.4 * PLAIN_S)
 
 
 @pytest.mark.parametrize("gain", [0.01, 0.9])

@@ -176,14 +176,48 @@ def test_costs_follow_what_is_measured_and_forget_outliers() -> None:
 
 def test_a_size_that_was_slow_by_chance_is_tried_again_in_time() -> None:
     costs = BatchCosts()
-    for drafted, seconds in ((0, 0.010), (1, 0.011), (5, 1.0)):
-        costs.observe(1, drafted, seconds)
+    costs.remember({1: {0: 0.010, 1: 0.011, 5: 1.0}})
     gains = [[0.9**number for number in range(1, 6)]]
     assert costs.best_lengths(1, gains) == [1]
     for _ in range(500):
         costs.observe(1, 0, 0.010)
         costs.observe(1, 1, 0.011)
     assert costs.best_lengths(1, gains) == [5]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_first_step_with_drafts_that_is_delayed_keeps_no_other_from_drafts(rows: int) -> None:
+    costs = BatchCosts()
+    for drafted, seconds in ((0, 0.050), (0, 0.050), (0, 0.050), (rows, 1.0), (rows, 0.060)):
+        costs.observe(rows, drafted, seconds)
+    assert costs.excess_s(rows, rows) < 0.050
+    assert costs.best_lengths(rows, [[0.9]] * rows) == [1] * rows
+
+
+def test_a_first_step_with_drafts_has_one_for_each_sequence() -> None:
+    """Of eight sequences, one draft alone may not pay where eight do."""
+    costs = BatchCosts()
+    costs.observe(8, 0, 0.050)
+    assert costs.best_lengths(8, [[0.8, 0.64]] * 8) == [1] * 8
+
+
+def test_drafts_that_were_measured_on_a_slower_machine_are_tried_again() -> None:
+    costs = BatchCosts()
+    for drafted, seconds in ((0, 0.080), (0, 0.080), (0, 0.080), (4, 0.126), (0, 0.050)):
+        for _ in range(1 if drafted else 20):
+            costs.observe(8, drafted, seconds)
+    assert costs.plain_s(8) == pytest.approx(0.050, rel=0.2)
+    assert costs.best_lengths(8, [[0.9]] * 8) == [1] * 8
+
+
+def test_a_step_with_drafts_takes_no_less_than_one_without() -> None:
+    costs = BatchCosts()
+    for _ in range(3):
+        costs.observe(1, 0, 0.200)  # something else had the processor
+    for _ in range(20):
+        costs.observe(1, 1, 0.060)
+    assert costs.plain_s(1) < 0.080
+    assert costs.measured_excess_s(1, 1, 0.100) > 0
 
 
 def test_one_slow_step_says_less_than_steps_of_other_sizes() -> None:

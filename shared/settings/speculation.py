@@ -13,7 +13,7 @@ class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
     spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
-        "none",
+        "auto",
         "source of drafts: none, n-grams of earlier text, a draft model, or auto: whatever pays "
         "off, at no request's expense",
     )

@@ -46,15 +46,15 @@ class Whole:
     """An engine whose outputs are collected in its attributes."""
 
     def __init__(self, path: Path, **settings: object) -> None:
-        """``settings`` are those of the server, and ``proofs`` and ``leader`` of
-        `build_replica`."""
+        """``settings`` are those of the server, by default without drafts, and ``proofs`` and
+        ``leader`` of `build_replica`."""
         proofs: Any = settings.pop("proofs", None)
         leader: Any = settings.pop("leader", None)
         device.prepare()
         gc.collect()
         self.before_bytes = mx.get_active_memory()
         self.loaded = load(path, group=leader and leader.group.mlx)
-        self.settings = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
+        self.settings = Settings(**{"kv_bits": 16, "spec_decode": "none"} | settings)  # type: ignore[arg-type]
         self.replica = build_replica(self.loaded, self.settings, proofs, leader)
         self.executor = self.replica.executor
         self._grammars: GrammarCache | None = None

@@ -49,7 +49,6 @@ REFERENCE = {
     "--first-token-timeout-s": 300.0,
     "--max-concurrent-requests": 64,
     "--memory-pressure-threshold": 0.9,
-    "--spec-decode": "none",
     "--num-speculative-tokens": 5,
     "--spec-decode-disable-batch-size": 8,
     "--ngram-max": 4,
@@ -69,7 +68,8 @@ REFERENCE = {
     "--distributed-jaccl-coordinator": None,
     "--num-local-ranks": None,
 }
-"""The flags of the reference, and their defaults."""
+"""The flags of the reference, and their defaults, except ``--spec-decode``: drafts change no text,
+and cost no request more than a little."""
 
 Refusal = Callable[..., str]
 TWO_RANKS = "--distributed-mode ring --num-local-ranks 2"
@@ -165,9 +165,12 @@ def test_auto_stands_for_what_the_device_decides() -> None:
     assert (settings.num_blocks, settings.prefill_chunk_tokens) == (None, 64)
 
 
-@pytest.mark.parametrize("source", ["draft", "auto"])
-def test_a_draft_model_is_taken_with_its_flags(source: str) -> None:
-    argv = f"--spec-decode {source} --draft-model-path x --draft-context-len 64"
+@pytest.mark.parametrize(
+    ("flags", "source"),
+    [("--spec-decode draft ", "draft"), ("--spec-decode auto ", "auto"), ("", "auto")],
+)
+def test_a_draft_model_is_taken_with_its_flags(flags: str, source: str) -> None:
+    argv = f"{flags}--draft-model-path x --draft-context-len 64"
     settings = parse(argv.split(), {}, "prog")
     assert (settings.spec_decode, settings.draft_model_path) == (source, "x")
     assert settings.draft_context_len == 64
@@ -183,8 +186,9 @@ def test_a_source_of_drafts_is_taken_with_all_its_flags(source: str) -> None:
     assert not settings.ngram_prompt_lookup and not settings.spec_decode_dynamic
 
 
-def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
-    assert parse(["--spec-decode", "none"], {}, "prog") == Settings()
+def test_drafts_are_the_default_and_can_be_turned_off() -> None:
+    assert parse([], {}, "prog").spec_decode == "auto"
+    assert parse(["--spec-decode", "none"], {}, "prog").spec_decode == "none"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,10 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
             "--draft-model-path: not supported",
         ),
         ("--spec-decode draft", "--spec-decode: draft requires --draft-model-path"),
-        ("--draft-model-path x", "--draft-model-path: has no effect without"),
+        (
+            "--draft-model-path x --spec-decode none",
+            "--draft-model-path: has no effect without",
+        ),
         ("--draft-model-path x --spec-decode ngram", "--draft-model-path: has no effect without"),
         (
             "--draft-model-path x --spec-decode draft --draft-context-len 513",

@@ -120,7 +120,7 @@ WAYS = {
     "--max-batch-size 16": WayToAsk(all_at_once, flags=("--max-batch-size", "16")),
     "--prefill-chunk-tokens 64": WayToAsk(all_at_once, flags=("--prefill-chunk-tokens", "64")),
     "--prefill-chunk-tokens 1024": WayToAsk(all_at_once, flags=("--prefill-chunk-tokens", "1024")),
-    "--spec-decode auto": WayToAsk(all_at_once, flags=("--spec-decode", "auto")),
+    "--spec-decode none": WayToAsk(all_at_once, flags=("--spec-decode", "none")),
     "little memory": WayToAsk(all_at_once, flags=("--num-blocks", str(LITTLE_BLOCKS))),
     "engine killed": WayToAsk(killed),
 }

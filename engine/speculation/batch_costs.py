@@ -75,8 +75,10 @@ class BatchCosts:
 
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
         """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
-        if elapsed_s > 0:  # one step that was delayed must not keep all others from drafts
-            self._learn(rows, drafted, self._plausible_s(rows, drafted, elapsed_s))
+        if drafted:  # one step that was delayed must not keep all others from drafts
+            elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
+        if elapsed_s > 0:
+            self._learn(rows, drafted, elapsed_s)
 
     def _learn(self, rows: int, drafted: int, elapsed_s: float) -> None:
         self.changes += 1
@@ -155,9 +157,7 @@ class BatchCosts:
         return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
 
     def _plausible_s(self, rows: int, drafted: int, elapsed_s: float) -> float:
-        """Return ``elapsed_s``, or less if something else must have delayed a step with drafts."""
-        if not drafted:
-            return elapsed_s
+        """Return ``elapsed_s``, or less if something else must have delayed the step."""
         costs = self._of_rows.get(rows)
         is_known = costs is not None and costs.knows(1 + drafted)
         most = OUTLIER if is_known else UNKNOWN_OUTLIER

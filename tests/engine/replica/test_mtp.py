@@ -112,11 +112,15 @@ def test_texts_on_the_path_of_a_gpu_are_those_without_a_head(
 def test_auto_drafts_with_the_head(headed: Callable[..., Headed]) -> None:
     engine = headed("glm4_moe")
     engine.whole.renew(look_ahead=False)
-    start(engine.whole, "greedy", "sampled")
-    engine.whole.run()
-    assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
-    stats = engine.whole.scheduler.stats().drafts
-    assert stats is not None and stats.sources["mtp"].drafted > 0
+    for _ in range(10):  # on a busy machine its first guesses may cost a request all it may lose
+        engine.whole.texts.clear()
+        start(engine.whole, "greedy", "sampled")
+        engine.whole.run()
+        assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
+        stats = engine.whole.scheduler.stats().drafts
+        if stats is not None and stats.sources["mtp"].drafted:
+            return
+    pytest.fail("nothing was drafted")
 
 
 def test_blocks_of_engines_with_and_without_a_head_are_not_mixed_up(

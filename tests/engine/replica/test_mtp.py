@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
+from engine.speculation import regret
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.speculator import Speculator
 from tests.engine.replica.test_drafts import REQUESTS, prompt
@@ -109,18 +110,19 @@ def test_texts_on_the_path_of_a_gpu_are_those_without_a_head(
         engine.check()
 
 
-def test_auto_drafts_with_the_head(headed: Callable[..., Headed]) -> None:
+def test_auto_drafts_with_the_head(
+    headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To a tiny model a head's first guesses may cost more than a short request may lose.
+    for name in ("EARLY_STEPS", "MAX_STEPS", "FIRST_STEPS"):
+        monkeypatch.setattr(regret, name, 1000.0)
     engine = headed("glm4_moe")
     engine.whole.renew(look_ahead=False)
-    for _ in range(10):  # on a busy machine its first guesses may cost a request all it may lose
-        engine.whole.texts.clear()
-        start(engine.whole, "greedy", "sampled")
-        engine.whole.run()
-        assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
-        stats = engine.whole.scheduler.stats().drafts
-        if stats is not None and stats.sources["mtp"].drafted:
-            return
-    pytest.fail("nothing was drafted")
+    start(engine.whole, "greedy", "sampled")
+    engine.whole.run()
+    assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
+    stats = engine.whole.scheduler.stats().drafts
+    assert stats is not None and stats.sources["mtp"].drafted > 0
 
 
 def test_blocks_of_engines_with_and_without_a_head_are_not_mixed_up(

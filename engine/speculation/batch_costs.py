@@ -127,7 +127,7 @@ class BatchCosts:
         if all_.largest < known + beyond:
             assumed = longest * beyond / (rows + ASSUMED_ROWS)
             if costs.largest > 1:
-                assumed = min(assumed, max(0.0, beyond * (longest - 1) / (costs.largest - 1)))
+                assumed = min(assumed, beyond * (longest - 1) / (costs.largest - 1))
             return plain_s * (longest + assumed)
         longer_s = all_.predict_s(known + beyond) - all_.predict_s(known)
         return plain_s * longest + max(0.0, longer_s)

@@ -37,14 +37,12 @@ class _Measured:
     times: float = 0.0  # number of measurements, reduced if they are old
     was_seen: bool = False
 
-    def observe(self, elapsed_s: float, *, evenly: bool) -> None:
+    def observe(self, elapsed_s: float, faster: float, slower: float) -> None:
+        """``faster`` and ``slower``: how far to follow a lower time, and a higher one."""
+        if self.times == 1:
+            faster = 1.0  # the first step of a size prepares others
         difference = elapsed_s - self.seconds
-        if self.times == 1 and difference < 0:  # the first step of a size prepares others
-            self.seconds = elapsed_s
-        elif evenly:
-            self.seconds += EVENLY * difference
-        else:
-            self.seconds += (FASTER if difference < 0 else SLOWER) * difference
+        self.seconds += (faster if difference < 0 else slower) * difference
         self.times += 1
         self.was_seen = True
 
@@ -64,7 +62,7 @@ class StepCosts:
 
     def __init__(self, *, evenly: bool = False) -> None:
         """``evenly``: whether times that are too long were cut already."""
-        self._evenly = evenly
+        self._follows = (EVENLY, EVENLY) if evenly else (FASTER, SLOWER)
         self._measured: dict[int, _Measured] = {}
         self._known: list[int] = []  # its keys, sorted
         self._predicted: dict[int, float] = {}  # predictions for these; empty after a measurement
@@ -78,7 +76,7 @@ class StepCosts:
         if size not in self._measured:
             self._measured[size] = _Measured(elapsed_s)
             self._known = sorted(self._measured)
-        self._measured[size].observe(elapsed_s, evenly=self._evenly)
+        self._measured[size].observe(elapsed_s, *self._follows)
         self._predicted.clear()
         self._steps += 1
         if self._steps % UNSEEN_STEPS == 0:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from engine.speculation.costs import WORTH_IT, StepCosts
 
-LEARNS, MAX_DIFFERENCE = 0.1, 0.3
-"""How far the typical time follows a new time, and the max relative difference that counts: a
-step that something else delayed says little."""
 PLAIN_FIRST, PLAIN_EVERY = 3, 64
 """No drafts before this many steps without drafts were measured. After this many steps with
 drafts, one without is measured again, because contexts grow; sooner while few were measured."""
@@ -22,25 +21,28 @@ its cost."""
 OUTLIER, UNKNOWN_OUTLIER = 1.5, 2.0
 """A step slower than predicted by more than this factor was delayed by something else: for sizes
 measured a few times, and for all other sizes."""
+DOUBTFUL = 1.3
+"""After a step with drafts that is slower than predicted by more than this factor, one without is
+measured again: it tells whether the machine has become slower, or drafts are the cause."""
+RECENT = 3
+"""Number of recent times without drafts that decide the typical one."""
 
 
 @dataclass(slots=True)
 class _Typical:
-    """The typical time of steps without drafts: a mean in which no single time counts much."""
+    """The typical time of steps without drafts: the median of recent ones, which a single time
+    does not change much."""
 
     seconds: float = 0.0
     times: int = 0
     since: int = 0  # steps with drafts since the last one without
+    is_doubtful: bool = False  # see `DOUBTFUL`
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def observe(self, elapsed_s: float) -> None:
         self.times += 1
-        self.since = 0
-        if self.times == 1:
-            self.seconds = elapsed_s
-        elif self.times <= PLAIN_FIRST:  # the first one prepares others
-            self.seconds = min(self.seconds, elapsed_s)
-        else:
-            self._follow(elapsed_s)
+        self.since, self.is_doubtful = 0, False
+        self._follow(elapsed_s)
 
     def lower(self, most_s: float) -> None:
         """Learn that a step with drafts took ``most_s``: one without would take no longer."""
@@ -48,9 +50,9 @@ class _Typical:
             self._follow(most_s)
 
     def _follow(self, elapsed_s: float) -> None:
-        most = MAX_DIFFERENCE * self.seconds
-        difference = min(max(elapsed_s - self.seconds, -most), most)
-        self.seconds += max(LEARNS, 1 / self.times) * difference
+        self.recent.append(elapsed_s)  # the first one prepares others, and is slow
+        is_first = self.times <= PLAIN_FIRST
+        self.seconds = min(self.recent) if is_first else median(self.recent)
 
 
 class BatchCosts:
@@ -76,6 +78,9 @@ class BatchCosts:
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
         """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
         if drafted:  # one step that was delayed must not keep all others from drafts
+            if rows in self._plain:
+                slow_s = DOUBTFUL * self.predict_s(rows, drafted)
+                self._plain[rows].is_doubtful |= elapsed_s > slow_s
             elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
         if elapsed_s > 0:
             self._learn(rows, drafted, elapsed_s)
@@ -104,7 +109,7 @@ class BatchCosts:
     def needs_plain(self, rows: int) -> bool:
         """Return whether the next step should have no drafts, to be measured."""
         plain = self._plain.get(rows)
-        if plain is None or plain.times < PLAIN_FIRST:
+        if plain is None or plain.times < PLAIN_FIRST or plain.is_doubtful:
             return True
         return plain.since >= min(PLAIN_EVERY, 4 * plain.times)
 
@@ -170,13 +175,17 @@ class BatchCosts:
 
     def affordable(self, rows: int, count: int, room_s: float) -> int:
         """Return how many drafts of one sequence, at most ``count``, cost all ``rows`` of a step
-        no more than ``room_s`` together."""
+        no more than ``room_s`` together: alone, or as its share if all have as many."""
         if room_s < 0:
             return 0
         count, paid = min(count, self.max_drafts(rows)), 0
-        while paid < count and rows * self.excess_s(rows, paid + 1) <= room_s:
+        while paid < count and self._cost_s(rows, paid + 1) <= room_s:
             paid += 1
         return paid
+
+    def _cost_s(self, rows: int, drafted: int) -> float:
+        """Return what ``drafted`` drafts of one sequence cost all ``rows`` of a step together."""
+        return min(rows * self.excess_s(rows, drafted), self.excess_s(rows, rows * drafted))
 
     def best_lengths(
         self, rows: int, gains: Sequence[Sequence[float]], max_s: float | None = None

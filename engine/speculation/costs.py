@@ -66,7 +66,7 @@ class StepCosts:
         self._measured: dict[int, _Measured] = {}
         self._known: list[int] = []  # its keys, sorted
         self._predicted: dict[int, float] = {}  # predictions for these; empty after a measurement
-        self._at_least: list[float] = []  # measured time of it or a smaller one
+        self._at_least: list[float] = []  # the lowest measured time of it or a larger one
         self._steps = 0
 
     def observe(self, tokens: int, elapsed_s: float) -> None:
@@ -98,8 +98,9 @@ class StepCosts:
         return _between(tokens, known[place - 1], known[place], self._predicted)
 
     def at_least_s(self, tokens: int) -> float:
-        """Return the recent time of steps of at most ``tokens``, as measured, even if only twice:
-        for callers that must not underestimate. 0 if nothing is known."""
+        """Return the recent time of steps of at most ``tokens``, as measured, even if only twice,
+        unless larger steps took less: for callers that must not underestimate. 0 if nothing is
+        known."""
         if not self._predicted and self._known:
             self._predict()
         place = bisect_right(self._known, tokens)
@@ -134,7 +135,8 @@ class StepCosts:
         for size, measured in self._measured.items():
             share = measured.times / (measured.times + ASSUMED_TIMES)
             self._predicted[size] = share * measured.seconds + (1 - share) * own[size]
-        self._at_least = list(accumulate(map(self._lately_s, self._known), max))
+        lately = (self._lately_s(size) or math.inf for size in reversed(self._known))
+        self._at_least = [s if s < math.inf else 0.0 for s in accumulate(lately, min)][::-1]
 
     def _lately_s(self, size: int) -> float:
         """Return the time of steps of ``size`` as measured; 0 if that was long ago. A single

@@ -54,7 +54,7 @@ def speculator(model: Model, *, adapts: bool = True, other: Other | None = None)
 
 
 def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
-    for drafted in (*[0] * PLAIN_FIRST, *range(16)):
+    for drafted in (*range(16), *[0] * PLAIN_FIRST):
         spec.observe_step(1, drafted, base_s + token_s * (1 + drafted))
 
 

@@ -210,6 +210,39 @@ def test_drafts_that_were_measured_on_a_slower_machine_are_tried_again() -> None
     assert costs.best_lengths(8, [[0.9]] * 8) == [1] * 8
 
 
+def test_drafts_are_not_blamed_for_a_machine_that_becomes_slower() -> None:
+    costs = BatchCosts()
+    for _ in range(20):
+        costs.observe(8, 0, 0.058)
+    costs.observe(8, 8, 0.062)
+    assert not costs.needs_plain(8)
+    for number in range(4):
+        costs.observe(8, 8, 0.100)
+        assert costs.needs_plain(8) is (number < 2)  # measured again, as long as it is a surprise
+        if costs.needs_plain(8):
+            costs.observe(8, 0, 0.094)
+    assert costs.plain_s(8) == pytest.approx(0.094)
+    assert costs.measured_excess_s(8, 8, 0.100) < 0.010
+
+
+def test_drafts_cost_each_sequence_its_share_if_all_have_some() -> None:
+    """One draft may cost as much as eight: of eight sequences, each pays for its own."""
+    costs = BatchCosts()
+    costs.remember({8: {0: 0.060, 1: 0.070, 8: 0.072}})
+    assert costs.affordable(8, 1, 0.015) == 1
+    assert costs.affordable(8, 1, 0.010) == 0
+
+
+def test_no_step_takes_longer_than_one_with_more_drafts() -> None:
+    """A draft that was measured while something else ran does not keep others from drafting."""
+    costs = BatchCosts()
+    costs.remember({8: {0: 0.077, 1: 0.095, 4: 0.080, 8: 0.082}})
+    for _ in range(4):
+        for drafted, seconds in ((0, 0.077), (4, 0.080), (8, 0.082)):
+            costs.observe(8, drafted, seconds)
+    assert costs.excess_s(8, 1) < 0.006
+
+
 def test_a_step_with_drafts_takes_no_less_than_one_without() -> None:
     costs = BatchCosts()
     for _ in range(3):

@@ -159,7 +159,7 @@ class BatchCosts:
         if elapsed_s is None:
             return self.excess_s(rows, drafted)
         elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
-        return elapsed_s - (self.plain_s(rows) or self.predict_s(rows))
+        return elapsed_s - self.predict_s(rows)
 
     def _plausible_s(self, rows: int, drafted: int, elapsed_s: float) -> float:
         """Return ``elapsed_s``, or less if something else must have delayed the step."""

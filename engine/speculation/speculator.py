@@ -251,7 +251,7 @@ class Speculator:
         excess_s = 0.0 if is_plain else self.costs.measured_excess_s(rows, drafted, elapsed_s)
         if elapsed_s is not None and (drafted or is_plain):
             self.costs.observe(rows, drafted, elapsed_s)
-        plain_s = self.costs.plain_s(rows) or self.costs.predict_s(rows)
+        plain_s = self.costs.predict_s(rows)
         if guessing and not drafted:
             self._accounts.spent(self._guesses, excess_s)
             for drafts in guessing:

@@ -43,7 +43,7 @@ def on_a_gpu() -> Iterator[None]:
 def forced(path: Path, **settings: Any) -> Whole:
     # So much that slots are long from the beginning: rows that move are no steady steps. Nor are
     # those with drafts.
-    whole = Whole(path, num_blocks=60_000, **{"spec_decode": "none"} | settings)
+    whole = Whole(path, num_blocks=60_000, **settings)
     assert isinstance(whole.executor, BatchedExecutor)
     assert whole.executor.spec.look_ahead and whole.executor.spec.shares_slabs
     return whole
@@ -291,7 +291,7 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     fields = {"num_key_value_heads": 2, "num_attention_heads": 2, "head_dim": 64}
     path = make_tiny("llama", tmp_path, max_position_embeddings=16384, **fields)
     num_blocks = 192_000 // kv_bits  # slots take as much with 8 bits
-    settings = {"prefill_chunk_tokens": 64, "spec_decode": "none"}  # each row in each step
+    settings = {"prefill_chunk_tokens": 64}  # each row in each step
     whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, **settings)
     whole.renew_with_store()
     shared = random_tokens(1, length)
@@ -333,7 +333,7 @@ def test_scores_that_a_gpu_stores_are_in_the_ledger(
     """Metal's kernels for many queries know heads of 64 elements, and not of 32."""
     fields = {"num_key_value_heads": 2, "num_attention_heads": 8, "max_position_embeddings": 8192}
     path = make_tiny("llama", tmp_path / "32", head_dim=32, **fields)
-    whole = Whole(path, num_blocks=60_000, spec_decode="none", prefill_chunk_tokens=1024)
+    whole = Whole(path, num_blocks=60_000, prefill_chunk_tokens=1024)
     config, memory = whole.scheduler.config, whole.scheduler.memory
     assert config.score_bytes == SCORE_ARRAYS * 8 * 4
     reserve_pass, reserved, passes = memory.reserve_pass, [0], [0]

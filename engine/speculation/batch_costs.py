@@ -22,8 +22,8 @@ OUTLIER, UNKNOWN_OUTLIER = 1.5, 2.0
 """A step slower than predicted by more than this factor was delayed by something else: for sizes
 measured a few times, and for all other sizes."""
 DOUBTFUL = 1.3
-"""After a step with drafts that is slower than predicted by more than this factor, one without is
-measured again: it tells whether the machine has become slower, or drafts are the cause."""
+"""After a step with drafts that is slower than predicted by more than this factor, although its
+size was measured a few times, one without is measured again: the machine may have become slower."""
 RECENT = 3
 """Number of recent times without drafts that decide the typical one."""
 
@@ -78,7 +78,7 @@ class BatchCosts:
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
         """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
         if drafted:  # one step that was delayed must not keep all others from drafts
-            if rows in self._plain:
+            if self._knows(rows, drafted):
                 slow_s = DOUBTFUL * self.predict_s(rows, drafted)
                 self._plain[rows].is_doubtful |= elapsed_s > slow_s
             elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
@@ -163,10 +163,13 @@ class BatchCosts:
 
     def _plausible_s(self, rows: int, drafted: int, elapsed_s: float) -> float:
         """Return ``elapsed_s``, or less if something else must have delayed the step."""
-        costs = self._of_rows.get(rows)
-        is_known = costs is not None and costs.knows(1 + drafted)
-        most = OUTLIER if is_known else UNKNOWN_OUTLIER
+        most = OUTLIER if self._knows(rows, drafted) else UNKNOWN_OUTLIER
         return min(elapsed_s, most * self.predict_s(rows, drafted) or elapsed_s)
+
+    def _knows(self, rows: int, drafted: int) -> bool:
+        """Return whether steps of this size were measured a few times."""
+        costs = self._of_rows.get(rows)
+        return costs is not None and costs.knows(1 + drafted)
 
     def max_drafts(self, rows: int) -> int:
         """Return the max number of drafts of a step, so that it has at most twice the tokens of

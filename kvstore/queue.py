@@ -57,16 +57,18 @@ class WriteQueue:
         self._num_bytes += len(put.data)
         return displaced
 
-    def drop(self, namespace: str) -> None:
-        """Drop the blocks of ``namespace``. Their engines were told that they are stored, or have
-        given up on them."""
+    def drop(self, namespace: str) -> list[PendingWrite]:
+        """Drop the blocks of ``namespace``, and return them."""
+        dropped = []
         for engine, waiting in list(self._by_engine.items()):
             kept = deque(put for put in waiting if put.key.namespace != namespace)
+            dropped += [put for put in waiting if put.key.namespace == namespace]
             self._num_blocks -= len(waiting) - len(kept)
             self._num_bytes -= _num_bytes(waiting) - _num_bytes(kept)
             self._by_engine[engine] = kept
             if not kept:
                 del self._by_engine[engine]
+        return dropped
 
     def pop(self) -> PendingWrite | None:
         """Return the next block, or None."""

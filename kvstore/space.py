@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 SETTLE_S = 10.0
@@ -34,22 +35,28 @@ class DiskSpace:
         self._reserve_bytes = reserve_bytes
         self._clock = clock
         self._expected_bytes = 0
-        self._settled_at = float("-inf")
+        self._removals: deque[tuple[float, int]] = deque()
+        """When each file was removed, and its size, for `SETTLE_S`."""
+        self._removed_bytes = 0
         self._shrunk_bytes = 0
         self._shrunk_until = float("-inf")
 
     def shortfall(self, incoming_bytes: int) -> int:
         """Return how much to delete before ``incoming_bytes`` are written; nothing if it is not
         positive."""
-        free_bytes = self._measure()
-        if self._clock() < self._settled_at:
-            free_bytes = max(free_bytes, self._expected_bytes)
+        while self._removals and self._removals[0][0] <= self._clock() - SETTLE_S:
+            self._removed_bytes -= self._removals.popleft()[1]
+        measured_bytes = self._measure()
+        # Other programs write too: no more can be free than what was removed just now.
+        most_bytes = measured_bytes + self._removed_bytes
+        free_bytes = max(measured_bytes, min(self._expected_bytes, most_bytes))
         self._expected_bytes = free_bytes
         return self._reserve_bytes + incoming_bytes - free_bytes
 
     def removed(self, size_bytes: int) -> None:
         self._expected_bytes += size_bytes
-        self._settled_at = self._clock() + SETTLE_S
+        self._removed_bytes += size_bytes
+        self._removals.append((self._clock(), size_bytes))
 
     def written(self, size_bytes: int) -> None:
         self._expected_bytes -= size_bytes
@@ -63,7 +70,8 @@ class DiskSpace:
 
     def shrink(self, used_bytes: int, incoming_bytes: int) -> None:
         """Lower the limit for a while, because the disk had no room for ``incoming_bytes`` more."""
-        self._settled_at = float("-inf")  # the expected free space is not there
+        self._removals.clear()  # the expected free space is not there
+        self._removed_bytes = 0
         less = max(2 * incoming_bytes, used_bytes // SHRINK_PART)
         self._shrunk_bytes = max(incoming_bytes, used_bytes + incoming_bytes - less)
         self._shrunk_until = self._clock() + SHRUNK_S

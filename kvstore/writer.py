@@ -92,9 +92,11 @@ class Writer:
         """Queue the removal of all blocks of ``namespace``, including those waiting to
         be written."""
         with self._condition:
-            self._puts.drop(namespace)
+            dropped = self._puts.drop(namespace)
             self._to_clear.add(namespace)
             self._condition.notify_all()
+        for put in dropped:
+            put.on_done("cleared")
 
     def close(self, timeout_s: float) -> None:
         """Write the queued blocks, for at most about ``timeout_s``, and stop."""

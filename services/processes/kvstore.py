@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
     logger.info("storing blocks in %s", directory.root)
     _serve(server, link, stop)
+    if link:
+        link.heartbeat("draining")  # the last one: no time to write what is queued
     writer.close(stop.flush_s)
     server.send_replies()
     server.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -39,6 +40,24 @@ def test_a_second_owner_is_refused_until_the_first_is_gone(tmp_path: Path) -> No
         BlockDirectory(tmp_path)
     first.close()
     BlockDirectory(tmp_path).close()
+
+
+def test_a_disk_that_became_read_only_can_be_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BlockDirectory(tmp_path).close()
+    real_open = os.open
+
+    def read_only(path: Path, flags: int, *mode: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real_open(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    directory = BlockDirectory(tmp_path)
+    with pytest.raises(DirectoryInUse):
+        BlockDirectory(tmp_path)
+    directory.close()
 
 
 def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.directory import BlockKey
+from kvstore.space import SETTLE_S, DiskSpace
 from kvstore.store import BlockTooLarge
 from services.processes.kvstore import load_index
 from shared.blockfile import BlockFileError
@@ -221,6 +222,22 @@ def test_room_is_made_before_a_block_is_written(tier: Tier) -> None:
     with pytest.raises(BlockTooLarge):
         store.put(key_of(99), file_of(99, 10 * SIZE), durable=False)
     assert tier.there(*range(9)) == {6, 7, 8}  # nothing was evicted in vain
+
+
+def test_room_is_kept_for_others_while_each_write_evicts_a_block() -> None:
+    free_bytes, now = 500, 0.0
+    space = DiskSpace(lambda: free_bytes, 0, 100, lambda: now)
+    for _ in range(20):
+        assert space.shortfall(2) <= 0
+        space.removed(2)
+        space.written(2)
+        now += 1
+    free_bytes = 50  # another program has written
+    assert space.shortfall(2) >= 100 + 2 - (50 + 2 * SETTLE_S)
+    space.removed(200)  # not free yet
+    assert space.shortfall(2) <= 0
+    now += SETTLE_S
+    assert space.shortfall(2) == 52
 
 
 def test_a_disk_that_is_full_although_it_has_free_space_shrinks_the_tier(tier: Tier) -> None:

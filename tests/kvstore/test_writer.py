@@ -13,7 +13,7 @@ from kvstore import health, queue
 from kvstore.queue import PendingWrite
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
-from tests.kvstore.blocks import file_of, key_of, wait_until
+from tests.kvstore.blocks import NAMESPACE, file_of, key_of, wait_until
 from tests.kvstore.tier import Tier
 
 
@@ -69,6 +69,16 @@ def test_a_full_queue_refuses_and_counts_and_what_is_in_it_is_written(tier: Writ
     accepted = set(range(10)) - set(refused)
     assert outcomes == dict.fromkeys(accepted, "")
     assert tier.there(*range(10)) == accepted
+
+
+def test_blocks_that_wait_when_their_namespace_is_cleared_are_answered(tier: WritingTier) -> None:
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start(persistent=True)
+    for number in range(4):
+        assert writer.offer(outcomes.put(number)) == ""
+    writer.clear(NAMESPACE)
+    assert set(outcomes.values()) == {"cleared"} and len(outcomes) in (3, 4)  # one may be written
+    tier.disk.may_write.set()
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +60,8 @@ class LineWriter:
     """
 
     def __init__(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # macOS has room for 8 KiB by default
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LineReader.MAX_LINE_BYTES)
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = b""
@@ -66,17 +69,26 @@ class LineWriter:
     def write(self, message: Mapping[str, Any]) -> bool:
         """Send ``message``; return False if there is no room for it, or no reader.
 
-        A partly written message counts as sent: its rest goes before the next message.
+        A partly written message counts as sent: its rest goes with `flush`, or before the next
+        message.
         """
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
-            if self._unsent:
-                self._unsent = self._unsent[self._send(self._unsent) :]
+            self._send_rest()
             if self._unsent:
                 return False
             sent = self._send(line)
             self._unsent = line[sent:] if sent else b""
             return sent > 0
+
+    def flush(self) -> None:
+        """Send as much of a partly written message as there is room for."""
+        with self._lock:
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        if self._unsent:
+            self._unsent = self._unsent[self._send(self._unsent) :]
 
     def _send(self, data: bytes) -> int:
         try:

@@ -33,8 +33,9 @@ LONGER_S = 2.0
 BYTES = 65536
 ENDING_S = 10.0
 """Max time for a kvstore to write its queued blocks."""
-STORE_PAUSE_S = 1.0
-"""Pause before a kvstore is restarted: one of the last group may still have the files open."""
+STORE_PAUSE_S, LONGEST_STORE_PAUSE_S = 1.0, 60.0
+"""Pause before a kvstore is restarted, doubled each time: one of the last group may still have the
+files open."""
 
 
 def main() -> int:
@@ -110,13 +111,14 @@ class KeptStore:
         self._arguments = arguments
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at = 0.0
+        self._start_at, self._pause_s = 0.0, STORE_PAUSE_S
 
     def update(self, now: float) -> None:
         """Start it if it is not running."""
         if now < self._start_at or (self._process and self._process.poll() is None):
             return
-        self._start_at = now + STORE_PAUSE_S
+        self._start_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_STORE_PAUSE_S)
         if self._link is not None:
             self._link.close()
         self._link, self._process = _start(

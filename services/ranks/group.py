@@ -322,6 +322,8 @@ def store_arguments(options: Settings, rank: int) -> list[str]:
     given = options.given - OF_THIS_MACHINE - {"distributed_mode", "ssd_cache_dir"}
     words = settings.command_line(dataclasses.replace(options, given=given))
     folder, name = options.ssd_cache_dir, os.environ.get(ENGINE_NAME_VARIABLE, "engine")
+    if "ssd_cache_dir" not in options.given:  # of the user there
+        folder = Path("~") / folder.relative_to(Path.home())
     return [*words, f"--ssd-cache-dir={folder.with_name(f'{folder.name}-{name}-rank-{rank}')}"]
 
 

@@ -38,7 +38,10 @@ from shared.version import installed_version
 logger = logging.getLogger(__name__)
 
 KEEPER = "services.processes.rank_keeper"
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SSH = (
+    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # else it outlives a network
+)
 SSH_FAILED = 255
 """ssh's exit code if it could not connect."""
 RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"

@@ -31,6 +31,8 @@ from shared.settings import ModelEntry, Settings
 
 PROG = "mlx-lm-server engine"
 ABOUT = "Run engines that join the routers at --engine-socket."
+TRY_AGAIN_S = 60.0
+"""After this, a model that could not be loaded is tried again: no router can request it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +103,7 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
     supervisor = Supervisor(
         specs,
         launcher,
-        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
+        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S, try_again_s=TRY_AGAIN_S),
         on_ready=lambda: announce(f"{PROG} ready, for {', '.join(options.engine_socket)}\n"),
         on_tick=tick,
     )

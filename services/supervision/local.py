@@ -113,7 +113,7 @@ class Children:
         return self._spec(
             ROUTER,
             "services.processes.router",
-            [*settings.command_line(self._options), *flags],
+            [*settings.command_line(self._options, of_router=True), *flags],
             environment={settings.SECRETS_VARIABLE: settings.secrets_of(self._options)},
             descriptors={HTTP_VARIABLE: http.fileno()},
             stop_signal=SERVER_ENDS,

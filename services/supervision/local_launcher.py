@@ -121,6 +121,7 @@ class LocalProcess:
             self.state.exit_code = self._process.poll()
             if self.state.exit_code is not None:
                 self._end_group()
+        self._writer.flush()
         try:
             while data := self._link.recv(self._reader.MAX_LINE_BYTES):
                 self.state.last_heartbeat_at = now  # any message proves that the child is alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Limits:
     max_start_failures: int = (
         5  # max failures of a child that was never ready; then the server exits
     )
+    try_again_s: float = math.inf  # pause of a child that cannot start, if others continue
     drain_timeout_s: float = 35.0  # max duration of one stage of the shutdown
 
     def pause_s(self, failures: int) -> float:

@@ -10,6 +10,7 @@ when the supervisor is gone (`shared.supervisor_link`).
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import signal
 import socket
@@ -195,7 +196,7 @@ class Supervisor:
             return None
         if not child.was_ready and code in PERMANENT:
             reason = process.state.reason or describe_exit(code)
-            return self._give_up(child, "cannot start", reason, code)
+            return self._give_up(child, "cannot start", reason, code, now)
         child.forgive(self._limits, now)
         if code == EXIT_OK and process.state.phase in ("ready", "draining"):  # it was told to
             logger.info("%s has exited; restarting it", child.name)
@@ -207,7 +208,7 @@ class Supervisor:
         """Schedule the restart. An exit code means that the server stops."""
         child.failures += 1
         if not child.was_ready and child.failures >= self._limits.max_start_failures:
-            return self._give_up(child, f"{reason} at every start", reason, EXIT_FAILED)
+            return self._give_up(child, f"{reason} at every start", reason, EXIT_FAILED, now)
         wait_s = self._limits.pause_s(child.failures)
         if self._has_stand_in(child):  # which has twice the work now, and needs the processor
             wait_s = max(wait_s, self._limits.beside_others_s)
@@ -224,11 +225,20 @@ class Supervisor:
             if other is not child
         )
 
-    def _give_up(self, child: ManagedChild, failing: str, reason: str, code: int) -> int | None:
-        child.gave_up, child.exit_code = reason, code
-        end = "so the server stops" if child.spec.essential else "and the others continue"
-        logger.error("%s %s, %s", child.name, failing, end)
-        return code if child.spec.essential else None
+    def _give_up(
+        self, child: ManagedChild, failing: str, reason: str, code: int, now: float
+    ) -> int | None:
+        """Start ``child`` no more, or after a long pause. An exit code means that the server
+        stops."""
+        if child.spec.essential or math.isinf(self._limits.try_again_s):
+            child.gave_up, child.exit_code = reason, code
+            end = "so the server stops" if child.spec.essential else "and the others continue"
+            logger.error("%s %s, %s", child.name, failing, end)
+            return code if child.spec.essential else None
+        child.failures, child.start_at = 0, now + self._limits.try_again_s
+        why = failing if reason in failing else f"{failing} ({reason})"
+        logger.error("%s %s; trying again in %.0f s", child.name, why, child.start_at - now)
+        return None
 
     def _stop_if_late(self, child: ManagedChild, process: LaunchedProcess, now: float) -> None:
         """Kill a process that is silent, or that has not exited in time."""

@@ -39,6 +39,7 @@ _FURTHER = (
 )
 _OF_THE_FLEET = ("engines", "max_engines", "scale_up_queue", "scale_down_s")
 """Settings of the number of engines; a change needs no restart."""
+_FILES_OF_THE_ROUTER = {"api_key_file", "ssl_certfile", "ssl_keyfile"}
 FLAGS = flags_of(Settings)
 MODEL_FLAGS = [
     flag
@@ -141,14 +142,17 @@ def _text(table: dict[str, Any], key: str, where: str) -> str | None:
     return value
 
 
-def command_line(settings: Settings) -> list[str]:
+def command_line(settings: Settings, *, of_router: bool = False) -> list[str]:
     """Return the command line for the values set in ``settings``, without secrets and sockets,
-    which differ between child processes.
+    which differ between child processes. Only that ``of_router`` names files that only a router
+    reads: other processes may be on other machines, or start when a file has been removed.
 
     The config file itself is not passed on: a child that is started later gets the same settings as
     the others even if the file has changed.
     """
-    left_out = ("config", "engine_socket", "kvstore_socket")
+    left_out = {"config", "engine_socket", "kvstore_socket"}
+    if not of_router:
+        left_out |= _FILES_OF_THE_ROUTER
     return [
         word
         for flag in FLAGS

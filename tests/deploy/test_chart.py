@@ -165,6 +165,7 @@ def test_pods_are_probed_and_may_do_little(rendered: dict[str, Objects], name: s
     for workload in workloads(rendered[name]):
         pod = workload["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        assert pod["enableServiceLinks"] is False
         for container in (*pod["initContainers"], *pod["containers"]):
             allowed = container["securityContext"]
             assert allowed["readOnlyRootFilesystem"] and allowed["capabilities"] == {

@@ -37,6 +37,7 @@ def main(folder: str, limits: str, *children: str) -> int:
                     announces_ready=True,
                     takes_hang_up=name == "router",
                     work="".join(work),
+                    essential=work != ["spared"],
                 )
             )
         supervisor = Supervisor(

@@ -105,6 +105,7 @@ def test_a_unit_restarts_the_server_after_faults_and_lets_it_drain(site: Site) -
     assert found["Restart"] == "on-failure"
     assert found["RestartPreventExitStatus"] == "2 78"
     assert found["KillMode"] == "mixed"
+    assert found["OOMPolicy"] == "continue"  # one engine's end is no reason to stop the others
     assert int(found["TimeoutStopSec"]) > 60
     assert found["WorkingDirectory"] == str(site.home)
     assert site.calls() == [

@@ -317,6 +317,13 @@ def test_a_child_that_never_becomes_ready_ends_the_server(begin: Start) -> None:
     assert len(server.journal()) == 3
 
 
+def test_a_child_that_others_can_do_without_is_tried_again_after_a_pause(begin: Start) -> None:
+    server = begin("a:refuse:0:spared", "b:serve:0", try_again_s=0.05)
+    eventually(lambda: sum(entry.name == "a" for entry in server.journal()) >= 3)
+    _, _, log = server.stop()
+    assert "a cannot start (exited with code 78); trying again in 0 s" in log
+
+
 def test_a_child_keeps_running_while_the_log_is_not_read(begin: Start) -> None:
     server = begin("a:chatty:0")
     eventually(lambda: bool(server.journal("written")))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.supervisor_link import LINK_VARIABLE, SupervisorLink
+from shared.supervisor_link import LINK_VARIABLE, LineWriter, SupervisorLink
 from tests.shared.test_rundir import hold
 
 
@@ -35,6 +35,18 @@ def test_the_descriptor_of_the_environment_is_taken_once(monkeypatch: pytest.Mon
         assert SupervisorLink.from_environment() is None
         link.heartbeat("ready", blocks=3)
         assert json.loads(theirs.recv(1000)) == {"phase": "ready", "blocks": 3}
+
+
+def test_the_rest_of_a_message_that_did_not_fit_is_sent_without_another_one() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(10)
+        writer, received = LineWriter(ours), b""
+        assert writer.write({"long": "x" * 2_000_000})
+        while not received.endswith(b"\n"):
+            received += theirs.recv(100_000)
+            writer.flush()
+        assert json.loads(received) == {"long": "x" * 2_000_000}
 
 
 def test_heartbeats_never_block_and_lines_never_mix(

@@ -179,6 +179,7 @@ WorkingDirectory={directory}
 RestartSec={_RESTART_AFTER_S}
 RestartPreventExitStatus={EXIT_USAGE} {EXIT_CONFIG}
 KillMode=mixed
+OOMPolicy=continue
 TimeoutStopSec={round(spec.stop_s)}
 
 [Install]

@@ -17,7 +17,7 @@ from services.supervision.fleet.pulled import delete_refusal, pull_refusal, pull
 from services.supervision.fleet.rolling_restart import RollingRestart
 from services.supervision.launcher import LaunchedProcess
 from services.supervision.managed_child import ManagedChild
-from shared.exits import EXIT_CONFIG
+from shared.exits import EXIT_CONFIG, EXIT_FAILED
 from shared.settings import ModelEntry, Settings, model_changes
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class EngineFleet:
             self._load(model, now)
         self._tell_router()
         if all(model.state == "broken" for model in self._models):
-            self._supervisor.end(EXIT_CONFIG)
+            codes = {model.exit_code for model in self._models}
+            self._supervisor.end(EXIT_FAILED if EXIT_FAILED in codes else EXIT_CONFIG)
 
     def on_exit(self, child: ManagedChild) -> None:
         """Tell the router that a process has exited, so that it need not wait for missing

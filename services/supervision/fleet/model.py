@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from services.supervision.fleet.scaling import Scaling
 from services.supervision.managed_child import ManagedChild
+from shared.exits import EXIT_CONFIG
 from shared.settings import ModelEntry, adapters_of
 
 ModelState = Literal["unloaded", "loading", "ready", "broken"]
@@ -39,6 +40,8 @@ class FleetModel:
         """Engines that cannot start next to other running ones. A restart tries them again."""
         self.trouble: str | None = None
         """The reason why it cannot be loaded, in words."""
+        self.exit_code = EXIT_CONFIG
+        """The exit code of a server that has no other model."""
         self.loading_since: float | None = None
         self.load_s: float | None = None
         """Duration of the last load."""
@@ -92,7 +95,7 @@ class FleetModel:
 
     def retry(self) -> None:
         """Try engines again that could not start."""
-        self.trouble, self.given_up = None, 0
+        self.trouble, self.exit_code, self.given_up = None, EXIT_CONFIG, 0
 
     def note_demand(self, waiting: int, idle_s: float, now: float) -> None:
         self.waiting, self.idle_s = waiting, idle_s
@@ -109,7 +112,7 @@ class FleetModel:
                 self.engines.remove(child)
                 self.given_up += 1
                 if not self.engines:
-                    self.trouble = child.gave_up
+                    self.trouble, self.exit_code = child.gave_up, child.exit_code
         if self.state != "ready":
             self.ready_since = None
         elif self.ready_since is None:

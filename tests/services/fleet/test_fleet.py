@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.supervision.fleet.memory import budgets, entry_bytes, weights_bytes
-from shared.exits import EXIT_CONFIG
+from shared.exits import EXIT_CONFIG, EXIT_FAILED
 from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
 
@@ -206,9 +206,17 @@ def test_a_model_that_cannot_be_loaded_is_broken_until_a_restart_and_the_others_
 def test_the_server_ends_if_no_model_can_be_loaded() -> None:
     run = FleetRun(2 * GB, [entry("a"), entry("b")])
     for child in run.children[1:]:
-        child.gave_up = "no such model"
+        child.gave_up, child.exit_code = "no such model", EXIT_CONFIG
     run.fleet.update()
     assert run.ended_with == EXIT_CONFIG
+
+
+def test_a_server_whose_models_have_crashed_may_be_started_again() -> None:
+    run = FleetRun(2 * GB, [entry("a"), entry("b")])
+    for child, code in zip(run.children[1:], (EXIT_CONFIG, EXIT_FAILED), strict=True):
+        child.gave_up, child.exit_code = "it was killed", code
+    run.fleet.update()
+    assert run.ended_with == EXIT_FAILED
 
 
 def test_another_configuration_adds_takes_out_and_restarts_models() -> None:

@@ -47,6 +47,7 @@ mlx-lm-server-{{ index . 1 }}:{{ $root.Values.image.tag | default $root.Chart.Ap
 {{/* What all pods have in common. */}}
 {{- define "mlx.pod" -}}
 automountServiceAccountToken: false
+enableServiceLinks: false  # a service named mlx-lm-server would set MLX_LM_SERVER_PORT
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001

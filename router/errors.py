@@ -37,6 +37,7 @@ class ApiError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
+    default_retry_after_s: ClassVar[float | None] = None
 
     def __init_subclass__(cls, status: int = 0, type: str = "", code: str = "") -> None:
         cls.status = status or cls.status
@@ -56,6 +57,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code or self.default_code
+        if retry_after_s is None:
+            retry_after_s = self.default_retry_after_s
         self.retry_after_s = retry_after_s
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
@@ -174,6 +177,8 @@ class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_
 
 class Unavailable(ApiError, status=503, code="service_unavailable"):
     """No engine can accept the request now; a retry may succeed."""
+
+    default_retry_after_s = 2.0
 
 
 class ModelJobFailed(ApiError, status=500, code="model_job_failed"):

@@ -14,7 +14,7 @@ from router.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.anthropic.translation import chat_request, with_notes
 from router.anthropic.writer import MessageWriter
 from router.api.body import json_response, read_body
-from router.api.endpoints import ChatEndpoint, cancel_on_disconnect
+from router.api.endpoints import ChatEndpoint, cancel_on_disconnect, loaded_model
 from router.api.images import with_images
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
@@ -84,7 +84,7 @@ class CountTokens:
         http = Request(scope, receive)
         body, size = await read_body(http, router, CountTokensRequest)
         tenant: Tenant = http.state.tenant
-        model = await router.loaded_model(body.model, tenant)
+        model = await loaded_model(router, body.model, http)
 
         async with router.admit(tenant, model, http.state.limits_left):
             request = await router.work.run(

@@ -39,7 +39,7 @@ class MessageWriter:
         self.keep_alive = encode_events(PingEvent())
         self.repeats_request = False
         self._model = body.model or model.names[0]
-        self._max_tokens = body.max_tokens
+        self._max_tokens = min(body.max_tokens, model.settings.max_generation_tokens)
         show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._output = ContentBlockBuilder(show_thinking=show_thinking)
 

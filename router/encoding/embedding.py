@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,7 +34,7 @@ async def embed_texts(
     caller: Caller,
     texts: Sequence[str | list[int]],
     *,
-    field: str = "input",
+    name_of: Callable[[int], str] | None = None,
     prompt_name: str | None = None,
     dimensions: int | None = None,
     truncate: bool = False,
@@ -45,8 +45,8 @@ async def embed_texts(
 
     ``dimensions`` keeps the first elements of each vector and normalizes it to length 1 again. A
     text over the model's limit is truncated if ``truncate`` is set and rejected otherwise. ``size``
-    is the size of the request body, and ``field`` the name of the texts in it, for errors. Call it
-    within `Router.admit`. Raises `ApiError`."""
+    is the size of the request body, and ``name_of`` returns the name of each text in it, for
+    errors; None: ``input``. Call it within `Router.admit`. Raises `ApiError`."""
     task = model.hello.text_task or TextTask()
     if dimensions is not None and dimensions > task.dimensions:
         raise InvalidValue(
@@ -63,7 +63,7 @@ async def embed_texts(
             try:
                 found.append(TokenizedPair(_tokens(model, text, prompt, truncate), 0))
             except InvalidRequest as error:
-                error.param = field if len(texts) == 1 else f"{field}[{number}]"
+                error.param = name_of(number) if name_of else numbered("input", number, len(texts))
                 raise
         return found
 
@@ -74,6 +74,11 @@ async def embed_texts(
         caller.tenant.name, lambda: shortened(encoded.rows, dimensions), encoded.rows.size
     )
     return EncodedTexts(rows=rows, num_tokens=encoded.num_tokens)
+
+
+def numbered(field: str, number: int, count: int) -> str:
+    """Return the name of one of the ``count`` texts of ``field``, for errors."""
+    return field if count == 1 else f"{field}[{number}]"
 
 
 def shortened(rows: Rows, dimensions: int) -> Rows:

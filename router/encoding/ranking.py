@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.encoding.encoding import Caller, EncodedTexts, encode
-from router.errors import InvalidRequest
+from router.errors import ContextLengthExceeded, InvalidRequest
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.tokens.text_tokens import (
     TokenizedPair,
     pair_tokens,
     template_tokens,
-    text_tokens,
 )
 from shared.wire import TextTask
 
@@ -26,7 +25,7 @@ async def score_pairs(
     caller: Caller,
     pairs: Sequence[tuple[str, str]],
     *,
-    field: str,
+    fields: tuple[str, str],
     instruction: str | None = None,
     max_tokens: int | None = None,
     truncate: bool,
@@ -36,7 +35,8 @@ async def score_pairs(
 
     A pair over the model's limit or over ``max_tokens`` has its second text truncated if
     ``truncate`` is set, and is rejected otherwise. ``size`` is the size of the request body, and
-    ``field`` the name of the second texts in it. Call it within `Router.admit`. Raises `ApiError`.
+    ``fields`` the names of the first and the second texts in it. Call it within `Router.admit`.
+    Raises `ApiError`.
     """
     task = model.hello.text_task or TextTask()
     if instruction is not None and not task.pair_template:
@@ -45,28 +45,34 @@ async def score_pairs(
     limit = min(limit, max_tokens or limit)
 
     def prepare() -> list[TokenizedPair]:
-        _check_repeated(model, [first for first, _ in pairs], instruction or "", limit)
+        firsts = [first for first, _ in pairs]
+        _check_repeated(model, firsts, instruction or "", limit, fields[0])
         found = []
         for number, (first, second) in enumerate(pairs):
             try:
                 found.append(_tokens(model, task, first, second, instruction, limit, truncate))
             except InvalidRequest as error:
-                error.param = error.param or f"{field}[{number}]"
+                error.param = error.param or f"{fields[1]}[{number}]"
                 raise
         return found
 
     return await encode(router, model, caller, prepare, size)
 
 
-def _check_repeated(model: Model, firsts: Sequence[str], instruction: str, limit: int) -> None:
+def _check_repeated(
+    model: Model, firsts: Sequence[str], instruction: str, limit: int, field: str
+) -> None:
     """Raise `InvalidRequest` if the ``instruction`` or one of the ``firsts`` is too long, or if
     their total over all pairs is: they are tokenized and computed again for each document."""
-    texts = {*firsts, instruction}
-    lengths = {
-        text: len(text_tokens(model.renderer, text, limit, truncate=False))
-        for text in texts
-        if text
-    }
+    lengths: dict[str, int] = {}
+    for text in filter(None, {*firsts, instruction}):
+        lengths[text] = len(model.renderer.encode(text))
+        if lengths[text] > limit:
+            name = "instruction" if text == instruction else field
+            raise ContextLengthExceeded(
+                f"'{name}' has {lengths[text]} tokens; the limit is {limit}. It is not truncated.",
+                param=name,
+            )
     total = sum(lengths.get(text, 0) for text in firsts)
     total += lengths.get(instruction, 0) * len(firsts)
     if total > MAX_REPEATED_TOKENS:

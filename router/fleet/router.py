@@ -168,10 +168,9 @@ class Router:
         self.ending.set()
         await asyncio.sleep(delay_s)
         self.draining = True
-        waited_s = 0.0
-        while self.admission.num_requests and waited_s < timeout_s:
+        deadline = time.monotonic() + timeout_s
+        while self.admission.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-            waited_s += 0.05
         self.abort_all("The server shut down before the answer was complete.")
 
     def abort_all(self, message: str) -> None:

@@ -230,11 +230,15 @@ def _sampling(
     def pick(asked: float | None, flag: float | None, default: float) -> float:
         return asked if asked is not None else flag if flag is not None else default
 
+    top_k = max(0, int(pick(request.top_k, settings.top_k, defaults.top_k)))
+    # The most likely token, whatever the noise, also if two are as likely.
+    is_greedy = top_k == 1 and not request.xtc_probability
+    temperature = pick(request.temperature, settings.temperature, defaults.temperature)
     return SamplingParams(
         seed=seed,
-        temperature=pick(request.temperature, settings.temperature, defaults.temperature),
+        temperature=0.0 if is_greedy else temperature,
         top_p=pick(request.top_p, settings.top_p, defaults.top_p),
-        top_k=max(0, int(pick(request.top_k, settings.top_k, defaults.top_k))),
+        top_k=top_k,
         min_p=pick(request.min_p, settings.min_p, defaults.min_p),
         xtc_probability=request.xtc_probability or 0.0,
         xtc_threshold=0.1 if request.xtc_threshold is None else request.xtc_threshold,

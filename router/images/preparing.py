@@ -109,6 +109,9 @@ class ImagePreparer:
                 held.hold_image(prepared[-1])
             except ImageRefused as error:
                 raise self._refused(image, error.reason, str(error)) from None
+            except InvalidRequest as error:
+                error.param = error.param or image.path
+                raise
         return prepared
 
     def _check(self, images: Sequence[SentImage]) -> None:

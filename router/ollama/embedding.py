@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.body import read_body, send_json
 from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
-from router.encoding.embedding import embed_texts, text_model
+from router.encoding.embedding import embed_texts, numbered, text_model
 from router.encoding.encoding import Caller, EncodedTexts
 from router.errors import BODY_ERRORS, MODEL_ERRORS, EngineLost, GenerationTimeout
 from router.fleet.engines.engine import Model
@@ -79,7 +79,7 @@ class OllamaEmbed:
                 model,
                 caller,
                 body.texts,
-                field=body.texts_field,
+                name_of=lambda number: numbered(body.texts_field, number, len(body.texts)),
                 dimensions=body.dimensions,
                 truncate=body.truncate is not False,
                 size=size,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.types import Send
 
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
 from router.api.operations import Operation, generation_operation
 from router.api.translation import content_note, with_sent_images
-from router.errors import InvalidValue
+from router.errors import ApiError, InvalidValue
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
@@ -44,6 +46,14 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
 
     def writer(self, body: ChatRequest, model: Model) -> ChatCompletionWriter:
         return ChatCompletionWriter(body, model)
+
+    async def respond_to(self, body: ChatRequest, size: int, http: Request, send: Send) -> None:
+        try:
+            await super().respond_to(body, size, http, send)
+        except ApiError as error:
+            if body.max_completion_tokens:
+                error.rename_fields({"max_tokens": "max_completion_tokens"})
+            raise
 
 
 def _with_notes(message: ChatMessage) -> ChatMessage:

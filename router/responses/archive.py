@@ -21,7 +21,7 @@ from shared.watched_file import OpenedFile
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED = 10_000
+_MAX_QUEUED, _MAX_QUEUED_BYTES = 10_000, 64 * 2**20
 _AGAIN_S = 5.0
 _Change = tuple[str, tuple[object, ...]]
 _TABLE = """
@@ -61,6 +61,7 @@ class ResponseArchive:
         except (OSError, sqlite3.Error) as error:
             raise ArchiveError(f"{directory} cannot be used: {error}") from None
         self._changes: queue.Queue[_Change | None] = queue.Queue()
+        self._queued_bytes, self._bytes_lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
 
     def _open(self) -> None:
@@ -86,10 +87,17 @@ class ResponseArchive:
         self._thread.start()
 
     def add(self, turn: ArchivedTurn) -> None:
-        if self._changes.qsize() >= _MAX_QUEUED:
+        behind = self._changes.qsize() >= _MAX_QUEUED or self._queued_bytes >= _MAX_QUEUED_BYTES
+        if behind:
             logger.error("stored response not written: the disk is too slow")
             return
-        self._changes.put(("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn))
+        change = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn
+        self._count(_num_bytes(change))
+        self._changes.put(change)
+
+    def _count(self, more_bytes: int) -> None:
+        with self._bytes_lock:
+            self._queued_bytes += more_bytes
 
     def forget_id(self, number: int) -> None:
         """Keep a turn only for later turns that build on it."""
@@ -125,6 +133,7 @@ class ResponseArchive:
                 continue
             if change is None:
                 break
+            self._count(-_num_bytes(change))
             number = change[1][0]
             failed.pop(number, None)  # a turn that is written again must no longer be removed
             if not self._write(change) and not change[0].startswith("INSERT"):
@@ -164,3 +173,7 @@ class ResponseArchive:
             "written again",
             self._directory,
         )
+
+
+def _num_bytes(change: _Change) -> int:
+    return sum(len(value) for value in change[1] if isinstance(value, bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import msgspec
@@ -231,7 +232,7 @@ class Responses:
         order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE_ITEMS:
+        if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
             raise InvalidRequest(f"'limit' must be between 1 and {_MAX_PAGE_ITEMS}.", param="limit")
         stored, after = self._find(request), query.get("after")
 

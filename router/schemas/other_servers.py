@@ -95,7 +95,7 @@ class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
     # What the model is given.
     chat_template: Annotated[Any, refused("", advice="Use '--chat-template'.")] = None
     role_mapping: Annotated[Any, refused({})] = None
-    documents: Annotated[Any, refused([], advice="Use 'chat_template_kwargs'.")] = None
+    documents: Annotated[Any, refused([], advice="Put them into a message.")] = None
     prompt_embeds: Annotated[Any, refused([])] = None
     truncate_prompt_tokens: Annotated[Any, refused()] = None
     session_params: Annotated[Any, refused({})] = None

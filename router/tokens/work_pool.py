@@ -163,8 +163,9 @@ class WorkPool:
         with self._changed:
             if self._num_waiting >= self._max_waiting:
                 self._drop_cancelled()
-            queues = self._waiting.get(job.key)
-            if queues is not None and sum(map(len, queues)) >= self._max_waiting_of_key:
+            if self._num_waiting_of(job.key) >= self._max_waiting_of_key:
+                self._drop_cancelled()
+            if self._num_waiting_of(job.key) >= self._max_waiting_of_key:
                 self._on_refused()
                 raise TooManyRequests(
                     f"{self._max_waiting_of_key} requests of this API key are already waiting to "
@@ -179,12 +180,15 @@ class WorkPool:
                     code="server_busy",
                     retry_after_s=_RETRY_AFTER_S,
                 )
-            if queues is None:
+            if (queues := self._waiting.get(job.key)) is None:
                 queues = self._waiting[job.key] = (deque(), deque())
                 self._used_s[job.key] = max(self._used_s.get(job.key, 0.0), self._clock_s)
             queues[job.size > SMALL_SIZE].append(job)
             self._num_waiting += 1
             self._changed.notify_all()
+
+    def _num_waiting_of(self, key: str) -> int:
+        return sum(map(len, self._waiting.get(key, ())))
 
     def _drop_cancelled(self) -> None:
         for key, queues in list(self._waiting.items()):

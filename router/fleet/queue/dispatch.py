@@ -246,9 +246,9 @@ class Dispatcher:
 
     def tick(self) -> None:
         now = time.monotonic()
-        for model in [model for model, queue in self._queues.items() if model.successor]:
-            if not model.engines and not len(self._queues[model]):
-                del self._queues[model]
+        for model, queue in list(self._queues.items()):
+            if not model.engines and not len(queue):
+                del self._queues[model]  # it may be gone for good, with its tokenizer
         for entry in list(self._in_flight.values()):
             self._check_timeouts(entry, now)
 

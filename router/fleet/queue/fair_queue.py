@@ -5,13 +5,35 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 
 AGE_TURN_EVERY = 8
 """One in this many departures is by age, regardless of priority."""
 
-_Lane = list[tuple[float, int, RemoteRequest]]
+_Kind = tuple[int, str, bool]
+"""Priority, key, and whether a sequence names an adapter: not every engine supports those."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A queued sequence, or nothing any more: what it refers to may be large."""
+
+    arrived_at: float
+    number: int
+    kind: _Kind
+    sequence: RemoteRequest | None
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.age < other.age
+
+    @property
+    def age(self) -> tuple[float, int]:
+        return self.arrived_at, self.number
+
+
+_Lane = list[_Entry]
 
 
 class FairQueue:
@@ -27,14 +49,14 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str, bool], _Lane] = {}
-        """By priority, key, and whether its sequences name adapters: not every engine supports
-        those."""
+        self._lanes: dict[_Kind, _Lane] = {}
+        """Heaps by age."""
+        self._num_waiting: Counter[_Kind] = Counter()
         self._waiting_by_key: dict[str, int] = {}
         """The number of queued sequences by key, in the order of the keys' departures by age."""
         self._pushed = 0
         self._popped = 0
-        self._waiting: set[RemoteRequest] = set()
+        self._waiting: dict[RemoteRequest, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -44,18 +66,25 @@ class FairQueue:
 
     def push(self, sequence: RemoteRequest) -> None:
         """Add a sequence, possibly one that was queued before: age counts from its arrival."""
+        self.discard(sequence)
         kind = sequence.priority, sequence.key, sequence.names_adapter
-        lane = self._lanes.setdefault(kind, [])
         self._pushed += 1
-        heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
-        self._waiting.add(sequence)
+        entry = _Entry(sequence.arrived_at, self._pushed, kind, sequence)
+        heapq.heappush(self._lanes.setdefault(kind, []), entry)
+        self._waiting[sequence] = entry
+        self._num_waiting[kind] += 1
         self._waiting_by_key[sequence.key] = self._waiting_by_key.get(sequence.key, 0) + 1
 
     def discard(self, sequence: RemoteRequest) -> None:
-        """Remove a sequence if it is queued. Its entry is skipped later."""
-        if sequence in self._waiting:
-            self._waiting.discard(sequence)
-            self._count_out(sequence.key)
+        """Remove a sequence if it is queued."""
+        if (entry := self._take(sequence)) is None:
+            return
+        lane = self._lanes[entry.kind]
+        if len(lane) > 2 * self._num_waiting[entry.kind]:  # seldom: half of it is gone
+            lane[:] = [each for each in lane if each.sequence is not None]
+            heapq.heapify(lane)
+        if not lane:
+            del self._lanes[entry.kind], self._num_waiting[entry.kind]
 
     def num_waiting_of(self, key: str) -> int:
         return self._waiting_by_key.get(key, 0)
@@ -66,8 +95,8 @@ class FairQueue:
         Departures by age are ignored; they only delay it.
         """
         waiting: Counter[tuple[int, str]] = Counter()
-        for (step, other, _), lane in self._lanes.items():
-            waiting[step, other] += len(lane)
+        for (step, other, _), count in self._num_waiting.items():
+            waiting[step, other] += count
         own = running[key] + sum(
             count for (step, other), count in waiting.items() if step >= priority and other == key
         )
@@ -95,9 +124,9 @@ class FairQueue:
         self._popped += 1
         turn_of_age = self._popped % AGE_TURN_EVERY == 0
         lane = self._by_age(free) if turn_of_age else _by_priority(free, running)
-        sequence = heapq.heappop(lane)[2]
-        self._waiting.discard(sequence)
-        self._count_out(sequence.key)
+        sequence = heapq.heappop(lane).sequence
+        assert sequence is not None
+        self._take(sequence)
         return sequence
 
     def has_next(self, is_held_back: Callable[[RemoteRequest], bool]) -> bool:
@@ -106,40 +135,50 @@ class FairQueue:
 
     def _free_lanes(self, is_held_back: Callable[[RemoteRequest], bool]) -> list[_Lane]:
         self._drop_stale()
-        return [lane for lane in self._lanes.values() if not is_held_back(lane[0][2])]
+        return [lane for lane in self._lanes.values() if not is_held_back(_first(lane))]
 
     def _by_age(self, free: list[_Lane]) -> _Lane:
-        keys = {lane[0][2].key for lane in free}
+        keys = {_first(lane).key for lane in free}
         key = next(key for key in self._waiting_by_key if key in keys)
         self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # to the end of the order
-        return min((lane for lane in free if lane[0][2].key == key), key=_age)
+        return min((lane for lane in free if _first(lane).key == key), key=lambda lane: lane[0].age)
 
-    def _count_out(self, key: str) -> None:
-        self._waiting_by_key[key] -= 1
-        if not self._waiting_by_key[key]:
-            del self._waiting_by_key[key]
+    def _take(self, sequence: RemoteRequest) -> _Entry | None:
+        """Count ``sequence`` out if it is queued, and return its entry, which is empty then."""
+        if (entry := self._waiting.pop(sequence, None)) is None:
+            return None
+        entry.sequence = None
+        self._num_waiting[entry.kind] -= 1
+        self._waiting_by_key[sequence.key] -= 1
+        if not self._waiting_by_key[sequence.key]:
+            del self._waiting_by_key[sequence.key]
+        return entry
 
     def _drop_stale(self) -> None:
         """Remove entries that are no longer queued from the heads of lanes, and empty lanes."""
         for kind, lane in list(self._lanes.items()):
-            while lane and not self._is_waiting(lane[0][2]):
+            while lane and not self._is_waiting(lane[0]):
                 heapq.heappop(lane)
             if not lane:
-                del self._lanes[kind]
+                del self._lanes[kind], self._num_waiting[kind]
 
-    def _is_waiting(self, sequence: RemoteRequest) -> bool:
-        if sequence in self._waiting and sequence.state is not RemoteRequestState.WAITING:
-            self.discard(sequence)
-        return sequence in self._waiting
+    def _is_waiting(self, entry: _Entry) -> bool:
+        sequence = entry.sequence
+        if sequence is not None and sequence.state is not RemoteRequestState.WAITING:
+            self._take(sequence)
+        return entry.sequence is not None
+
+
+def _first(lane: _Lane) -> RemoteRequest:
+    """Return the oldest sequence of a lane without stale entries at its head."""
+    sequence = lane[0].sequence
+    assert sequence is not None
+    return sequence
 
 
 def _by_priority(free: list[_Lane], running: Counter[str]) -> _Lane:
     def rank(lane: _Lane) -> tuple[int, int, tuple[float, int]]:
-        first = lane[0][2]
-        return -first.priority, running[first.key], _age(lane)
+        first = _first(lane)
+        return -first.priority, running[first.key], lane[0].age
 
     return min(free, key=rank)
-
-
-def _age(lane: _Lane) -> tuple[float, int]:
-    return lane[0][:2]

@@ -10,6 +10,7 @@ from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.queue.fair_queue import FairQueue
 from router.fleet.sequences.remote_request import RemoteRequest
 from router.fleet.tenants.tenant import Tenant
+from shared.wire import BACKGROUND_PRIORITY
 
 _ROWS_PER_RESERVED_ROW = 8
 _ENOUGH_DEPARTURES = 8
@@ -123,8 +124,9 @@ class ModelQueue:
         which are one priority lower: engines compute prompts one after the other, and the long
         prompts of one tenant would delay the first token of the next.
         """
-        further = not sequence.tenant.alone and self._running[sequence.key] > 0
-        return sequence.priority - further
+        if sequence.tenant.background or sequence.tenant.alone or not self._running[sequence.key]:
+            return sequence.priority
+        return max(sequence.priority - 1, BACKGROUND_PRIORITY + 1)
 
     def on_placed(self, sequence: RemoteRequest) -> None:
         self._running_of(sequence)[sequence.key] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from functools import partial
 from typing import Annotated, Any
@@ -134,7 +135,7 @@ async def set_log_level(http: Request) -> Response:
 async def list_requests(http: Request) -> Response:
     router = _router(http)
     text = http.query_params.get("limit", "100")
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_REQUESTS:
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_REQUESTS:
         raise InvalidValue(f"'limit' must be a number between 1 and {MAX_REQUESTS}.", param="limit")
     found = router.administration.requests(int(text))
     return json_response(

@@ -111,6 +111,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
     ready = 0 if model is None else len(model.ready_engines)
     created = router.started if model is None else model.created
     capabilities = [] if model is None else model.capabilities
+    settings = router.settings if model is None else model.settings
     context = None if hello is None else hello.context_length
     return ModelCard(
         id=name,
@@ -118,7 +119,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
         root=model_id,
         max_model_len=context,
         context_length=context,
-        max_prompt_tokens=min(router.settings.max_prompt_tokens, context or sys.maxsize),
+        max_prompt_tokens=min(settings.max_prompt_tokens, (context or sys.maxsize) - 1),
         capabilities=[*capabilities, *(hello.capabilities if hello else ())],
         kv_bits=None if hello is None else hello.kv_bits,
         draft_saved_s=None if model is None else _saved_s(model),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from router.api.body import json_response, read_body
 from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
-from router.encoding.embedding import MAX_TEXTS, embed_texts, text_model
+from router.encoding.embedding import MAX_TEXTS, embed_texts, numbered, text_model
 from router.encoding.encoding import Caller, EncodedTexts
 from router.encoding.ranking import score_pairs
 from router.errors import (
@@ -145,8 +145,7 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Raises `InvalidRequest` if texts are missing, or their numbers do not match."""
-        first_name, firsts = self._texts("text_1", "queries")
-        second_name, seconds = self._texts("text_2", "documents")
+        (first_name, firsts), (second_name, seconds) = self._firsts, self._seconds
         if len(firsts) == 1:
             firsts = firsts * len(seconds)
         if len(firsts) != len(seconds):
@@ -156,6 +155,24 @@ class ScoreRequest(RequestBody, frozen=True, kw_only=True):
                 param=second_name,
             )
         return list(zip(firsts, seconds, strict=True))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names under which the texts were sent."""
+        return self._firsts[0], self._seconds[0]
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a text, for errors; ``number`` counts the texts of `pairs`."""
+        name, texts = self._seconds if number % 2 else self._firsts
+        return numbered(name, number // 2, len(texts))
+
+    @property
+    def _firsts(self) -> tuple[str, list[str]]:
+        return self._texts("text_1", "queries")
+
+    @property
+    def _seconds(self) -> tuple[str, list[str]]:
+        return self._texts("text_2", "documents")
 
     def _texts(self, name: str, other_name: str) -> tuple[str, list[str]]:
         """Return the name that was used, and the texts."""
@@ -199,7 +216,7 @@ async def rerank(http: Request) -> Response:
                 model,
                 caller,
                 [(body.query, text) for text in texts],
-                field="documents",
+                fields=("query", "documents"),
                 instruction=body.instruction,
                 max_tokens=body.max_tokens_per_doc,
                 truncate=body.truncate is not False,
@@ -241,7 +258,7 @@ async def score(http: Request) -> Response:
                     model,
                     caller,
                     body.pairs,
-                    field="text_2",
+                    fields=body.names,
                     truncate=bool(body.truncate),
                     size=size + sum(len(first) for first, _ in body.pairs),
                 )
@@ -274,9 +291,15 @@ async def _cosines(
     pairs = body.pairs
     texts: list[str | list[int]] = [text for pair in pairs for text in pair]
     if len(texts) > 2 * MAX_TEXTS:
-        raise InvalidRequest(f"{len(pairs)} pairs, the limit is {MAX_TEXTS}.", param="text_2")
+        raise InvalidRequest(f"{len(pairs)} pairs, the limit is {MAX_TEXTS}.", param=body.names[1])
     found: EncodedTexts = await embed_texts(
-        router, model, caller, texts, field="text_2", truncate=bool(body.truncate), size=2 * size
+        router,
+        model,
+        caller,
+        texts,
+        name_of=body.name_of,
+        truncate=bool(body.truncate),
+        size=2 * size,
     )
     rows = found.rows
     cosines = await router.work.run_large(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import json_response, read_body
-from router.api.endpoints import cancel_on_disconnect
+from router.api.endpoints import cancel_on_disconnect, loaded_model
 from router.api.images import with_images
 from router.api.operations import Operation
 from router.api.translation import with_sent_images
@@ -91,7 +91,7 @@ async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request, size = await read_body(http, router, TokenizeRequest)
     tenant: Tenant = http.state.tenant
-    model = await router.loaded_model(request.model, tenant)
+    model = await loaded_model(router, request.model, http)
     async with router.admit(tenant, model, http.state.limits_left):
         messages: list[ChatMessage] = []
         if request.messages is not None:
@@ -127,7 +127,7 @@ async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request, size = await read_body(http, router, DetokenizeRequest)
     tenant: Tenant = http.state.tenant
-    model = await router.loaded_model(request.model, tenant)
+    model = await loaded_model(router, request.model, http)
     async with router.admit(tenant, model, http.state.limits_left):
         return await router.work.run(tenant.name, lambda: _detokenized(request, model), size)
 

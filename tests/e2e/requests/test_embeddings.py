@@ -230,6 +230,12 @@ def test_pairs_that_are_too_much_are_refused(server: Server) -> None:
 
 def test_a_score_of_a_model_that_embeds_is_the_cosine(server: Server) -> None:
     first, second = vectors(server, ["this", "that"])
+    long = "word " * 5000
+    for text_1, text_2, name in ((long, ["a", "b"], "text_1"), ("a", ["b", long], "text_2[1]")):
+        refused = server.post("/v1/score", model="bert", text_1=text_1, text_2=text_2)
+        assert refused.json()["error"]["param"] == name
+    refused = server.post("/v1/score", model="ranker", queries=long, documents=["a"])
+    assert refused.json()["error"]["param"] == "queries"
     answer = server.post("/v1/score", model="bert", text_1="this", text_2=["that", "this"])
     scores = [item["score"] for item in answer.json()["data"]]
     assert np.allclose(scores, [first @ second, 1], atol=1e-5)

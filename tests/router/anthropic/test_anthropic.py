@@ -109,6 +109,12 @@ def test_the_stop_reason_names_the_limit_reached(server: Server, engine: Scripte
     assert long["stop_reason"] == "model_context_window_exceeded"
 
 
+def test_the_limit_of_the_server_is_not_the_end_of_the_context(start_server: StartServer) -> None:
+    server = start_server("--max-generation-tokens=5")
+    server.join("hello" * 20)
+    assert ask(server, max_tokens=9999).json()["stop_reason"] == "max_tokens"
+
+
 def test_an_empty_answer_has_no_block(server: Server, engine: ScriptedEngine) -> None:
     engine.says("")
     assert ask(server).json()["content"] == []

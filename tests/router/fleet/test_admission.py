@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,21 @@ def test_a_requeued_sequence_keeps_its_age_and_a_discarded_one_is_skipped() -> N
     queue.push(first)
     assert len(queue) == 3
     assert names(queue, Counter()) == ["f0", "f2", "f3"]
+
+
+def test_sequences_that_no_longer_wait_are_neither_kept_nor_counted() -> None:
+    """A client may send a large request and close the connection, again and again."""
+    queue = FairQueue()
+    queue.push(oldest := sequence("oldest"))
+    gone = []
+    for index in range(100):
+        queue.push(one := sequence(f"gone{index}"))
+        gone.append(weakref.ref(one))
+        queue.discard(one)
+        del one
+    assert not any(ref() for ref in gone)
+    assert queue.num_ahead("", 0, Counter()) == len(queue) == 1
+    assert queue.pop(Counter()) is oldest and queue.pop(Counter()) is None
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -57,6 +57,14 @@ def test_any_other_key_is_a_401(guarded: Server, headers: dict[str, str]) -> Non
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+@pytest.mark.parametrize("path", ["/metrics%0A", "/page/feed%0A", "/v1/models%0A"])
+def test_a_path_with_a_line_break_needs_no_other_key_but_does_not_exist(
+    guarded: Server, path: str
+) -> None:
+    for key in ("sesame", "scrape", "nothing"):
+        error_of(guarded.client.get(path, headers=bearer(key)), 404)
+
+
 def test_keys_are_never_logged(guarded: Server) -> None:
     guarded.client.get("/v1/models", headers=bearer("sesame"))
     guarded.client.get("/v1/models", headers=bearer("wrong-key"))

@@ -37,6 +37,14 @@ def engine(server: Server) -> ScriptedEngine:
     return server.join("hello world", context_length=100_000)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_that_is_too_high_is_named_as_it_was_sent(
+    server: Server, engine: ScriptedEngine, name: str
+) -> None:
+    error = error_of(server.chat("x", **{name: 5000}))
+    assert error["param"] == name and error["message"].startswith(f"'{name}' is 5000")
+
+
 def ask(server: Server, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
     asked = list(messages) or [{"role": "user", "content": "hi"}]
     return server.post(PATH, **{"messages": asked, **fields})

@@ -224,6 +224,15 @@ def test_sampling_fields_of_other_apis_reach_the_engine(
     assert submit.max_tokens == 50
 
 
+@pytest.mark.parametrize(("fields", "temperature"), [({}, 0.0), ({"xtc_probability": 0.5}, 0.7)])
+def test_the_best_of_one_token_is_greedy(
+    server: Server, engine: ScriptedEngine, fields: dict[str, Any], temperature: float
+) -> None:
+    server.chat(temperature=0.7, top_k=1, **fields)
+    (submit,) = engine.got(Submit)
+    assert submit.sampling.temperature == temperature
+
+
 def test_absent_fields_leave_sampling_at_its_defaults(
     server: Server, engine: ScriptedEngine
 ) -> None:

@@ -154,10 +154,11 @@ def test_what_was_deleted_stays_deleted_though_the_disk_failed_at_that(
     assert_only("b", tmp_path)
 
 
+@pytest.mark.parametrize("limit", ["_MAX_QUEUED", "_MAX_QUEUED_BYTES"])
 def test_what_was_deleted_stays_deleted_though_the_disk_was_too_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr("router.responses.archive._MAX_QUEUED", 1)
+    monkeypatch.setattr(f"router.responses.archive.{limit}", 1)
     write, writes, may_write = ResponseArchive._write, threading.Event(), threading.Event()
 
     def slow(archive: ResponseArchive, change: Any) -> bool:

@@ -148,6 +148,9 @@ def test_a_response_continues_an_earlier_one(server: Server, engine: ScriptedEng
     newest = server.client.get(page).json()
     assert newest["has_more"]
     assert newest["data"][0]["id"] == items["data"][1]["id"]
+    for limit in ("0", "101", "0001000000", "9" * 5000, "\u0663", "x"):
+        path = f"/v1/responses/{second['id']}/input_items"
+        assert error_of(server.client.get(path, params={"limit": limit}))["param"] == "limit"
 
 
 def test_an_item_can_be_referenced(server: Server, engine: ScriptedEngine) -> None:

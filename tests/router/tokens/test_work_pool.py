@@ -138,9 +138,10 @@ async def test_a_full_queue_refuses_the_key_that_filled_it() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("max_waiting", [2, 9])  # of all keys
 @in_loop
-async def test_a_cancelled_job_is_not_begun_and_gives_its_place_back() -> None:
-    pool, gate = WorkPool(1, max_waiting=2), Gate()
+async def test_a_cancelled_job_is_not_begun_and_gives_its_place_back(max_waiting: int) -> None:
+    pool, gate = WorkPool(1, max_waiting=max_waiting, max_waiting_of_key=2), Gate()
     running = pool.start("a", gate, 10)
     await until(gate.begun)
     ran: list[int] = []
@@ -148,7 +149,7 @@ async def test_a_cancelled_job_is_not_begun_and_gives_its_place_back() -> None:
     for each in waiting:
         each.cancel()
     await asyncio.sleep(0)
-    third = pool.start("c", lambda: None, 10)  # the queue was full
+    third = pool.start("b", lambda: None, 10)  # it was full
     gate.end.set()
     await asyncio.gather(running, third)
     assert ran == []

@@ -122,6 +122,8 @@ class EngineCore:
         Return False if there was nothing to run.
         """
         self._handle_messages(self._inbox.take(wait_s))
+        if self._refused:  # the router takes a request that heartbeats do not name for lost
+            self._send_outputs()
         worked = self._step()
         self._send_outputs()
         self._report_stats(worked)

@@ -40,7 +40,7 @@ def discard_failed_saves(
     for seq in failed:
         for block in step.saved.pop(seq, ()):
             if memory.withdraw(block):
-                memory.settle(block, exists=False)
+                memory.settle(block)
             bad.add(block)
     if later is None:
         return set()
@@ -49,5 +49,5 @@ def discard_failed_saves(
     for seq in later.discarded:
         for block in later.saved.pop(seq, ()):
             if memory.withdraw(block):
-                later.invalid_blocks.append((seq, block))
+                later.invalid_blocks.append(block)
     return innocent - failed

@@ -38,7 +38,7 @@ def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) 
     charged += len(memory.snapshots) * config.state_bytes
     charged += sum(memory.fetch_reservations.values()) * config.block_bytes
     charged += memory.pass_bytes
-    invalid_blocks = [block for step in steps for _, block in step.invalid_blocks]
+    invalid_blocks = [block for step in steps for block in step.invalid_blocks]
     invalid_bytes = sum(map(memory.bytes_of, invalid_blocks))
     charged += invalid_bytes
     if len(memory.snapshots) > config.max_snapshots:

@@ -221,12 +221,12 @@ class Memory:
         self.withdrawn_bytes += self.bytes_of(block)
         return True
 
-    def settle(self, block: Block, *, exists: bool) -> None:
-        """Release a withdrawn block, once it is known whether the executor has it."""
+    def settle(self, block: Block) -> None:
+        """Release a withdrawn block once its step is done. Executors may have saved it, or only
+        those of other ranks, or none."""
         self.withdrawn_bytes -= self.bytes_of(block)
         self.ledger.release(self.bytes_of(block))
-        if exists:
-            self.evictions.append(Evict(block.id))
+        self.evictions.append(Evict(block.id))
 
     def clear(self) -> None:
         """Forget everything, because the executor has lost it too."""

@@ -208,7 +208,9 @@ class Scheduler:
         guesses = result.guesses or ((),) * len(step.decodes)
         for seq, length, guess in zip(step.decodes, result.run_lengths, guesses, strict=True):
             seq.num_inflight -= 1
-            seq.num_inflight_drafts, seq.awaits_guesses = 0, False
+            seq.num_inflight_drafts = 0
+            if not seq.num_inflight:  # otherwise a later step may guess
+                seq.awaits_guesses = False
             if seq.status is not Status.FINISHED and seq not in step.discarded:
                 if (proposal := step.drafts.get(seq)) is not None:
                     self._drafting.verified(seq, proposal, length - 1)
@@ -224,8 +226,12 @@ class Scheduler:
         Sequences with a slot wait to start again, fewer of them at once: with a lower memory limit
         if the step was ``out_of_memory``, and with shorter chunks if one took ``too_long``. A
         sequence that was running alone both times ends with ``reason`` as its error. Returns
-        False if no sequence had a slot: the step would raise again."""
+        False if the steps were for no sequence, not even one that has ended: the next would raise
+        again."""
         running = self.sequences.with_slot()
+        was_for_some = bool(running or self.sequences.leaving) or any(
+            step.by_slot or step.saved for step in self._in_flight
+        )
         if out_of_memory:
             self.memory.ran_out()
         is_shorter = too_long and self._policy.shorten()
@@ -244,7 +250,7 @@ class Scheduler:
         self._counters.preemptions += len(running)
         if len(running) == 1 and not is_shorter:
             self._count_failure(running[0], reason)
-        return bool(running)
+        return was_for_some
 
     def take_outputs(self) -> Outputs:
         """Return the messages since the last call."""
@@ -359,8 +365,8 @@ class Scheduler:
         blocks."""
         reasons = without_pictures(result, self.sequences, self.planner.prefilling)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
-        for seq, block in step.invalid_blocks:
-            self.memory.settle(block, exists=seq not in reasons)
+        for block in step.invalid_blocks:
+            self.memory.settle(block)
         failed = reasons.keys() - step.discarded
         for seq in failed:
             self.planner.prefilling.passes.leave(seq, step.pass_number)
@@ -382,7 +388,7 @@ class Scheduler:
 
     def _release_saved_blocks(self, step: InFlightStep, result: StepResult) -> None:
         """Unpin the saved blocks, and send those whose bytes were exported to the kvstore."""
-        missing = {block.id for _, block in step.invalid_blocks}
+        missing = {block.id for block in step.invalid_blocks}
         failed = {step.by_slot[slot] for slot, _ in result.failed}
         for seq, blocks in reversed(step.saved.items()):
             if seq in failed:

@@ -58,7 +58,7 @@ class StepMeter:
             self._unmeasured[step.number] = of_prompts
         if rows:
             elapsed_s = result.elapsed_s if is_apart else None
-            self._drafting.observe_step(step.decodes, drafted, elapsed_s)
+            self._drafting.observe_step(step.decodes, step.guessing, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):
                 self._measure_prompts(seen, elapsed_s, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequences.sequence import Sequence
+from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.source import Proposal
-from engine.speculation.speculator import DraftRow, SequenceDrafts, Speculator
+from engine.speculation.speculator import Speculator
 from shared import wire
 
 
@@ -78,7 +80,11 @@ class Drafting:
             self._speculator.verified(row, proposal, accepted)
 
     def observe_step(
-        self, decodes: SequenceOf[Sequence], drafted: int, elapsed_s: float | None
+        self,
+        decodes: SequenceOf[Sequence],
+        guessing: Collection[Sequence],
+        drafted: int,
+        elapsed_s: float | None,
     ) -> None:
         if self._speculator is not None:
             known = [(seq, seq.drafts) for seq in decodes if seq.drafts is not None]
@@ -87,7 +93,7 @@ class Drafting:
                 drafted,
                 elapsed_s,
                 [drafts for _, drafts in known],
-                [drafts for seq, drafts in known if seq.awaits_guesses],
+                [drafts for seq, drafts in known if seq in guessing],
             )
 
     def stats(self) -> wire.DraftStats | None:

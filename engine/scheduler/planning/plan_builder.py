@@ -44,6 +44,7 @@ class InFlightStep:
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # sequences that have drafts
+    guessing: set[Sequence] = field(default_factory=set)  # whose next tokens are guessed
     stretch: PlannedStretch | None = None
     pass_number: int | None = None  # of the stretch's pass
     encoding: PlannedEncoding | None = None
@@ -58,8 +59,8 @@ class InFlightStep:
     """Blocks and snapshots that stay pinned until the result arrives."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences whose part of the result is ignored."""
-    invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
-    """Blocks to remove, saved by sequences whose slots held wrong KV."""
+    invalid_blocks: list[Block] = field(default_factory=list)
+    """Blocks to remove, saved from slots that held wrong KV."""
 
     def check(self, result: plan.StepResult) -> None:
         """Raise ValueError if ``result`` cannot belong to this step."""
@@ -132,6 +133,8 @@ class PlanBuilder:
         self.step.decodes.append(seq)
         if proposal is not None:
             self.step.drafts[seq] = proposal
+        if decode.guesses:
+            self.step.guessing.add(seq)
         self.step.by_slot[decode.slot] = seq
 
     def chunk(self, seq: Sequence, end: int) -> None:

@@ -114,6 +114,7 @@ class Planner:
             builder.changed = True
             room_is_coming = (
                 self._sequences.leaving
+                or builder.preempted
                 or self._sequences.count(Status.ENDING)
                 or self._memory.blocks.num_evictable < len(self._memory.blocks)
             )
@@ -282,6 +283,7 @@ class Planner:
             if self._sequences.count(Status.DECODING) >= self._config.max_batch_size:
                 break
             self._sequences.set_status(seq, Status.DECODING)
+            builder.changed |= seq.num_computed_tokens >= seq.capacity  # it needs a larger slot
         decoding = self._sequences.ordered(Status.DECODING)
         rows = [
             seq

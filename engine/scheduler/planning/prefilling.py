@@ -198,6 +198,7 @@ class Prefilling:
             block_hash
             for one in self.passes
             for chunk in one.chunks
+            if chunk.seq.status is not Status.FINISHED  # it publishes nothing any more
             for block_hash in chunk.seq.block_hashes[chunk.start // size : chunk.end // size]
         }
 

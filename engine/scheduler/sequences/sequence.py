@@ -11,7 +11,7 @@ import msgspec
 from engine.plan import Payload, Slot
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.thinking import ThinkingProgress
-from engine.speculation.speculator import SequenceDrafts
+from engine.speculation.sequence_drafts import SequenceDrafts
 from shared import wire
 from shared.hashing import Picture, block_hash, pictures_in
 

@@ -165,7 +165,7 @@ class Books:
                 self.withdrawn.append(self.pinned.pop())
                 memory.withdraw(self.withdrawn[-1])
             case "settle" if self.withdrawn:
-                memory.settle(self.withdrawn.pop(), exists=True)
+                memory.settle(self.withdrawn.pop())
         if pick.random() < 0.01:
             self._lose_everything()
         self._follow_plan()
@@ -221,6 +221,6 @@ def test_the_ledger_equals_the_sum_of_the_plans_and_never_exceeds_its_limit(seed
     for block in books.pinned:
         books.memory.blocks.unpin(block)
     for block in books.withdrawn:
-        books.memory.settle(block, exists=False)
+        books.memory.settle(block)
     assert books.memory.unevictable_bytes == 0
     assert books.memory.allocate_slot(books.memory.largest_capacity) is not None

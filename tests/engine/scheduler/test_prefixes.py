@@ -148,7 +148,7 @@ def test_a_block_that_was_evicted_is_copied_with_what_follows_it() -> None:
     for block_hash in engine.scheduler.sequences.live["first"].block_hashes[2:]:
         block = memory.blocks.get(block_hash)
         assert block is not None and memory.withdraw(block)
-        memory.settle(block, exists=True)
+        memory.settle(block)
     second = engine.submit(request("second", SHARED[:30]))
     engine.finish(first, second)
     assert engine.computed == 29 + 5

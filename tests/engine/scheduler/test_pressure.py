@@ -62,6 +62,17 @@ def test_a_sequence_that_outgrows_its_slab_alone_is_preempted_itself() -> None:
     engine.serve(request("a", SHARED[:4], max_tokens=70))
 
 
+def test_rows_that_are_full_together_are_preempted_one_by_one() -> None:
+    engine = Engine(config(blocks=64, max_batch_size=8))
+    clients = [engine.submit(request(f"r{n}", [n] * 8, max_tokens=100)) for n in range(6)]
+    before, most = 0, 0
+    while engine.turn():
+        now = engine.scheduler.stats().preemptions_total
+        before, most = now, max(most, now - before)
+    assert before > 1 and most == 1
+    engine.finish(*clients)
+
+
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))

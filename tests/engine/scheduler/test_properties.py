@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.engine.scheduler.fake_executor import SALTS, expected
 from tests.engine.scheduler.harness import (
     BLOCK_BYTES,
     RECURRENT,
+    SHARED,
     Client,
     Engine,
     config,
@@ -269,6 +271,28 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     )
     engine.executor.wrong_guesses = guesses
     run_chaos(engine, Chaos(engine, seed, failures))
+
+
+def test_a_sequence_waits_for_guesses_though_the_step_before_them_made_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(config(look_ahead=True, decodes_ends=False), speculator(0.0, 3, True))
+    engine.executor.wrong_guesses = 0.0
+    drafting, numbers = engine.scheduler.planner._drafting, itertools.count()
+    guesses_after = drafting.guesses_after
+
+    def sometimes(*of: Any) -> int:
+        return guesses_after(*of) if next(numbers) % 3 else 0
+
+    monkeypatch.setattr(drafting, "guesses_after", sometimes)
+    engine.serve(request("a", SHARED[:20], max_tokens=100))
+    ahead = 0
+    for before, plan in itertools.pairwise(engine.plans):
+        for decode in plan.decodes:
+            if decode.token_id is None:  # the one before is in flight
+                ahead += 1
+                assert not any(each.guesses for each in before.decodes)
+    assert ahead and engine.executor.accepted > 20
 
 
 @pytest.mark.parametrize("seed", [23, 68, 126, 172, 195, 238, 267, 306, *range(1000, 1008)])

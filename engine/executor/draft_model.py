@@ -135,6 +135,10 @@ class DraftModel(BatchSource):
         """The memory of its slots."""
         return self.max_sequences * self._capacity * self.executor.spec.slot_token_bytes
 
+    @property
+    def is_usable(self) -> bool:
+        return self._failures < MAX_FAILURES
+
     def prepare(self) -> None:
         """Wait for the target: its errors would otherwise be taken for errors of the draft model,
         and its time for that of drafts."""
@@ -142,18 +146,22 @@ class DraftModel(BatchSource):
 
     def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         nothing: list[tuple[int, ...]] = [()] * len(asked)
-        if self._failures >= MAX_FAILURES:
+        if not self.is_usable:
             return nothing
         try:
-            return self._propose(asked)
+            found = self._propose(asked)
+            self._failures = 0
+            return found
         except Exception:  # raised by MLX, most likely because it is out of memory
             self._failures += 1
-            logger.exception("the draft model failed, continuing without its drafts")
+            logger.exception("the draft model failed")
         try:
             self._begin()
         except Exception:
             self._failures = MAX_FAILURES
-            logger.exception("the draft model cannot continue: its drafts are disabled")
+            logger.exception("the draft model cannot be reset")
+        if not self.is_usable:
+            logger.error("there are no more drafts of the draft model")
         return nothing
 
     def _begin(self) -> None:

@@ -53,7 +53,7 @@ def open_draft_model(
     if settings.spec_decode == "draft":
         rows = min(rows, settings.spec_decode_disable_batch_size)
     context = min(settings.draft_context_len, loaded.context_length // 2)
-    capacity = min(context + ROOM_TOKENS, loaded.context_length) // block_size * block_size
+    capacity = -(-min(context + ROOM_TOKENS, loaded.context_length) // block_size) * block_size
     source = DraftModel(
         executor,
         wait,

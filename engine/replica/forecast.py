@@ -102,7 +102,7 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     layout = probed.with_precision(precision, dequantized=device.slots_dequantized(probed))
     if batch_class.has_rings:
         layout = layout.with_rings(longest_pass(settings), settings.block_size)
-    context = served_context(model, context_length(config), settings.max_kv_size)
+    context = served_context(model, context_length(config, model), settings.max_kv_size)
     spec = spec_of(model, layout, batch_class, settings.block_size, guesses=False)
     return _of(_bytes(model) + packed, spec, context, settings, own)
 

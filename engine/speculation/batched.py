@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 from engine.speculation.accounts import DraftAccounts
@@ -14,7 +14,8 @@ from engine.speculation.source import BatchSource, DraftRequest, Proposal
 LIKELY = 0.6
 """The assumed acceptance rate of its drafts."""
 CALLS_WITHOUT = 64
-"""If drafts were not worth while, sequences wait for them again once in this many plans."""
+"""If drafts were not worth while, sequences wait for them again once in this many times that one
+might."""
 
 
 class BatchRow(NamedTuple):
@@ -42,6 +43,7 @@ class BatchDrafting:
         self.last_s = 0.0
         """Each requested sequence's share of the time of the last call."""
         self._calls_without = 0
+        self._waited_s = 0.0
 
     @property
     def name(self) -> str:
@@ -55,18 +57,18 @@ class BatchDrafting:
         """Return whether sequences should wait for their token in flight, to get drafts
         afterwards."""
         self._calls_without = 0 if self.pays else (self._calls_without + 1) % CALLS_WITHOUT
-        return self._calls_without == 0
+        return self._calls_without == 0 and self._source.is_usable
 
     def propose(
-        self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts
+        self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts, room_s: float
     ) -> list[Proposal | None]:
         """Return the drafts to verify for each of ``rows``, in a step of ``num_rows`` sequences
-        with the costs ``steps``: drafts of this source if they are worth while, else those of
-        others."""
+        with the costs ``steps``: drafts of this source if they are worth while and take at most
+        ``room_s``, for which all sequences of the step wait, else those of others."""
         found = [row.other for row in rows]
-        if not rows:
+        if not rows or not self._source.is_usable:
             return found
-        length = self._best_length(num_rows, rows, steps) if self._adapts else None
+        length = self._best_length(num_rows, rows, steps, room_s) if self._adapts else None
         self.pays = length != 0
         chosen = [number for number, row in enumerate(rows) if self._prefers(row, length)]
         chosen = chosen[: self._source.max_sequences]
@@ -76,9 +78,10 @@ class BatchDrafting:
         if length is not None:
             requests = [each._replace(limit=min(each.limit, length)) for each in requests]
         self._source.prepare()
-        began = perf_counter()
+        began, computing_began = perf_counter(), thread_time()
         drafts = self._source.propose(requests)
-        elapsed_s = perf_counter() - began
+        elapsed_s, computing_s = perf_counter() - began, thread_time() - computing_began
+        self._waited_s += max(0.0, elapsed_s - computing_s)
         self._accounts.spent(self.name, elapsed_s)
         self.last_s = elapsed_s / len(requests)
         if longest := max(map(len, drafts)):
@@ -95,7 +98,15 @@ class BatchDrafting:
             return row.other is None
         return sum(row.gains[:length]) > row.other_gain
 
-    def _best_length(self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts) -> int:
+    def take_waited_s(self) -> float:
+        """Return how long calls have waited for the source since the last call of this, without
+        the time that they computed in this thread."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def _best_length(
+        self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts, room_s: float
+    ) -> int:
         """Return the length of drafts with the most tokens per second, 0 for none."""
 
         def rate(length: int) -> float:
@@ -109,6 +120,8 @@ class BatchDrafting:
                     expected += row.other_gain
                     drafted += len(row.other.tokens) if row.other else 0
             draft_s = length * self._token_s.predict_s(asked) if asked else 0.0
+            if draft_s > room_s:
+                return 0.0
             return expected / (steps.predict_s(num_rows, drafted) + draft_s or 1.0)
 
         lengths = range(1, 1 + max(len(row.gains) for row in rows))

@@ -67,6 +67,11 @@ class BatchSource(ABC):
     NAME: ClassVar[str]
     max_sequences: int  # max sequences per call
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can propose anything from now on."""
+        return True
+
     def prepare(self) -> None:  # noqa: B027  # not abstract: most sources need nothing
         """Wait until `propose` can start at once. May raise: then the step before this plan has
         failed."""

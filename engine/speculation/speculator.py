@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from time import thread_time
-from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
 from engine.speculation.accounts import DraftAccounts
@@ -15,8 +14,9 @@ from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource, num_common
-from engine.speculation.regret import SequenceAccount, SourceAccount, VerifiedStep
+from engine.speculation.regret import VerifiedStep
 from engine.speculation.searches import SearchPace
+from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
@@ -33,44 +33,10 @@ MIN_CHANCE = 0.01
 """Drafts with a lower chance are not considered: no step is cheap enough for them."""
 PROBE_TOKENS = 48
 """After this many outputs, a sequence whose drafts are rarely accepted tries again."""
-ASSUMED_RATE = 0.6
-"""The acceptance rate that a sequence starts with."""
 
 SourceMaker = Callable[[Submit, object], DraftSource | None]
 """Creates the source of one sequence from its request and its compiled grammar; None if it could
 not propose anything."""
-
-
-@dataclass(eq=False, slots=True)
-class SequenceDrafts:
-    """The sources of one sequence, and how often they are correct."""
-
-    request: Submit
-    sources: list[DraftSource]
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ASSUMED_RATE))
-    rates: dict[tuple[str, int], AcceptanceRate] = field(default_factory=dict)
-    next_probe: int = 0
-    """Number of tokens, prompt included, from which it drafts again after it stopped."""
-    predicted: tuple[int, ...] = ()
-    """Next tokens according to the request's `prediction`."""
-    accepted: int = 0  # drafts that the prediction also contains, whatever their source
-    rejected: int = 0
-    guesses: ExecutorGuesses | None = None
-    """The one of ``sources`` that proposes the executor's guesses, if there is one."""
-    account: SequenceAccount = field(default_factory=SequenceAccount)
-    accounts: dict[str, SourceAccount] = field(default_factory=dict)
-    """Accounts of the sources, by name."""
-
-    def account_of(self, source: str) -> SourceAccount:
-        return self.accounts.setdefault(source, SourceAccount())
-
-
-class DraftRow(NamedTuple):
-    """A sequence that decodes in the next step."""
-
-    drafts: SequenceDrafts
-    tokens: Sequence[int]  # prompt and outputs
-    limit: int  # max number of drafts
 
 
 class Speculator:
@@ -188,7 +154,8 @@ class Speculator:
         began = thread_time()
         found = self._choose(num_rows, rows)
         self._pace.searched(found=any(found))
-        elapsed_s = thread_time() - began
+        waited_s = self._batch.take_waited_s() if self._batch else 0.0
+        elapsed_s = thread_time() - began + waited_s
         for row in rows:
             row.drafts.account.step(0.0, elapsed_s)
         return found
@@ -204,9 +171,7 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         if self.options.protects:
-            plain_s = self.costs.plain_s(num_rows)
-            rooms = [row.drafts.account.room_s(plain_s) for row in rows]
-            lengths = shared_lengths(self.costs, num_rows, gains, rooms)
+            lengths = shared_lengths(self.costs, num_rows, gains, self._rooms(num_rows, rows))
         else:
             lengths = self.costs.best_lengths(num_rows, gains)
         chosen = zip(rows, proposals, lengths, strict=True)
@@ -217,8 +182,8 @@ class Speculator:
         ]
 
     def verified(self, row: DraftRow, proposal: Proposal, accepted: int) -> None:
-        """Record that the first ``accepted`` tokens of ``proposal`` were accepted;
-        ``row.tokens`` include them."""
+        """Record that the first ``accepted`` tokens of ``proposal``, which continue
+        ``row.tokens``, were accepted."""
         drafted, drafts = len(proposal.tokens), row.drafts
         self._accounts.verified(proposal.source, drafted, accepted)
         account = drafts.account_of(proposal.source)
@@ -327,7 +292,8 @@ class Speculator:
                 sum(self._chances(row.drafts, other)) if other else 0.0,
                 self._chances(row.drafts, unknown),
             )
-        chosen = batch.propose(num_rows, list(asked.values()), self.costs)
+        room_s = min(self._rooms(num_rows, rows)) if self.options.protects else math.inf
+        chosen = batch.propose(num_rows, list(asked.values()), self.costs, room_s)
         if not batch.pays:
             self._fade((rows[number], batch.of_unknown(1)) for number in asked)
         for number, proposal in zip(asked, chosen, strict=True):
@@ -349,6 +315,10 @@ class Speculator:
             count,
             next((matcher for matcher in matchers if matcher is not None), None),
         )
+
+    def _rooms(self, num_rows: int, rows: Sequence[DraftRow]) -> list[float]:
+        plain_s = self.costs.plain_s(num_rows)
+        return [row.drafts.account.room_s(plain_s) for row in rows]
 
     def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
         """Record that these proposals were not worth while: once per shared rate, regardless of

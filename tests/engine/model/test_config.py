@@ -14,7 +14,7 @@ from mlx_lm.models import phi3
 from engine.model.context import DEFAULT_CONTEXT_LENGTH, context_length, vocabulary_size
 from engine.model.load import load
 from engine.model.rotation import older_names
-from tests.tiny_models import VOCAB_SIZE, make_tiny
+from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 GEMMA_3_4B = {
@@ -62,6 +62,16 @@ GEMMA_3_4B = {
 )
 def test_a_context_is_as_long_as_the_config_means(config: dict[str, Any], tokens: int) -> None:
     assert context_length(config) == tokens
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("qwen3", 256), ("glm4_moe", 64)])
+def test_a_context_is_stretched_only_where_the_model_does_it(
+    tmp_path: Path, kind: Kind, tokens: int
+) -> None:
+    """mlx-lm's glm4_moe ignores the field."""
+    yarn = {**YARN, "factor": 4.0, "original_max_position_embeddings": 64}
+    path = make_tiny(kind, tmp_path, max_position_embeddings=64, rope_scaling=yarn)
+    assert load(path).context_length == tokens
 
 
 def test_a_vocabulary_that_the_config_leaves_out_is_that_of_the_model() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.speculation.options import SpeculationOptions
+from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import DraftRow, SequenceDrafts, Speculator
+from engine.speculation.speculator import Speculator
 from tests.shared.submits import submit
 
 PLAIN_S = 0.030

@@ -19,6 +19,7 @@ class Model(BatchSource):
 
     NAME = "draft"
     max_sequences = 2
+    is_usable = True
 
     def __init__(self) -> None:
         self.token_s = 0.0
@@ -95,6 +96,35 @@ def test_it_is_asked_for_as_many_as_pay_for_its_steps(
     model.asked = []
     spec.choose(1, [row._replace(tokens=[1] * 500)])
     assert model.asked == asked
+
+
+def test_others_do_not_wait_for_its_drafts_beyond_their_limit(model: Model) -> None:
+    plain_s = 0.001
+    options = SpeculationOptions(largest_batch=16, protects=True)
+    spec = Speculator(options, [], batch_source=model)
+    for drafted in (*range(8), *[0] * PLAIN_FIRST):
+        spec.observe_step(2, drafted, plain_s)
+    model.token_s = 0.3 * plain_s
+    author, other = begin(spec), begin(spec, limit=0)
+    for _ in range(60):
+        proposal, _ = spec.choose(2, [author, other])
+        drafted = len(proposal.tokens) if proposal else 0
+        spec.observe_step(2, drafted, plain_s, [author.drafts, other.drafts])
+        if proposal:
+            spec.verified(author, proposal, drafted)
+    assert 0 < model.now_s <= max(2, 0.03 * 60) * plain_s
+
+
+def test_a_source_that_can_propose_nothing_any_more_is_not_asked(model: Model) -> None:
+    spec = speculator(model)
+    with_costs(spec, 0.001, 0.0001)
+    row = begin(spec)
+    row.drafts.account.without_s = 10.0
+    assert spec.waits(row, 1)
+    model.is_usable = False
+    assert not spec.waits(row, 1)
+    model.asked = []
+    assert spec.choose(1, [row]) == [None] and not model.asked
 
 
 def test_its_time_counts_against_what_drafts_save(model: Model) -> None:

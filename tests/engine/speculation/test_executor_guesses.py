@@ -8,7 +8,8 @@ import pytest
 
 from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.options import SpeculationOptions
-from engine.speculation.speculator import DraftRow, Speculator
+from engine.speculation.sequence_drafts import DraftRow
+from engine.speculation.speculator import Speculator
 from tests.engine.guesses import guessing
 from tests.engine.scheduler.harness import Engine, config, request
 

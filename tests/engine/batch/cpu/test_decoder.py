@@ -10,6 +10,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from engine.backend import graphs
@@ -301,6 +302,19 @@ def test_far_positions_are_rotated_like_near_ones(traditional: bool, turned: int
         [expected[0], expected[1 if traditional else turned // 2]],
         atol=1e-4,
     )
+
+
+def test_a_longer_table_keeps_the_rotations_of_the_shorter_one() -> None:
+    """Dynamic NTK takes its base from the length, once that exceeds the context."""
+    rope = DynamicNTKScalingRoPE(16, 4500, traditional=False, base=10_000.0, factor=2.0)
+    rotary = Rotary(rope, 16)
+    before = [each.copy() for each in rotary.tables(np.arange(2000))]
+    after = rotary.tables(np.arange(4500))
+    for old, new in zip(before, after, strict=True):
+        assert np.array_equal(old, new[:2000])
+    x = np.eye(1, 16, dtype=np.float32)
+    expected = np.asarray(rope(mx.array(x).reshape(1, 1, 1, 16), offset=4499)).reshape(16)
+    assert np.allclose([after[0][-1][0], after[1][-1][0]], expected[[0, 8]], atol=1e-4)
 
 
 def test_the_decoder_is_chosen_on_the_cpu_unless_switched_off(

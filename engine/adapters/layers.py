@@ -117,7 +117,7 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
 
 def shape_of(module: Any) -> Shape:
     """Return the sizes of a linear layer, quantized or not."""
-    outputs, inputs = module.weight.shape
+    outputs, inputs = module["weight"].shape  # an attribute counts as read, and is then kept
     if isinstance(module, nn.QuantizedLinear):
         inputs = inputs * 32 // module.bits
     return Shape(inputs, outputs)

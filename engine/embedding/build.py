@@ -118,7 +118,8 @@ def _decoder(
     if device.uses_host():
         _widen(model)
     device.tune(model, precision, memory_bytes)
-    hidden = int(model.args.hidden_size)
+    if (hidden := int(getattr(model.args, "hidden_size", 0))) <= 0:  # in a part of the config
+        raise ModelUnavailable(f"the model in {checkpoint.path} is not supported for {task}")
     if task == "rerank":
         head, size = yes_no_head(model, checkpoint.path), 0
     else:

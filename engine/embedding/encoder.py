@@ -243,7 +243,8 @@ def _positions(
         kinds = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     thetas = {
         "full_attention": config.get("global_rope_theta", 160_000.0),
-        "sliding_attention": config.get("local_rope_theta", 10_000.0),
+        "sliding_attention": config.get("local_rope_theta", 10_000.0)
+        or config.get("global_rope_theta", 160_000.0),
     }
     thetas |= {name: each["rope_theta"] for name, each in ropes.items() if "rope_theta" in each}
     half = int(config.get("local_attention", 128)) // 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from engine.model.rotation import stretched_context
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 32_768
 """For models whose config has no context length (recurrent ones)."""
@@ -14,13 +17,22 @@ _KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len max
 _KEYS += "seq_length n_ctx model_max_length".split()
 
 
-def context_length(config: dict[str, Any]) -> int:
-    """Return the max length of sequences that a model with ``config`` supports."""
+def context_length(config: dict[str, Any], model: Any = None) -> int:
+    """Return the max length of sequences that a model with ``config`` supports: YaRN counts unless
+    ``model`` has no module for it."""
     sizes = (config_int(config, key) for key in _KEYS)
     size = next((size for size in sizes if size > 0), 0) or _usual_context(config)
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
-    return max(size or DEFAULT_CONTEXT_LENGTH, *map(stretched_context, parts))
+    own, stretched = size or DEFAULT_CONTEXT_LENGTH, max(map(stretched_context, parts))
+    if stretched > own and model is not None and not _applies_yarn(model):
+        logger.warning("mlx-lm ignores this model's rope_scaling: %d tokens are its context", own)
+        return own
+    return max(own, stretched)
+
+
+def _applies_yarn(model: Any) -> bool:
+    return any("yarn" in type(module).__name__.lower() for _, module in model.named_modules())
 
 
 def _usual_context(config: dict[str, Any]) -> int:

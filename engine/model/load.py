@@ -129,7 +129,7 @@ def load(
         path=path,
         fingerprint=fingerprint(path),
         adapter="" if adapter_path is None else adapter.fingerprint(adapter_path),
-        context_length=served_context(model, context_length(config), max_kv_size),
+        context_length=served_context(model, context_length(config, model), max_kv_size),
         vocab_size=vocabulary_size(model, config) or len(tokenizer.vocab),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         parameters=parameters,

@@ -46,7 +46,7 @@ FAMILIES = {
     "llava": Family("<image>"),
     "pixtral": Family("[IMG]"),
     "mistral3": Family("[IMG]"),
-    "internvl": Family("<IMG_CONTEXT>", text="qwen3"),
+    "internvl": Family("<IMG_CONTEXT>", text="qwen3", defaults={"tie_word_embeddings": False}),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),
     "qwen3_vl": Family("<|image_pad|>", has_axes=True, interleaved=True),

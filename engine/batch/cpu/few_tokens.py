@@ -245,7 +245,8 @@ def _at_most(count: int, members: list[int]) -> list[list[int]]:
 def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
     """Like `pieces.attend_together`."""
     heads, group = asked.shape[1:3]
-    key = heads, group, asked.shape[-1], how.window, how.softcap, how.sinks is None
+    dims = asked.shape[-1], kept[1].shape[3]
+    key = heads, group, dims, how.window, how.softcap, how.sinks is None
     if key not in piece.calls:
         piece.calls[key] = _calls(piece, kept, heads, group, how)
     for call in piece.calls[key]:

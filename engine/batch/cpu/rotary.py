@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from engine.backend.graphs import Unsupported
 from engine.cache.rounding import Array
 
 FIRST_TABLE = 2048
-"""Positions in the first table, which doubles when it is too short."""
+"""Positions in the first table. One that is too short grows by half, at least by so many."""
 _FAR = 1000
 _CHECKED = (0, 1, 13, 400, 5_000)
 _TOLERANCE = 1e-4
@@ -28,6 +29,8 @@ class Rotary:
 
     def __init__(self, rope: Any, dim: int) -> None:
         self._rope, self._dim = rope, dim
+        # Beyond this, one of mlx-lm's modules rotates all positions differently.
+        self._limit = getattr(rope, "max_position_embeddings", math.inf)
         changed = np.flatnonzero(self._of_module(np.ones(dim, np.float32), _FAR) != 1)
         self.turned = int(changed[-1]) + 1 if changed.size else 0
         """How many elements are rotated: an even number, 0 if the layer has no positions."""
@@ -60,7 +63,7 @@ class Rotary:
     def _check(self) -> None:
         x = np.random.default_rng(0).standard_normal(self._dim, np.float32)
         half = self.turned // 2
-        for position in _CHECKED:
+        for position in (each for each in _CHECKED if each < self._limit):
             (cosines,), (sines,) = self.tables(np.array([position]))
             ours, pairs = x.copy(), x[: self.turned]
             pairs = pairs.reshape(half, 2).T if self.neighbours else pairs.reshape(2, half)
@@ -72,13 +75,18 @@ class Rotary:
                 raise Unsupported("its kind of positions is not supported")
 
     def _reach(self, length: int) -> None:
-        if length <= len(self._tables[0]):
+        if length <= (known := len(self._tables[0])):
             return
-        length, half = max(length, 2 * len(self._tables[0])), self.turned // 2
+        half = self.turned // 2
+        length = max(length, int(min(known + max(known // 2, FIRST_TABLE), self._limit))) - known
         first = np.zeros(self._dim, np.float32)
         first[slice(0, self.turned, 2) if self.neighbours else slice(0, half)] = 1
-        rotated = self._rope(mx.broadcast_to(mx.array(first), (1, 1, length, self._dim)), offset=0)
+        rotated = self._rope(
+            mx.broadcast_to(mx.array(first), (1, 1, length, self._dim)), offset=known
+        )
         pairs = np.asarray(rotated)[0, 0, :, : self.turned]
         pairs = pairs.reshape((length, half, 2) if self.neighbours else (length, 2, half))
         axis = 2 if self.neighbours else 1
-        self._tables = pairs.take(0, axis), pairs.take(1, axis)
+        more = pairs.take(0, axis), pairs.take(1, axis)
+        cosines, sines = map(np.concatenate, zip(self._tables, more, strict=True))
+        self._tables = cosines, sines

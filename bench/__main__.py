@@ -49,7 +49,7 @@ WITH_FLAGS = {
     "lossless": "speculation.lossless",
 }
 """Name -> module of `bench`, a program with its own flags (``NAME --help``)."""
-DEFAULT = ("cpu", "ragged", "scheduling", "kv-bits", "kernels", "precision", "router", *WITH_MLX_LM)
+DEFAULT = ("cpu", "ragged", "scheduling", "kv-bits", "kernels", "router", *WITH_MLX_LM)
 """The others need a Mac, another program, an hour, Linux, an extra, or py-spy, or have no
 baseline."""
 

@@ -61,7 +61,7 @@ def ranks_restart(model: str, runs: int) -> None:
 def speed(model: str, runs: int) -> None:
     """Print the times of steps of 1 and `ROWS` streams, in turn."""
     with ExitStack() as stack:
-        flags = ("--max-batch-size", str(ROWS), "--no-ssd")
+        flags = ("--max-batch-size", str(ROWS), "--no-ssd", "--spec-decode", "none")
         ports = [stack.enter_context(ours(model, *flags, *more)) for more in ((), ON_RANKS)]
         for streams in (1, ROWS):
             times = in_turn([partial(_step_s, port, streams) for port in ports], runs, warm_up=1)

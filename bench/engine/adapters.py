@@ -91,12 +91,14 @@ def _times(engine: InProcessEngine, plain: InProcessEngine, steps: int) -> dict[
     lengths = [CONTEXT_TOKENS] * ROWS
     with (
         DecodeSteps(engine.replica.executor, lengths, len(places) * steps) as ours,
-        DecodeSteps(plain.replica.executor, lengths, steps) as theirs,
+        DecodeSteps(plain.replica.executor, lengths, len(places) * steps) as theirs,
     ):
         for number in range(steps):
             for way in list(times)[:: 1 if number % 2 else -1]:
                 steps_of = theirs.step_s if way not in places else ours.step_s
                 times[way].append(steps_of(places.get(way, ())))
+            for _ in range(len(places) - 1):  # as many tokens as the other's sequences
+                theirs.step_s(())
     return times
 
 

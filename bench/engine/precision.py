@@ -5,6 +5,7 @@ The text is Python's language reference (``pydoc_data.topics``)."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -64,7 +65,10 @@ def _prepared(model: Any, name: str) -> Any:
     if name == "fp32":
         model.set_dtype(mx.float32)
         return dequantize_model(model)
-    Layers(model, "fast" if name == "fast" else "compact", dense=False).keep_packed()
+    layers = Layers(model, "fast" if name == "fast" else "compact", dense=False)
+    if not layers.products:
+        sys.exit("this model has no quantized weights: --model demo-4bit")
+    layers.keep_packed()
     return model
 
 

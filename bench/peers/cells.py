@@ -37,7 +37,7 @@ _CELL_S, _ANSWER_S = 900, 120
 
 
 class Cell(NamedTuple):
-    """One level of one workload."""
+    """One level of one workload. `bench serve` runs at least one conversation for each client."""
 
     workload: str
     clients: int

@@ -20,7 +20,9 @@ from engine.model.load import resolve
 from services.measuring.answers import StreamedAnswer
 
 Ports = tuple[int, int]
+_JoinTimes = tuple[float, float, float]
 NAMES = ("ours", "mlx_lm.server")
+FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")
 TOKENS = 64
 """Length of answers whose rate is measured."""
 STACK_PAIRS = 3
@@ -30,14 +32,16 @@ STACK_PAIRS = 3
 def compare(names: Sequence[str], model: str, runs: int) -> None:
     """Start both servers, and run the `BENCHES` in ``names``."""
     with ExitStack() as stack:
-        flags = ("--max-batch-size", "16", "--completion-batch-size", "32")
-        our_port = stack.enter_context(ours(model, *flags))
+        our_port = stack.enter_context(ours(model, *FLAGS))
         ports = (our_port, stack.enter_context(mlx_lm_server(resolve(model))))
         for port in ports:
             asyncio.run(complete(port, prompts.text(1, 30), 8))
         for name in names:
             print(f"\n## {name}", flush=True)
-            BENCHES[name](ports, runs)
+            if name in OF_OURS:
+                OF_OURS[name](model, runs)
+            else:
+                BENCHES[name](ports, runs)
 
 
 def throughput(ports: Ports, runs: int) -> None:
@@ -69,7 +73,7 @@ def prefix(ports: Ports, runs: int) -> None:
             warm[which].append(statistics.median(_first(port, ask) for ask in asks[1:]))
             head = prompts.text(60_000 + run, 1000)
             asks = [f"{head} {prompts.text(run * 10 + i, 28)}" for i in range(8)]
-            streams = asyncio.run(complete_all(port, asks, 4))
+            streams = checked(asyncio.run(complete_all(port, asks, 4)))
             eight[which].append(max(stream.first_s for stream in streams))
             if which == 0:
                 alone = asyncio.run(complete(port, prompts.text(70_000 + run, 32), 12))
@@ -89,15 +93,15 @@ def prefix(ports: Ports, runs: int) -> None:
 def join(ports: Ports, runs: int) -> None:
     """A 2,000-token prompt joins 4 running streams."""
     print(f"{'':14}  longest gap of a stream   first token of the joiner   alone    ratio")
-    for which, name in enumerate(NAMES):
-        gaps, firsts, alones = [], [], []
-        for run in range(max(1, runs // 2)):
-            port = ports[which]
-            alones.append(_first(port, prompts.text(80_000 + run, 2000)))
-            streams, joiner = asyncio.run(_join(port, 90_000 + run))
-            gaps.append(max(stream.longest_gap_s for stream in streams))
-            firsts.append(joiner.first_s)
-        gap, first, alone = map(statistics.median, (gaps, firsts, alones))
+    times: tuple[list[_JoinTimes], list[_JoinTimes]] = ([], [])
+    for run in range(max(1, runs // 2)):
+        for which in _in_turn(run):
+            alone = _first(ports[which], prompts.text(80_000 + run, 2000))
+            streams, joiner = asyncio.run(_join(ports[which], 90_000 + run))
+            gap = max(stream.longest_gap_s for stream in streams)
+            times[which].append((gap, joiner.first_s, alone))
+    for name, found in zip(NAMES, times, strict=True):
+        gap, first, alone = map(statistics.median, zip(*found, strict=True))
         print(f"{name:14}  {gap:17.2f} s  {first:24.2f} s  {alone:9.2f} s  {first / alone:.2f}")
 
 
@@ -108,19 +112,19 @@ async def _join(port: int, seed: int) -> tuple[list[StreamedAnswer], StreamedAns
     return [await task for task in tasks], joiner
 
 
-def ssd(ports: Ports, runs: int) -> None:
+def ssd(model: str, runs: int) -> None:
     """Time to first token with a 1,000-token prefix from the SSD, after a full restart."""
     ram, disk = [], []
     for run in range(max(1, runs // 2)):
         asks = [f"{prompts.text(95_000 + run, 1000)} {prompts.text(i, 28)}" for i in range(4)]
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             directory = Path(name)
-            with ours("demo-fp32", "--ssd-policy", "write_through", ssd=directory) as port:
+            with ours(model, "--ssd-policy", "write_through", ssd=directory) as port:
                 _first(port, asks[0])
                 ram.append(statistics.median(_first(port, ask) for ask in asks[1:3]))
                 while len(list(directory.rglob("*.safetensors"))) < 1000 // 16:
                     time.sleep(0.2)
-            with ours("demo-fp32", "--ssd-policy", "write_through", ssd=directory) as port:
+            with ours(model, "--ssd-policy", "write_through", ssd=directory) as port:
                 asyncio.run(complete(port, prompts.text(1, 30), 8))
                 disk.append(_first(port, asks[3]))
     _compare("from the SSD after a restart", (disk, ram), "from RAM")
@@ -132,19 +136,18 @@ def connects(ports: Ports, runs: int) -> None:
         texts = [prompts.text(100_000 + i, 8) for i in range(64)]
         streams = asyncio.run(complete_all(ports[which], texts, 4))
         errors = [stream.error for stream in streams if stream.error]
-        starts = sorted(stream.first_s for stream in streams)
-        print(
-            f"{name:14} {len(errors)} errors; first tokens after "
-            f"{starts[0]:.2f} to {starts[-1]:.2f} s {errors[:1] or ''}"
-        )
+        starts = [stream.first_s for stream in streams if not stream.error]
+        after = f"{min(starts):.2f} to {max(starts):.2f} s" if starts else "no time"
+        print(f"{name:14} {len(errors)} errors; first tokens after {after} {errors[:1] or ''}")
 
 
-def stack(ports: Ports, runs: int) -> None:
-    """The cost of HTTP, router and wire: this server against its executor in-process."""
-    with side("ours", "demo-fp32") as driver:
+def stack(model: str, runs: int) -> None:
+    """The cost of HTTP, router and wire: this server against its executor in-process, both without
+    drafts."""
+    with ours(model, *FLAGS, "--spec-decode", "none") as port, side("ours", model) as driver:
         for streams in (1, 8):
             measures = (
-                partial(_rate, ports[0], streams, 110_000),
+                partial(_rate, port, streams, 110_000),
                 lambda run, n=streams: driver.call("rate", _texts(n, 110_000, run), TOKENS),
             )
             rates = in_turn(measures, STACK_PAIRS * runs)
@@ -155,10 +158,10 @@ BENCHES: dict[str, Callable[[Ports, int], None]] = {
     "throughput": throughput,
     "prefix": prefix,
     "join": join,
-    "ssd": ssd,
     "connects": connects,
-    "stack": stack,
 }
+OF_OURS: dict[str, Callable[[str, int], None]] = {"ssd": ssd, "stack": stack}
+"""Those with servers of their own."""
 
 
 def _in_turn(run: int) -> tuple[int, int]:

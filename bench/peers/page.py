@@ -99,12 +99,13 @@ def _lines(
             shown = (_compared(found[peer].get(cell, ()), value, is_better_high) for peer in found)
             yield f"| {NAMES[cell.workload]} | {cell.clients} | {' | '.join(shown)} |"
     failures = [
-        f"* {peer.name}, {NAMES[cell.workload]}, {cell.clients} clients: {count} of its requests "
+        f"* {server}, {NAMES[cell.workload]}, {cell.clients} clients: {count} of its requests "
         f"failed with {name}."
         for peer, each in found.items()
         for cell, pairs in each.items()
         for pair in pairs
-        for name, count in pair.theirs.levels[0].errors.items()
+        for server, report in ((peer.name, pair.theirs), (f"{OURS} beside {peer.name}", pair.ours))
+        for name, count in report.levels[0].errors.items()
     ]
     if failures:
         yield from ("", *failures)

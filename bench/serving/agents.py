@@ -102,7 +102,7 @@ def agents(model: str, runs: int) -> None:
             with mlx_lm_server(path) as port:
                 theirs = replay(port, requests, tokens, as_chat=True)
             _print("mlx_lm.server", theirs)
-            pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if not b.error]
+            pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if not (a.error or b.error)]
             for what, warm in (("first of a line", False), ("later ones", True)):
                 ratios = [a.first_s / b.first_s for a, b in pairs if bool(a.known) is warm]
                 print(f"    ratio of first-token times, {what}: {statistics.median(ratios):.2f}")

@@ -145,7 +145,12 @@ class Backend:
         server = self._serving(call)
         body: dict[str, Any] = {"model": server.model}
         body |= {"messages": messages_of(call)} if is_chat(call) else {"prompt": call.Prompt}
-        answer = await server.client.post("/tokenize", content=msgspec.json.encode(body))
+        try:
+            answer = await server.client.post("/tokenize", content=msgspec.json.encode(body))
+        except httpx.HTTPError as error:
+            raise CallFailed(
+                grpc.StatusCode.UNAVAILABLE, f"the server is lost: {error!r}"
+            ) from error
         if answer.status_code != 200:
             raise of_answer(answer.status_code, _message_of(answer.content))
         tokens = answer.json()["tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -160,13 +161,21 @@ async def closed_loop(given: Iterator[Conversation], clients: int, hold: Hold) -
 
 
 async def open_loop(
-    given: Iterator[Conversation], rate: float, burstiness: float, rng: random.Random, hold: Hold
+    given: Iterator[Conversation],
+    rate: float,
+    burstiness: float,
+    rng: random.Random,
+    hold: Hold,
+    duration_s: float = math.inf,
 ) -> None:
-    """Start ``rate`` conversations per second, whether or not others have ended."""
+    """Start ``rate`` conversations per second, whether or not others have ended, none after
+    ``duration_s``."""
     loop = asyncio.get_running_loop()
-    at = loop.time()
+    began = at = loop.time()
     async with asyncio.TaskGroup() as group:
         for conversation, gap in zip(given, arrival_gaps(rate, burstiness, rng), strict=False):
+            if at - began > duration_s:
+                break
             await asyncio.sleep(at - loop.time())
             group.create_task(hold(conversation))
             at += gap

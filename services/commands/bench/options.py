@@ -63,11 +63,13 @@ class ServeOptions:
         return self.concurrency if self.request_rate is None else self.request_rate
 
     def count(self, load: int | float) -> int | None:
-        """Return the number of conversations (or joins) in a level; None if only time limits it."""
+        """Return the number of conversations (or joins) in a level, at least one for each client;
+        None if only time limits it."""
         if self.shape.name == "long-join":
             return self.requests or (None if self.duration_s else JOINS)
         if self.requests is not None:
-            return math.ceil(self.requests / self.shape.turns)
+            clients = 0 if self.request_rate is not None else math.ceil(load)
+            return max(clients, math.ceil(self.requests / self.shape.turns))
         if self.duration_s is not None:
             return None
         if self.request_rate is not None:
@@ -246,13 +248,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         type=count,
         metavar="N",
         help=f"requests per level (default: {PER_CLIENT} per client, at least {MIN_REQUESTS}; "
+        "never fewer than a conversation for each client; "
         f"{OPEN_S} s of an open loop; {JOINS} joins)",
     )
     group.add_argument(
         "--duration-s",
         type=_positive,
         metavar="S",
-        help="start no requests of a level after this time",
+        help="start no requests (or conversations) of a level after this time",
     )
     group.add_argument(
         "--warm-up",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import sys
@@ -75,7 +76,7 @@ async def _measure(options: ServeOptions) -> tuple[LoadReport, bool]:
     client = ApiClient(options.url, options.api_key, options.timeout_s)
     levels: list[Level] = []
     try:
-        model = options.model or await _first_model(client)
+        model = await _checked_model(client, options.model)
         asking = Asking(options.endpoint, model, options.fields())
         for caught in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(caught, stop.set)
@@ -103,11 +104,18 @@ async def _measure(options: ServeOptions) -> tuple[LoadReport, bool]:
     return report, stop.is_set()
 
 
-async def _first_model(client: ApiClient) -> str:
-    models = await client.models()
-    if not models:
+async def _checked_model(client: ApiClient, given: str | None) -> str:
+    """Return the model ``given``, or the server's first. Raises OSError if there is no server, and
+    ValueError if it names no model."""
+    try:
+        models = await client.models()
+    except ValueError:
+        if given is not None:  # some servers have no list
+            return given
+        raise
+    if given is None and not models:
         raise ValueError("the server names no model; --model does")
-    return models[0]
+    return given or models[0]
 
 
 async def _warm_up(options: ServeOptions, client: ApiClient, asking: Asking) -> None:
@@ -157,7 +165,8 @@ class _LevelRun:
         if options.request_rate is None:
             return closed_loop(given, int(load), self._loader.hold)
         rng = random.Random(self._seed)
-        return open_loop(given, load, options.burstiness, rng, self._loader.hold)
+        ends_s = options.duration_s or math.inf
+        return open_loop(given, load, options.burstiness, rng, self._loader.hold, ends_s)
 
     async def _joins(self, given: Iterator[Conversation]) -> None:
         for number, _ in enumerate(given):

@@ -88,11 +88,11 @@ def _executor(server: Settings) -> tuple[Executor, int]:
     """Return the executor that serves with these settings, and the model's context."""
     load_fast_blas()
     from engine.batch import device
-    from engine.model.load import load, resolve
     from engine.replica.build import build_replica
+    from services.processes.engine import load_model
 
     device.prepare()
-    replica = build_replica(load(resolve(server.model)), server)
+    replica = build_replica(load_model(server), server)
     return replica.executor, replica.scheduler.config.context_length
 
 

@@ -26,7 +26,7 @@ _PROMPT = "> "
 
 def converse(client: ChatClient, conversation: Dialogue, *, keep_history: bool) -> int:
     """Chat until the user quits; return the exit code."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     commands = Commands(conversation, client)
     session: PromptSession[str] = PromptSession(
         history=_history() if keep_history else InMemoryHistory(),

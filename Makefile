@@ -33,7 +33,7 @@ help:
 	@echo "make agents        install real coding agents, try each, write a table of docs/clients.md (10 minutes)"
 	@echo "make docs          write the generated parts of the documentation (except for zoo and clients), and its site"
 	@echo "make lint          ruff, mypy, import contracts, the links of the documentation"
-	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
+	@echo "make hooks         run the checks of make lint, except lint-docs, before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
 	@echo "make bench-peers   install other servers, measure them beside this one, write docs/benchmarks.md (hours; it goes on where it was stopped)"

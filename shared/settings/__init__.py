@@ -73,7 +73,7 @@ COMMON_FLAGS = (
     *("model", "port", "api-key", "max-batch-size", "num-blocks", "kv-bits", "engines", "no-ssd"),
     *("max-concurrent-requests", "log-level"),
 )
-"""The flags that ``--help`` and the README show."""
+"""The flags that ``--help`` shows."""
 _ABOUT = "Serve models over HTTP."
 _PRECEDENCE = "Precedence: flag, environment variable, --config file, default."
 

@@ -18,7 +18,8 @@ class AdapterSettings:
 
     adapter: tuple[str, ...] = flag(
         (),
-        "NAME=DIRECTORY of a LoRA adapter, of mlx-lm or PEFT, that requests name as their model",
+        "NAME=DIRECTORY of a LoRA adapter in the format of mlx-lm or PEFT; requests select it by "
+        "setting model to NAME",
         split=False,
     )
     max_adapters: int | None = flag(

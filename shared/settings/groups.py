@@ -113,9 +113,9 @@ class ModelSettings:
     )
     cpu_precision: Literal["exact", "compact", "fast", "auto"] = flag(
         "auto",
-        "how a CPU multiplies quantized weights: in fp32, for as many weights as fit a quarter "
-        "of the memory; from the quantized codes only; or from codes with 8-bit activations; "
-        "auto: exact",
+        "arithmetic for quantized weights on a CPU; exact: weights dequantized to fp32, as many as "
+        "fit in a quarter of the memory; compact: quantized weights only; fast: quantized weights "
+        "with 8-bit activations; auto: exact",
     )
     prove: Literal["once", "always"] = flag(
         "once",
@@ -174,7 +174,8 @@ class SSDCacheSettings:
         "evict_only", "store blocks when they are evicted from RAM, or every block once it is full"
     )
     ssd_durability: Literal["best_effort", "persistent"] = flag(
-        "best_effort", "under pressure, drop blocks, or retry and sync"
+        "best_effort",
+        "under pressure: drop blocks (best_effort), or retry and sync (persistent)",
     )
     ssd_async_writes: bool = flag(True, "write in the background")
     ssd_writer_queue_size: int = flag(512, "max blocks queued for writing", at_least=1)

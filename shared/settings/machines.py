@@ -89,6 +89,6 @@ class ClusterSettings:
         shown_default="the value of --engines",
     )
     scale_up_queue: int = flag(
-        4, "queued requests per engine above which another engine is started", at_least=1
+        4, "queued requests per engine at which another engine is started", at_least=1
     )
     scale_down_s: float = flag(300.0, "idle seconds until an extra engine is stopped", at_least=0)

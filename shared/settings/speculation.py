@@ -15,7 +15,7 @@ class SpeculationSettings:
     spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
         "auto",
         "source of drafts: none, n-grams of earlier text, a draft model, or auto: whatever pays "
-        "off, at no request's expense",
+        "off, at a bounded cost for each request",
     )
     num_speculative_tokens: int = flag(
         5,

@@ -292,7 +292,8 @@ class Speculator:
                 sum(self._chances(row.drafts, other)) if other else 0.0,
                 self._chances(row.drafts, unknown),
             )
-        room_s = min(self._rooms(num_rows, rows)) if self.options.protects else math.inf
+        rooms = self._rooms(num_rows, rows) if self.options.protects else []
+        room_s = min(rooms, default=math.inf)
         chosen = batch.propose(num_rows, list(asked.values()), self.costs, room_s)
         if not batch.pays:
             self._fade((rows[number], batch.of_unknown(1)) for number in asked)

@@ -39,7 +39,7 @@ class Rotary:
         one = self._of_module(np.eye(1, dim, dtype=np.float32)[0], 1)
         self.neighbours = bool(self.turned and one[1])
         self._tables: tuple[Array, Array] = (np.empty((0, self.turned // 2), np.float32),) * 2
-        self._reach(FIRST_TABLE)
+        self._reach(int(min(FIRST_TABLE, self._limit)))
         self._check()
 
     def tables(self, positions: NDArray[np.int64]) -> tuple[Array, Array]:

@@ -304,17 +304,18 @@ def test_far_positions_are_rotated_like_near_ones(traditional: bool, turned: int
     )
 
 
-def test_a_longer_table_keeps_the_rotations_of_the_shorter_one() -> None:
-    """Dynamic NTK takes its base from the length, once that exceeds the context."""
-    rope = DynamicNTKScalingRoPE(16, 4500, traditional=False, base=10_000.0, factor=2.0)
+@pytest.mark.parametrize("context", [1000, 4500])
+def test_no_table_is_longer_than_the_context_by_which_dynamic_ntk_rotates(context: int) -> None:
+    rope = DynamicNTKScalingRoPE(16, context, traditional=False, base=10_000.0, factor=2.0)
     rotary = Rotary(rope, 16)
-    before = [each.copy() for each in rotary.tables(np.arange(2000))]
-    after = rotary.tables(np.arange(4500))
+    before = [each.copy() for each in rotary.tables(np.arange(900))]
+    after = rotary.tables(np.arange(context))
     for old, new in zip(before, after, strict=True):
-        assert np.array_equal(old, new[:2000])
+        assert np.array_equal(old, new[:900])
     x = np.eye(1, 16, dtype=np.float32)
-    expected = np.asarray(rope(mx.array(x).reshape(1, 1, 1, 16), offset=4499)).reshape(16)
-    assert np.allclose([after[0][-1][0], after[1][-1][0]], expected[[0, 8]], atol=1e-4)
+    for at in (1, context - 1):
+        expected = np.asarray(rope(mx.array(x).reshape(1, 1, 1, 16), offset=at)).reshape(16)
+        assert np.allclose([after[0][at][0], after[1][at][0]], expected[[0, 8]], atol=1e-4)
 
 
 def test_the_decoder_is_chosen_on_the_cpu_unless_switched_off(

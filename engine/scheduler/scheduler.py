@@ -209,8 +209,7 @@ class Scheduler:
         for seq, length, guess in zip(step.decodes, result.run_lengths, guesses, strict=True):
             seq.num_inflight -= 1
             seq.num_inflight_drafts = 0
-            if not seq.num_inflight:  # otherwise a later step may guess
-                seq.awaits_guesses = False
+            seq.awaits_guesses &= seq.num_inflight > 0  # a later step may guess
             if seq.status is not Status.FINISHED and seq not in step.discarded:
                 if (proposal := step.drafts.get(seq)) is not None:
                     self._drafting.verified(seq, proposal, length - 1)
@@ -226,12 +225,10 @@ class Scheduler:
         Sequences with a slot wait to start again, fewer of them at once: with a lower memory limit
         if the step was ``out_of_memory``, and with shorter chunks if one took ``too_long``. A
         sequence that was running alone both times ends with ``reason`` as its error. Returns
-        False if the steps were for no sequence, not even one that has ended: the next would raise
-        again."""
+        False if the steps were for no sequence: the next would raise again."""
         running = self.sequences.with_slot()
-        was_for_some = bool(running or self.sequences.leaving) or any(
-            step.by_slot or step.saved for step in self._in_flight
-        )
+        for_ended = any(step.by_slot or step.saved for step in self._in_flight)
+        for_ended |= bool(self.sequences.leaving)
         if out_of_memory:
             self.memory.ran_out()
         is_shorter = too_long and self._policy.shorten()
@@ -242,15 +239,14 @@ class Scheduler:
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
         for seq in self.sequences.live.values():
-            seq.num_inflight = seq.num_inflight_drafts = 0
-            seq.awaits_guesses = False
+            seq.num_inflight, seq.num_inflight_drafts, seq.awaits_guesses = 0, 0, False
         for seq in running:
             seq.reset()
             self.sequences.enqueue(seq, Status.PREEMPTED)
         self._counters.preemptions += len(running)
         if len(running) == 1 and not is_shorter:
             self._count_failure(running[0], reason)
-        return was_for_some
+        return bool(running) or for_ended
 
     def take_outputs(self) -> Outputs:
         """Return the messages since the last call."""

@@ -91,8 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
     logger.info("storing blocks in %s", directory.root)
     _serve(server, link, stop)
-    if link:
-        link.heartbeat("draining")  # the last one: no time to write what is queued
     writer.close(stop.flush_s)
     server.send_replies()
     server.close()
@@ -144,6 +142,8 @@ def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> N
             link.heartbeat("ready")
             next_heartbeat = time.monotonic() + HEARTBEAT_EVERY_S
         server.serve(max(0.0, next_heartbeat - time.monotonic()) if link else HEARTBEAT_EVERY_S)
+    if link:
+        link.heartbeat("draining")  # the last one, before queued blocks are written
 
 
 def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:

@@ -17,7 +17,7 @@ _Kind = tuple[int, str, bool]
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _QueueEntry:
     """A queued sequence, or nothing any more: what it refers to may be large."""
 
     arrived_at: float
@@ -25,7 +25,7 @@ class _Entry:
     kind: _Kind
     sequence: RemoteRequest | None
 
-    def __lt__(self, other: _Entry) -> bool:
+    def __lt__(self, other: _QueueEntry) -> bool:
         return self.age < other.age
 
     @property
@@ -33,7 +33,7 @@ class _Entry:
         return self.arrived_at, self.number
 
 
-_Lane = list[_Entry]
+_Lane = list[_QueueEntry]
 
 
 class FairQueue:
@@ -56,7 +56,7 @@ class FairQueue:
         """The number of queued sequences by key, in the order of the keys' departures by age."""
         self._pushed = 0
         self._popped = 0
-        self._waiting: dict[RemoteRequest, _Entry] = {}
+        self._waiting: dict[RemoteRequest, _QueueEntry] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -69,7 +69,7 @@ class FairQueue:
         self.discard(sequence)
         kind = sequence.priority, sequence.key, sequence.names_adapter
         self._pushed += 1
-        entry = _Entry(sequence.arrived_at, self._pushed, kind, sequence)
+        entry = _QueueEntry(sequence.arrived_at, self._pushed, kind, sequence)
         heapq.heappush(self._lanes.setdefault(kind, []), entry)
         self._waiting[sequence] = entry
         self._num_waiting[kind] += 1
@@ -143,7 +143,7 @@ class FairQueue:
         self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # to the end of the order
         return min((lane for lane in free if _first(lane).key == key), key=lambda lane: lane[0].age)
 
-    def _take(self, sequence: RemoteRequest) -> _Entry | None:
+    def _take(self, sequence: RemoteRequest) -> _QueueEntry | None:
         """Count ``sequence`` out if it is queued, and return its entry, which is empty then."""
         if (entry := self._waiting.pop(sequence, None)) is None:
             return None
@@ -162,7 +162,7 @@ class FairQueue:
             if not lane:
                 del self._lanes[kind], self._num_waiting[kind]
 
-    def _is_waiting(self, entry: _Entry) -> bool:
+    def _is_waiting(self, entry: _QueueEntry) -> bool:
         sequence = entry.sequence
         if sequence is not None and sequence.state is not RemoteRequestState.WAITING:
             self._take(sequence)

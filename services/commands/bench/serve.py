@@ -104,16 +104,16 @@ async def _measure(options: ServeOptions) -> tuple[LoadReport, bool]:
     return report, stop.is_set()
 
 
-async def _checked_model(client: ApiClient, given: str | None) -> str:
+async def _checked_model(client: ApiClient, given: str) -> str:
     """Return the model ``given``, or the server's first. Raises OSError if there is no server, and
     ValueError if it names no model."""
     try:
         models = await client.models()
     except ValueError:
-        if given is not None:  # some servers have no list
+        if given:  # some servers have no list
             return given
         raise
-    if given is None and not models:
+    if not given and not models:
         raise ValueError("the server names no model; --model does")
     return given or models[0]
 

@@ -171,26 +171,6 @@ def test_a_failing_step_without_sequences_ends_the_engine(
         whole.turn()
 
 
-def test_a_step_that_only_saves_what_a_request_left_may_fail(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dispatch, failed = whole.executor.dispatch, list[Plan]()
-
-    def failing_once(plan: Plan) -> PendingStep:
-        if plan.saves and not plan.decodes and not plan.chunks and not failed:
-            failed.append(plan)
-            raise RuntimeError("[metal::malloc] Unable to allocate 1 bytes")
-        return dispatch(plan)
-
-    monkeypatch.setattr(whole.executor, "dispatch", failing_once)
-    whole.submit("a", prompts()[0], 40)
-    whole.run()
-    assert failed and whole.ends["a"].finish == "length"
-    whole.submit("b", prompts()[1], 4)
-    whole.run()
-    assert whole.ends["b"].finish == "length"
-
-
 LOST = "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors)."
 
 

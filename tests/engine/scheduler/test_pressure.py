@@ -73,6 +73,16 @@ def test_rows_that_are_full_together_are_preempted_one_by_one() -> None:
     engine.finish(*clients)
 
 
+def test_a_step_whose_request_was_cancelled_may_fail() -> None:
+    engine = Engine(config(look_ahead=True))
+    engine.submit(request("a", SHARED[:20], max_tokens=50))
+    engine.run_turns(4)
+    assert engine.schedule() is not None
+    engine.scheduler.abort("a", 1)
+    assert engine.scheduler.recover("it failed", out_of_memory=False), "another step may succeed"
+    assert not engine.scheduler.recover("it failed", out_of_memory=False), "there is none"
+
+
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))

@@ -110,7 +110,7 @@ def test_the_stop_reason_names_the_limit_reached(server: Server, engine: Scripte
 
 
 def test_the_limit_of_the_server_is_not_the_end_of_the_context(start_server: StartServer) -> None:
-    server = start_server("--max-generation-tokens=5")
+    server = start_server("--max-generation-tokens=5", "--default-max-tokens=5")
     server.join("hello" * 20)
     assert ask(server, max_tokens=9999).json()["stop_reason"] == "max_tokens"
 

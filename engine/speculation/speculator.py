@@ -162,8 +162,11 @@ class Speculator:
 
     def _choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         proposals = [self.propose(row, num_rows) for row in rows]
+        plain_s = self.costs.plain_s(num_rows)
+        rooms = [row.drafts.account.room_s(plain_s) for row in rows]
         if self._batch is not None:
-            proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals)
+            room_s = min(rooms, default=math.inf) if self.options.protects else math.inf
+            proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals, room_s)
         if not self.options.adapts:
             return proposals
         gains = [
@@ -171,7 +174,7 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         if self.options.protects:
-            lengths = shared_lengths(self.costs, num_rows, gains, self._rooms(num_rows, rows))
+            lengths = shared_lengths(self.costs, num_rows, gains, rooms)
         else:
             lengths = self.costs.best_lengths(num_rows, gains)
         chosen = zip(rows, proposals, lengths, strict=True)
@@ -275,8 +278,9 @@ class Speculator:
         num_rows: int,
         rows: Sequence[DraftRow],
         proposals: Sequence[Proposal | None],
+        room_s: float,
     ) -> list[Proposal | None]:
-        """Return ``proposals``, some of them replaced by `BatchDrafting`."""
+        """Return ``proposals``, some of them replaced by `BatchDrafting`, within ``room_s``."""
         found = list(proposals)
         asked: dict[int, BatchRow] = {}
         for number, (row, other) in enumerate(zip(rows, proposals, strict=True)):
@@ -292,8 +296,6 @@ class Speculator:
                 sum(self._chances(row.drafts, other)) if other else 0.0,
                 self._chances(row.drafts, unknown),
             )
-        rooms = self._rooms(num_rows, rows) if self.options.protects else []
-        room_s = min(rooms, default=math.inf)
         chosen = batch.propose(num_rows, list(asked.values()), self.costs, room_s)
         if not batch.pays:
             self._fade((rows[number], batch.of_unknown(1)) for number in asked)
@@ -316,10 +318,6 @@ class Speculator:
             count,
             next((matcher for matcher in matchers if matcher is not None), None),
         )
-
-    def _rooms(self, num_rows: int, rows: Sequence[DraftRow]) -> list[float]:
-        plain_s = self.costs.plain_s(num_rows)
-        return [row.drafts.account.room_s(plain_s) for row in rows]
 
     def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
         """Record that these proposals were not worth while: once per shared rate, regardless of

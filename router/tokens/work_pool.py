@@ -161,9 +161,8 @@ class WorkPool:
     def _add(self, job: _Job) -> None:
         """Add ``job`` to the queue. Raises `TooManyRequests` or `Unavailable`."""
         with self._changed:
-            if self._num_waiting >= self._max_waiting:
-                self._drop_cancelled()
-            if self._num_waiting_of(job.key) >= self._max_waiting_of_key:
+            of_key = self._num_waiting_of(job.key)
+            if self._num_waiting >= self._max_waiting or of_key >= self._max_waiting_of_key:
                 self._drop_cancelled()
             if self._num_waiting_of(job.key) >= self._max_waiting_of_key:
                 self._on_refused()

@@ -16,9 +16,12 @@ take longer than predicted."""
 EARLY_STEPS, EARLY_SHARE = 0.5, 0.03
 """While a sequence is short, it loses at most so many steps and this share of its time: two steps
 are a tenth of an answer of twenty tokens."""
-FIRST_STEPS, LATER_SHARE = 0.6, 1 / 200
+FIRST_STEPS, LATER_SHARE = 0.9, 1 / 300
 """The same for one source and its own drafts: less than 2 % of 64 tokens and less than 1 % of
 256, with a margin for steps that take longer than predicted."""
+AT_ONCE = 0.4
+"""Max part of that limit that drafts may risk at once: a source whose first draft is wrong has
+enough left for others."""
 MAX_SAVED_STEPS = 3.0
 """Max savings of a source that may pay for later drafts. A source that becomes wrong after
 hundreds of correct tokens thus stops as soon as any other."""
@@ -78,9 +81,15 @@ class SourceAccount:
             self.silence = FIRST_SILENCE
 
     def room_s(self, plain_s: float, without_s: float) -> float:
-        """Return the max cost of the next drafts, in steps of ``plain_s``, of a sequence that
+        """Return what it may lose from now on, in steps of ``plain_s``, for a sequence that
         would have taken ``without_s`` so far without drafts."""
-        return self.balance_s + FIRST_STEPS * plain_s + LATER_SHARE * without_s
+        return self.balance_s + _limit_s(plain_s, without_s)
+
+    def stake_s(self, plain_s: float, without_s: float) -> float:
+        """Return the max cost of its next drafts, if they cost more than a single one: all
+        savings, and a part of what it may lose besides."""
+        room_s = self.room_s(plain_s, without_s)
+        return room_s - (1 - AT_ONCE) * min(room_s, _limit_s(plain_s, without_s))
 
     def is_silent(self, num_tokens: int) -> bool:
         """Return whether it proposes nothing at this number of tokens of the sequence."""
@@ -90,6 +99,10 @@ class SourceAccount:
         """Record that its account cannot pay for a draft at this number of tokens."""
         self.silent_until = num_tokens + self.silence
         self.silence = min(2 * self.silence, LONGEST_SILENCE)
+
+
+def _limit_s(plain_s: float, without_s: float) -> float:
+    return FIRST_STEPS * plain_s + LATER_SHARE * without_s
 
 
 class VerifiedStep(NamedTuple):

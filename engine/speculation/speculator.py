@@ -252,8 +252,10 @@ class Speculator:
         account = drafts.account_of(proposal.source)
         if account.is_silent(num_tokens):
             return proposal._replace(tokens=())
-        room_s = account.room_s(self.costs.plain_s(num_rows), drafts.account.without_s)
-        paid = self.costs.affordable(num_rows, len(proposal.tokens), room_s)
+        times = self.costs.plain_s(num_rows), drafts.account.without_s
+        paid = self.costs.affordable(num_rows, len(proposal.tokens), account.stake_s(*times))
+        if not paid:
+            paid = self.costs.affordable(num_rows, 1, account.room_s(*times))
         if not paid and account.is_new:
             paid = 1  # otherwise no source would ever be tried in a large batch
         if not paid:

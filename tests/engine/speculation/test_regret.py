@@ -38,6 +38,13 @@ def test_a_source_that_is_always_right_is_believed_soon(draft: float, gain: floa
     assert first.gain > 0.8 * gain and second.gain > gain and first.most_lost < 1
 
 
+def test_a_first_draft_that_is_wrong_is_not_the_last() -> None:
+    processor = Processor(0.05)
+    processor.run(always, tokens=64)  # thus the first draft of the next one is long
+    (row,) = processor.run(lambda number: number >= 4, tokens=24)
+    assert row.gain > 1.3
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_source_that_turns_wrong_is_left_soon(draft: float) -> None:
     (row,) = Processor(draft).run(lambda number: number < 300, tokens=300)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
 from starlette.requests import Request
 
+from router.api.pages import newest_first, page_limit
 from router.batches.jobs.context import BatchContext
 from router.batches.storage.store import BatchStore, StoreFailed
-from router.errors import InvalidValue, NotFound, Unavailable
+from router.errors import NotFound, Unavailable
 from shared.logs import RateLimitedLogger
 
 _Result = TypeVar("_Result")
@@ -60,10 +60,5 @@ def required(
 def page_query(request: Request, default: int, most: int) -> tuple[int, str | None, bool]:
     """Return the limit of a page, the id after which it starts, and whether the newest come first.
     Raises `InvalidValue`."""
-    query = request.query_params
-    limit, order = query.get("limit", str(default)), query.get("order", "desc")
-    if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= most:
-        raise InvalidValue(f"'limit' must be between 1 and {most}.", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidValue("'order' must be 'asc' or 'desc'.", param="order")
-    return int(limit), query.get("after"), order == "desc"
+    limit = page_limit(request, default, most)
+    return limit, request.query_params.get("after"), newest_first(request)

@@ -34,7 +34,7 @@ async def embed_texts(
     caller: Caller,
     texts: Sequence[str | list[int]],
     *,
-    name_of: Callable[[int], str] | None = None,
+    name_of: Callable[[int], str],
     prompt_name: str | None = None,
     dimensions: int | None = None,
     truncate: bool = False,
@@ -46,7 +46,7 @@ async def embed_texts(
     ``dimensions`` keeps the first elements of each vector and normalizes it to length 1 again. A
     text over the model's limit is truncated if ``truncate`` is set and rejected otherwise. ``size``
     is the size of the request body, and ``name_of`` returns the name of each text in it, for
-    errors; None: ``input``. Call it within `Router.admit`. Raises `ApiError`."""
+    errors. Call it within `Router.admit`. Raises `ApiError`."""
     task = model.hello.text_task or TextTask()
     if dimensions is not None and dimensions > task.dimensions:
         raise InvalidValue(
@@ -63,7 +63,7 @@ async def embed_texts(
             try:
                 found.append(TokenizedPair(_tokens(model, text, prompt, truncate), 0))
             except InvalidRequest as error:
-                error.param = name_of(number) if name_of else numbered("input", number, len(texts))
+                error.param = name_of(number)
                 raise
         return found
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.body import read_body, send_json
 from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
-from router.encoding.embedding import MAX_TEXTS, embed_texts, text_model
+from router.encoding.embedding import MAX_TEXTS, embed_texts, numbered, text_model
 from router.encoding.encoding import Caller, EncodedTexts
 from router.errors import (
     BODY_ERRORS,
@@ -165,6 +165,7 @@ class Embeddings:
                     model,
                     caller,
                     texts,
+                    name_of=lambda number: numbered("input", number, len(texts)),
                     prompt_name=body.prompt_name,
                     dimensions=body.dimensions,
                     truncate=bool(body.truncate),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 import msgspec
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.body import json_response
 from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
+from router.api.pages import newest_first, page_limit
 from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest, NotFound, NotSupported
 from router.fleet.engines.engine import Model
@@ -228,16 +228,11 @@ class Responses:
         )
 
     async def list_input_items(self, request: Request) -> Response:
-        query = request.query_params
-        order, limit = query.get("order", "desc"), query.get("limit", "20")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
-        if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
-            raise InvalidRequest(f"'limit' must be between 1 and {_MAX_PAGE_ITEMS}.", param="limit")
-        stored, after = self._find(request), query.get("after")
+        limit, is_newest_first = page_limit(request, 20, _MAX_PAGE_ITEMS), newest_first(request)
+        stored, after = self._find(request), request.query_params.get("after")
 
         def page() -> Response:
-            items, has_more = stored.input_page(after, int(limit), newest_first=order == "desc")
+            items, has_more = stored.input_page(after, limit, newest_first=is_newest_first)
             first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
             return json_response(
                 ItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from functools import partial
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
+from router.api.pages import page_limit
 from router.errors import EngineNotFound, InvalidRequest, InvalidValue, RequestNotFound
 from router.fleet.administration import answer_id
 from router.fleet.engines.engine import Engine
@@ -134,10 +134,7 @@ async def set_log_level(http: Request) -> Response:
 
 async def list_requests(http: Request) -> Response:
     router = _router(http)
-    text = http.query_params.get("limit", "100")
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_REQUESTS:
-        raise InvalidValue(f"'limit' must be a number between 1 and {MAX_REQUESTS}.", param="limit")
-    found = router.administration.requests(int(text))
+    found = router.administration.requests(page_limit(http, 100, MAX_REQUESTS))
     return json_response(
         RequestList(
             total=router.dispatcher.num_in_flight, requests=[_request(entry) for entry in found]

@@ -93,7 +93,7 @@ def _opened(
     family = FAMILIES[model_type]
     # Its package would import everything for generation and conversion.
     if not leave_out_code_of("mlx_vlm"):
-        raise VisionUnusable("mlx-vlm is missing: pip install 'mlx-lm-server[vision]'")
+        raise VisionUnusable("mlx-vlm is missing: install the extra 'vision'")
     try:
         from mlx_vlm.utils import load_model
 

@@ -130,7 +130,7 @@ def _identity(folder: Path, model_type: str) -> bytes:
         parts = [f"{name} {version(name)}".encode() for name in _LIBRARIES]
     except ImportError as error:
         raise ProcessorUnusable(
-            f"{error.name} is not installed here: pip install 'mlx-lm-server[vision]'"
+            f"{error.name} is not installed here: install the extra 'vision'"
         ) from error
     names = ("config.json", *PROCESSOR_FILES)
     parts += [(folder / name).read_bytes() for name in names if (folder / name).is_file()]
@@ -148,7 +148,7 @@ def _import_package(model_type: str) -> None:
     if not model_type.isidentifier():
         raise ProcessorUnusable(f"no processor is known for {model_type!r}")
     if not leave_out_code_of("mlx_vlm"):
-        raise ProcessorUnusable("mlx-vlm is not installed: pip install 'mlx-lm-server[vision]'")
+        raise ProcessorUnusable("mlx-vlm is not installed: install the extra 'vision'")
     base = importlib.import_module("mlx_vlm.models.base")
     base.to_mlx = dict  # type: ignore[attr-defined]
     importlib.import_module(f"mlx_vlm.models.{model_type}")

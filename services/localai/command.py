@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     logs.setup("localai", "info", "text")
     if _missing is not None:
-        return fail(PROG, f"{_missing} is not installed: pip install '.[localai]'", EXIT_FAILED)
+        return fail(PROG, f"{_missing} is not installed: install the extra 'localai'", EXIT_FAILED)
     return asyncio.run(_serve(options.addr, options.url))
 
 

@@ -70,11 +70,15 @@ class Loader:
     client: ApiClient
     asking: Asking
     recorder: Recorder
+    ends_s: float = math.inf
+    """When (`time.monotonic`) conversations stop: after that no further question is sent."""
 
     async def hold(self, conversation: Conversation) -> None:
         """Send all questions of a conversation, each after the previous answer."""
         before: list[dict[str, str]] = []
         for question in conversation.questions:
+            if time.monotonic() >= self.ends_s:
+                return
             answer = await self._ask(question, before)
             self.recorder.add(question.group, answer)
             if answer.error:
@@ -166,17 +170,16 @@ async def open_loop(
     burstiness: float,
     rng: random.Random,
     hold: Hold,
-    duration_s: float = math.inf,
+    ends_s: float = math.inf,
 ) -> None:
     """Start ``rate`` conversations per second, whether or not others have ended, none after
-    ``duration_s``."""
-    loop = asyncio.get_running_loop()
-    began = at = loop.time()
+    ``ends_s`` (`time.monotonic`)."""
+    at = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for conversation, gap in zip(given, arrival_gaps(rate, burstiness, rng), strict=False):
-            if at - began > duration_s:
+            if at > ends_s:
                 break
-            await asyncio.sleep(at - loop.time())
+            await asyncio.sleep(at - time.monotonic())
             group.create_task(hold(conversation))
             at += gap
 
@@ -191,12 +194,11 @@ def arrival_gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator
 
 
 def limited(
-    given: Iterator[Conversation], count: int | None, duration_s: float | None
+    given: Iterator[Conversation], count: int | None, ends_s: float
 ) -> Iterator[Conversation]:
-    """Yield from ``given``, limited by number or by ``duration_s``."""
-    deadline = None if duration_s is None else time.perf_counter() + duration_s
+    """Yield ``count`` of ``given`` (None: all), and none after ``ends_s`` (`time.monotonic`)."""
     for conversation in itertools.islice(given, count):
-        if deadline is not None and time.perf_counter() >= deadline:
+        if time.monotonic() >= ends_s:
             return
         yield conversation
 

@@ -15,7 +15,7 @@ from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
-from engine.scheduler.timing.backoff import ConcurrencyBackoff
+from engine.scheduler.timing.backoff import AdmissionRetry, ConcurrencyBackoff
 from engine.scheduler.timing.time_share import TimeShare
 from shared import wire
 
@@ -54,6 +54,7 @@ class Planner:
         self._let_pass = False
         """Whether prompts were due in the last plan, but waited for a sequence's first token."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
+        self._retry = AdmissionRetry()
 
     def fill(self, builder: PlanBuilder) -> None:
         """Decide one step, and add its operations to ``builder``."""
@@ -147,7 +148,9 @@ class Planner:
             seq = self._sequences.waiting.peek()
             if seq is None or seq.num_inflight:
                 return
-            if self._sequences.num_running >= self.backoff.limit:
+            used_rows = self._memory.slots.used_rows
+            is_full = self._sequences.num_running >= self.backoff.limit
+            if is_full or self._retry.skips(seq, used_rows):
                 self._make_way(seq, builder)
                 return
             cached = 0
@@ -165,6 +168,7 @@ class Planner:
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
             if acquired is None:
+                self._retry.refused(seq, used_rows)
                 self._make_way(seq, builder)
                 return
             self._sequences.waiting.pop()

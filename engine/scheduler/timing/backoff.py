@@ -5,6 +5,9 @@ from __future__ import annotations
 STEPS_TO_DOUBLE = 100
 """Successful steps after which the limit doubles."""
 
+PLANS_BETWEEN_TRIES = 8
+"""See `AdmissionRetry`."""
+
 
 class ConcurrencyBackoff:
     """Halves the number of running sequences with each step that raises, and doubles it while steps
@@ -27,3 +30,25 @@ class ConcurrencyBackoff:
         if self._successes >= STEPS_TO_DOUBLE and self.limit < self._max_sequences:
             self.limit = min(2 * self.limit, self._max_sequences)
             self._successes = 0
+
+
+class AdmissionRetry:
+    """When the first sequence of the queue, which found no room for its slot, asks again: once a
+    slot was freed, or after a few plans. Each time its whole prefix is looked up, which takes
+    milliseconds with 100,000 tokens, and those who run would wait for it."""
+
+    def __init__(self) -> None:
+        self._refused: object = None
+        self._used_rows = 0
+        self._skips_left = 0
+
+    def refused(self, seq: object, used_rows: int) -> None:
+        """Record that ``seq`` found no room beside ``used_rows`` slots."""
+        self._refused, self._used_rows, self._skips_left = seq, used_rows, PLANS_BETWEEN_TRIES - 1
+
+    def skips(self, seq: object, used_rows: int) -> bool:
+        """Return whether ``seq`` does not ask in this plan."""
+        if seq is not self._refused or not self._skips_left:
+            return False
+        self._skips_left -= 1
+        return 0 < self._used_rows <= used_rows

@@ -14,7 +14,7 @@ from shared.exits import EXIT_FAILED, EXIT_OK, fail
 
 PROG = "mlx-lm-server bench plot"
 FORMATS = (".svg", ".png", ".pdf")
-MISSING = "--plot: matplotlib is not installed: pip install 'mlx-lm-server[bench]'"
+MISSING = "--plot: matplotlib is not installed: install the extra 'bench'"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colours by Okabe and Ito, which most colour-blind people can distinguish."""
 MARKERS = "osD^vPX"

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.progress import Progress
@@ -159,14 +160,15 @@ class _LevelRun:
 
     def _work(self) -> Awaitable[None]:
         options, load = self._options, self._load
-        given = limited(conversations(options.shape, self._seed), self._count, options.duration_s)
+        ends_s = math.inf if options.duration_s is None else time.monotonic() + options.duration_s
+        given = limited(conversations(options.shape, self._seed), self._count, ends_s)
         if options.shape.name == "long-join":
             return self._joins(given)
+        hold = replace(self._loader, ends_s=ends_s).hold
         if options.request_rate is None:
-            return closed_loop(given, int(load), self._loader.hold)
+            return closed_loop(given, int(load), hold)
         rng = random.Random(self._seed)
-        ends_s = options.duration_s or math.inf
-        return open_loop(given, load, options.burstiness, rng, self._loader.hold, ends_s)
+        return open_loop(given, load, options.burstiness, rng, hold, ends_s)
 
     async def _joins(self, given: Iterator[Conversation]) -> None:
         for number, _ in enumerate(given):

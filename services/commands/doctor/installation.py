@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from services.commands.doctor.report import Check, bad, good
 
 _ALSO_SHOWN = ("mlx",)
-_PIP = "pip install --upgrade mlx-lm-server, in its own virtual environment"
+_PIP = "reinstall mlx-lm-server, in its own virtual environment"
 
 
 def checks() -> Iterator[Check]:
@@ -65,7 +65,7 @@ def _device() -> Iterator[Check]:
     except (
         Exception
     ) as error:  # a broken installation may raise anything, which is then the finding
-        yield bad("device", f"mlx does not work: {error}", "pip install 'mlx-lm-server[cpu]'")
+        yield bad("device", f"mlx does not work: {error}", "install the extra 'cpu'")
         return
     if total != 3.0:
         yield bad("device", f"{mx.default_device()} computes 1 + 2 = {total}", _PIP)
@@ -88,5 +88,5 @@ def _onnx_runtime() -> Check:
 
     if reason := graphs.unusable():
         text = f"not usable, quantized models are slow: {reason}"
-        return bad("ONNX Runtime", text, "pip install 'mlx-lm-server[cpu]'")
+        return bad("ONNX Runtime", text, "install the extra 'cpu'")
     return good("ONNX Runtime", _version("onnxruntime") or "found")

@@ -33,7 +33,7 @@ class RayCluster:
         try:
             import ray
         except ImportError:
-            raise ClusterUnavailable("ray is not installed: install mlx-lm-server[ray]") from None
+            raise ClusterUnavailable("ray is not installed: install the extra 'ray'") from None
         try:
             ray.init(
                 address=options.ray_address,

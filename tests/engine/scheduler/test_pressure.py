@@ -56,6 +56,25 @@ def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
 
 
+def test_a_prompt_that_finds_no_room_is_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(config(blocks=72, max_batch_size=8))
+    pool, looked_up = engine.scheduler.memory.blocks, []
+    match_prefix = pool.match_prefix
+
+    def counted(hashes: list[bytes]) -> int:
+        looked_up.append(len(engine.plans))
+        return match_prefix(hashes)
+
+    running = [engine.submit(request(f"r{n}", [n] * 8, max_tokens=60)) for n in range(2)]
+    for _ in range(8):
+        engine.turn()
+    monkeypatch.setattr(pool, "match_prefix", counted)
+    waiting = engine.submit(request("waiting", SHARED[:90], max_tokens=4))
+    engine.finish(*running, waiting)
+    waited = max(looked_up) - min(looked_up)
+    assert waited > 40 and len(looked_up) < waited / 4
+
+
 def test_a_sequence_that_outgrows_its_slab_alone_is_preempted_itself() -> None:
     """A slab of several small rows and the larger slot do not fit side by side."""
     engine = Engine(config(blocks=20, context_length=80))

@@ -77,6 +77,13 @@ def test_prefixes_and_conversations_are_found_in_the_cache(url: str, tmp_path: P
     assert groups["later turns"].cached_tokens > 0 == groups["first turn"].cached_tokens
 
 
+def test_conversations_end_when_the_time_is_over(url: str, tmp_path: Path) -> None:
+    sizes = ("--input-tokens", "8", "--output-tokens", "4", "--turns", "300")
+    flags = ("--concurrency", "2", "--duration-s", "0.3")
+    (level,) = bench(tmp_path, url, "--workload", "multi-turn", *sizes, *flags).levels
+    assert 2 <= level.completed < 300 and not level.errors
+
+
 def test_a_long_prompt_joins_streams(url: str, tmp_path: Path) -> None:
     report = bench(
         *(tmp_path, url, "--workload", "long-join", "--concurrency", "2", "--requests", "2"),
@@ -155,7 +162,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["bench", "serve", "--plot", "levels.svg"]) == 2
     format, missing = capsys.readouterr().err.splitlines()
-    assert ".svg, .png, .pdf" in format and "pip install 'mlx-lm-server[bench]'" in missing
+    assert ".svg, .png, .pdf" in format and "install the extra 'bench'" in missing
 
 
 def test_steps_of_the_executor_alone(

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -33,6 +32,7 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
+from shared.memory_limit import MemoryLimit
 from shared.pipe_frames import LENGTH, read_frame, write_frames
 from shared.wire import Grammar
 
@@ -42,7 +42,7 @@ ABANDON_EVERY_S = 0.5
 """Interval for checking whether anyone still wants the grammar. Not immediately: restarting a
 killed process takes longer than compiling most grammars."""
 MEMORY_LIMIT_BYTES = 4 * 1024**3
-"""Memory limit in addition to what the process has mapped when it is ready."""
+"""Memory limit in addition to what the process uses when it is ready."""
 PROCESSES_LOST = 2
 """Processes that a grammar may cost before it is rejected, which is remembered: the first may have
 been killed for another reason."""
@@ -169,22 +169,26 @@ def main() -> None:
     grammars: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=TokenizerSpec).load()
-    if sys.platform == "linux":
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = mapped + MEMORY_LIMIT_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = MemoryLimit(MEMORY_LIMIT_BYTES)
     write_frames(answers, b"")
     threading.stack_size(STACK_BYTES)
-    threading.Thread(target=_serve, args=(tokenizer, grammars, answers), daemon=True).start()
+    threading.Thread(target=_serve, args=(tokenizer, grammars, limit, answers), daemon=True).start()
+    threading.stack_size(0)
     while True:  # a separate thread, which notices the end of the input even during a compilation
         grammars.put(read_frame(sys.stdin.buffer))
 
 
-def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: IO[bytes]) -> None:
+def _serve(
+    tokenizer: LLTokenizer,
+    grammars: queue.SimpleQueue[bytes],
+    limit: MemoryLimit,
+    answers: IO[bytes],
+) -> None:
     while True:
         whole = msgspec.msgpack.decode(grammars.get(), type=Grammar)
         faults = (_fault(tokenizer, grammar) for grammar in (*whole.parts, whole))
-        found = next(((fault, number) for number, fault in enumerate(faults) if fault), ("", 0))
+        with limit.applied():
+            found = next(((fault, number) for number, fault in enumerate(faults) if fault), ("", 0))
         write_frames(answers, msgspec.msgpack.encode(found))
 
 

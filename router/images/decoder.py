@@ -24,12 +24,12 @@ from typing import IO, Any
 import msgspec
 
 from router.images.opening import ImageRefused, Reason, open_image
+from shared.memory_limit import MemoryLimit
 from shared.pipe_frames import read_frame, write_frames
 from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
-"""Added to what the process has mapped once the model's processor is loaded. macOS has no such
-limit; there the bounds on pixels hold alone."""
+"""Added to what the process uses once the model's processor is loaded."""
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes]) -> None:
-    processors: dict[str, Any] = {}
+    processors = _Processors()
     while True:
         job, content = jobs.get()
         began = time.monotonic()
@@ -94,20 +94,21 @@ class _NoProcessor(Exception):
 
 
 def _prepared(
-    processors: dict[str, Any], job: DecodeJob, content: bytes, began: float
+    processors: _Processors, job: DecodeJob, content: bytes, began: float
 ) -> tuple[DecodedImage, Sequence[memoryview]]:
     from router.images.processor import ImageUnusable
 
-    processor = _processor(processors, job)
-    if job.is_base64:
-        content = decoded(content)
-    image = open_image(content, job.max_pixels)
-    try:
-        found = processor.prepare(image)
-    except ImageUnusable as error:
-        if isinstance(error.__cause__, MemoryError):
-            raise MemoryError from None
-        raise ImageRefused("unusable", f"is not accepted by the model: {error}") from None
+    processor = processors.of(job)
+    with processors.limit.applied():
+        if job.is_base64:
+            content = decoded(content)
+        image = open_image(content, job.max_pixels)
+        try:
+            found = processor.prepare(image)
+        except ImageUnusable as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise MemoryError from None
+            raise ImageRefused("unusable", f"is not accepted by the model: {error}") from None
     answer = DecodedImage(
         digest=found.digest,
         expansion=found.expansion,
@@ -117,32 +118,27 @@ def _prepared(
     return answer, found.frames
 
 
-def _processor(processors: dict[str, Any], job: DecodeJob) -> Any:
-    """Return the processor of ``job``. The memory it needs is not counted for the image."""
-    found = processors.get(job.folder)
-    if found is None:
-        from router.images.processor import ProcessorUnusable, load_processor
+class _Processors:
+    """The loaded processors by folder, and the memory limit for images, which excludes what the
+    processors use."""
 
-        _limit_memory(None)
-        try:
-            found = processors[job.folder] = load_processor(Path(job.folder), job.vision)
-        except ProcessorUnusable as error:
-            raise _NoProcessor(str(error)) from None
-        finally:
-            _limit_memory(MEMORY_LIMIT_BYTES)
-    return found
+    def __init__(self) -> None:
+        self.limit = MemoryLimit(MEMORY_LIMIT_BYTES)
+        self._loaded: dict[str, Any] = {}
 
+    def of(self, job: DecodeJob) -> Any:
+        """Return the processor for ``job``. Raises `_NoProcessor`."""
+        found = self._loaded.get(job.folder)
+        if found is None:
+            from router.images.processor import ProcessorUnusable, load_processor
 
-def _limit_memory(more_bytes: int | None) -> None:
-    """Limit the memory to this many bytes more than the process has mapped now. None: no limit."""
-    if sys.platform != "linux":
-        return
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = hard
-    if more_bytes is not None:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = mapped + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+            try:
+                found = self._loaded[job.folder] = load_processor(Path(job.folder), job.vision)
+            except ProcessorUnusable as error:
+                raise _NoProcessor(str(error)) from None
+            finally:
+                self.limit = MemoryLimit(MEMORY_LIMIT_BYTES)
+        return found
 
 
 def decoded(content: bytes) -> bytes:

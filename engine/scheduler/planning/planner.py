@@ -150,7 +150,7 @@ class Planner:
                 return
             used_rows = self._memory.slots.used_rows
             is_full = self._sequences.num_running >= self.backoff.limit
-            if is_full or self._retry.skips(seq, used_rows):
+            if is_full or self._retry.skips(seq.request.request_id, used_rows):
                 self._make_way(seq, builder)
                 return
             cached = 0
@@ -168,7 +168,7 @@ class Planner:
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
             if acquired is None:
-                self._retry.refused(seq, used_rows)
+                self._retry.refused(seq.request.request_id, used_rows)
                 self._make_way(seq, builder)
                 return
             self._sequences.waiting.pop()

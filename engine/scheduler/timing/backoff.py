@@ -38,17 +38,17 @@ class AdmissionRetry:
     milliseconds with 100,000 tokens, and those who run would wait for it."""
 
     def __init__(self) -> None:
-        self._refused: object = None
+        self._refused = ""
         self._used_rows = 0
         self._skips_left = 0
 
-    def refused(self, seq: object, used_rows: int) -> None:
-        """Record that ``seq`` found no room beside ``used_rows`` slots."""
-        self._refused, self._used_rows, self._skips_left = seq, used_rows, PLANS_BETWEEN_TRIES - 1
+    def refused(self, name: str, used_rows: int) -> None:
+        """Record that the request ``name`` found no room beside ``used_rows`` slots."""
+        self._refused, self._used_rows, self._skips_left = name, used_rows, PLANS_BETWEEN_TRIES - 1
 
-    def skips(self, seq: object, used_rows: int) -> bool:
-        """Return whether ``seq`` does not ask in this plan."""
-        if seq is not self._refused or not self._skips_left:
+    def skips(self, name: str, used_rows: int) -> bool:
+        """Return whether it does not ask in this plan."""
+        if name != self._refused or not self._skips_left:
             return False
         self._skips_left -= 1
         return 0 < self._used_rows <= used_rows

@@ -10,6 +10,8 @@ from pathlib import Path
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say nothing about a file: this process lacks something."""
+_UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL)
+"""Errors of F_FULLFSYNC on network volumes, most of which do not have it."""
 
 
 class Disk:
@@ -62,6 +64,10 @@ class Disk:
 
 def _sync(fd: int) -> None:
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's cache
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(fd)
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    os.fsync(fd)

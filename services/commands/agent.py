@@ -14,6 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from typing import Any, NamedTuple
 
 from services.commands.admin_client import add_server_flags
@@ -195,7 +196,7 @@ def _target(url: str, name: str | None, key: str) -> Target:
         if error.code == 401:
             hint = ": the API key is not valid" if key else "; set --api-key"
         raise LookupError(f"{url} responds with {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise LookupError(f"no mlx-lm-server responds at {url}: {error}") from None
     if not found:
         raise LookupError(f"the server at {url} has no ready model")

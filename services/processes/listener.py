@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
+from typing import Any
 
 from shared.supervisor_link import HTTP_VARIABLE
 
@@ -23,6 +25,9 @@ def listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise ListenError(f"--host: {host!r} cannot be resolved ({reason})") from None
     family, kind, protocol, _, address = found[0]
+    in_use = f"--port: {port} is in use by another program; --port 0 picks a free port"
+    if sys.platform == "darwin" and _is_answered(family, address):
+        raise ListenError(in_use)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,11 +36,20 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            reason = f"{port} is in use by another program; --port 0 picks a free port"
-            raise ListenError(f"--port: {reason}") from None
+            raise ListenError(in_use) from None
         flag = "--port" if error.errno == errno.EACCES else "--host"
         raise ListenError(f"{flag}: cannot listen on {host}:{port} ({error.strerror})") from None
     return listener
+
+
+def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
+    """Return whether a program listens on the port of ``address`` on this machine. BSD lets a
+    socket of all addresses share the port of one of a single address, which then gets the
+    connections."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return address[1] != 0 and probe.connect_ex((host, *address[1:])) == 0
 
 
 def inherited() -> socket.socket | None:

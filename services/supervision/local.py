@@ -46,7 +46,9 @@ from shared.supervisor_link import (
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
-_HIDDEN = settings.secret_variables() | {settings.CONFIG_VARIABLE}
+_HIDDEN = settings.VARIABLES
+"""Children get settings as flags, and the router its secrets: what the user set in the environment
+for one model is not for a model that a client asks for."""
 GRACE_S = 5.0
 """Time in addition to --drain-timeout-s in which a child must exit by itself."""
 

@@ -23,6 +23,8 @@ _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
 """Time after which a server that was told to stop is killed."""
 _KEPT_CHARACTERS = 4000
+_TLS_VARIABLES = ("MLX_LM_SERVER_SSL_CERTFILE", "MLX_LM_SERVER_SSL_KEYFILE")
+"""Not for a private server, whose URL is http."""
 
 
 class OwnServerFailed(Exception):
@@ -39,7 +41,8 @@ def arguments(
     descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: link.fileno()}
     command = [sys.executable, "-P", "-m", "services.supervision.local", "--host=127.0.0.1", *flags]
     numbers = {name: str(number) for name, number in descriptors.items()}
-    environment = {**os.environ, "PYTHONPATH": python_path(), **variables, **numbers}
+    kept = {name: value for name, value in os.environ.items() if name not in _TLS_VARIABLES}
+    environment = {**kept, "PYTHONPATH": python_path(), **variables, **numbers}
     started = {
         "env": environment,
         "stdin": subprocess.DEVNULL,
@@ -54,6 +57,8 @@ def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
     """Run a server until the end of the block; yield its URL once it is ready.
 
     Raises `OwnServerFailed` if it exits before."""
+    if tls := next((flag for flag in flags if flag.startswith("--ssl-")), None):
+        raise OwnServerFailed(f"{tls.partition('=')[0]}: this server is private and has no TLS")
     link, child_end = socket.socketpair()
     with tempfile.TemporaryFile() as written, link:
         with listen("127.0.0.1", 0) as http, child_end:

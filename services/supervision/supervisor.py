@@ -165,6 +165,8 @@ class Supervisor:
     def _wait_for_events(self, now: float) -> None:
         """Wait for heartbeats, signals and exits, at most `_MAX_WAIT_S` from ``now`` on."""
         due = [child.start_at - now for child in self.children if child.waits_to_start]
+        if self._signals:
+            due = []  # nothing starts any more
         for key, _ in self._selector.select(max(0.0, min([_MAX_WAIT_S, *due]))):
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)

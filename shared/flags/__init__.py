@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from shared.flags import sources
 from shared.flags.declaration import Flag, FlagError, flag, flags_of
 from shared.flags.parser import argument_parser
-from shared.flags.sources import RawValue, from_table
+from shared.flags.sources import RawValue, from_table, variables_of
 from shared.flags.values import arguments, check_range, convert
 from shared.paths import user_path
 
@@ -28,6 +28,7 @@ __all__ = [
     "from_table",
     "resolve",
     "values_of",
+    "variables_of",
 ]
 
 T = TypeVar("T")

@@ -93,10 +93,15 @@ def from_table(
     return given
 
 
+def variables_of(flags: Sequence[Flag]) -> frozenset[str]:
+    """Return the environment variables with our prefix that set ``flags``."""
+    return frozenset(variable(name) for flag in flags for name in (flag.name, flag.opposite))
+
+
 def unknown_variables(
     flags: Sequence[Flag], environ: Mapping[str, str], others: Sequence[str]
 ) -> list[str]:
-    known = {variable(name) for flag in flags for name in (flag.name, flag.opposite)} | {*others}
+    known = variables_of(flags) | {*others}
     return [
         f"${name} is not a setting"
         for name in sorted(environ)

@@ -18,7 +18,7 @@ from shared.settings.adapters import adapters_of
 from shared.settings.checks import check, is_loopback
 from shared.settings.groups import Settings
 from shared.settings.models import (
-    CONFIG_VARIABLE,
+    VARIABLES,
     ModelEntry,
     chat_template_text,
     command_line,
@@ -31,7 +31,6 @@ from shared.settings.models import (
 from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.secrets import (
     SECRETS_VARIABLE,
-    secret_variables,
     secrets_of,
     with_secrets,
 )
@@ -43,7 +42,7 @@ __all__ = [
     "ToolParserName",
     "ModelEntry",
     "COMMON_FLAGS",
-    "CONFIG_VARIABLE",
+    "VARIABLES",
     "adapters_of",
     "chat_template_text",
     "check",
@@ -57,7 +56,6 @@ __all__ = [
     "parse_models",
     "read",
     "SECRETS_VARIABLE",
-    "secret_variables",
     "secrets_of",
     "serving_options",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from shared.flags import FlagError, arguments, flags_of, from_table, values_of
+from shared.flags import FlagError, arguments, flags_of, from_table, values_of, variables_of
 from shared.settings.adapters import AdapterSettings, from_tables
 from shared.settings.checks import check
 from shared.settings.groups import (
@@ -48,7 +48,8 @@ MODEL_FLAGS = [
     or (flag.group in {group.GROUP for group in _GROUPS} and flag.field not in _NOT_BY_MODEL)
 ]
 """The flags that a ``[[model]]`` table may set."""
-CONFIG_VARIABLE = next(flag.variable for flag in FLAGS if flag.field == "config")
+VARIABLES = variables_of(FLAGS)
+"""The environment variables that are settings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,3 @@ def with_secrets(settings: Settings, encoded: str) -> Settings:
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
     return dataclasses.replace(settings, **values)
-
-
-def secret_variables() -> frozenset[str]:
-    """Return the environment variables by which users set secrets."""
-    return frozenset(flag.variable for flag in _FLAGS)

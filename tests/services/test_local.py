@@ -117,6 +117,14 @@ def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
             assert (again.api_key, again.metrics_key) == ((), None)
 
 
+def test_variables_that_are_settings_reach_children_as_flags_alone(tmp_path: Path) -> None:
+    environ = {"MLX_LM_SERVER_TRUST_REMOTE_CODE": "1", "MLX_LM_SERVER_NO_SSD": "0"}
+    for spec in specs_of(["--model=demo"], tmp_path, environ):
+        assert spec.hidden_variables >= environ.keys()
+        assert "MLX_LM_SERVER_BLAS" not in spec.hidden_variables
+        assert parsed(spec).trust_remote_code and not parsed(spec).no_ssd
+
+
 def test_others_join_at_configured_sockets_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
     specs = specs_of(["--no-ssd", "--engine-socket=ipc:///run/e"], tmp_path)
     assert [spec.name for spec in specs] == ["router", "engine-0"]

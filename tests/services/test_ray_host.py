@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,10 @@ from services.supervision.output import LogCollector
 from services.supervision.ray.host import EngineHost
 
 
-def test_an_actor_that_ends_leaves_no_keys_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told_to_end", [False, True])
+def test_an_actor_that_ends_leaves_no_keys_behind(
+    told_to_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def popen(command: list[str], **fields: Any) -> subprocess.Popen[bytes]:
         engine = [sys.executable, "-c", "print('\"ready\"', flush=True); exit(3)"]
         return start(engine, **fields)
@@ -33,9 +37,10 @@ def test_an_actor_that_ends_leaves_no_keys_behind(monkeypatch: pytest.MonkeyPatc
     host = EngineHost("e", [], {"engine.secret": "secret"})
     directory = Path(host._directory.name)
     assert (directory / "engine.secret").read_text() == "secret"
-    with pytest.raises(SystemExit):
-        while True:
-            host.read()
+    host._told_to_end = told_to_end
+    with nullcontext() if told_to_end else pytest.raises(SystemExit):
+        while ("exit", 3) not in host.read():
+            pass
     assert not directory.exists()
 
 

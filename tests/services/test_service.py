@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from services.commands.service import command as service
+from shared.paths import python_path
 
 _SYSTEMCTL = """#!/bin/sh
 echo "systemctl $*" >> "$HOME/calls"
@@ -100,7 +101,7 @@ FLAGS = ["--model", "demo", "--port", "8123", "--drain-timeout-s", "60"]
 def test_a_unit_restarts_the_server_after_faults_and_lets_it_drain(site: Site) -> None:
     assert service.main(["install", *FLAGS], "linux") == 0
     found = section(site.unit)
-    command = [sys.executable, "-m", "mlx_lm_server", "serve", *FLAGS]
+    command = [sys.executable, "-P", "-m", "mlx_lm_server", "serve", *FLAGS]
     assert shlex.split(found["ExecStart"]) == command
     assert found["Restart"] == "on-failure"
     assert found["RestartPreventExitStatus"] == "2 78"
@@ -124,7 +125,8 @@ def test_what_systemd_would_replace_reaches_the_server_as_it_is(site: Site) -> N
     read = [part.replace("$$", "$").replace("%%", "%") for part in shlex.split(found["ExecStart"])]
     assert read[-2:] == ["--chat-template", template]
     assert "$$HOME" in found["ExecStart"] and "%%h" in found["ExecStart"]
-    assert shlex.split(found["Environment"]) == [f"HF_TOKEN={secret.replace('%', '%%')}"]
+    path, token = shlex.split(found["Environment"])
+    assert path.startswith("PYTHONPATH=") and token == f"HF_TOKEN={secret.replace('%', '%%')}"
     assert stat.S_IMODE(site.unit.stat().st_mode) == 0o600
 
 
@@ -132,8 +134,15 @@ def test_an_agent_restarts_the_server_after_faults_and_lets_it_drain(site: Site)
     assert service.main(["install", "--env", "HF_TOKEN=secret", *FLAGS], "darwin") == 0
     found = plistlib.loads(site.plist.read_bytes())
     assert found["Label"] == "mlx-lm-server"
-    assert found["ProgramArguments"] == [sys.executable, "-m", "mlx_lm_server", "serve", *FLAGS]
-    assert found["EnvironmentVariables"] == {"HF_TOKEN": "secret"}
+    assert found["ProgramArguments"] == [
+        sys.executable,
+        "-P",
+        "-m",
+        "mlx_lm_server",
+        "serve",
+        *FLAGS,
+    ]
+    assert found["EnvironmentVariables"] == {"PYTHONPATH": python_path(), "HF_TOKEN": "secret"}
     assert found["KeepAlive"] == {"SuccessfulExit": False} and found["RunAtLoad"]
     assert found["ExitTimeOut"] > 60
     assert Path(found["StandardErrorPath"]).parent.is_dir()
@@ -146,7 +155,7 @@ def test_the_command_of_a_service_is_this_program(site: Site) -> None:
     command = plistlib.loads(site.plist.read_bytes())["ProgramArguments"]
     source = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [*command[:3], "--version"],
+        [*command[:4], "--version"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": source},

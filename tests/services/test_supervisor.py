@@ -251,6 +251,22 @@ def test_children_stop_stage_by_stage(start: Start) -> None:
     assert not server.run_dir.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_waiting_for_the_last_child_to_stop_takes_no_processor(start: Start) -> None:
+    server = start("a:serve:0", "b:stubborn:0")
+    server.process.terminate()
+    eventually(lambda: bool(server.journal("end")))
+    before_s = cpu_s(server.process.pid)
+    time.sleep(1)
+    assert cpu_s(server.process.pid) - before_s < 0.5
+    server.stop()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server = start("a:stubborn:0")
     server.process.terminate()

@@ -26,11 +26,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     client = ChatClient(options.url, os.environ.get(options.key_variable, ""), options.key_variable)
     question = " ".join(options.question)
-    if not sys.stdin.isatty():
-        question = "\n\n".join(filter(None, [question, sys.stdin.read().strip()]))
-        if not question:
-            return fail(PROG, "no question: standard input is empty", EXIT_FAILED)
     try:
+        if not sys.stdin.isatty():
+            piped = sys.stdin.buffer.read().decode(errors="replace").strip()
+            question = "\n\n".join(filter(None, [question, piped]))
+            if not question:
+                return fail(PROG, "no question: standard input is empty", EXIT_FAILED)
         conversation = Dialogue(
             model=options.model or _first_model(client),
             system=options.system,

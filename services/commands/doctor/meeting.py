@@ -4,10 +4,12 @@ certificates, other machines."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -178,7 +180,7 @@ def _hosts(path: Path) -> Iterator[Check]:
 
 
 def _host(host: RankHost) -> Check:
-    found = _output([*SSH, host.ssh, f"{host.python or 'python3'} --version"])
+    found = _output([*SSH, host.ssh, f"{shlex.quote(host.python or sys.executable)} --version"])
     if found.startswith("Python "):
         return good("hosts", f"{host.ssh}: {found}")
     remedy = f"ssh {host.ssh} must work without a password, with the same installation there"

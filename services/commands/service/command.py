@@ -20,6 +20,7 @@ from services.commands.service.managers import (
 from services.supervision.local import GRACE_S
 from shared import settings
 from shared.exits import EXIT_FAILED, EXIT_OK, EXIT_USAGE, fail
+from shared.paths import python_path
 
 PROG = "mlx-lm-server service"
 _COMMANDS = ("serve", "engine", "router", "kvstore")
@@ -74,8 +75,8 @@ def _spec(argv: Sequence[str], variables: Sequence[str]) -> ServiceSpec:
     flags = list(argv[1:] if argv[:1] == [command] else argv)
     found = settings.parse(flags, environment, PROG)
     return ServiceSpec(
-        command=[sys.executable, "-m", "mlx_lm_server", command, *flags],
-        environment=environment,
+        command=[sys.executable, "-P", "-m", "mlx_lm_server", command, *flags],
+        environment={"PYTHONPATH": python_path(), **environment},
         directory=Path.cwd(),
         stop_s=found.pre_stop_delay_s + found.drain_timeout_s + GRACE_S + _LAST_S,
     )

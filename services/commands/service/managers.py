@@ -11,6 +11,7 @@ import plistlib
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,7 +104,6 @@ class Launchd:
     def install(self, spec: ServiceSpec) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
-            self._stop_s = plistlib.loads(self.file.read_bytes()).get("ExitTimeOut", self._stop_s)
             self._boot_out()
         _write(self.file, plistlib.dumps(self._definition(spec), sort_keys=False))
         _run("launchctl", "bootstrap", self._domain, str(self.file))
@@ -136,6 +136,8 @@ class Launchd:
 
     def _boot_out(self) -> None:
         """Stop the service and wait for its end; it cannot be restarted before that."""
+        with suppress(OSError, ValueError):  # what it was installed with
+            self._stop_s = plistlib.loads(self.file.read_bytes()).get("ExitTimeOut", self._stop_s)
         deadline = time.monotonic() + self._stop_s + _RESTART_AFTER_S
         try:
             _run("launchctl", "bootout", self._target)

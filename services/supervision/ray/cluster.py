@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,8 @@ class RayCluster:
             raise ClusterUnavailable(f"{directory}: its engine.key is not allowed to join")
         self._key_name = allowed.name
         self._keys = {name: (directory / name).read_text() for name in ENGINE_FILES}
-        self._joins = address
-        for wildcard in _WILDCARDS:
-            self._joins = self._joins.replace(f"//{wildcard}:", f"//{own}:")
+        self._address = own
+        self._joins = self._reachable(address)
         sockets = options.engine_socket if given else (*options.engine_socket, address)
         self._own: dict[str, Any] = {"engine_socket": sockets, "curve_dir": directory}
 
@@ -75,11 +73,13 @@ class RayCluster:
         """Return a function that converts specs of local engines to specs of engines that Ray
         places."""
         stores = [each for each in options.kvstore_socket if each.startswith("tcp:")]
-        store = [f"--kvstore-socket={stores[0]}"] if stores else ["--no-ssd"]
+        store = [f"--kvstore-socket={self._reachable(stores[0])}"] if stores else ["--no-ssd"]
 
         def make_placed(entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
             spec = make(entry, name, budget_bytes)
-            arguments: Sequence[str] = (f"--engine-socket={self._joins}", *store)
+            arguments = [f"--engine-socket={self._joins}", *store]
+            if budget_bytes:  # what Ray reserves: the node may have other engines
+                arguments.append(f"--memory-gb={budget_bytes / 1e9:.9f}")
             labels = dict(each.split("=", 1) for each in entry.settings.ray_label)
             return dataclasses.replace(
                 spec,
@@ -91,6 +91,12 @@ class RayCluster:
             )
 
         return make_placed
+
+    def _reachable(self, address: str) -> str:
+        """Return ``address`` with this machine's own in place of a wildcard."""
+        for wildcard in _WILDCARDS:
+            address = address.replace(f"//{wildcard}:", f"//{self._address}:")
+        return address
 
     def close(self) -> None:
         import ray

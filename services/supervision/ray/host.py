@@ -83,8 +83,8 @@ class EngineHost:
             self._was_ready = self._was_ready or b'"ready"' in data
         if not self._selector.get_map():
             code = self._process.wait()
+            self._directory.cleanup()  # it has keys, and nobody else removes it
             if self._was_ready and not self._told_to_end and code not in FOR_GOOD:
-                self._directory.cleanup()  # it has keys, and nobody else removes it
                 os._exit(1)
             said.append(("exit", code))
         return said

@@ -181,6 +181,10 @@ class Unavailable(ApiError, status=503, code="service_unavailable"):
     default_retry_after_s = 2.0
 
 
+class RequestCancelled(Unavailable, code="cancelled"):
+    """An administrator cancelled the request."""
+
+
 class ModelJobFailed(ApiError, status=500, code="model_job_failed"):
     """The server failed, or a model could not be pulled or deleted."""
 

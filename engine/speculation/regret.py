@@ -16,7 +16,7 @@ take longer than predicted."""
 EARLY_STEPS, EARLY_SHARE = 0.5, 0.03
 """While a sequence is short, it loses at most so many steps and this share of its time: two steps
 are a tenth of an answer of twenty tokens."""
-FIRST_STEPS, LATER_SHARE = 0.7, 1 / 300
+FIRST_STEPS, LATER_SHARE = 0.6, 1 / 300
 """The same for one source and its own drafts: less than 2 % of 64 tokens and less than 1 % of
 256, with a margin for steps that take longer than predicted."""
 AT_ONCE = 0.4

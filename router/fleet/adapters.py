@@ -87,6 +87,17 @@ class Adapters:
         ]
         return [*served, *configured]
 
+    def find_listed(self, name: str) -> ListedAdapter | None:
+        """Return the adapter called ``name``, whether or not its model is loaded. Raises what
+        `find` raises."""
+        if (served := self.find(name)) is not None:
+            return served.listed
+        for each in self.listed:
+            own = each.own_name
+            if name in (own, *(f"{model}{SEPARATOR}{own}" for model in each.model_names)):
+                return each
+        return None
+
     def find(self, name: str) -> ServedAdapter | None:
         """Return the adapter called ``name``, with or without its model's name before it; None
         if there is none, or if its model is not loaded. Raises `ModelNotFound` if several models

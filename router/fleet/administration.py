@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from router.errors import EngineNotFound, RequestNotFound, Unavailable
+from router.errors import EngineNotFound, RequestCancelled, RequestNotFound
 from router.fleet.engines.engine import Engine
 from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
@@ -164,5 +164,5 @@ def answer_id(entry: InFlight) -> str:
     return entry.sequence.request_id.rpartition(":")[0]
 
 
-def _cancelled() -> Unavailable:
-    return Unavailable("The request was cancelled by an administrator.", code="cancelled")
+def _cancelled() -> RequestCancelled:
+    return RequestCancelled("The request was cancelled by an administrator.")

@@ -212,7 +212,13 @@ class Generation:
         if (adapter := self.model.adapter) is not None:
             labels = self.model.replicas.id, adapter.name
             router.metrics.adapter_requests.labels(*labels).inc()
-        router.dispatcher.admit(self.model.replicas, [choice.sequence for choice in self.choices])
+        # While the prompt was prepared, a new version of the model may have become the current one.
+        replicas = self.model.replicas.version_for(
+            has_output=False,
+            has_images=any(spec.prompt.images for spec in specs),
+            adapter=self.model.adapter,
+        )
+        router.dispatcher.admit(replicas, [choice.sequence for choice in self.choices])
 
     async def accepted(self) -> None:
         """Return once an engine has accepted one of the sequences. Raises the error if all are

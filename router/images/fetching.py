@@ -137,7 +137,7 @@ class ImageFetcher:
             port = parts.port
         except (ValueError, UnicodeError):
             raise NotFetched("has an invalid URL.", is_forbidden=True) from None
-        if len(url) > _MAX_URL_CHARS or not all("!" <= char <= "~" for char in path):
+        if len(url) > _MAX_URL_CHARS or not all("!" <= char <= "~" for char in host + path):
             raise NotFetched("has an invalid URL.", is_forbidden=True)
         if parts.scheme != "https":
             raise NotFetched("has a URL that is not https:.", is_forbidden=True)

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from router.api.body import json_response, read_body
 from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
+from router.api.sse import on_one_line
 from router.errors import (
     BODY_ERRORS,
     ApiError,
@@ -142,7 +143,7 @@ async def _lines(
                 if job.total:
                     yield _line(_progress(name, job))
     except ApiError as error:
-        yield error_body(error) + b"\n"
+        yield on_one_line(error_body(error)) + b"\n"
         return
     except ClientDisconnected:
         raise
@@ -159,4 +160,4 @@ def _progress(name: str, job: RemoteJob) -> OllamaProgress:
 
 
 def _line(progress: OllamaProgress) -> bytes:
-    return msgspec.json.encode(progress) + b"\n"
+    return on_one_line(msgspec.json.encode(progress)) + b"\n"

@@ -105,10 +105,10 @@ async def show_model(http: Request) -> Response:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"This API key may not use {name}.", param="model")
             return json_response(_shown(router, model_id))
-    if (found := router.adapters.find(name)) is not None:
-        if not http.state.tenant.may_use(found.listed.names):
+    if (found := router.adapters.find_listed(name)) is not None:
+        if not http.state.tenant.may_use(found.names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
-        return json_response(_shown(router, found.model.id, found.adapter))
+        return json_response(_shown(router, found.model_id, found.adapter))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
 
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.api.output import json_object
+from router.api.sse import on_one_line
 from router.errors import ApiError
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
@@ -72,7 +73,7 @@ class OllamaWriter(ABC):
         return _line(self._answer(OutputDelta(), **self._last(generation)))
 
     def error(self, error: ApiError) -> bytes:
-        return error_body(error) + b"\n"
+        return on_one_line(error_body(error)) + b"\n"
 
     @abstractmethod
     def _answer(
@@ -176,4 +177,4 @@ def _call(call: CallDelta) -> OllamaCall:
 
 
 def _line(answer: OllamaAnswer) -> bytes:
-    return msgspec.json.encode(answer) + b"\n"
+    return on_one_line(msgspec.json.encode(answer)) + b"\n"

@@ -134,7 +134,11 @@ def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"'{param}' is not valid JSON: {error}", param=param) from None
         return _grammar("json_schema", schema, param)
-    return _grammar("json_schema", msgspec.json.encode(schema).decode(), param)
+    try:
+        text = msgspec.json.encode(schema).decode()
+    except RecursionError:  # this is a few calls deeper than the decoding of the body was
+        raise InvalidRequest(f"'{param}' is nested too deeply.", param=param) from None
+    return _grammar("json_schema", text, param)
 
 
 def json_object_grammar(param: str) -> Grammar:

@@ -18,6 +18,7 @@ from router.errors import (
     InternalError,
     InvalidValue,
     ModelNotFound,
+    RequestCancelled,
     TooManyRequests,
     Unavailable,
 )
@@ -78,7 +79,7 @@ async def call(
         if may_stream and await asyncio.to_thread(_streams, body):
             raise InvalidValue("'stream' must be false in a batch.", param="stream")
         await endpoint(scope, receive, send)
-    except EngineLost as error:  # the line itself may have crashed two engines
+    except (EngineLost, RequestCancelled) as error:  # the line may have crashed two engines
         return LineAnswer(error.status, request_id, error.body())
     except (TooManyRequests, Unavailable) as error:
         raise TryAgain(error) from None

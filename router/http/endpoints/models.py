@@ -92,10 +92,10 @@ async def show_model(http: Request) -> Response:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"This API key may not use {name}.", param="model")
             return json_response(_card(router, model_id, name, names))
-    if (found := router.adapters.find(name)) is not None:
-        if not http.state.tenant.may_use(found.listed.names):
+    if (found := router.adapters.find_listed(name)) is not None:
+        if not http.state.tenant.may_use(found.names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
-        return json_response(_adapter_card(router, found.listed))
+        return json_response(_adapter_card(router, found))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
 
 

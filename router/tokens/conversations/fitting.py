@@ -9,6 +9,7 @@ that a longer prompt continues the shorter one and its prefix is found in the ca
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -238,22 +239,36 @@ def _one_call_each(messages: list[_Json]) -> list[_Json]:
         while position < len(messages) and messages[position]["role"] == "tool":
             results.append(messages[position])
             position += 1
+        left = _ResultsLeft(results)
         for number, call in enumerate(calls):
-            own = _result_of(call, results)
             text = message if number == 0 else {"role": "assistant", "content": ""}
-            found.append({**text, "tool_calls": [call]})
-            if own is not None:
-                results.remove(own)
-                found.append(own)
-        found += results
+            found += [{**text, "tool_calls": [call]}, *left.pop_of(call)]
+        found += left.rest()
     return found
 
 
-def _result_of(call: _Json, results: list[_Json]) -> _Json | None:
-    """Return the result with the id of ``call``, or the next one if calls have no ids."""
-    if "id" in call:
-        return next((each for each in results if each.get("tool_call_id") == call["id"]), None)
-    return results[0] if results else None
+class _ResultsLeft:
+    """Results of tool calls that follow no call of theirs yet."""
+
+    def __init__(self, results: list[_Json]) -> None:
+        self._left = dict(enumerate(results))  # by number, in order
+        self._by_id: dict[Any, deque[int]] = {}
+        for number, result in self._left.items():
+            self._by_id.setdefault(result.get("tool_call_id"), deque()).append(number)
+
+    def pop_of(self, call: _Json) -> list[_Json]:
+        """Return the result with the id of ``call``, or the next one if calls have no ids; empty
+        if there is none."""
+        if "id" not in call:
+            return [self._left.pop(next(iter(self._left)))] if self._left else []
+        numbers = self._by_id.get(call["id"], deque())
+        while numbers:
+            if (result := self._left.pop(numbers.popleft(), None)) is not None:
+                return [result]
+        return []
+
+    def rest(self) -> list[_Json]:
+        return list(self._left.values())
 
 
 def _text_apart(message: _Json) -> list[_Json]:

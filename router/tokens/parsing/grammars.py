@@ -317,7 +317,7 @@ def _arguments(
         is_text = True
         if isinstance(function, TextFunction):
             value = _text_of_grammar(function, template.argument_end, tokens)
-        elif choices and all(isinstance(each, str) for each in choices):
+        elif isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
             quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
             value = f"({' | '.join(quoted)}) {end}"
         elif own.get("type") == "string":
@@ -363,10 +363,19 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
         return schema
     own = {k: _closed(v) if isinstance(v, dict) else v for k, v in properties.items()}
-    names_all = all(key in properties for key in schema.get("required") or ())
+    names_all = _names_all(properties, schema.get("required"))
     if not names_all or any(key in schema for key in _OTHER_PROPERTIES):
         return {**schema, "properties": own}
     return {**schema, "properties": own, "additionalProperties": False}
+
+
+def _names_all(properties: Mapping[str, Any], required: object) -> bool:
+    """Return whether ``required``, which may be anything that a client wrote, names only
+    ``properties``."""
+    if not required:
+        return True
+    names = required if isinstance(required, list) else [required]
+    return all(isinstance(name, str) and name in properties for name in names)
 
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:

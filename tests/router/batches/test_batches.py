@@ -12,7 +12,9 @@ import pytest
 
 from tests.commands import run_command
 from tests.router.batches.conftest import BatchClient, Body, line
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, bearer, eventually
+
+BOSS = bearer("boss")
 
 
 def test_a_batch_is_answered_line_by_line(served: BatchClient) -> None:
@@ -142,6 +144,28 @@ def test_a_cancelled_batch_keeps_what_it_has(batches: BatchClient, server: Serve
     with pytest.raises(openai.BadRequestError):
         batches.api.batches.cancel(batch.id)
     eventually(lambda: server.metric("batches_running") == 0)
+
+
+def test_a_line_that_an_administrator_cancels_does_not_start_again(
+    batches: BatchClient, server: Server
+) -> None:
+    server.start_engine("hello", model="slow", step_s=0.2)
+    eventually(lambda: "slow" in server.client.get("/v1/models").text)
+    batch = batches.create([line("a", model="slow")])
+
+    def running() -> list[str]:
+        return [
+            each["id"]
+            for each in server.client.get("/admin/requests", headers=BOSS).json()["requests"]
+        ]
+
+    eventually(lambda: bool(running()))
+    path = f"/admin/requests/{running()[0]}/cancel"
+    assert server.client.post(path, headers=BOSS).json()["count"] == 1
+    done = batches.wait(batch)
+    (failed,) = batches.lines(done.error_file_id)
+    assert failed["response"]["status_code"] == 503
+    assert failed["response"]["body"]["error"]["code"] == "cancelled"
 
 
 def test_a_batch_is_cancelled_while_its_file_is_checked(served: BatchClient) -> None:

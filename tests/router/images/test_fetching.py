@@ -61,7 +61,7 @@ def fetched(
     addresses: Sequence[str] = ("127.0.0.1",),
     is_public: Callable[[str], bool] = lambda address: True,
     trusted: bool = True,
-    hosts: Sequence[str] = (HOST,),
+    hosts: Sequence[str] = (HOST, f".{HOST}"),
 ) -> tuple[bytes | str, list[str]]:
     """Return what a fetch of ``url`` gives, or why it gives nothing, and the paths that were asked.
 
@@ -134,6 +134,7 @@ def test_a_redirect_is_followed_to_allowed_hosts_only(certificate: Path) -> None
         "https://user@pictures.example/a",
         "https://pictures.example:1/a",
         "https://127.0.0.1/a",
+        "https://other.example\x00.pictures.example/a",
         "https://pictures.example/a b",
         "https://pictures.example/a\x7f",
         "https://[/",

@@ -102,6 +102,12 @@ def test_a_model_has_a_name_with_and_without_latest(server: Server, engine: Scri
     assert "'model'" in refused(server.client.post("/api/chat", json={"messages": HI}))
 
 
+def test_line_breaks_of_unicode_divide_no_line(server: Server, engine: ScriptedEngine) -> None:
+    engine.says("a\u2028b\u2029c\x85d")
+    parts = lines(post(server, "chat", messages=HI))
+    assert "".join(part["message"]["content"] for part in parts) == "a\u2028b\u2029c\x85d"
+
+
 def test_a_call_comes_whole(server: Server, engine: ScriptedEngine) -> None:
     second = CALL.replace('"a": 1', '"a": 2')
     engine.says(f"{CALL}\n{second}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,28 @@ def test_messages_change_only_where_a_template_cannot_take_them(
     limits: TemplateLimits, messages: list[dict[str, Any]], expected: Any
 ) -> None:
     assert fitted(messages, limits) == (messages if expected is None else expected)
+
+
+def test_results_follow_their_calls_however_many_there_are() -> None:
+    count = 20_000
+    calls = [{"id": str(n), "function": {"name": "f", "arguments": {}}} for n in range(count)]
+    results = [plain("tool", "R", tool_call_id=str(n)) for n in reversed(range(count))]
+    stray = [plain("tool", "R", tool_call_id="other")] * count
+    whole = [plain("user", "a"), plain("assistant", "", tool_calls=calls), *stray, *results]
+    began = time.monotonic()
+    found = fitted(whole, TemplateLimits(several_calls=True))
+    assert time.monotonic() - began < 10
+    ids = [each["tool_call_id"] for each in found if each["role"] == "tool"]
+    assert ids == [*map(str, range(count)), *["other"] * count]
+    assert found[3]["tool_calls"] == [calls[1]] and len(found) == 1 + 3 * count
+
+
+def test_results_without_ids_follow_calls_without_ids_in_order() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "fgh"]
+    results = [plain("tool", content) for content in ("1", "2")]
+    whole = [plain("user", "a"), plain("assistant", "", tool_calls=calls), *results]
+    found = fitted(whole, TemplateLimits(several_calls=True))
+    assert [each["content"] for each in found] == ["a", "", "1", "", "2", ""]
 
 
 def test_content_is_a_list_for_templates_that_take_nothing_else(chat_model_dir: Path) -> None:

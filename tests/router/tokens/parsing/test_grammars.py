@@ -230,12 +230,26 @@ def test_only_arguments_that_the_schema_names_are_accepted(
         {"properties": {"a": True}, "required": ["b"]},
         {"properties": {"a": True}, "allOf": [{"properties": {"b": True}, "required": ["b"]}]},
         {"properties": {}, "minProperties": 1},
+        {"properties": {"a": {"type": "string", "enum": "ab"}}, "required": ["b"]},
     ],
 )
 def test_other_arguments_are_accepted_if_the_schema_allows_them(
     checker: Checker, schema: dict[str, Any]
 ) -> None:
     assert takes(checker, {"type": "object", **schema}, '{"b": 1}')
+
+
+@pytest.mark.parametrize("inner", [{"required": True}, {"required": [["b"]]}, {"enum": 5}])
+def test_a_schema_that_makes_no_sense_is_for_the_compiler_to_refuse(
+    checker: Checker, inner: dict[str, Any]
+) -> None:
+    odd = {"type": "object", "properties": {"a": {"properties": {"b": {}}, **inner}}}
+    function = FunctionDefinition(name="f", parameters=odd)
+    for template in ("json", "qwen3_coder"):
+        written = calls_grammar(
+            CALL_TEMPLATES[template], [function], checker.tokens, parallel=False
+        )
+        assert next(iter(inner)) in written
 
 
 def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:

@@ -121,8 +121,9 @@ class EngineCore:
 
         Return False if there was nothing to run.
         """
-        self._handle_messages(self._inbox.take(wait_s))
-        if self._refused:  # the router takes a request that heartbeats do not name for lost
+        items = self._inbox.take(wait_s)
+        self._handle_messages(items)
+        if items:  # the router takes a request that heartbeats do not name for lost
             self._send_outputs()
         worked = self._step()
         self._send_outputs()

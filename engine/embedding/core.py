@@ -105,8 +105,12 @@ class EmbeddingCore:
 
         Return False if there was nothing to compute.
         """
-        for item in self._inbox.take(wait_s):
+        items = self._inbox.take(wait_s)
+        for item in items:
             self._handle(item)
+        if items:  # a layer may take seconds; the router gives up on jobs that heartbeats omit
+            self._report()
+        self._drop_abandoned()
         self._begin()
         worked = bool(self._open)
         if worked:
@@ -181,6 +185,15 @@ class EmbeddingCore:
             self._none_for = None if texts else state
         if texts:
             self._open.append(self._pass_of(texts))
+
+    def _drop_abandoned(self) -> None:
+        """Drop the passes whose texts nobody wants any more."""
+        for one in list(self._open):
+            if not any(map(self._queue.is_wanted, one.texts)):
+                one.work.close()
+                self._open.remove(one)
+                self._queue.forget(one.texts)
+                self._none_for, self._lead_s = None, 0.0
 
     def _next(self) -> _Pass:
         """Return the open pass to compute next."""

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from engine.backend.settling import compute, settle
 from engine.batch.cpu.decoder import embedding_scale
@@ -18,6 +19,8 @@ from engine.embedding.encoder import Affine, Encoder, EncoderLayer
 from engine.embedding.packed import States
 from engine.embedding.texts import Text
 
+PIECE_TOKENS = 2048
+"""Tokens that a causal decoder computes without interruption."""
 _SMALLEST_CLASS = 16
 
 
@@ -87,10 +90,16 @@ def padded_decoder(model: Any, *, causal: bool) -> PaddedModel:
 
     def forward(texts: Sequence[Text], width: int) -> Generator[mx.array, None, mx.array]:
         tokens = _tokens(texts, width)
-        if causal:
+        if causal and width <= PIECE_TOKENS:
             states: mx.array = model.model(tokens)
             yield states
             return states
+        if causal:
+            cache, pieces = make_prompt_cache(model), []
+            for start in range(0, width, PIECE_TOKENS):
+                pieces.append(model.model(tokens[:, start : start + PIECE_TOKENS], cache=cache))
+                yield pieces[-1]
+            return mx.concatenate(pieces, axis=1)
         inner = model.model
         x = inner.embed_tokens(tokens)
         scale = float(embedding_scale(model))

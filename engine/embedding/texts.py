@@ -216,6 +216,15 @@ class TextQueue:
             if not wanted.wanted_by and not wanted.is_computed:
                 del self._wanted[text]
 
+    def is_wanted(self, text: Text) -> bool:
+        """Return whether a job waits for ``text``, which a pass computes."""
+        return bool(self._wanted[text].wanted_by)
+
+    def forget(self, texts: Iterable[Text]) -> None:
+        """Remove texts that a pass no longer computes, and nobody wants."""
+        for text in texts:
+            del self._wanted[text]
+
     def find(self, request_id: str, attempt: int | None) -> list[RequestKey]:
         return [key for key in self._jobs if key[0] == request_id and attempt in (None, key[1])]
 

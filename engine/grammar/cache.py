@@ -53,10 +53,11 @@ class GrammarCache:
 
     def add(self, grammar: Grammar, outcome: CompiledGrammar | GrammarError) -> None:
         key = grammar_key(grammar)
+        if isinstance(outcome, CompiledGrammar):
+            # Of two that were compiled at the same time, the one in use stays findable.
+            outcome = self._in_use.setdefault(key, outcome)
         self._recent[key] = outcome
         self._recent.move_to_end(key)
-        if isinstance(outcome, CompiledGrammar):
-            self._in_use[key] = outcome
         if len(self._recent) > CAPACITY:
             self._recent.popitem(last=False)
         heavy = [k for k, g in self._recent.items() if isinstance(g, CompiledGrammar) and g.heavy]

@@ -10,9 +10,13 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.plan import Decode
 from engine.sampling.history import TokenHistory
+
+IntArray = NDArray[np.int32]
 
 
 def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHistory) -> mx.array:
@@ -20,12 +24,7 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
 
     The same array if no row has any. ``history`` already has each row's input token."""
     vocab = logits.shape[-1]
-    biases = [
-        (row, token, value)
-        for row, decode in enumerate(decodes)
-        for token, value in decode.sampling.logit_bias
-        if 0 <= token < vocab
-    ]
+    biases = _biases(decodes, vocab)
     repeating = [row for row, d in enumerate(decodes) if d.sampling.has_repetition_penalty]
     # Before the first output there are no tokens to penalize.
     outputs = [
@@ -33,27 +32,54 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
         for row, decode in enumerate(decodes)
         if decode.sampling.has_output_penalties and decode.output_index > 0
     ]
-    forbidden = [
-        (row, token)
-        for row, decode in enumerate(decodes)
-        if not decode.constrained  # its grammar may allow nothing else
-        for token in decode.forbidden
-        if 0 <= token < vocab
-    ]
+    forbidden = _forbidden(decodes, vocab)
     if biases or repeating or outputs:
         logits = logits.astype(mx.float32)
     if biases:
-        rows, tokens, values = (mx.array(list(side)) for side in zip(*biases, strict=True))
+        rows, tokens, values = biases
         logits = logits.at[rows, tokens].add(values)
     if repeating:
         logits = _repetition(logits, repeating, [decodes[row] for row in repeating], history)
     if outputs:
         logits = _outputs(logits, outputs, [decodes[row] for row in outputs], history)
     if forbidden:
-        rows, tokens = (mx.array(list(side)) for side in zip(*forbidden, strict=True))
+        rows, tokens = forbidden
         logits = mx.array(logits)
         logits[rows, tokens] = -math.inf
     return logits
+
+
+def _biases(decodes: Sequence[Decode], vocab: int) -> tuple[mx.array, mx.array, mx.array] | None:
+    """Return rows, tokens and values of all biases; None if there are none."""
+    of_each: dict[int, tuple[IntArray, NDArray[np.float32]]] = {}
+    parts = []
+    for row, decode in enumerate(decodes):
+        given = decode.sampling.logit_bias
+        if given and id(given) not in of_each:  # drafts are rows with the same biases
+            tokens = np.array([token for token, _ in given], np.int64)
+            values = np.array([value for _, value in given], np.float32)
+            known = (tokens >= 0) & (tokens < vocab)
+            of_each[id(given)] = tokens[known].astype(np.int32), values[known]
+        if given:
+            parts.append((row, *of_each[id(given)]))
+    if not any(len(tokens) for _, tokens, _ in parts):
+        return None
+    rows = np.concatenate([np.full(len(tokens), row, np.int32) for row, tokens, _ in parts])
+    tokens = np.concatenate([tokens for _, tokens, _ in parts])
+    return mx.array(rows), mx.array(tokens), mx.array(np.concatenate([v for *_, v in parts]))
+
+
+def _forbidden(decodes: Sequence[Decode], vocab: int) -> tuple[mx.array, mx.array] | None:
+    """Return rows and tokens of all forbidden tokens; None if there are none."""
+    parts = []
+    for row, decode in enumerate(decodes):
+        if decode.forbidden and not decode.constrained:  # a grammar may allow nothing else
+            tokens = np.array(decode.forbidden, np.int64)
+            parts.append((row, tokens[(tokens >= 0) & (tokens < vocab)].astype(np.int32)))
+    if not any(len(tokens) for _, tokens in parts):
+        return None
+    rows = np.concatenate([np.full(len(tokens), row, np.int32) for row, tokens in parts])
+    return mx.array(rows), mx.array(np.concatenate([tokens for _, tokens in parts]))
 
 
 def _repetition(

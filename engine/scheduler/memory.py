@@ -181,6 +181,7 @@ class Memory:
         named = not block.is_snapshot or self.snapshots.is_published(block)
         waited = self.backlog.discard(block)
         export = waited or (self._evicting_exports and not block.stored and named)
+        export = export and self.backlog.has_room_for_evicted(block)
         if export:
             self.backlog.exporting([block])
             self.exported_names.append(block.name)

@@ -9,6 +9,9 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.outputs import Store
 from engine.scheduler.pools.block_pool import Block
 
+MAX_EXPORTS, MAX_EXPORT_BYTES = 256, 256 * 1024 * 1024
+"""Limits of evicted blocks whose bytes are being exported, as many as the store has in flight."""
+
 
 class StoreBacklog:
     """Blocks and snapshots to send to the kvstore, in order.
@@ -60,6 +63,13 @@ class StoreBacklog:
         for block in blocks:
             block.stored = True
             self._exported[block.id] = block
+
+    def has_room_for_evicted(self, block: Block) -> bool:
+        """Return whether ``block`` may be exported when it is evicted: what is exported then is in
+        no ledger, and the store refuses more anyway."""
+        files = len(self._exported) + 1
+        fits = files <= MAX_EXPORTS and files * self._bytes_of(block) <= MAX_EXPORT_BYTES
+        return fits or files == 1
 
     def lost(self, block_id: int) -> None:
         """Do not expect the bytes of a block any more, because it was never saved."""

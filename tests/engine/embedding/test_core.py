@@ -174,6 +174,28 @@ def test_jobs_that_nobody_waits_for_are_dropped() -> None:
     assert engine.status.live == []
 
 
+def test_a_pass_that_nobody_waits_for_any_more_ends() -> None:
+    engine = Engine()
+    engine.run(encode("a", [1]), steps=2)
+    engine.run(wire.Abort(request_id="a"), encode("b", [2]), steps=1 + LAYERS)
+    assert engine.answered == ["b"]
+    engine.run(encode("c", [1]))
+    assert engine.answered == ["b", "c"] and engine.model.passes == [[1], [2], [1]]
+
+
+def test_a_job_is_told_before_its_first_layer() -> None:
+    engine, told = Engine(), []
+    compute = engine.model.compute
+
+    def watched(texts: Sequence[Text]) -> Generator[None, None, Rows]:
+        told.append(list(engine.status.live))
+        return compute(texts)
+
+    engine.model.compute = watched  # type: ignore[method-assign]
+    engine.run(encode("a", [1]))
+    assert len(told) == 1 and told[0]
+
+
 def test_a_drained_engine_finishes_what_it_has() -> None:
     engine = Engine()
     for message in (encode("a", [1]), wire.Drain(), encode("b", [2])):

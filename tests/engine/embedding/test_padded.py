@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
-from engine.embedding.padded import PaddedModel
+from engine.embedding import padded
+from engine.embedding.padded import PaddedModel, padded_decoder
 from engine.embedding.texts import Text
 
 NO_MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory."
@@ -37,3 +41,29 @@ def test_a_pass_does_not_leave_its_error_to_the_next_one(monkeypatch: pytest.Mon
     next(inner)
     with pytest.raises(StopIteration):
         next(inner)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_long_text_is_computed_in_pieces(
+    kind: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_model(tiny_model(kind))
+    texts = [Text(tuple(3 + i % 90 for i in range(length)), 0) for length in (299, 310)]
+    whole, parts = computed(padded_decoder(model, causal=True), texts)
+    assert parts == 1
+    monkeypatch.setattr(padded, "PIECE_TOKENS", 64)
+    found, parts = computed(padded_decoder(model, causal=True), texts)
+    assert parts == 5
+    for ours, expected in zip(found, whole, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0.02, atol=0.02)
+
+
+def computed(model: PaddedModel, texts: Sequence[Text]) -> tuple[Sequence[padded.Array], int]:
+    """Return the states of ``texts``, and in how many parts they were computed."""
+    work, parts = model.states(texts), 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value, parts
+        parts += 1

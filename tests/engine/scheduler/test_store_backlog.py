@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import StoreRoom
+from engine.scheduler import store_backlog
 from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 PROMPT = list(range(1, 130))
@@ -31,6 +32,19 @@ def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for(
     engine.serve(request("a", PROMPT))
     assert set(engine.stored) == engine.cached and len(engine.stored) >= BLOCKS
     assert max(len(plan.exports) for plan in engine.plans) == most
+
+
+def test_few_blocks_that_are_evicted_together_are_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until a step is over, what is exported of them is in no ledger."""
+    monkeypatch.setattr(store_backlog, "MAX_EXPORTS", 3)
+    engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))
+    engine.serve(request("a", PROMPT[:100]))
+    engine.serve(request("b", [19, *PROMPT[:100]]))
+    evicted = [plan.evictions for plan in engine.plans if plan.evictions]
+    assert max(map(len, evicted)) > 3
+    assert max(sum(each.export for each in plan) for plan in evicted) == 3
 
 
 def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_blocks_later() -> None:

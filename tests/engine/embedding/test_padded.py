@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_long_text_is_computed_in_pieces(
         np.testing.assert_allclose(ours, expected, rtol=0.02, atol=0.02)
 
 
-def computed(model: PaddedModel, texts: Sequence[Text]) -> tuple[Sequence[padded.Array], int]:
+def computed(model: PaddedModel, texts: Sequence[Text]) -> tuple[Sequence[Any], int]:
     """Return the states of ``texts``, and in how many parts they were computed."""
     work, parts = model.states(texts), 0
     while True:

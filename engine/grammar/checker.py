@@ -32,8 +32,8 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
-from shared.memory_limit import MemoryLimit
-from shared.pipe_frames import LENGTH, read_frame, write_frames
+from shared.sandbox.memory_limit import MemoryLimit
+from shared.sandbox.pipe_frames import LENGTH, read_frame, write_frames
 from shared.wire import Grammar
 
 TIME_LIMIT_S = 10.0

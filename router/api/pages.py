@@ -12,7 +12,7 @@ from router.errors import InvalidValue
 def page_limit(request: Request, default: int, most: int) -> int:
     """Return how many entries a page has. Raises `InvalidValue`."""
     text = request.query_params.get("limit", str(default))
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
         raise InvalidValue(f"'limit' must be a number between 1 and {most}.", param="limit")
     return int(text)
 

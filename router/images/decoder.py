@@ -5,7 +5,7 @@ Image decoders are C code that reads untrusted data: a crash must not take down 
 exits at the end of its input, even in the middle of a job.
 
 A job is one frame with a `DecodeJob` and one with the encoded image. An answer is one frame with
-a `DecodedImage` and one for each of its arrays (`shared.pipe_frames`)."""
+a `DecodedImage` and one for each of its arrays (`shared.sandbox.pipe_frames`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from typing import IO, Any
 import msgspec
 
 from router.images.opening import ImageRefused, Reason, open_image
-from shared.memory_limit import MemoryLimit
-from shared.pipe_frames import read_frame, write_frames
+from shared.sandbox.memory_limit import MemoryLimit
+from shared.sandbox.pipe_frames import read_frame, write_frames
 from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3

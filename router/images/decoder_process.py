@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from router.images.decoder import DecodedImage, DecodeJob
-from shared.pipe_frames import LENGTH
+from shared.sandbox.pipe_frames import LENGTH
 from shared.wire import MAX_IMAGE_BYTES
 
 TIME_LIMIT_S = 10.0

@@ -12,7 +12,7 @@ from shared.exits import EXIT_FAILED
 MB = 2**20
 PROGRAM = f"""
 import sys, time
-from shared.memory_limit import MemoryLimit, exit_beyond, peak_bytes
+from shared.sandbox.memory_limit import MemoryLimit, exit_beyond, used_bytes
 
 def use(megabytes):
     used = b"x" * (megabytes * {MB})
@@ -27,11 +27,11 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_that_uses_too_much_ends() -> None:
-    limited = f"with exit_beyond(peak_bytes() + 100 * {MB}): use(%d)\nprint('whole')"
+    limited = f"with exit_beyond(used_bytes() + 100 * {MB}): use(%d)\nprint('whole')"
     assert run(limited % 10).stdout == "whole\n"
     ended = run(limited % 300)
     assert (ended.returncode, ended.stdout) == (EXIT_FAILED, "")
-    assert run(f"with exit_beyond(peak_bytes() + {MB}): pass\nuse(300)").returncode == 0
+    assert run(f"with exit_beyond(used_bytes() + {MB}): pass\nuse(300)").returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot refuse allocations")

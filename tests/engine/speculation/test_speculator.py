@@ -121,7 +121,7 @@ def test_many_sequences_try_again_no_sooner_than_one() -> None:
 
 def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
     spec = speculator(Fixed("f", 5))
-    with_costs(spec, 0.030, 0.002)
+    with_costs(spec, 0.030, 0.001)
     before = lengths(spec, begin(spec))
     verify(spec, begin(spec), accepted=5, times=12)
     assert lengths(spec, begin(spec)) == [5] > before

@@ -115,7 +115,7 @@ def ask(served: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("MLX_LM_SERVER_API_KEY", KEY)
 
     def run(*words: str, piped: str = "", url: str = served.url) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
         code = cli.main(["chat", "--url", url, *words])
         out, err = capsys.readouterr()
         return code, out, err

@@ -230,7 +230,6 @@ def test_only_arguments_that_the_schema_names_are_accepted(
         {"properties": {"a": True}, "required": ["b"]},
         {"properties": {"a": True}, "allOf": [{"properties": {"b": True}, "required": ["b"]}]},
         {"properties": {}, "minProperties": 1},
-        {"properties": {"a": {"type": "string", "enum": "ab"}}, "required": ["b"]},
     ],
 )
 def test_other_arguments_are_accepted_if_the_schema_allows_them(

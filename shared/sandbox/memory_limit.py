@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,7 @@ from pathlib import Path
 
 from shared.exits import EXIT_FAILED
 
-LOOK_EVERY_S = 0.02
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+LOOK_EVERY_S = 0.2
 
 
 class MemoryLimit:
@@ -23,11 +23,12 @@ class MemoryLimit:
     use, and ends the process."""
 
     def __init__(self, more_bytes: int) -> None:
-        self._max_used_bytes = peak_bytes() + more_bytes
-        self._max_mapped_bytes = 0
+        self._max_mapped_bytes = self._max_used_bytes = 0
         if sys.platform == "linux":
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             self._max_mapped_bytes = pages * resource.getpagesize() + more_bytes
+        else:
+            self._max_used_bytes = used_bytes() + more_bytes
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -43,9 +44,14 @@ class MemoryLimit:
             resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def peak_bytes() -> int:
-    """Return the largest amount of memory that the process has used so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+def used_bytes() -> int:
+    """Return the resident memory of the process, 0 if it cannot be read now."""
+    command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return int(shown.strip() or 0) * 1024
 
 
 @contextmanager
@@ -61,5 +67,5 @@ def exit_beyond(max_bytes: int) -> Iterator[None]:
 
 def _watch(max_bytes: int, over: threading.Event) -> None:
     while not over.wait(LOOK_EVERY_S):
-        if peak_bytes() > max_bytes:
+        if used_bytes() > max_bytes:
             os._exit(EXIT_FAILED)

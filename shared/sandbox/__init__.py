@@ -1,0 +1,1 @@
+"""What processes that handle untrusted input share with those that start them."""

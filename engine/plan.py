@@ -52,6 +52,10 @@ class StoreRoom(NamedTuple):
         return files <= self.files and size_bytes <= self.size_bytes
 
 
+STORE_LIMIT = StoreRoom(256, 256 * 1024 * 1024)
+"""What an engine has on the way to the kvstore at most."""
+
+
 class FoundState(NamedTuple):
     """A fetched state."""
 

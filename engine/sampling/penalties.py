@@ -52,21 +52,20 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
 def _biases(decodes: Sequence[Decode], vocab: int) -> tuple[mx.array, mx.array, mx.array] | None:
     """Return rows, tokens and values of all biases; None if there are none."""
     of_each: dict[int, tuple[IntArray, NDArray[np.float32]]] = {}
-    parts = []
+    parts, values = [], []
     for row, decode in enumerate(decodes):
         given = decode.sampling.logit_bias
-        if given and id(given) not in of_each:  # drafts are rows with the same biases
+        if not given:
+            continue
+        if id(given) not in of_each:  # drafts are rows with the same biases
             tokens = np.array([token for token, _ in given], np.int64)
-            values = np.array([value for _, value in given], np.float32)
             known = (tokens >= 0) & (tokens < vocab)
-            of_each[id(given)] = tokens[known].astype(np.int32), values[known]
-        if given:
-            parts.append((row, *of_each[id(given)]))
-    if not any(len(tokens) for _, tokens, _ in parts):
-        return None
-    rows = np.concatenate([np.full(len(tokens), row, np.int32) for row, tokens, _ in parts])
-    tokens = np.concatenate([tokens for _, tokens, _ in parts])
-    return mx.array(rows), mx.array(tokens), mx.array(np.concatenate([v for *_, v in parts]))
+            added = np.array([value for _, value in given], np.float32)
+            of_each[id(given)] = tokens[known].astype(np.int32), added[known]
+        parts.append((row, of_each[id(given)][0]))
+        values.append(of_each[id(given)][1])
+    places = _places(parts)
+    return None if places is None else (*places, mx.array(np.concatenate(values)))
 
 
 def _forbidden(decodes: Sequence[Decode], vocab: int) -> tuple[mx.array, mx.array] | None:
@@ -76,6 +75,12 @@ def _forbidden(decodes: Sequence[Decode], vocab: int) -> tuple[mx.array, mx.arra
         if decode.forbidden and not decode.constrained:  # a grammar may allow nothing else
             tokens = np.array(decode.forbidden, np.int64)
             parts.append((row, tokens[(tokens >= 0) & (tokens < vocab)].astype(np.int32)))
+    return _places(parts)
+
+
+def _places(parts: Sequence[tuple[int, IntArray]]) -> tuple[mx.array, mx.array] | None:
+    """Return the rows and tokens of ``parts``, which are the tokens of some rows; None if there
+    are no tokens."""
     if not any(len(tokens) for _, tokens in parts):
         return None
     rows = np.concatenate([np.full(len(tokens), row, np.int32) for row, tokens in parts])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.plan import Payload, StoreRoom
+from engine.plan import STORE_LIMIT, Payload, StoreRoom
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.outputs import Store
 from engine.scheduler.pools.block_pool import Block
-
-MAX_EXPORTS, MAX_EXPORT_BYTES = 256, 256 * 1024 * 1024
-"""Limits of evicted blocks whose bytes are being exported, as many as the store has in flight."""
 
 
 class StoreBacklog:
@@ -68,8 +65,7 @@ class StoreBacklog:
         """Return whether ``block`` may be exported when it is evicted: what is exported then is in
         no ledger, and the store refuses more anyway."""
         files = len(self._exported) + 1
-        fits = files <= MAX_EXPORTS and files * self._bytes_of(block) <= MAX_EXPORT_BYTES
-        return fits or files == 1
+        return files == 1 or STORE_LIMIT.fits(files, files * self._bytes_of(block))
 
     def lost(self, block_id: int) -> None:
         """Do not expect the bytes of a block any more, because it was never saved."""

@@ -17,15 +17,14 @@ from itertools import count
 
 from engine.io.store.block_fetch import FileKind
 from engine.io.store.stats import StoreCounters
-from engine.plan import StoreRoom
+from engine.plan import STORE_LIMIT, StoreRoom
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES, MAX_HEADER_BYTES, encode
 from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-MAX_STORES = 256
-MAX_STORE_BYTES = 256 * 1024 * 1024
+MAX_STORES, MAX_STORE_BYTES = STORE_LIMIT
 """Max amount on its way to the kvstore at once. Blocks beyond it are refused."""
 STORE_TIMEOUT_S = 30.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0

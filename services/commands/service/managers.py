@@ -97,7 +97,6 @@ class Launchd:
     def __init__(self, name: str, home: Path) -> None:
         self._label = name
         self._domain = f"gui/{os.getuid()}"
-        self._stop_s = 60.0
         self.file = home / "Library" / "LaunchAgents" / f"{name}.plist"
         self.log = home / "Library" / "Logs" / f"{name}.log"
 
@@ -136,9 +135,10 @@ class Launchd:
 
     def _boot_out(self) -> None:
         """Stop the service and wait for its end; it cannot be restarted before that."""
+        stop_s = 60.0
         with suppress(OSError, ValueError):  # what it was installed with
-            self._stop_s = plistlib.loads(self.file.read_bytes()).get("ExitTimeOut", self._stop_s)
-        deadline = time.monotonic() + self._stop_s + _RESTART_AFTER_S
+            stop_s = plistlib.loads(self.file.read_bytes()).get("ExitTimeOut", stop_s)
+        deadline = time.monotonic() + stop_s + _RESTART_AFTER_S
         try:
             _run("launchctl", "bootout", self._target)
         except ServiceError:

@@ -38,7 +38,7 @@ def test_few_blocks_that_are_evicted_together_are_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until a step is over, what is exported of them is in no ledger."""
-    monkeypatch.setattr(store_backlog, "MAX_EXPORTS", 3)
+    monkeypatch.setattr(store_backlog, "STORE_LIMIT", StoreRoom(3, 2**30))
     engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))
     engine.serve(request("a", PROMPT[:100]))
     engine.serve(request("b", [19, *PROMPT[:100]]))

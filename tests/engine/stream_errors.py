@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 
 from engine.plan import StepResult
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 
 
@@ -25,24 +26,22 @@ class BrokenPiece:
     """Lets the piece of work in flight fail once. MLX keeps its error for whoever uses the stream
     next."""
 
-    def __init__(self, whole: Whole, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, whole: Whole, path: Path, wrap: Wrap) -> None:
         self._whole, self._path = whole, path
         self._line = whole.executor._line  # type: ignore[attr-defined]
         self._pending: set[int] = set()  # the plans whose results depend on it
         self.is_sent = False
         self.recoveries: list[str] = []
-        apply, recover = whole.scheduler.apply, whole.scheduler.recover
 
-        def checked(result: StepResult) -> None:
+        @wrap(whole.scheduler, "apply")
+        def checked(apply: Callable[[StepResult], None], result: StepResult) -> None:
             assert result.step not in self._pending, "its tokens were used"
             apply(result)
 
-        def noted(reason: str, **options: Any) -> bool:
+        @wrap(whole.scheduler, "recover")
+        def noted(recover: Callable[..., bool], reason: str, **options: Any) -> bool:
             self.recoveries.append(reason)
             return recover(reason, **options)
-
-        monkeypatch.setattr(whole.scheduler, "apply", checked)
-        monkeypatch.setattr(whole.scheduler, "recover", noted)
 
     def send(self) -> None:
         """Add work that fails to the piece in flight, unless there is none or one has failed."""

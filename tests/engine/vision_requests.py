@@ -147,7 +147,7 @@ class Seeing:
 
     def scores(self, name: str) -> list[float]:
         assert self.whole.ends[name].error is None
-        return [one.chosen for one in self.whole.logprobs[name]]
+        return self.whole.scores(name)
 
     def assert_oracles(self, name: str, request: Request, allowed: float = 2e-5) -> None:
         """Show that each token was the best one of mlx-vlm's, or as good, with its score."""
@@ -167,8 +167,7 @@ class Seeing:
         return pytest.approx(scores, abs=0 if self.whole.executor.deterministic else 2e-5, rel=0)
 
     def cached(self, name: str) -> int:
-        usage = self.whole.ends[name].usage
-        assert usage is not None
+        usage = self.whole.usage(name)
         return usage.cached_ram_tokens + usage.cached_ssd_tokens
 
     @property

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import pytest
 from mlx.utils import tree_flatten
 
 from engine.adapters.queue import AdapterQueue, PlacedRequest
@@ -34,6 +33,8 @@ from engine.scheduler import Scheduler
 from engine.speculation.speculator import Speculator
 from shared import wire
 from shared.settings import Settings
+from tests.engine.conftest import Wrap
+from tests.shared.submits import submit
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -57,15 +58,15 @@ class Whole:
         self.settings = Settings(**{"kv_bits": 16, "spec_decode": "none"} | settings)  # type: ignore[arg-type]
         self.replica = build_replica(self.loaded, self.settings, proofs, leader)
         self.executor = self.replica.executor
-        self._grammars: GrammarCache | None = None
+        self.grammars: GrammarCache | None = None
         self.renew(self.executor.spec.look_ahead)
 
     def use_grammars(self) -> None:
         """Take requests with grammars from now on."""
-        self._grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())
-        self.executor.use_grammars(GrammarMasker(self._grammars, self.loaded.vocab_size))
+        self.grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())
+        self.executor.use_grammars(GrammarMasker(self.grammars, self.loaded.vocab_size))
         if self.replica.draft_model is not None:
-            self.replica.draft_model.use_grammars(self._grammars)
+            self.replica.draft_model.use_grammars(self.grammars)
 
     def renew(self, look_ahead: bool, speculator: Speculator | None = None, **config: Any) -> None:
         """Put the engine in the state of a new one, with changes of the scheduler's ``config``, and
@@ -120,18 +121,13 @@ class Whole:
         return mx.get_active_memory() - self.before_bytes - self.weight_bytes
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
-        fields = {
-            "sampling": wire.SamplingParams(seed=7),
-            "stop_token_ids": [],
-            "attempt": 0,
-            **fields,
-        }
         frames: tuple[bytes, ...] | None = fields.pop("frames", None)  # of pictures
-        self.texts[name], self.logprobs[name] = [], []
-        sent = wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
+        self.texts[name], self.logprobs[name] = [*fields.get("generated", ())], []
+        fields = {"max_tokens": max_tokens, "sampling": wire.SamplingParams(seed=7)} | fields
+        sent = submit(name, prompt, **fields)
         compiled = None
-        if sent.grammar is not None and self._grammars is not None:
-            compiled = self._grammars.get(sent.grammar)
+        if sent.grammar is not None and self.grammars is not None:
+            compiled = self.grammars.get(sent.grammar)
         if frames is not None:
             self.inbox.put(PicturedSubmit(sent, frames))
             return
@@ -141,17 +137,48 @@ class Whole:
         elif placed is not None:
             self.refused[name] = placed
 
+    def serve(self, name: str, prompt: list[int], max_tokens: int = 20, **fields: Any) -> list[int]:
+        """Submit a request, and run until nothing is left to do. Return its outputs."""
+        self.submit(name, prompt, max_tokens, **fields)
+        self.run()
+        return self.texts[name]
+
     def turn(self) -> bool:
         """Run one turn of the engine's loop; return False if there was nothing to run."""
         worked = self.core.run_once()
         self.after_step()
         return worked
 
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
+    def turn_until(self, condition: Callable[[], object]) -> None:
+        """Run turns until ``condition`` is true."""
+        while not condition():
+            self.turn()
+
     def run(self) -> None:
         """Run until nothing is left to do."""
         while self.turn() or self.adapter_queue.is_waiting:
             pass
         assert self.scheduler.idle
+
+    def usage(self, name: str) -> wire.Usage:
+        usage = self.ends[name].usage
+        assert usage is not None
+        return usage
+
+    def scores(self, name: str) -> list[float]:
+        """Return the log-probability of each output."""
+        return [one.chosen for one in self.logprobs[name]]
+
+    @property
+    def drafts(self) -> dict[str, wire.DraftCounts]:
+        """What was drafted so far, by source."""
+        stats = self.scheduler.stats().drafts
+        assert stats is not None
+        return stats.sources
 
     def fetch(
         self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
@@ -188,14 +215,13 @@ class Whole:
                         self.ends[delta.request_id] = delta
 
 
-def noted_plans(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def noted_plans(whole: Whole, wrap: Wrap) -> list[Plan]:
     """Return a list to which each plan is added when it is dispatched."""
     plans: list[Plan] = []
-    dispatch = whole.executor.dispatch
 
-    def noted(plan: Plan) -> Any:
+    @wrap(whole.executor, "dispatch")
+    def noted(dispatch: Callable[[Plan], Any], plan: Plan) -> Any:
         plans.append(plan)
         return dispatch(plan)
 
-    monkeypatch.setattr(whole.executor, "dispatch", noted)
     return plans

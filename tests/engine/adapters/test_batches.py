@@ -32,6 +32,10 @@ GPU: list[Kind] = ["llama", "gemma3", "qwen3_next"]
 PATHS = [(kind, False) for kind in CPU] + [(kind, True) for kind in GPU]
 
 
+Asked = dict[str, tuple[list[int], int]]
+"""Of requests by name: the prompt, and the number of the adapter."""
+
+
 class Case(NamedTuple):
     model: Path
     adapters: list[Path]
@@ -80,7 +84,31 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
-def check(case: Case, asked: dict[str, tuple[list[int], int]], close: float = CLOSE) -> None:
+def run_all(case: Case, asked: Asked, count: int = 6) -> None:
+    for name in asked:
+        submit(case, asked, name, count)
+    case.whole.run()
+
+
+def submit(case: Case, asked: Asked, name: str, count: int = 6, **fields: Any) -> None:
+    prompt, adapter = asked[name]
+    case.whole.submit(name, prompt, count, logprobs=1, adapter=case.refs[adapter], **fields)
+
+
+def mixed(count: int, seed: int = 5) -> Asked:
+    pick = random.Random(seed)
+    return {
+        f"r{number}": (prompt, pick.randrange(COUNT + 1))
+        for number, prompt in enumerate(prompts(count, seed))
+    }
+
+
+def numbered(count: int) -> Asked:
+    """Return a request for each of the first adapters."""
+    return {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(count))}
+
+
+def check(case: Case, asked: Asked, close: float = CLOSE) -> None:
     """Compare the answers to ``asked``, prompts and numbers of adapters, with mlx-lm's own."""
     for number in range(COUNT + 1):
         own = {name: prompt for name, (prompt, adapter) in asked.items() if adapter == number}
@@ -95,34 +123,16 @@ def check(case: Case, asked: dict[str, tuple[list[int], int]], close: float = CL
             logits = model(mx.array([prompt + text[:-1]]))[0, len(prompt) - 1 :]
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             theirs = mx.take_along_axis(logprobs, mx.array(text)[:, None], axis=-1)[:, 0]
-            ours = [found.chosen for found in case.whole.logprobs[name]]
-            assert mx.max(mx.abs(mx.array(ours) - theirs)).item() < close, (name, number)
+            ours = mx.array(case.whole.scores(name))
+            assert mx.max(mx.abs(ours - theirs)).item() < close, (name, number)
             best = mx.max(logprobs, axis=-1) - theirs
             assert mx.max(best).item() < close, (name, number)
 
 
 def test_eight_adapters_mixed_with_none_are_each_as_mlx_lm_computes_it_alone(case: Case) -> None:
-    pick, asked = random.Random(3), {}
-    for number, prompt in enumerate(prompts(2 * COUNT + 2)):
-        name, adapter = f"r{number}", (number % (COUNT + 1) if number < 9 else pick.randrange(9))
-        asked[name] = prompt, adapter
-        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
-    case.whole.run()
+    asked = numbered(COUNT + 1) | {f"more {name}": one for name, one in mixed(COUNT + 1).items()}
+    run_all(case, asked)
     check(case, asked)
-
-
-def run_all(case: Case, asked: dict[str, tuple[list[int], int]], count: int = 6) -> None:
-    for name, (prompt, adapter) in asked.items():
-        case.whole.submit(name, prompt, count, logprobs=1, adapter=case.refs[adapter])
-    case.whole.run()
-
-
-def mixed(count: int, seed: int = 5) -> dict[str, tuple[list[int], int]]:
-    pick = random.Random(seed)
-    return {
-        f"r{number}": (prompt, pick.randrange(COUNT + 1))
-        for number, prompt in enumerate(prompts(count, seed))
-    }
 
 
 @pytest.mark.parametrize(
@@ -131,11 +141,9 @@ def mixed(count: int, seed: int = 5) -> dict[str, tuple[list[int], int]]:
     ids=["", "quantized weights", "quantized KV"],
 )
 def test_a_row_has_the_same_bits_whatever_adapters_are_in_its_batch(
-    tiny_model: Callable[..., Path], tmp_path: Path, bits: int | None, kv_bits: int, close: float
+    llama: Path, tmp_path: Path, bits: int | None, kv_bits: int, close: float
 ) -> None:
-    model = tiny_model("llama")
-    if bits:
-        model = make_quantized(model, tmp_path / "quantized", bits)
+    model = make_quantized(llama, tmp_path / "quantized", bits) if bits else llama
     precision = "compact" if bits else "auto"
     case = make_case(model, tmp_path, cpu_precision=precision, kv_bits=kv_bits)
     assert case.whole.executor.deterministic
@@ -172,9 +180,9 @@ def test_eight_adapters_of_the_demo_are_each_as_mlx_lm_computes_it_alone(tmp_pat
     ids=["drafts", "little memory", "two places", "one place"],
 )
 def test_drafts_preemption_and_swaps_change_no_answer(
-    tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any]
+    llama: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    case, asked = make_case(tiny_model("llama"), tmp_path, **settings), mixed(14)
+    case, asked = make_case(llama, tmp_path, **settings), mixed(14)
     run_all(case, asked, 12)
     check(case, asked)
     if places := settings.get("max_adapters"):
@@ -191,24 +199,20 @@ def test_prefixes_are_found_by_the_same_adapter_and_cache_salt_alone(
     prompt, cached = prompts(1)[0] * 3, []
     askers = [(0, ""), (1, ""), (COUNT, ""), (1, "ann/"), (1, "bob/"), (COUNT, "ann/")]
     for number, (adapter, salt) in enumerate([*askers, *reversed(askers)]):
-        name = f"r{number}"
-        ref = case.refs[adapter]
-        case.whole.submit(name, prompt, 6, logprobs=1, adapter=ref, cache_salt=salt)
+        asked = {f"r{number}": (prompt, adapter)}
+        submit(case, asked, f"r{number}", cache_salt=salt)
         case.whole.run()
-        usage = case.whole.ends[name].usage
-        assert usage is not None
-        cached.append(usage.cached_ram_tokens > 0)
-        check(case, {name: (prompt, adapter)})
+        cached.append(case.whole.usage(f"r{number}").cached_ram_tokens > 0)
+        check(case, asked)
     assert cached == [False] * len(askers) + [True] * len(askers)
 
 
 def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    llama: Path, tmp_path: Path
 ) -> None:
-    case = make_case(tiny_model("llama"), tmp_path, max_adapters=2)
+    case, asked = make_case(llama, tmp_path, max_adapters=2), numbered(COUNT)
     case.adapters[5].rename(tmp_path / "elsewhere")
     random_adapter(shapes_of(case.model), case.adapters[6], 100)
-    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(COUNT))}
     run_all(case, asked)
     refused = case.whole.refused
     assert refused.keys() == {"r5", "r6"}
@@ -218,41 +222,27 @@ def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
 
 
 def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    llama: Path, tmp_path: Path
 ) -> None:
-    case = make_case(tiny_model("llama"), tmp_path, max_adapters=1, spec_decode="ngram")
-    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(3))}
-
-    def submit(name: str, tokens: int, **fields: Any) -> None:
-        prompt, adapter = asked[name]
-        case.whole.submit(name, prompt, tokens, logprobs=1, adapter=case.refs[adapter], **fields)
-
-    for name in ("r0", "r1"):
-        submit(name, 60, priority=BACKGROUND_PRIORITY)
-    while not any(len(case.whole.texts[name]) > 4 for name in ("r0", "r1")):
-        case.whole.turn()
-    submit("r2", 6)
-    while "r2" not in case.whole.ends:
-        case.whole.turn()
-        assert not {"r0", "r1"} & case.whole.ends.keys()
-    while len(case.whole.ends) < 3:
+    case = make_case(llama, tmp_path, max_adapters=1, spec_decode="ngram")
+    asked, whole, batch = numbered(3), case.whole, ("r0", "r1")
+    for name in batch:
+        submit(case, asked, name, 60, priority=BACKGROUND_PRIORITY)
+    whole.turn_until(lambda: any(len(whole.texts[name]) > 4 for name in batch))
+    submit(case, asked, "r2")
+    whole.turn_until(lambda: whole.ends)
+    assert whole.ends.keys() == {"r2"}
+    while len(whole.ends) < 3:
         # All are read by now: the engine would sleep until the next message otherwise.
-        assert case.whole.turn() or case.whole.adapter_queue._reading
-    assert {name: len(text) for name, text in case.whole.texts.items()} == {
-        "r0": 60,
-        "r1": 60,
-        "r2": 6,
-    }
+        assert whole.turn() or whole.adapter_queue._reading
+    assert {name: len(text) for name, text in whole.texts.items()} == {"r0": 60, "r1": 60, "r2": 6}
     check(case, asked)
 
 
-def test_an_abort_while_an_adapter_is_read_leaves_the_others(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    case = make_case(tiny_model("llama"), tmp_path, max_adapters=1)
-    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(4))}
-    for name, (prompt, adapter) in asked.items():
-        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
+def test_an_abort_while_an_adapter_is_read_leaves_the_others(llama: Path, tmp_path: Path) -> None:
+    case, asked = make_case(llama, tmp_path, max_adapters=1), numbered(4)
+    for name in asked:
+        submit(case, asked, name)
     case.whole.adapter_queue.abort("r1", 0)
     assert [live.request_id for live in case.whole.adapter_queue.live()] == ["r2", "r3"]
     case.whole.run()

@@ -34,9 +34,7 @@ def merge(model: nn.Module, adapter: Path, sign: int) -> None:
         layer.weight = layer.weight + sign * SCALE * added.T
 
 
-def test_a_prefix_is_found_with_the_same_picture_and_the_same_adapter_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_prefix_is_found_with_the_same_picture_and_the_same_adapter_alone(tmp_path: Path) -> None:
     path = make_vision_model("idefics3", tmp_path / "model")
     layers = linear_layers(load(path).model)
     shapes = {name: shape_of(layer) for name, layer in layers.items() if "self_attn" in name}
@@ -52,20 +50,16 @@ def test_a_prefix_is_found_with_the_same_picture_and_the_same_adapter_alone(
         """Compute a request, compare it with mlx-vlm's answer, and return whether a prefix was
         found."""
         adapter = None if number is None else refs[number]
-        whole.submit(name, request.token_ids, TOKENS, logprobs=1, adapter=adapter, **request.fields)
-        whole.run()
+        fields = {"logprobs": 1, "adapter": adapter, **request.fields}
+        answer = whole.serve(name, request.token_ids, TOKENS, **fields)
         assert not whole.refused, whole.refused
         if number is not None:
             merge(oracle._model, paths[number], 1)
-        answer = whole.texts[name]
         found = oracle.logprobs(request, answer)[np.arange(len(answer)), answer]
         if number is not None:
             merge(oracle._model, paths[number], -1)
-        ours = [one.chosen for one in whole.logprobs[name]]
-        assert np.abs(found - ours).max() < CLOSE, name
-        usage = whole.ends[name].usage
-        assert usage is not None
-        return usage.cached_ram_tokens > 8
+        assert np.abs(found - whole.scores(name)).max() < CLOSE, name
+        return whole.usage(name).cached_ram_tokens > 8
 
     one, other = (oracle.request("<> what is this?", picture(seed)) for seed in (1, 2))
     asked = [(one, 0), (one, None), (one, 1), (other, 1), (one, 1), (one, None), (other, 1)]

@@ -24,6 +24,10 @@ LAYER = AttentionLayout(2, 16, 16, mx.float32, None)
 LAYOUT = Layout((LAYER,), (), (KVNode(0),))
 
 
+def in_8_bits(layer: AttentionLayout) -> Layout:
+    return Layout((layer,), (), (KVNode(0),)).with_precision(Precision(8), dequantized=True)
+
+
 def filled(layout: Layout) -> Slabs:
     """Return two slabs of random content."""
     slabs = Slabs()
@@ -154,8 +158,7 @@ def test_what_is_stored_is_rounded(
 ) -> None:
     """Keys and values are rounded together if they have one shape, in slabs by themselves."""
     monkeypatch.setattr(GraphBatch, "compiles", compiles)
-    layer = AttentionLayout(2, 32, value_dim, mx.float32, None)
-    layout = Layout((layer,), (), (KVNode(0),)).with_precision(Precision(8), dequantized=True)
+    layout = in_8_bits(AttentionLayout(2, 32, value_dim, mx.float32, None))
     rows = [
         Row(Slot(0, 0), 3, 3 + widest),
         Row(Slot(0, 2), 9, 10),
@@ -184,8 +187,7 @@ def test_what_is_stored_is_rounded(
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_compiled_writes_copy_no_array_of_a_slab(width: int) -> None:
-    layer = AttentionLayout(8, 64, 64, mx.bfloat16, None)
-    layout = Layout((layer,), (), (KVNode(0),)).with_precision(Precision(8), dequantized=True)
+    layout = in_8_bits(AttentionLayout(8, 64, 64, mx.bfloat16, None))
     slabs = Slabs()
     slabs[0] = Slab(layout, 8, 1024)
     new = mx.random.normal((8, 8, width, 64)).astype(mx.bfloat16)
@@ -282,6 +284,5 @@ def test_costs_measured_for_one_model_are_not_those_of_another(
 
 
 def test_passes_are_as_long_as_they_like_if_no_layer_has_a_window() -> None:
-    layout = Layout((LAYER,), (), (KVNode(0),))
-    assert layout.with_rings(6, 5) == layout
-    assert replace(layout, layers=(replace(LAYER, window=9),)).with_rings(6, 5).longest_pass == 6
+    assert LAYOUT.with_rings(6, 5) == LAYOUT
+    assert replace(LAYOUT, layers=(replace(LAYER, window=9),)).with_rings(6, 5).longest_pass == 6

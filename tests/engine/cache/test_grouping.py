@@ -13,11 +13,8 @@ def test_equal_rows_share_one_call() -> None:
 
 
 def test_short_rows_do_not_pay_for_a_long_one() -> None:
-    assert split_runs([0, 1, 2], [40, 2000, 40], 50) == [
-        Run(0, 0, 40),
-        Run(1, 1, 2000),
-        Run(2, 2, 40),
-    ]
+    apart = [Run(0, 0, 40), Run(1, 1, 2000), Run(2, 2, 40)]
+    assert split_runs([0, 1, 2], [40, 2000, 40], 50) == apart
 
 
 def test_a_wide_gap_between_rows_is_not_computed() -> None:

@@ -32,6 +32,11 @@ SPREADS = (1e-30, 1e-8, 1e-6, 1e-3, 1.0, 100.0, 1e4, 6e4, 1e5, 1e7, 1e30)
 OFFSETS = (0.0, 1.0, -1.0, 300.0, -300.0)
 
 
+@pytest.fixture(params=WAYS, ids=str)
+def how(request: pytest.FixtureRequest) -> Quantization:
+    return request.param
+
+
 def made_up() -> NDArray[np.float32]:
     """Return (many, 128): all sizes, one-sided and constant groups, single large elements."""
     random = np.random.default_rng(0)
@@ -50,7 +55,6 @@ def quantized(x: NDArray[np.float32], how: Quantization) -> Quantized:
     return quantize(mx.array(x), how)
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_numpy_rounds_to_the_same_numbers_as_mlx(how: Quantization) -> None:
     x = made_up()
     expected = quantized(x, how)
@@ -68,7 +72,6 @@ def in_other_orders(x: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         yield laid_out.transpose(np.argsort(order))
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_rounding_of_a_row_does_not_depend_on_other_rows(how: Quantization) -> None:
     """It is the same bit for bit in every batch, width, place and memory order, with one array
     for all rows (decodes) or one for each (chunks)."""
@@ -155,7 +158,6 @@ def test_zero_stays_zero_with_8_bits_and_both_signs_have_the_same_values() -> No
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("how", WAYS)
 def test_codes_recovered_from_16_bits_give_the_same_values_again(
     how: Quantization, dtype: mx.Dtype
 ) -> None:
@@ -173,7 +175,6 @@ def test_codes_recovered_from_16_bits_give_the_same_values_again(
     assert mx.array_equal(dequantize(again, how).astype(dtype), kept)
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_codes_are_recovered_from_dequantized_values(how: Quantization) -> None:
     codes, scales = quantized(made_up(), how)
     values = dequantize(Quantized(codes, scales), how)
@@ -182,7 +183,6 @@ def test_codes_are_recovered_from_dequantized_values(how: Quantization) -> None:
     assert np.array_equal(again, np.array(codes))
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_every_code_is_recovered_for_every_possible_scale_and_bias(how: Quantization) -> None:
     """Scales are drawn, not made from numbers, with biases up to the largest for a scale."""
     random = np.random.default_rng(1)
@@ -195,13 +195,11 @@ def test_every_code_is_recovered_for_every_possible_scale_and_bias(how: Quantiza
     assert np.array_equal(codes_in_place(values, scales, how), codes)
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_a_scale_is_never_so_small_that_its_bias_hides_the_codes(how: Quantization) -> None:
     scale, bias = np.array(quantized(made_up(), how).scales).astype(np.float32)
     assert (scale > 0).all() and (np.abs(bias) < 2.0**20 * scale).all()
 
 
-@pytest.mark.parametrize("how", WAYS)
 def test_the_error_is_at_most_half_a_step(how: Quantization) -> None:
     x = made_up()
     x = x[np.abs(x).max(axis=-1) < 60_000]

@@ -18,7 +18,7 @@ from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.places import Place
 from engine.batch.ragged import RaggedBatch
-from engine.cache import host_blocks, rounding, slabs
+from engine.cache import host_blocks, slabs
 from engine.cache.layout import AttentionLayout, KVNode, Layout, probe_layout
 from engine.cache.quantization import (
     Precision,
@@ -39,21 +39,21 @@ from engine.plan import (
     Evict,
     Insert,
     Move,
-    Plan,
     Restore,
     Save,
     SlabSpec,
     Slot,
-    StepResult,
 )
 from engine.proving import choose as choosing
 from engine.proving import oracle, trial
 from engine.proving.choose import choose_executor
-from engine.proving.proof import NotBatchable, prove
+from engine.proving.proof import NotBatchable
 from engine.proving.replay import Replay, RoundingMismatch
 from engine.proving.trial import GREEDY, Trial
 from engine.zoo.build import build
 from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
+from tests.engine.conftest import Wrap
+from tests.engine.executor.by_hand import PlanRunner
 from tests.tiny_models import KINDS, VOCAB_SIZE, Kind, make_tiny
 
 PRECISIONS = [Precision(8), Precision(4)]
@@ -145,33 +145,26 @@ def test_latents_softcaps_and_rows_in_passes_of_their_own_are_quantized(
 class TestTheComparisonCatches:
     """Errors in what is stored, however little they change the logits."""
 
-    @pytest.fixture
-    def llama(self, tiny_model: Callable[..., Path]) -> Any:
-        return load(tiny_model("llama"))
-
     def is_wrong(
-        self, model: Any, batch_class: type[RaggedBatch] = HostBatch, dequantized: bool = True
+        self, path: Path, batch_class: type[RaggedBatch] = HostBatch, dequantized: bool = True
     ) -> None:
+        model = load(path)
         layout = probe_layout(model).with_precision(Precision(8), dequantized=dequantized)
         with pytest.raises(RoundingMismatch, match="that differ from mlx-lm's"):
             distance_of(model, layout, batch_class)
 
-    def test_keys_and_values_that_are_not_rounded(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def keep(keys: mx.array, values: mx.array, *hows: Any) -> list[Kept]:
-            rounded = rounding.keep(keys, values, *hows)
-            return [
-                Kept(new, kept.scales) for new, kept in zip((keys, values), rounded, strict=True)
-            ]
+    def test_keys_and_values_that_are_not_rounded(self, llama: Path, wrap: Wrap) -> None:
+        @wrap(host, "keep")
+        def unrounded(keep: Any, *arrays_and_hows: Any) -> list[Kept]:
+            rounded = keep(*arrays_and_hows)
+            new = arrays_and_hows[:2]
+            return [Kept(array, its.scales) for array, its in zip(new, rounded, strict=True)]
 
-        monkeypatch.setattr(host, "keep", keep)
         self.is_wrong(llama)
 
-    def test_codes_that_are_two_too_high(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        put = Place.put
-
-        def raised(place: Any, number: Any, array: Any) -> None:
+    def test_codes_that_are_two_too_high(self, llama: Path, wrap: Wrap) -> None:
+        @wrap(Place, "put")
+        def raised(put: Any, place: Any, number: Any, array: Any) -> None:
             if number == 3:
                 groups = array.reshape(*array.shape[:-1], -1, 16)
                 step = (groups.max(-1) - groups.min(-1)) / 255
@@ -179,59 +172,43 @@ class TestTheComparisonCatches:
                 array = array + mx.where(first, 2 * mx.repeat(step, 16, axis=-1), 0)
             put(place, number, array)
 
-        monkeypatch.setattr(Place, "put", raised)
         self.is_wrong(llama, GraphBatch)
 
-    def test_scales_of_another_row(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        values = slabs.Slab.read
-
-        def rolled(slab: Any, *args: Any) -> Any:
+    def test_scales_of_another_row(self, llama: Path, wrap: Wrap) -> None:
+        @wrap(slabs.Slab, "read")
+        def rolled(read: Any, slab: Any, *args: Any) -> Any:
             kept = slab.scales
             slab.scales = [mx.roll(s, 1, axis=2) for s in kept]
             try:
-                return values(slab, *args)
+                return read(slab, *args)
             finally:
                 slab.scales = kept
 
-        monkeypatch.setattr(slabs.Slab, "read", rolled)
         self.is_wrong(llama, GraphBatch, dequantized=False)
 
-    def test_blocks_that_lose_their_scales(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        give = host_blocks.give
-
-        def unscaled(slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
+    def test_blocks_that_lose_their_scales(self, llama: Path, wrap: Wrap) -> None:
+        @wrap(host_blocks, "give")
+        def unscaled(give: Any, slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
             give(slab, group, rows, start, [parts[0], [np.ones_like(s) for s in parts[1]]])
 
-        monkeypatch.setattr(host_blocks, "give", unscaled)
         self.is_wrong(llama)
 
-    def test_blocks_that_are_quantized_once_more(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        give = host_blocks.give
-
-        def again(slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
+    def test_blocks_that_are_quantized_once_more(self, llama: Path, wrap: Wrap) -> None:
+        @wrap(host_blocks, "give")
+        def again(give: Any, slab: Any, group: Any, rows: Any, start: Any, parts: Any) -> None:
             how = group.kind.quantization
             pairs = [map(mx.array, pair) for pair in zip(*parts, strict=True)]
             twice = [quantize(dequantize(Quantized(*pair), how), how) for pair in pairs]
-            give(
-                slab,
-                group,
-                rows,
-                start,
-                [list(map(np.asarray, part)) for part in zip(*twice, strict=True)],
-            )
+            parts = [list(map(np.asarray, part)) for part in zip(*twice, strict=True)]
+            give(slab, group, rows, start, parts)
 
-        monkeypatch.setattr(host_blocks, "give", again)
         self.is_wrong(llama)
 
 
 # -- what blocks hold ----------------------------------------------------------------
 
 
-class Store:
+class Store(PlanRunner):
     """Drives an executor to store, save and restore, without sampling."""
 
     def __init__(
@@ -242,13 +219,9 @@ class Store:
         precision: Precision = PRECISIONS[0],
     ) -> None:
         layout = probe_layout(model).with_precision(precision, dequantized=dequantized)
-        self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
-        self.step, self.block = 0, 0
-        self.run(new_slabs=(SlabSpec(0, 3, 128), SlabSpec(1, 1, 128)))
-
-    def run(self, **parts: Any) -> StepResult:
-        self.step += 1
-        return self.executor.dispatch(Plan(step=self.step, **parts)).read()
+        executor = BatchedExecutor(model, layout, BLOCK, batch_class)
+        super().__init__(executor, SlabSpec(0, 3, 128), SlabSpec(1, 1, 128))
+        self.block = 0
 
     def compute(self, row: int, tokens: tuple[int, ...], *pieces: int) -> None:
         start = 0
@@ -310,11 +283,9 @@ def test_a_block_has_the_same_bytes_after_restores_moves_and_copies(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_a_slot_in_16_bits_is_the_same_after_a_restore(
-    tiny_model: Callable[..., Path], dtype: mx.Dtype
-) -> None:
+def test_a_slot_in_16_bits_is_the_same_after_a_restore(llama: Path, dtype: mx.Dtype) -> None:
     """Its values do not tell which codes they were made of, and any that give them will do."""
-    model = mlx_lm.load(str(tiny_model("llama")))[0]
+    model = mlx_lm.load(str(llama))[0]
     model.set_dtype(dtype)
     store = Store(model, GPUBatch)
     store.compute(0, TOKENS, 20)
@@ -349,9 +320,9 @@ def test_slots_keep_dequantized_values_for_chunks_of_any_length(
 
 @pytest.mark.parametrize("other", [way[:2] for way in WAYS[2:4]])
 def test_blocks_are_the_same_bytes_however_slots_keep_them(
-    tiny_model: Callable[..., Path], other: tuple[type[RaggedBatch], bool]
+    llama: Path, other: tuple[type[RaggedBatch], bool]
 ) -> None:
-    model = load(tiny_model("llama"))
+    model = load(llama)
     store, another = Store(model), Store(model, *other)
     store.compute(0, TOKENS)
     blocks = store.saved(Slot(0, 0), 3)
@@ -425,17 +396,13 @@ def test_models_that_slots_cannot_hold_stay_in_16_bits() -> None:
     assert whole == "mlx-lm's own caches"
 
 
-def test_a_model_that_fails_the_quantized_proof_runs_in_16_bits(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def picky(model: Any, layout: Any, *rest: Any) -> None:
+def test_a_model_that_fails_the_quantized_proof_runs_in_16_bits(llama: Path, wrap: Wrap) -> None:
+    @wrap(choosing, "prove")
+    def picky(prove: Any, model: Any, layout: Any, *rest: Any) -> None:
         if layout.kv_bits < 16:
             raise NotBatchable("its logits are wrong")
         prove(model, layout, *rest)
 
-    monkeypatch.setattr(choosing, "prove", picky)
-    executor, reason, whole = choose_executor(
-        load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8)
-    )
+    executor, reason, whole = choose_executor(load(llama), VOCAB_SIZE, BLOCK, Precision(8))
     assert (executor.spec.kv_bits, reason, whole) == (16, "", "any layer: its logits are wrong")
     assert trial.BLOCK_SIZE == BLOCK

@@ -9,10 +9,10 @@ from engine.cache.layout import Layout, StateLayout
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, SlabSpec, Slot
+from engine.plan import Chunk, Decode, RestoreState, SaveState, SlabSpec, Slot
 from engine.proving.choose import choose_executor
 from engine.zoo.build import build
-from shared.wire import SamplingParams
+from tests.engine.executor.by_hand import GREEDY, PlanRunner
 
 A, B, C = Slot(0, 0), Slot(0, 1), Slot(1, 0)
 NO_TOKEN: Any = "x"  # MLX raises where it is computed
@@ -94,51 +94,37 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
     """With look-ahead a plan may restore a snapshot that the plan before it failed to save."""
-    executor = choose_executor(build(name), 320, 16).executor
-    greedy = SamplingParams(temperature=0.0, seed=1)
-    good = tuple(range(5, 21))
-    slabs = (SlabSpec(0, 2, 32), SlabSpec(1, 1, 32))
-    executor.dispatch(Plan(step=1, new_slabs=slabs, chunks=(Chunk(B, 0, good),))).read()
-    result = executor.dispatch(
-        Plan(step=2, chunks=(Chunk(A, 0, (1, 2, NO_TOKEN)),), state_saves=(SaveState(A, 16, 1),))
-    ).read()
+    slabs = SlabSpec(0, 2, 32), SlabSpec(1, 1, 32)
+    runner, alone = (
+        PlanRunner(choose_executor(build(name), 320, 16).executor, *slabs) for _ in range(2)
+    )
+    for each in (runner, alone):
+        each.run(chunks=(Chunk(B, 0, tuple(range(5, 21))),))
+    result = runner.run(chunks=(Chunk(A, 0, (1, 2, NO_TOKEN)),), state_saves=(SaveState(A, 16, 1),))
     assert [slot for slot, _ in result.failed] == [A]
-    result = executor.dispatch(
-        Plan(
-            step=3,
-            state_restores=(RestoreState(C, 16, 1),),
-            decodes=(Decode(B, 16, 9, 0, greedy), Decode(C, 16, 9, 0, greedy)),
-            state_saves=(SaveState(B, 17, 2), SaveState(C, 17, 3)),
-            exports=(2, 3),
-        )
-    ).read()
+    result = runner.run(
+        state_restores=(RestoreState(C, 16, 1),),
+        decodes=(Decode(B, 16, 9, 0, GREEDY), Decode(C, 16, 9, 0, GREEDY)),
+        state_saves=(SaveState(B, 17, 2), SaveState(C, 17, 3)),
+        exports=(2, 3),
+    )
     assert [slot for slot, _ in result.failed] == [C]
     assert [one.block_id for one in result.exported] == [2]
-    alone = choose_executor(build(name), 320, 16).executor
-    alone.dispatch(
-        Plan(step=1, new_slabs=(SlabSpec(0, 2, 32),), chunks=(Chunk(B, 0, good),))
-    ).read()
-    expected = alone.dispatch(Plan(step=2, decodes=(Decode(B, 16, 9, 0, greedy),))).read().tokens
-    assert result.tokens[:1] == expected
+    assert result.tokens[:1] == alone.run(decodes=(Decode(B, 16, 9, 0, GREEDY),)).tokens
 
 
 def test_a_chunk_that_raises_leaves_the_state_of_others_alone() -> None:
-    model = build("mamba")
-    executor = choose_executor(model, 320, 16).executor
-    assert isinstance(executor, BatchedExecutor)
-    greedy = SamplingParams(temperature=0.0, seed=1)
+    runner = PlanRunner(choose_executor(build("mamba"), 320, 16).executor)
+    assert isinstance(runner.executor, BatchedExecutor)
 
     def tokens(bad: bool) -> list[int]:
         said: list[int] = []
         chunks = [Chunk(B, 0, (7, 8, 9))] + [Chunk(A, 0, (1, 2, NO_TOKEN))] * bad
-        executor.dispatch(
-            Plan(step=1, new_slabs=(SlabSpec(0, 2, 32),), chunks=tuple(chunks))
-        ).read()
+        runner.run(new_slabs=(SlabSpec(0, 2, 32),), chunks=tuple(chunks))
         for index in range(4):
             token = said[-1] if said else 10
-            decode = Decode(B, 3 + index, token, index, greedy)
-            said += executor.dispatch(Plan(step=2, decodes=(decode,))).read().tokens
-        executor.dispatch(Plan(step=3, freed_slabs=(0,))).read()
+            said += runner.run(decodes=(Decode(B, 3 + index, token, index, GREEDY),)).tokens
+        runner.run(freed_slabs=(0,))
         return said
 
     assert tokens(bad=True) == tokens(bad=False)

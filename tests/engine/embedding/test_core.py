@@ -15,6 +15,7 @@ from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
+from tests.engine.conftest import Wrap
 from tests.shared.submits import submit
 
 LAYERS = 4
@@ -110,17 +111,17 @@ def test_texts_that_come_during_a_pass(
 
 
 def test_texts_that_wait_are_looked_through_between_layers_only_after_others_came(
-    monkeypatch: pytest.MonkeyPatch,
+    wrap: Wrap,
 ) -> None:
     engine = Engine()
     engine.run(encode("a", [1] * 10), steps=2)
-    take, calls = engine.core._queue.take, []
+    calls = []
 
-    def counted(*args: Any, **how: Any) -> dict[Text, str]:
+    @wrap(engine.core._queue, "take")
+    def counted(take: Any, *args: Any, **how: Any) -> dict[Text, str]:
         calls.append(args)
         return take(*args, **how)
 
-    monkeypatch.setattr(engine.core._queue, "take", counted)
     engine.run(encode("b", [3] * 10), steps=2)
     assert len(calls) == 1
     engine.run(encode("c", [4] * 2), steps=1)
@@ -183,15 +184,14 @@ def test_a_pass_that_nobody_waits_for_any_more_ends() -> None:
     assert engine.answered == ["b", "c"] and engine.model.passes == [[1], [2], [1]]
 
 
-def test_a_job_is_told_before_its_first_layer() -> None:
+def test_a_job_is_told_before_its_first_layer(wrap: Wrap) -> None:
     engine, told = Engine(), []
-    compute = engine.model.compute
 
-    def watched(texts: Sequence[Text]) -> Generator[None, None, Rows]:
+    @wrap(engine.model, "compute")
+    def watched(compute: Any, texts: Sequence[Text]) -> Generator[None, None, Rows]:
         told.append(list(engine.status.live))
         return compute(texts)
 
-    engine.model.compute = watched  # type: ignore[method-assign]
     engine.run(encode("a", [1]))
     assert len(told) == 1 and told[0]
 

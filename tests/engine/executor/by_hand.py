@@ -9,14 +9,15 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
 
 from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.cache.layout import Layout, probe_layout
+from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot, StepResult
 from shared.wire import SamplingParams, TokenLogprobs
+from tests.engine.sampling.test_penalties import mlx_lm_logits
 from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
 GREEDY = SamplingParams(seed=1)
@@ -55,30 +56,25 @@ def _computed_alone(model: Any, tokens: list[int], count: int) -> list[int]:
     return out
 
 
-PENALIZED = SamplingParams(
-    seed=1,
-    repetition_penalty=1.4,
-    repetition_context_size=9,
-    presence_penalty=0.3,
-    frequency_penalty=0.2,
-    logit_bias=[(40, 1.5), (41, -2.0)],
-)
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "repetition_context_size": 9,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": [(40, 1.5), (41, -2.0)],
+}
+PENALIZED = SamplingParams(seed=1, **PENALTIES)
 
 
 def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
     """Return the tokens of `alone` with mlx-lm's logits processors."""
-    repetition = make_logits_processors({40: 1.5, 41: -2.0}, 1.4, 9)
-    generated = make_logits_processors(None, None, None, 0.3, 1000, 0.2, 1000)
     cache = make_prompt_cache(model)
     model(mx.array([tokens[:-1]]), cache=cache)
     out: list[int] = []
     for _ in range(count):
-        logits = model(mx.array([[(tokens + out)[-1]]]), cache=cache)[:, -1]
-        for process in repetition:
-            logits = process(mx.array(tokens + out), logits)
-        for process in generated if out else ():
-            logits = process(mx.array(out), logits)
-        out.append(int(mx.argmax(logits[0])))
+        logits = model(mx.array([[(tokens + out)[-1]]]), cache=cache)[0, -1]
+        logits = mlx_lm_logits(logits, tokens + out, len(tokens), PENALTIES)
+        out.append(int(mx.argmax(logits)))
     return out
 
 
@@ -108,21 +104,32 @@ def next_decode(
     return Decode(slot, len(prompt) - 1 + index, token, index, sampling, **fields)
 
 
-class Runner:
+class PlanRunner:
     """Drives an executor with plans made by hand, without a scheduler."""
+
+    def __init__(self, executor: Any, *slabs: SlabSpec) -> None:
+        self.executor, self.step = executor, 0
+        self.run(new_slabs=slabs)
+
+    def dispatch(self, **parts: Any) -> PendingStep:
+        self.step += 1
+        pending: PendingStep = self.executor.dispatch(Plan(step=self.step, **parts))
+        return pending
+
+    def run(self, **parts: Any) -> StepResult:
+        return self.dispatch(**parts).read()
+
+
+class Runner(PlanRunner):
+    """Drives a batched executor of one class."""
 
     batch_class: type[ragged.RaggedBatch]
 
     def __init__(self, model: Any, rows: int = 4, capacity: int = 128) -> None:
         layout = probe_layout(model)
         batch_class = bound(model, layout, self.batch_class)
-        self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
-        self.step = 0
-        self.run(new_slabs=(SlabSpec(0, rows, capacity),))
-
-    def run(self, **parts: Any) -> StepResult:
-        self.step += 1
-        return self.executor.dispatch(Plan(step=self.step, **parts)).read()
+        executor = BatchedExecutor(model, layout, BLOCK, batch_class)
+        super().__init__(executor, SlabSpec(0, rows, capacity))
 
     def prefill(self, slot: Slot, tokens: list[int], start: int = 0) -> None:
         self.run(chunks=(Chunk(slot, start, tuple(tokens)),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,18 +13,19 @@ import pytest
 from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.layered import LayeredPass
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, ResizeSlab, SlabSpec, Slot, StepResult, Stretch
+from engine.plan import Chunk, Decode, ResizeSlab, SlabSpec, Slot, Stretch
 from engine.scheduler.timing.chunks import ChunkPolicy
-from shared.wire import SamplingParams
+from tests.engine.conftest import Wrap
+from tests.engine.executor.by_hand import GREEDY, PlanRunner, chunk
 from tests.engine.whole import Whole
-from tests.tiny_models import VOCAB_SIZE, Kind
+from tests.engine.whole import random_tokens as prompt
+from tests.tiny_models import Kind
 
 KINDS: list[tuple[Kind, int]] = [
     *(("llama", 16), ("llama", 8), ("gemma3", 16), ("gpt_oss", 8)),
     *(("qwen3_next", 8), ("mamba", 16)),
 ]
 """Of models, and bits of their keys and values."""
-GREEDY = SamplingParams(seed=1)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as on a CPU", "as on a GPU"])
@@ -34,28 +34,19 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    pick = random.Random(seed)
-    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-
 def answers(whole: Whole, *, layers: int) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
     """Return texts and log-probabilities of requests, one after the other: each decode is then in
     the same batch every time."""
     whole.renew(whole.executor.spec.look_ahead, layers=layers, prefill_chunk_tokens=48)
     for number in range(3):
-        whole.submit(f"r{number}", prompt(number, 20 + 50 * number), 6, logprobs=2)
-        whole.run()
+        whole.serve(f"r{number}", prompt(number, 20 + 50 * number), 6, logprobs=2)
     return whole.texts, whole.logprobs
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("kind", "kv_bits"), KINDS)
 def test_no_bit_of_a_result_depends_on_where_a_pass_is_divided(
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: Kind,
-    kv_bits: int,
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: Kind, kv_bits: int
 ) -> None:
     whole = Whole(tiny_model(kind), num_blocks=1024, kv_bits=kv_bits)
     layers = whole.executor.spec.layers
@@ -70,33 +61,23 @@ def test_no_bit_of_a_result_depends_on_where_a_pass_is_divided(
     assert stats.prefill_stretches_total == layers * passes
 
 
-class Runner:
-    """Runs plans made by hand."""
+class Runner(PlanRunner):
+    """Begins passes, and goes on with them."""
 
     def __init__(self, whole: Whole) -> None:
-        executor = whole.executor
-        assert isinstance(executor, BatchedExecutor)
-        executor.reset()
-        self.executor, self.layers = executor, executor.spec.layers
-        self._step = 0
-        self.run(new_slabs=(SlabSpec(0, 3, 128),))
-
-    def run(self, **parts: Any) -> StepResult:
-        self._step += 1
-        return self.executor.dispatch(Plan(step=self._step, **parts)).read()
+        assert isinstance(whole.executor, BatchedExecutor)
+        whole.executor.reset()
+        self.layers = whole.executor.spec.layers
+        super().__init__(whole.executor, SlabSpec(0, 3, 128))
 
     def begin(self, *chunks: Chunk) -> int:
         """Compute the first layer. Return the number of the pass."""
-        self.run(chunks=chunks, stretches=(Stretch(self._step + 1, 1),))
-        return self._step
+        self.run(chunks=chunks, stretches=(Stretch(self.step + 1, 1),))
+        return self.step
 
     def first_token(self, slot: Slot, tokens: list[int]) -> int:
         decode = Decode(slot, len(tokens) - 1, tokens[-1], 0, GREEDY)
         return self.run(decodes=(decode,)).tokens[0]
-
-
-def chunk(slot: Slot, tokens: list[int]) -> Chunk:
-    return Chunk(slot, 0, tuple(tokens[:-1]))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_next"])
@@ -151,20 +132,18 @@ def test_a_slab_may_grow_while_a_pass_is_open(runner: Runner) -> None:
 
 
 def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, wrap: Wrap
 ) -> None:
     good, bad = prompt(7, 30), prompt(8, 30)
     expected = alone(runner, good)
     number = runner.begin(chunk(Slot(0, 0), good), chunk(Slot(0, 1), bad))
-    advance = LayeredPass.advance
 
-    def raising(one: LayeredPass, end: int) -> list[Any]:
-        batch: Any = one._batch
-        if any(row.slot.row == 1 for row in batch.rows):
+    @wrap(LayeredPass, "advance")
+    def raising(advance: Callable[..., list[Any]], one: Any, end: int) -> list[Any]:
+        if any(row.slot.row == 1 for row in one._batch.rows):
             raise ValueError("this row")
         return advance(one, end)
 
-    monkeypatch.setattr(LayeredPass, "advance", raising)
     result = runner.run(stretches=(Stretch(number, runner.layers),))
     assert result.failed == ((Slot(0, 1), "ValueError: this row"),)
     assert runner.first_token(Slot(0, 0), good) == expected
@@ -181,10 +160,10 @@ def test_a_reset_gives_up_open_passes(runner: Runner) -> None:
 
 @pytest.mark.parametrize("ends", [(1, 7), (16, 3, 2), (32, 1)])
 def test_a_decode_computes_known_tokens_with_the_bits_of_chunks(
-    tiny_model: Callable[..., Path], ends: tuple[int, ...]
+    llama: Path, ends: tuple[int, ...]
 ) -> None:
     """Beside a decode without any."""
-    whole = Whole(tiny_model("llama"), num_blocks=1024)
+    whole = Whole(llama, num_blocks=1024)
     runner = Runner(whole)
     assert whole.executor.spec.decodes_ends and whole.executor.deterministic
     runner.run(new_slabs=(SlabSpec(1, 1, 128),))

@@ -23,10 +23,12 @@ from engine.executor.hidden import HiddenStates
 from engine.model.load import load
 from engine.speculation.batched import BatchDrafting
 from tests.engine.adapters.random_adapters import random_adapter
+from tests.engine.conftest import Wrap
 from tests.engine.stream_errors import BrokenPiece
 from tests.engine.whole import Whole
 from tests.tiny_models import make_tiny
 
+Break = Callable[[Whole], BrokenPiece]
 TOKENS = 30
 ROTATION = {
     "rope_type": "llama3",
@@ -47,105 +49,92 @@ def prompt(number: int, length: int) -> list[int]:
     return [3 + (7 + number) * (i + 1) % 250 for i in range(length)]
 
 
-def run(whole: Whole, lengths: dict[str, int], **fields: Any) -> None:
-    """Start a request every third turn, with a prompt of that length, and run them."""
-    for number, (name, length) in enumerate(lengths.items()):
-        whole.submit(name, prompt(number, length), TOKENS, **fields)
-        for _ in range(3):
-            whole.turn()
+def run(whole: Whole) -> dict[str, list[int]]:
+    """Start a request every third turn, run them, and return their outputs."""
+    for number, length in enumerate((5, 60)):
+        whole.submit(f"r{number}", prompt(number, length), TOKENS)
+        whole.turns(3)
     whole.run()
+    return whole.texts
+
+
+@pytest.fixture
+def break_piece(tmp_path: Path, wrap: Wrap) -> Break:
+    """Return a function that puts an engine in the state of a new one, and breaks a piece later."""
+
+    def make(whole: Whole) -> BrokenPiece:
+        whole.renew(look_ahead=True)
+        return BrokenPiece(whole, tmp_path / "broken.npy", wrap)
+
+    return make
 
 
 def test_a_draft_model_does_not_take_the_error_of_its_target(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, wrap: Wrap, break_piece: Break
 ) -> None:
-    path, lengths = tiny_model("llama"), {"a": 5, "b": 60}
-    whole = Whole(
-        path,
-        no_ssd=True,
-        num_blocks=300,
-        spec_decode="draft",
-        draft_model_path=str(path),
-        spec_decode_dynamic=False,
-    )
-    run(whole, lengths)
-    expected = whole.texts
-    whole.renew(look_ahead=True)
-    broken, propose = (
-        BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch),
-        BatchDrafting.propose,
-    )
+    drafting = {"spec_decode": "draft", "draft_model_path": str(llama)}
+    whole = Whole(llama, no_ssd=True, num_blocks=300, spec_decode_dynamic=False, **drafting)
+    expected = run(whole)
+    broken = break_piece(whole)
 
-    def asked(self: BatchDrafting, *args: Any) -> Any:
+    @wrap(BatchDrafting, "propose")
+    def asked(propose: Callable[..., Any], *args: Any) -> Any:
         broken.send()
-        return propose(self, *args)
+        return propose(*args)
 
-    monkeypatch.setattr(BatchDrafting, "propose", asked)
-    run(whole, lengths)
+    assert run(whole) == expected
     broken.check()
-    assert whole.texts == expected
     model = whole.replica.draft_model
     assert model is not None and not model._failures
 
 
 def test_an_adapter_that_gets_a_place_does_not_take_the_error_of_the_step(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, wrap: Wrap, break_piece: Break
 ) -> None:
-    path = tiny_model("llama")
-    shapes = {name: shape_of(one) for name, one in linear_layers(load(path).model).items()}
+    shapes = {name: shape_of(one) for name, one in linear_layers(load(llama).model).items()}
     folders = [random_adapter(shapes, tmp_path / f"a{number}", number) for number in range(2)]
     flags = tuple(f"a{number}={folder}" for number, folder in enumerate(folders))
-    whole = Whole(path, no_ssd=True, num_blocks=300, adapter=flags, max_adapters=1)
+    whole = Whole(llama, no_ssd=True, num_blocks=300, adapter=flags, max_adapters=1)
     assert whole.replica.adapters is not None
     _, second = whole.replica.adapters.of_settings  # the first has the only place
 
     def ask() -> dict[str, list[int]]:
         whole.submit("plain", prompt(0, 5), 8 * TOKENS)  # still runs when the adapter was read
-        for _ in range(3):
-            whole.turn()  # and runs already
-        whole.submit("adapted", prompt(1, 20), TOKENS, adapter=second)
-        whole.run()
+        whole.turns(3)  # and runs already
+        whole.serve("adapted", prompt(1, 20), TOKENS, adapter=second)
         return whole.texts
 
     expected = ask()
-    whole.renew(look_ahead=True)
-    places = whole.replica.adapters.places
-    places._places.clear()
-    broken, put = BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch), AdapterPlaces.put
+    broken = break_piece(whole)
+    whole.replica.adapters.places._places.clear()
 
-    def put_beside_a_step(self: AdapterPlaces, *args: Any) -> int | None:
+    @wrap(AdapterPlaces, "put")
+    def put_beside_a_step(put: Callable[..., int | None], *args: Any) -> int | None:
         broken.send()
-        return put(self, *args)
+        return put(*args)
 
-    monkeypatch.setattr(AdapterPlaces, "put", put_beside_a_step)
     assert ask() == expected
     broken.check()
 
 
 def test_a_chunk_whose_model_evaluates_does_not_take_the_error_of_the_step(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, wrap: Wrap, break_piece: Break
 ) -> None:
     """Some models' code reads values while the graph is built."""
-    lengths = {"a": 5, "b": 60}
-    whole = Whole(tiny_model("llama"), no_ssd=True, num_blocks=300)
-    run(whole, lengths)
-    expected = whole.texts
-    whole.renew(look_ahead=True)
-    broken = BrokenPiece(whole, tmp_path / "broken.npy", monkeypatch)
+    whole = Whole(llama, no_ssd=True, num_blocks=300)
+    expected = run(whole)
+    broken = break_piece(whole)
     assert isinstance(whole.executor, BatchedExecutor)
-    batch = whole.executor.batch_class
-    logits = batch.logits
 
-    def reads_values(self: Any, model: Any, tokens: mx.array, **more: Any) -> mx.array:
+    @wrap(whole.executor.batch_class, "logits")
+    def reads_values(logits: Callable[..., mx.array], *args: Any, **more: Any) -> mx.array:
         if more.get("kv_only"):
             broken.send()
             assert (mx.ones(2) + 1).tolist() == [2, 2]
-        return logits(self, model, tokens, **more)
+        return logits(*args, **more)
 
-    monkeypatch.setattr(batch, "logits", reads_values)
-    run(whole, lengths)
+    assert run(whole) == expected
     broken.check()
-    assert whole.texts == expected
 
 
 def test_factors_that_the_device_could_not_write_are_not_used(
@@ -173,11 +162,8 @@ def test_factors_that_the_device_could_not_write_are_not_used(
 def test_arrays_that_outlive_a_step_are_not_computed_in_it(tmp_path: Path) -> None:
     """Those of a step that fails are never written, and count as computed."""
     _rows_and_heads.cache_clear()
-    kept: list[mx.array] = [
-        *_rows_and_heads((0, 2), 4, 3, ()),
-        *_rows_and_heads((1,), 2, 5, (0, 8)),
-    ]
-    kept += [HiddenStates(4, mx.float32)._unknown, *_arrays_and_both((0, 1))]
+    kept: list[mx.array] = [HiddenStates(4, mx.float32)._unknown, *_arrays_and_both((0, 1))]
+    kept += [*_rows_and_heads((0, 2), 4, 3, ()), *_rows_and_heads((1,), 2, 5, (0, 8))]
     model = load(make_tiny("llama", tmp_path / "model", rope_scaling=ROTATION)).model
     frequencies = [m._freqs for m in model.modules() if "_freqs" in m]
     assert frequencies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,6 @@ from engine.plan import (
     Evict,
     Insert,
     Move,
-    Plan,
     ResizeSlab,
     Restore,
     Save,
@@ -26,6 +26,7 @@ from engine.plan import (
     Slot,
 )
 from shared.wire import SamplingParams, TokenLogprobs
+from tests.engine.conftest import Wrap
 from tests.engine.executor.by_hand import (
     GREEDY,
     PENALIZED,
@@ -188,9 +189,7 @@ def test_a_chunk_that_raises_fails_alone(model: Any, scored: bool) -> None:
     assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
 
 
-def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(
-    model: Any,
-) -> None:
+def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(model: Any) -> None:
     runner = Runner(model)
     slots = [Slot(0, row) for row in range(3)]
     bad, good = (*prompt(7, 20), NO_TOKEN), tuple(prompt(8, 20))
@@ -217,14 +216,13 @@ def test_slots_keep_their_sequences_while_their_slab_grows_and_shrinks(model: An
     resized = {3: 3, 6: 9, 7: 4}  # rows after a turn
     pending: list[tuple[PendingStep, list[int]]] = []
     for turn in range(14):
-        runner.step += 1
         running = [i for i in range(4) if 2 * i < turn]
         joining = [i for i in range(4) if 2 * i == turn]
         rows = (ResizeSlab(0, resized[turn]),) if turn in resized else ()
         decodes = tuple(next_decode(Slot(0, i), prompts[i], turn - 2 * i - 1) for i in running)
         chunks = tuple(chunk(Slot(0, i), prompts[i]) for i in joining)
-        plan = Plan(step=runner.step, resized_slabs=rows, decodes=decodes, chunks=chunks)
-        pending.append((runner.executor.dispatch(plan), running))
+        step = runner.dispatch(resized_slabs=rows, decodes=decodes, chunks=chunks)
+        pending.append((step, running))
         if len(pending) > 1 or turn == 13:
             step, members = pending.pop(0)
             for i, token in zip(members, step.read().tokens, strict=True):
@@ -250,22 +248,18 @@ def test_steps_write_slabs_in_place(
     array_bytes = max(array.nbytes for array in Slab(layout, 8, capacity).arrays)
 
     def steps(first: int) -> None:
-        pending: PendingStep | None = None
+        pending: list[PendingStep] = []
         for index in range(first, first + 6):
-            runner.step += 1
             decodes = (next_decode(s, [5] * 41, index, sampling, logprobs=logprobs) for s in slots)
-            plan = Plan(
-                step=runner.step,
+            dispatched = runner.dispatch(
                 decodes=tuple(decodes),
                 chunks=(Chunk(slots[0], 0, (5,) * 30),),
                 saves=(Save(slots[1], 0, (100 + index,)),),
             )
-            dispatched = runner.executor.dispatch(plan)
-            if pending is not None:
-                pending.read()
-            pending = dispatched
-        assert pending is not None
-        pending.read()
+            for before in pending:
+                before.read()
+            pending = [dispatched]
+        dispatched.read()
 
     steps(0)
     mx.clear_cache()
@@ -275,25 +269,19 @@ def test_steps_write_slabs_in_place(
     assert mx.get_peak_memory() - before < array_bytes / 2
 
 
-def test_moves_and_copies_of_one_plan_find_the_slab_free(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_and_copies_of_one_plan_find_the_slab_free(model: Any, wrap: Wrap) -> None:
     """Work in flight refers to it, and it would be copied whole for each of them."""
     runner = Runner(model, rows=4, capacity=64)
     for row in range(2):
         runner.prefill(Slot(0, row), prompt(row, 20))
     found: list[bool] = []
-    copy_row, copy_positions = Slab.copy_row, Slab.copy_positions
 
-    def noted(copy: Any) -> Any:
-        def call(*given: Any) -> Any:
-            found.append(runner.executor._line.piece is None)
-            return copy(*given)
+    @wrap(Slab, "copy_row")
+    @wrap(Slab, "copy_positions")
+    def noted(copy: Callable[..., Any], *given: Any) -> Any:
+        found.append(runner.executor._line.piece is None)
+        return copy(*given)
 
-        return call
-
-    monkeypatch.setattr(Slab, "copy_row", noted(copy_row))
-    monkeypatch.setattr(Slab, "copy_positions", noted(copy_positions))
     runner.run(
         new_slabs=(SlabSpec(1, 2, 128),),
         moves=tuple(Move(Slot(0, row), Slot(1, row), 19) for row in range(2)),
@@ -302,17 +290,14 @@ def test_moves_and_copies_of_one_plan_find_the_slab_free(
     assert len(found) >= 2 and all(found)
 
 
-def test_a_freed_slab_is_released_without_the_garbage_collector(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_freed_slab_is_released_without_the_garbage_collector(model: Any, wrap: Wrap) -> None:
     slabs: list[weakref.ref[Slab]] = []
-    allocate = Slab.__init__
 
-    def noted(slab: Slab, *args: Any) -> None:
+    @wrap(Slab, "__init__")
+    def noted(allocate: Callable[..., None], slab: Slab, *args: Any) -> None:
         allocate(slab, *args)
         slabs.append(weakref.ref(slab))
 
-    monkeypatch.setattr(Slab, "__init__", noted)
     runner = Runner(model)
     (slab,) = slabs
     gc.collect()

@@ -23,6 +23,7 @@ from engine.executor.serial import SerialExecutor
 from engine.executor.steps import BatchedStep
 from engine.plan import Plan
 from engine.sampling.sampler import Sampler
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 from tests.oracle import oracle
 from tests.tiny_models import VOCAB_SIZE
@@ -32,13 +33,13 @@ REQUESTS = 8
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Callable[..., Path]) -> Whole:
-    return Whole(tiny_model("llama"), num_blocks=320)
+def engine(llama: Path) -> Whole:
+    return Whole(llama, num_blocks=320)
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "look-ahead"])
-def whole(request: pytest.FixtureRequest, engine: Whole) -> Whole:
-    engine.renew(request.param)
+@pytest.fixture
+def whole(look_ahead: bool, engine: Whole) -> Whole:
+    engine.renew(look_ahead)
     return engine
 
 
@@ -104,7 +105,7 @@ def greedy(path: Path, number: int) -> list[int]:
 )
 def test_all_sequences_start_over_and_get_the_same_tokens(
     whole: Whole,
-    tiny_model: Callable[..., Path],
+    llama: Path,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
     name: str,
@@ -113,47 +114,44 @@ def test_all_sequences_start_over_and_get_the_same_tokens(
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), at(*calls)))
     for number, prompt in enumerate(prompts()):
         whole.submit(f"r{number}", prompt, 20 + number)
-        for _ in range(3 if number == 3 else 0):
-            whole.turn()
+        whole.turns(3 if number == 3 else 0)
     whole.run()
     assert whole.scheduler.stats().preemptions_total >= 2
     assert whole.cached == set(whole.scheduler.cached_hashes())
     assert whole.scheduler.stats().unevictable_bytes == 0
-    check_texts(whole, tiny_model("llama"))
+    check_texts(whole, llama)
 
 
 def test_a_chunk_that_runs_out_of_memory_does_not_fail_its_request(
-    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    whole: Whole, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit_all(whole, prompts())
     assert isinstance(whole.executor, BatchedExecutor)
     batch = whole.executor.batch_class
     monkeypatch.setattr(batch, "logits", failing(batch.logits, at(0, 1, 5)))
     whole.run()
-    check_texts(whole, tiny_model("llama"))
+    check_texts(whole, llama)
 
 
 def test_only_the_request_that_never_fits_ends_with_an_error(
-    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    whole: Whole, llama: Path, wrap: Wrap
 ) -> None:
     whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=512)
     given = prompts()
     given[3] = given[3] + [9] * 100
     submit_all(whole, given)
     assert isinstance(whole.executor, BatchedExecutor)
-    batch = whole.executor.batch_class
-    logits = batch.logits
 
-    def short_of_memory(self: Any, model: Any, tokens: mx.array, **more: Any) -> mx.array:
+    @wrap(whole.executor.batch_class, "logits")
+    def short_of_memory(logits: Any, batch: Any, model: Any, tokens: Any, **more: Any) -> mx.array:
         if (tokens == 9).sum().item() > 50:
             raise NO_MEMORY
-        return logits(self, model, tokens, **more)
+        return logits(batch, model, tokens, **more)
 
-    monkeypatch.setattr(batch, "logits", short_of_memory)
     whole.run()
     assert whole.ends["r3"].finish == "error"
     assert "Unable to allocate" in (whole.ends["r3"].error or "")
-    check_texts(whole, tiny_model("llama"), but="r3")
+    check_texts(whole, llama, but="r3")
 
 
 def test_a_failing_step_without_sequences_ends_the_engine(
@@ -185,30 +183,26 @@ def test_an_engine_ends_if_no_step_succeeds_any_more(
 
     monkeypatch.setattr(whole.executor, "dispatch", dispatch)
     submit_all(whole, prompts() * 2)
-    for _ in range(steps - 1):
-        whole.turn()
+    whole.turns(steps - 1)
     with pytest.raises(RuntimeError, match=r"no more work|in a row"):
         whole.turn()
 
 
 def test_chunks_are_shorter_after_one_that_took_too_long_for_the_device(
-    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
 ) -> None:
     """macOS stops a GPU that is busy with one operation for seconds."""
     interrupted = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e)."
-    dispatch, longest = whole.executor.dispatch, 40
+    whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=256)
 
-    def limited(plan: Plan) -> PendingStep:
-        if any(len(chunk.token_ids) > longest for chunk in plan.chunks):
+    @wrap(whole.executor, "dispatch")
+    def limited(dispatch: Callable[[Plan], PendingStep], plan: Plan) -> PendingStep:
+        if any(len(chunk.token_ids) > 40 for chunk in plan.chunks):
             raise RuntimeError(interrupted)
         return dispatch(plan)
 
-    whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=256)
-    monkeypatch.setattr(whole.executor, "dispatch", limited)
     monkeypatch.setattr("engine.scheduler.timing.chunks.MIN_TOKENS", 16)
-    long = [3 + 7 * i % 250 for i in range(200)]
-    whole.submit("long", long, 4)
-    whole.run()
+    whole.serve("long", [3 + 7 * i % 250 for i in range(200)], 4)
     assert whole.ends["long"].finish == "length", whole.ends["long"].error
 
 
@@ -216,29 +210,22 @@ def unsupported(model: Any) -> None:
     raise UnsupportedLayout("of a kind that slots cannot hold")
 
 
-def test_the_serial_executor_recovers_too(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_model("llama")
+def test_the_serial_executor_recovers_too(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.proving.choose.probe_layout", unsupported)
-    whole = Whole(path)
+    whole = Whole(llama)
     assert isinstance(whole.executor, SerialExecutor)
     submit_all(whole, prompts())
     monkeypatch.setattr(Sampler, "sample", failing(Sampler.sample, at(5)))
     whole.run()
-    check_texts(whole, path)
+    check_texts(whole, llama)
 
 
-def test_an_engine_ends_if_its_model_was_written_to(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_engine_ends_if_its_model_was_written_to(llama: Path, tmp_path: Path) -> None:
     """Its embedding is looked up in the file."""
-    path = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    path = Path(shutil.copytree(llama, tmp_path / "model"))
     whole = Whole(path, num_blocks=256)
-    whole.submit("a", prompts()[0], 4)
-    whole.run()
+    whole.serve("a", prompts()[0], 4)
     assert whole.ends["a"].finish == "length"
     (path / "model.safetensors").touch()
-    whole.submit("b", prompts()[1], 4)
     with pytest.raises(FilesChanged, match=r"model\.safetensors was modified while its model"):
-        whole.run()
+        whole.serve("b", prompts()[1], 4)

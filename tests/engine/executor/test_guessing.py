@@ -18,7 +18,6 @@ from engine.plan import (
     Chunk,
     Decode,
     Move,
-    Plan,
     Restore,
     RestoreState,
     Save,
@@ -29,30 +28,29 @@ from engine.plan import (
 )
 from engine.sampling.sampler import sample_tokens
 from shared.wire import SamplingParams
+from tests.engine.executor.by_hand import GREEDY, PlanRunner
 from tests.engine.whole import Whole
 from tests.mtp_checkpoints import HEAD_KINDS, add_head, models_with_heads
 from tests.tiny_models import VOCAB_SIZE, Kind
 
 CAPACITY = 64
-GREEDY, SAMPLED = SamplingParams(seed=1), SamplingParams(seed=5, temperature=0.8, top_k=40)
+SAMPLED = SamplingParams(seed=5, temperature=0.8, top_k=40)
 
 
-class Bench:
+class Bench(PlanRunner):
     """An executor with a head, driven by plans, and what it should guess."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=200, **settings)
-        self.executor, self.model = whole.executor, whole.loaded.model
-        assert self.executor.spec.guesses == "mtp"
+    def __init__(self, path: Path) -> None:
+        whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=200)
+        self.model = whole.loaded.model
+        assert whole.executor.spec.guesses == "mtp"
         self._head: MTPHead = load_head(self.model, head_files(self.model, path))
-        self._step = 0
         self.texts: dict[Slot, list[int]] = {}
         """All tokens of each slot, the one that was sampled last included."""
-        self.run(new_slabs=(SlabSpec(0, 3, CAPACITY), SlabSpec(1, 1, CAPACITY)))
+        super().__init__(whole.executor, SlabSpec(0, 3, CAPACITY), SlabSpec(1, 1, CAPACITY))
 
-    def run(self, **plan: Any) -> StepResult:
-        self._step += 1
-        step = self.executor.dispatch(Plan(step=self._step, **plan))
+    def run(self, **parts: Any) -> StepResult:
+        step = self.dispatch(**parts)
         result = step.read()
         step.finish()
         assert not result.failed

@@ -10,10 +10,11 @@ import pytest
 from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import AttentionLayout, UnsupportedLayout, probe_layout
+from engine.cache.layout import UnsupportedLayout, probe_layout
 from engine.proving.proof import NotBatchable, proof_references
 from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
+from tests.engine.conftest import Wrap
 from tests.engine.executor.by_hand import bound
 from tests.tiny_models import VOCAB_SIZE
 
@@ -39,44 +40,39 @@ def test_the_proof_accepts_models_of_plain_and_sliding_layers(
 
 @pytest.mark.usefixtures("through_views")
 def test_the_proof_notices_a_wrong_position(
-    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
+    model: Any, batch_class: type[ragged.RaggedBatch], wrap: Wrap
 ) -> None:
-    view_of = ragged.RaggedBatch.kv_view
-
-    def moved(batch: ragged.RaggedBatch, number: int, layer: AttentionLayout) -> Any:
-        view = view_of(batch, number, layer)
+    @wrap(ragged.RaggedBatch, "kv_view")
+    def moved(view_of: Any, *args: Any) -> Any:
+        view = view_of(*args)
         view.offset = view.offset * 2
         return view
 
-    monkeypatch.setattr(ragged.RaggedBatch, "kv_view", moved)
     with pytest.raises(NotBatchable):
         prove(model, batch_class)
 
 
-def test_the_proof_notices_a_shifted_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_notices_a_shifted_mask(model: Any, wrap: Wrap) -> None:
     layout = probe_layout(model)
     references = proof_references(model, layout, VOCAB_SIZE)  # mlx-lm's, with the right masks
-    attend = mx.fast.scaled_dot_product_attention
 
-    def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
+    @wrap(mx.fast, "scaled_dot_product_attention")
+    def shifted(attend: Any, *args: Any, mask: Any, **fields: Any) -> mx.array:
         mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
         return attend(*args, mask=mask, **fields)
 
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", shifted)
     with pytest.raises(NotBatchable, match="logits differ"):
         prove_with(model, layout, GraphBatch, references)
 
 
 @pytest.mark.usefixtures("through_views")
 def test_the_proof_notices_a_stale_row(
-    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
+    model: Any, batch_class: type[ragged.RaggedBatch], wrap: Wrap
 ) -> None:
-    write = batch_class.write
-
-    def late(batch: Any, layer: Any, keys: mx.array, values: mx.array) -> None:
+    @wrap(batch_class, "write")
+    def late(write: Any, batch: Any, layer: Any, keys: mx.array, values: mx.array) -> None:
         write(batch, layer, mx.roll(keys, 1, axis=0), values)
 
-    monkeypatch.setattr(batch_class, "write", late)
     with pytest.raises(NotBatchable):
         prove(model, batch_class)
 

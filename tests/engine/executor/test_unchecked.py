@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,19 +12,14 @@ import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
 from tests.engine.whole import Whole
+from tests.engine.whole import random_tokens as prompt
 from tests.oracle import oracle
-from tests.tiny_models import VOCAB_SIZE
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as on a CPU", "as on a GPU"])
-def whole(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Whole]:
+def whole(request: pytest.FixtureRequest, llama: Path) -> Iterator[Whole]:
     with forced_gpu_path() if request.param else nullcontext():
-        yield Whole(tiny_model("llama"), num_blocks=1024)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    pick = random.Random(seed)
-    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        yield Whole(llama, num_blocks=1024)
 
 
 def spoil(whole: Whole, name: str) -> None:
@@ -41,7 +35,7 @@ def spoil(whole: Whole, name: str) -> None:
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
-    whole: Whole, tiny_model: Callable[..., Path], aborted: bool
+    whole: Whole, llama: Path, aborted: bool
 ) -> None:
     """The next one is short, and attends under a mask beside a long one."""
     # Chunks of a fixed length put both prompts in one pass, so that both streams begin in one step.
@@ -49,8 +43,7 @@ def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
     whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=512, streams_share=0.05)
     whole.submit("spoiled", prompt(1, 90), 200 if aborted else 30)
     whole.submit("long", prompt(2, 80), 100)
-    while not whole.texts["spoiled"]:
-        whole.turn()
+    whole.turn_until(lambda: whole.texts["spoiled"])
     assert whole.texts["long"]
     spoiled = whole.scheduler.sequences.live["spoiled"]
     slot = spoiled.held_slot
@@ -58,13 +51,12 @@ def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
     if aborted:
         whole.turn()
         whole.scheduler.abort("spoiled")
-    while spoiled.slot is not None:
-        whole.turn()
+    whole.turn_until(lambda: spoiled.slot is None)
     whole.submit("next", prompt(3, 9), 20)
     whole.turn()
     assert whole.scheduler.sequences.live["next"].slot == slot
     whole.run()
-    known = oracle(tiny_model("llama"))
+    known = oracle(llama)
     for name, tokens in (("long", prompt(2, 80)), ("next", prompt(3, 9))):
         text = whole.texts[name]
         known.check_same(tokens, text, known.greedy(tokens, len(text)))

@@ -68,9 +68,8 @@ class ReferenceHead:
 
     def _attention(self, x: Array) -> Array:
         config, kind = self._config, self._kind
-        heads, kv_heads, size = (
-            config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        )
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config["head_dim"]
         query = self._linear("self_attn.q_proj", x).reshape(len(x), heads, -1)
         query, gate = query[..., :size], query[..., size:]
         keys = self._linear("self_attn.k_proj", x).reshape(len(x), kv_heads, size)
@@ -91,15 +90,8 @@ class ReferenceHead:
 
     def _latents(self, x: Array) -> Array:
         config = self._config
-        heads, rank, nope, rope = (
-            config[name]
-            for name in (
-                "num_attention_heads",
-                "kv_lora_rank",
-                "qk_nope_head_dim",
-                "qk_rope_head_dim",
-            )
-        )
+        heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         low = self._norm("self_attn.q_a_layernorm", self._linear("self_attn.q_a_proj", x), 1e-6)
         query = self._linear("self_attn.q_b_proj", low).reshape(len(x), heads, -1).swapaxes(0, 1)
         both = self._linear("self_attn.kv_a_proj_with_mqa", x)

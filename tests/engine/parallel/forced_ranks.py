@@ -84,12 +84,10 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
         whole.submit(str(number), prompt, MAX_TOKENS)
         whole.turn()  # they join one after the other
     whole.run()
-    first = dict(whole.texts)
-    whole.submit("again", PROMPTS[2], MAX_TOKENS)
-    whole.run()
-    cached = whole.ends["again"].usage.cached_ram_tokens  # type: ignore[union-attr]
+    found: dict[str, Any] = {"texts": dict(whole.texts)}
+    found["again"] = whole.serve("again", PROMPTS[2], MAX_TOKENS)
+    found["cached"] = whole.usage("again").cached_ram_tokens
     others.close()
-    found = {"texts": first, "again": whole.texts["again"], "cached": cached}
     found["waited_s"] = times[1] - times[0]
     sys.stdout.write(json.dumps(found))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.e2e.ranks.test_ranks import at_length
@@ -16,18 +15,13 @@ TIMEOUT_S = 300.0
 
 
 @at_length
-def test_ranks_that_look_ahead_give_mlx_lms_tokens(tiny_model: Callable[..., Path]) -> None:
+def test_ranks_that_look_ahead_give_mlx_lms_tokens(llama: Path) -> None:
     """In batches, beside chunks of others, and after a prefix in RAM."""
-    path = tiny_model("llama")
-    run = subprocess.run(
-        [sys.executable, "-m", MODULE, str(path), "16"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [sys.executable, "-m", MODULE, str(llama), "16"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    oracle = Oracle(path)
+    oracle = Oracle(llama)
     for number, prompt in enumerate(PROMPTS):
         ours = found["texts"][str(number)]
         oracle.check_same(prompt, ours, oracle.greedy(prompt, len(ours)))

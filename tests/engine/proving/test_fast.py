@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +13,12 @@ from engine.batch import device
 from engine.batch.cpu.layers import Layers
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
-from engine.proving import proof
+from engine.proving import choose, proof
 from engine.proving.choose import choose_executor
 from engine.proving.trial import Trial
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
+from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -31,16 +33,15 @@ def fast(name: str) -> Any:
 
 
 @pytest.fixture
-def differences(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def differences(wrap: Wrap) -> list[float]:
     """Return the distances that proofs find, in turn: of exact products, then of fast ones."""
     found: list[float] = []
-    plain = Trial.run_short
 
-    def run_short(trial: Trial, references: Any) -> None:
-        plain(trial, references)
+    @wrap(Trial, "run_short")
+    def noted(run_short: Callable[..., None], trial: Trial, references: Any) -> None:
+        run_short(trial, references)
         found.append(trial.max_difference)
 
-    monkeypatch.setattr(Trial, "run_short", run_short)
     return found
 
 
@@ -56,24 +57,22 @@ def test_the_same_codes_are_proven_closely_first(name: str, differences: list[fl
 
 @pytest.mark.parametrize(("factor", "batched"), [(0.9, True), (1.1, False)])
 def test_fast_batches_differ_by_no_more_than_two_roundings(
-    factor: float, batched: bool, monkeypatch: pytest.MonkeyPatch
+    factor: float, batched: bool, wrap: Wrap
 ) -> None:
     model = fast("llama")
     bounds: list[float] = []
-    plain = Trial.run_short
 
-    def noted(given: Any, exact: Any) -> float:
-        bounds.append(plain_bound(given, exact))
+    @wrap(choose, "rounding_of_activations")
+    def noted(bound: Callable[..., float], *given: Any) -> float:
+        bounds.append(bound(*given))
         return bounds[0]
 
-    def run_short(trial: Trial, references: Any) -> None:
-        plain(trial, references)
+    @wrap(Trial, "run_short")
+    def at_the_bound(run_short: Callable[..., None], trial: Trial, references: Any) -> None:
+        run_short(trial, references)
         if bounds:
             trial.max_difference = factor * bounds[0]
 
-    plain_bound = proof.rounding_of_activations
-    monkeypatch.setattr("engine.proving.choose.rounding_of_activations", noted)
-    monkeypatch.setattr(Trial, "run_short", run_short)
     found = choose_executor(model, VOCAB_SIZE, 16)
     assert 1e-3 < bounds[0] < proof.MAX_ROUNDING
     assert isinstance(found.executor, BatchedExecutor if batched else SerialExecutor)

@@ -6,7 +6,7 @@ are several rows, as other kernels do on a GPU. On the GPU's path and on the CPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from engine.proving.proof import NotBatchable, proof_references, prove
 from engine.proving.trial import Trial
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
+from tests.engine.conftest import Wrap
 
 FEW = ["llama", "gemma3_text"]
 MORE = "qwen2 qwen3 gemma2 phi3 olmo2 glm4 cohere lfm2 starcoder2 mamba".split()
@@ -43,18 +44,15 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def rounding_depends_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = nn.Linear.__call__
-
-    def split(linear: Any, x: mx.array) -> mx.array:
+def rounding_depends_on_rows(wrap: Wrap) -> None:
+    @wrap(nn.Linear, "__call__")
+    def split(plain: Callable[..., mx.array], linear: Any, x: mx.array) -> mx.array:
         half = x.shape[-1] // 2
         if x.size == x.shape[-1] or x.dtype == mx.float32:
             return plain(linear, x)
         weight = linear.weight.T
         out = x[..., :half] @ weight[:half] + x[..., half:] @ weight[half:]
         return out + linear.bias if "bias" in linear else out
-
-    monkeypatch.setattr(nn.Linear, "__call__", split)
 
 
 class Tried(NamedTuple):
@@ -125,6 +123,11 @@ def test_noise_of_mlx_lms_own_two_ways_passes_and_more_does_not(
             subject.prove()
 
 
+def is_noticed(subject: Tried) -> None:
+    with pytest.raises(NotBatchable, match="logits differ"):
+        subject.prove()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("path", ["gpu", "cpu"], indirect=True)
@@ -133,50 +136,34 @@ class TestTheProofNotices:
     def subject(self, name: str, dtype: mx.Dtype) -> Tried:
         return tried(built(name, dtype))
 
-    def test_a_position_that_is_one_too_far(
-        self, subject: Tried, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        init = RaggedBatch.__init__
-
-        def late(batch: Any, *args: Any) -> None:
+    def test_a_position_that_is_one_too_far(self, subject: Tried, wrap: Wrap) -> None:
+        @wrap(RaggedBatch, "__init__")
+        def late(init: Any, batch: Any, *args: Any) -> None:
             init(batch, *args)
             if len(batch.rows) == 2:
                 batch.offset = batch.turned_by = batch.offset + mx.array([0, 1])
 
-        monkeypatch.setattr(RaggedBatch, "__init__", late)
-        self.is_noticed(subject)
+        is_noticed(subject)
 
-    def test_a_row_that_is_not_written(
-        self, subject: Tried, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        write = subject.batch_class.write
-
-        def forgetful(batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
+    def test_a_row_that_is_not_written(self, subject: Tried, wrap: Wrap) -> None:
+        @wrap(subject.batch_class, "write")
+        def forgetful(write: Any, batch: Any, *new: Any) -> None:
             if not (batch.decoding and len(batch.rows) == 2):
-                write(batch, layer, keys, values)
+                write(batch, *new)
 
-        monkeypatch.setattr(subject.batch_class, "write", forgetful)
-        self.is_noticed(subject)
+        is_noticed(subject)
 
-    def test_keys_of_another_row(self, subject: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-        write = subject.batch_class.write
-
-        def rolled(batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
+    def test_keys_of_another_row(self, subject: Tried, wrap: Wrap) -> None:
+        @wrap(subject.batch_class, "write")
+        def rolled(write: Any, batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
             write(batch, layer, mx.roll(keys, 1, axis=0), values)
 
-        monkeypatch.setattr(subject.batch_class, "write", rolled)
-        self.is_noticed(subject)
+        is_noticed(subject)
 
-    def test_a_shifted_mask(self, subject: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-        attend = mx.fast.scaled_dot_product_attention
-
-        def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
+    def test_a_shifted_mask(self, subject: Tried, wrap: Wrap) -> None:
+        @wrap(mx.fast, "scaled_dot_product_attention")
+        def shifted(attend: Any, *args: Any, mask: Any, **fields: Any) -> mx.array:
             mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
             return attend(*args, mask=mask, **fields)
 
-        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", shifted)
-        self.is_noticed(subject)
-
-    def is_noticed(self, subject: Tried) -> None:
-        with pytest.raises(NotBatchable, match="logits differ"):
-            subject.prove()
+        is_noticed(subject)

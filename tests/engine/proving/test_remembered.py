@@ -13,27 +13,27 @@ import pytest
 from engine.batch.cpu import layers
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
-from engine.proving import choose, proof, remembered
+from engine.proving import choose, remembered
 from engine.proving.remembered import ProofRecord, ProvenBatches
 from engine.proving.trial import Trial
 from engine.zoo.build import build
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
-from tests.tiny_models import make_quantized
+from tests.tiny_models import make_quantized, make_tiny
 
-Make = Callable[..., Path]
 PROMPTS = ([5, 9, 11], [7] * 20)
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def proofs(wrap: Wrap) -> list[object]:
     """Return a list that grows by one with each proof."""
     made: list[object] = []
 
-    def prove(*given: Any) -> None:
+    @wrap(choose, "prove")
+    def noted(prove: Callable[..., None], *given: Any) -> None:
         made.append(given)
-        proof.prove(*given)
+        prove(*given)
 
-    monkeypatch.setattr(choose, "prove", prove)
     return made
 
 
@@ -52,7 +52,7 @@ def test_a_second_start_proves_nothing_and_answers_the_same(
     kind: Any,
     kv_bits: int,
     codes: bool,
-    tiny_model: Make,
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     proofs: list[object],
     monkeypatch: pytest.MonkeyPatch,
@@ -73,17 +73,17 @@ def test_a_second_start_proves_nothing_and_answers_the_same(
 
 
 def test_whatever_a_proof_depends_on_makes_another(
-    tiny_model: Make, tmp_path: Path, proofs: list[object], monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, proofs: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def starts(path: Path | None = None, **settings: Any) -> bool:
+    def starts(path: Path = llama, **settings: Any) -> bool:
         """Return whether a start proves anything."""
         proofs.clear()
-        Whole(path or tiny_model("llama"), proofs=tmp_path / "proofs", **settings)
+        Whole(path, proofs=tmp_path / "proofs", **settings)
         return bool(proofs)
 
     assert starts() and not starts()
     assert starts(kv_bits=4) and starts(block_size=32)
-    assert starts(tiny_model("llama", 1))  # other weights
+    assert starts(make_tiny("llama", tmp_path / "other", seed=1))
     assert starts(prove="always") and not starts()
     for name, other in (("_programs", ["another version"]), ("_machine", ["another processor"])):
         with monkeypatch.context() as changed:
@@ -156,37 +156,33 @@ def test_a_folder_that_cannot_be_written_costs_only_the_proof(tmp_path: Path) ->
 
 
 def test_a_class_reached_because_memory_ran_out_is_not_remembered(
-    tiny_model: Make, tmp_path: Path, proofs: list[object], monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, proofs: list[object], wrap: Wrap
 ) -> None:
     """Another program may have used it: the next start proves again."""
-    with monkeypatch.context() as patch:
-        raise_once(patch, "[malloc] Unable to allocate 12582912 bytes.")
-        slow = Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+    raise_once(wrap, "[malloc] Unable to allocate 12582912 bytes.")
+    slow = Whole(llama, proofs=tmp_path / "proofs")
     assert len(proofs) > 1
     proofs.clear()
-    fast = Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+    fast = Whole(llama, proofs=tmp_path / "proofs")
     assert proofs
     assert fast.executor.batch_class is not slow.executor.batch_class  # type: ignore[attr-defined]
 
 
 def test_an_error_of_the_device_says_nothing_about_batches(
-    tiny_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, wrap: Wrap
 ) -> None:
     """It ends the start, which the supervisor repeats."""
-    failed = "[METAL] Command buffer execution failed: Caused GPU Timeout Error."
-    with monkeypatch.context() as patch:
-        raise_once(patch, failed)
-        with pytest.raises(RuntimeError, match="GPU Timeout"):
-            Whole(tiny_model("llama"), proofs=tmp_path / "proofs")
+    raise_once(wrap, "[METAL] Command buffer execution failed: Caused GPU Timeout Error.")
+    with pytest.raises(RuntimeError, match="GPU Timeout"):
+        Whole(llama, proofs=tmp_path / "proofs")
 
 
-def raise_once(patch: pytest.MonkeyPatch, message: str) -> None:
+def raise_once(wrap: Wrap, message: str) -> None:
     """Let the next trial raise."""
-    run, errors = Trial.run_short, iter([RuntimeError(message)])
+    errors = iter([RuntimeError(message)])
 
-    def raising(self: Trial, *given: Any) -> None:
+    @wrap(Trial, "run_short")
+    def raising(run_short: Callable[..., None], *given: Any) -> None:
         for error in errors:
             raise error
-        run(self, *given)
-
-    patch.setattr(Trial, "run_short", raising)
+        run_short(*given)

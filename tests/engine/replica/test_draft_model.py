@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from engine.plan import Plan
 from engine.replica.draft_model import check_vocabulary
 from shared import wire
 from shared.wire import SamplingParams
+from tests.engine.conftest import Wrap
 from tests.engine.replica import test_drafts as drafts
 from tests.engine.whole import Whole
 from tests.tiny_models import make_tiny
@@ -56,7 +56,7 @@ class Drafted:
         for seq in self.whole.scheduler.sequences.live.values():
             seq.drafts = None
         self.whole.run()
-        assert not self.sources
+        assert not self.whole.drafts
         self.expected = self.whole.texts
 
     def prompt(self, name: str) -> list[int]:
@@ -67,22 +67,26 @@ class Drafted:
             self.whole.submit(name, self.prompt(name), TOKENS, **REQUESTS[name])
 
     def check(self, names: Sequence[str] = ()) -> None:
+        """Run requests with drafts, all if none are named."""
+        self.start(names)
+        self.whole.run()
         for name in names or self.names:
             assert self.whole.texts[name] == self.expected[name], name
 
     def check_all(self, look_ahead: bool = False, **config: Any) -> None:
-        """Run all requests with drafts."""
+        """Run all requests with drafts in a new engine."""
         self.whole.renew(look_ahead, **config)
-        self.start()
-        self.whole.run()
         self.check()
-        assert self.sources["draft"].drafted > 60
+        assert self.counts.drafted > 60
+
+    def assert_own(self) -> None:
+        """Show that nearly all drafts were accepted."""
+        assert self.counts.accepted > 0.97 * self.counts.drafted
+        assert self.counts.accepted / self.counts.proposals > 4.5  # of five
 
     @property
-    def sources(self) -> dict[str, wire.DraftCounts]:
-        stats = self.whole.scheduler.stats().drafts
-        assert stats is not None
-        return stats.sources
+    def counts(self) -> wire.DraftCounts:
+        return self.whole.drafts["draft"]
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +97,16 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exact(tiny_model: Callable[..., Path], draft: Path) -> Drafted:
+def exact(llama: Path, draft: Path) -> Drafted:
     """A target with 8-bit KV. Most prompts are longer than what the draft model begins with."""
     settings: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 16}
-    return Drafted(tiny_model("llama"), draft, draft_context_len=16, **settings)
+    return Drafted(llama, draft, draft_context_len=16, **settings)
 
 
 @pytest.fixture(scope="module")
-def own(tiny_model: Callable[..., Path]) -> Drafted:
+def own(llama: Path) -> Drafted:
     """A model that is its own draft model, for two sequences at once."""
-    return self_drafted(tiny_model("llama"))
+    return self_drafted(llama)
 
 
 def self_drafted(path: Path) -> Drafted:
@@ -124,91 +128,68 @@ def test_a_model_accepts_nearly_all_of_its_own_drafts(own: Drafted) -> None:
     """Greedy, sampled and with penalties, since noise and history are the same."""
     own.whole.renew(False)
     for group in (UNCHANGED[:2], UNCHANGED[2:], UNCHANGED[:1]):
-        own.start(group)
-        own.whole.run()
         own.check(group)
-    assert_own(own.sources["draft"])
+    own.assert_own()
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_draft_model_drafts_what_a_grammar_allows(own: Drafted, look_ahead: bool) -> None:
     """Alone, and beside a sequence without one."""
     own.whole.renew(look_ahead)
     for group in (("bound",), ("bound", "greedy")):
-        own.start(group)
-        own.whole.run()
         own.check(group)
-    assert_own(own.sources["draft"])
+    own.assert_own()
 
 
-def test_a_model_accepts_nearly_all_of_its_own_drafts_on_the_path_of_a_gpu(
-    tiny_model: Callable[..., Path],
-) -> None:
+def test_a_model_accepts_nearly_all_of_its_own_drafts_on_the_path_of_a_gpu(llama: Path) -> None:
     with forced_gpu_path():
-        drafted = self_drafted(tiny_model("llama"))
+        drafted = self_drafted(llama)
         for look_ahead in (False, True):
             drafted.whole.renew(look_ahead)
-            drafted.start(UNCHANGED[:2])
-            drafted.whole.run()
             drafted.check(UNCHANGED[:2])
-            assert_own(drafted.sources["draft"])
+            drafted.assert_own()
         drafted.check_all(look_ahead=True, max_batch_size=2)
-
-
-def assert_own(counts: wire.DraftCounts) -> None:
-    assert counts.accepted > 0.97 * counts.drafted
-    assert counts.accepted / counts.proposals > 4.5  # of five
 
 
 def test_a_sequence_of_more_tokens_than_a_slot_holds_is_drafted_to_its_end(own: Drafted) -> None:
     own.whole.renew(False)
-    own.whole.submit("long", [5, 6, 7], 400)
-    own.whole.run()
-    assert len(own.whole.texts["long"]) == 400
-    counts = own.sources["draft"]
-    assert counts.drafted > 4.8 * counts.proposals  # it never stopped
-    assert counts.accepted + counts.proposals > 390
+    assert len(own.whole.serve("long", [5, 6, 7], 400)) == 400
+    assert own.counts.drafted > 4.8 * own.counts.proposals  # it never stopped
+    assert own.counts.accepted + own.counts.proposals > 390
 
 
 def test_preempted_and_resumed_sequences_go_on_as_without_a_draft_model(exact: Drafted) -> None:
     config = exact.whole.replica.scheduler.config
     exact.check_all(limit_bytes=config.slab_bytes(3, 128))
     assert exact.whole.scheduler.stats().preemptions_total
-    known = {name: exact.expected[name][:17] for name in REQUESTS}
     exact.whole.renew(False)
-    for name, tokens in known.items():
-        fields = REQUESTS[name] | {"generated": tokens}
+    for name, text in exact.expected.items():
+        fields = REQUESTS[name] | {"generated": text[:17]}
         exact.whole.submit(name, exact.prompt(name), TOKENS, **fields)
-        exact.whole.texts[name] = list(tokens)
     exact.whole.run()
-    exact.check()
-    assert exact.sources["draft"].drafted > 50
+    assert exact.whole.texts == exact.expected
+    assert exact.counts.drafted > 50
 
 
-def test_a_draft_model_that_raises_leaves_texts_as_they_are(
-    exact: Drafted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = exact.whole.replica.draft_model
+def test_a_draft_model_that_raises_leaves_texts_as_they_are(exact: Drafted, wrap: Wrap) -> None:
+    model, calls = exact.whole.replica.draft_model, iter(range(1000))
     assert model is not None
-    inner, calls = model.executor.dispatch, iter(range(1000))
 
-    def dispatch(plan: Plan) -> PendingStep:
+    @wrap(model.executor, "dispatch")
+    def raises(dispatch: Callable[[Plan], PendingStep], plan: Plan) -> PendingStep:
         if next(calls) in (5, 40):
             raise RuntimeError("[malloc] Unable to allocate")
-        return inner(plan)
+        return dispatch(plan)
 
-    monkeypatch.setattr(model.executor, "dispatch", dispatch)
     exact.check_all()
     assert next(calls) > 60  # it went on after both
 
 
 def test_its_slots_are_in_the_ledger_and_its_weights_leave_less_for_blocks(
-    tiny_model: Callable[..., Path], draft: Path
+    llama: Path, draft: Path
 ) -> None:
     def stats(**settings: Any) -> wire.EngineStats:
-        whole = Whole(tiny_model("llama"), no_ssd=True, memory_gb=2.5, **settings)
-        whole.submit("a", [5, 6, 7], 30)
-        whole.run()
+        whole = Whole(llama, no_ssd=True, memory_gb=2.5, **settings)
+        whole.serve("a", [5, 6, 7], 30)
         whole.scheduler.clear_cache()
         return whole.scheduler.stats()
 
@@ -221,9 +202,7 @@ def test_its_slots_are_in_the_ledger_and_its_weights_leave_less_for_blocks(
     assert drafted.limit_bytes < plain.limit_bytes  # its weights
 
 
-def test_another_vocabulary_is_refused_at_the_start(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_another_vocabulary_is_refused_at_the_start(llama: Path, tmp_path: Path) -> None:
     other = make_tiny("llama", tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -231,7 +210,7 @@ def test_another_vocabulary_is_refused_at_the_start(
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelUnavailable, match="another vocabulary than the model, as 2 tokens"):
-        Whole(tiny_model("llama"), spec_decode="draft", draft_model_path=str(other))
+        Whole(llama, spec_decode="draft", draft_model_path=str(other))
     with pytest.raises(ModelUnavailable, match="'b' is not there and 1 in the model's"):
         check_vocabulary({"a": 0, "b": 1}, {"a": 0}, "x")
 
@@ -242,11 +221,10 @@ def test_a_draft_model_that_cannot_go_back_is_refused(tiny_model: Callable[..., 
 
 
 def test_other_end_tokens_are_warned_about(
-    tiny_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = make_tiny("llama", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
-    with caplog.at_level(logging.WARNING):
-        Whole(tiny_model("llama"), spec_decode="auto", draft_model_path=str(other))
+    Whole(llama, spec_decode="auto", draft_model_path=str(other))
     assert "the draft model ends answers with tokens" in caplog.text

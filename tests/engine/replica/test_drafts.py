@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.backend.gpu_path import forced_gpu_path
-from engine.grammar.cache import GrammarCache
 from engine.plan import Decode, Slot
 from engine.proving.oracle import logits_distance
-from engine.replica.grammars import tokenizer_spec_of
-from engine.sampling.masks import GrammarMasker
 from shared import wire
 from shared.wire import Grammar, SamplingParams, ThinkingBudget
 from tests.engine.guesses import guessing
@@ -76,8 +74,7 @@ class Engine:
     def __init__(self, path: Path, **settings: Any) -> None:
         given = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
         self.whole = Whole(path, **given)
-        grammars = GrammarCache(tokenizer_spec_of(self.whole.loaded).load())
-        self.whole.executor.use_grammars(GrammarMasker(grammars, VOCAB_SIZE))
+        self.whole.use_grammars()
         self.expected: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[wire.TokenLogprobs]] = {}
         for name in REQUESTS:
@@ -106,45 +103,41 @@ class Engine:
         tolerance = 0.0 if self.whole.executor.deterministic else 2e-4
         for name, tokens in self.whole.texts.items():
             assert tokens == self.expected[name], name
-            found = self.whole.logprobs[name]
-            assert len(found) == len(self.logprobs[name])
-            for ours, theirs in zip(found, self.logprobs[name], strict=True):
+            for ours, theirs in zip(self.whole.logprobs[name], self.logprobs[name], strict=True):
                 assert ours.top_ids == theirs.top_ids or tolerance
-                for a, b in zip(
-                    (ours.chosen, *ours.top), (theirs.chosen, *theirs.top), strict=True
-                ):
-                    assert abs(a - b) <= tolerance
-
-    @property
-    def drafted(self) -> tuple[int, int]:
-        """Drafts so far, and how many of them were accepted."""
-        stats = self.whole.scheduler.stats().drafts
-        counts = stats.sources.get("guesses") if stats else None
-        return (counts.drafted, counts.accepted) if counts else (0, 0)
+                scores = pytest.approx([theirs.chosen, *theirs.top], abs=tolerance, rel=0)
+                assert [ours.chosen, *ours.top] == scores
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Callable[..., Path]) -> Callable[..., Engine]:
     """Return a function that makes an engine once of each kind. Blocks are long where snapshots of
     state belong to them."""
-    made: dict[tuple[str, bool, str], Engine] = {}
 
+    @cache
     def make(kind: str, on_gpu_path: bool = False, **settings: Any) -> Engine:
-        key = kind, on_gpu_path, repr(settings)
-        if key not in made:
-            length = 4 if kind in ("llama", "gemma3") else 16
-            made[key] = Engine(tiny_model(kind), **{"block_size": length} | settings)
-        return made[key]
+        length = 4 if kind in ("llama", "gemma3") else 16
+        return Engine(tiny_model(kind), **{"block_size": length} | settings)
 
     return make
+
+
+@pytest.fixture
+def one(engine: Callable[..., Engine], request: pytest.FixtureRequest) -> Engine:
+    """An engine of the kind that the test names, or with plain attention."""
+    return engine(getattr(request, "param", "llama"))
+
+
+def of_kinds(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("one", kinds, indirect=True)
 
 
 def assert_lossless(engine: Engine, **config: Any) -> None:
     engine.renew(drafts=True, **config)
     engine.run(*REQUESTS)
     engine.check()
-    drafted, accepted = engine.drafted
-    assert 20 < accepted < drafted - 10
+    counts = engine.whole.drafts["guesses"]
+    assert 20 < counts.accepted < counts.drafted - 10
 
 
 @pytest.mark.parametrize(
@@ -155,17 +148,9 @@ def test_with_the_same_bits_texts_and_scores_are_exactly_those_without_drafts(
     engine: Callable[..., Engine], kind: str, settings: dict[str, Any]
 ) -> None:
     """Full attention, and a sliding window that is shorter than the texts."""
-    exact = engine(kind, **settings)
-    assert exact.whole.executor.deterministic
-    assert_lossless(exact)
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v2", "mamba", "jamba", "gpt_oss"])
-def test_texts_of_other_layers_are_those_without_drafts(
-    engine: Callable[..., Engine], kind: str
-) -> None:
-    """Latents, recurrent state, a hybrid, and sinks."""
-    assert_lossless(engine(kind))
+    made = engine(kind, **settings)
+    assert made.whole.executor.deterministic
+    assert_lossless(made)
 
 
 class Accepted:
@@ -188,23 +173,21 @@ class Accepted:
                 self.logits[seed, position] = found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v2", "mamba", "jamba", "gpt_oss"])
-def test_logits_after_accepted_drafts_are_the_oracles(
-    engine: Callable[..., Engine], tiny_model: Callable[..., Path], kind: str
+@of_kinds("llama", "gemma3", "deepseek_v2", "mamba", "jamba", "gpt_oss")
+def test_texts_are_those_without_drafts_and_logits_after_accepted_ones_the_oracles(
+    one: Engine,
 ) -> None:
     """Full attention, a window, latents, recurrent state, a hybrid, and sinks."""
-    given = engine(kind)
-    given.renew(drafts=True)
     seeds = {
         fields["sampling"].seed: name for name, fields in REQUESTS.items() if "sampling" in fields
     }
-    texts = {seed: prompt(name) + given.expected[name] for seed, name in seeds.items()}
+    texts = {seed: prompt(name) + one.expected[name] for seed, name in seeds.items()}
     accepted = Accepted(texts)
-    given.whole.executor.logits_observer = accepted.observe
-    given.run(*seeds.values())
-    given.whole.executor.logits_observer = None
+    one.whole.executor.logits_observer = accepted.observe
+    assert_lossless(one)
+    one.whole.executor.logits_observer = None
     assert len(accepted.logits) > 10
-    model = Oracle(tiny_model(kind)).model
+    model = Oracle(one.whole.loaded.path).model
     for seed, text in texts.items():
         expected = model(mx.array([text]), cache=make_prompt_cache(model))[0]
         for (of, position), found in accepted.logits.items():
@@ -213,7 +196,6 @@ def test_logits_after_accepted_drafts_are_the_oracles(
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "jamba"])
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
     engine: Callable[..., Engine], kind: str, look_ahead: bool
 ) -> None:
@@ -221,81 +203,70 @@ def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
         assert_lossless(engine(kind, on_gpu_path=True), look_ahead=look_ahead)
 
 
-@pytest.mark.parametrize("kind", ["llama", "jamba"])
-def test_sequences_that_lose_their_slots_go_on_as_without_drafts(
-    engine: Callable[..., Engine], kind: str
-) -> None:
-    whole = engine(kind)
-    limit = whole.whole.replica.scheduler.config
-    whole.renew(drafts=True, limit_bytes=limit.slab_bytes(2, 128))
-    whole.run(*REQUESTS)
-    assert whole.whole.scheduler.stats().preemptions_total
-    whole.check()
+@of_kinds("llama", "jamba")
+def test_sequences_that_lose_their_slots_go_on_as_without_drafts(one: Engine) -> None:
+    config = one.whole.replica.scheduler.config
+    one.renew(drafts=True, limit_bytes=config.slab_bytes(2, 128))
+    one.run(*REQUESTS)
+    assert one.whole.scheduler.stats().preemptions_total
+    one.check()
 
 
-def test_an_answer_that_is_resumed_goes_on_as_without_drafts(
-    engine: Callable[..., Engine],
-) -> None:
+def test_an_answer_that_is_resumed_goes_on_as_without_drafts(one: Engine) -> None:
     """Beside others that begin. Each is resumed after its first token, and in its middle."""
-    exact = engine("llama")
     for turn in range(3):
-        exact.renew(drafts=True)
+        one.renew(drafts=True)
         for number, (name, fields) in enumerate(REQUESTS.items()):
-            text = exact.expected[name]
+            text = one.expected[name]
             known = text[: (0, 1, len(text) // 2)[(turn + number) % 3]]
-            exact.whole.submit(name, prompt(name), TOKENS, **fields, generated=known)
-            exact.whole.texts[name] = list(known)
-        exact.whole.run()
-        assert exact.whole.texts == exact.expected
+            one.whole.submit(name, prompt(name), TOKENS, **fields, generated=known)
+        one.whole.run()
+        assert one.whole.texts == one.expected
 
 
-def test_a_request_that_is_aborted_leaves_the_others_alone(engine: Callable[..., Engine]) -> None:
-    exact = engine("llama")
-    exact.renew(drafts=True)
-    start(exact.whole, *REQUESTS)
+def test_a_request_that_is_aborted_leaves_the_others_alone(one: Engine) -> None:
+    one.renew(drafts=True)
+    start(one.whole, *REQUESTS)
     for name in ("greedy", "bound"):
-        for _ in range(3):
-            exact.whole.turn()
-        exact.whole.scheduler.abort(name)
-        assert exact.whole.texts[name] == exact.expected[name][: len(exact.whole.texts[name])]
-        del exact.whole.texts[name]
-    exact.whole.run()
-    exact.check()
+        one.whole.turns(3)
+        one.whole.scheduler.abort(name)
+        assert one.whole.texts[name] == one.expected[name][: len(one.whole.texts[name])]
+        del one.whole.texts[name]
+    one.whole.run()
+    one.check()
+
+
+NAMES = "greedy", "sampled", "short"
 
 
 @pytest.mark.parametrize("source", ["ngram", "auto"])
-def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], source: str) -> None:
-    def texts(**settings: Any) -> tuple[dict[str, list[int]], wire.DraftStats | None]:
-        whole = Whole(tiny_model("llama"), no_ssd=True, **settings)
-        for name in ("greedy", "sampled", "short"):
+def test_a_replica_drafts_as_its_settings_say(llama: Path, source: str) -> None:
+    def served(**settings: Any) -> Whole:
+        whole = Whole(llama, no_ssd=True, **settings)
+        for name in NAMES:
             whole.submit(name, prompt(name) * 3, 60, **REQUESTS[name])
         whole.run()
-        return whole.texts, whole.scheduler.stats().drafts
+        return whole
 
-    plain, none = texts(spec_decode="none")
-    drafted, stats = texts(spec_decode=source, spec_decode_dynamic=False)
-    assert drafted == plain
-    assert none is None and stats is not None and stats.sources["ngram"].accepted
+    plain = served(spec_decode="none")
+    drafted = served(spec_decode=source, spec_decode_dynamic=False)
+    assert drafted.texts == plain.texts
+    assert plain.scheduler.stats().drafts is None and drafted.drafts["ngram"].accepted
 
 
-def test_a_prediction_is_accepted_where_it_is_right(tiny_model: Callable[..., Path]) -> None:
+def test_a_prediction_is_accepted_where_it_is_right(llama: Path) -> None:
     """Two answers as they come, after a beginning that is not in them, and a useless prediction."""
     settings = {"spec_decode": "ngram", "spec_decode_dynamic": False}  # whatever steps take here
-    whole = Whole(tiny_model("llama"), no_ssd=True, **settings)
-    names = "greedy", "sampled", "short"
-    for name in names:
+    whole = Whole(llama, no_ssd=True, **settings)
+    for name in NAMES:
         whole.submit(name, prompt(name), 60, **REQUESTS[name])
     whole.run()
     plain = whole.texts
     predicted = {"greedy": plain["greedy"], "sampled": [9, 9, *plain["sampled"]], "short": [5] * 60}
     whole.renew(look_ahead=False)
-    for name in names:
+    for name in NAMES:
         whole.submit(name, prompt(name), 60, **REQUESTS[name] | {"prediction": predicted[name]})
     whole.run()
     assert whole.texts == plain
-    stats = whole.scheduler.stats().drafts
-    assert stats is not None
-    counts = stats.sources["prediction"]
-    assert counts.accepted > 60
-    usage = whole.ends["greedy"].usage
-    assert usage is not None and usage.accepted_prediction_tokens > 40
+    assert whole.drafts["prediction"].accepted > 60
+    assert whole.usage("greedy").accepted_prediction_tokens > 40

@@ -24,6 +24,7 @@ from engine.executor.spec import SCORE_ARRAYS
 from engine.executor.steps import BatchedStep
 from engine.scheduler.timing.chunks import ChunkPolicy
 from shared import wire
+from tests.engine.conftest import Wrap
 from tests.engine.waits import WaitCounter
 from tests.engine.whole import Whole, noted_plans, random_tokens
 from tests.oracle import Oracle
@@ -50,10 +51,10 @@ def forced(path: Path, **settings: Any) -> Whole:
 
 
 @pytest.fixture(scope="module", params=[16, 8])
-def engine(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Whole]:
-    whole = forced(tiny_model("llama"), kv_bits=request.param)
+def engine(request: pytest.FixtureRequest, llama: Path) -> Whole:
+    whole = forced(llama, kv_bits=request.param)
     assert issubclass(whole.executor.batch_class, GPUBatch)  # type: ignore[attr-defined]
-    yield whole
+    return whole
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def step_numbers(whole: Whole) -> int:
 
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch, steps: int
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, wrap: Wrap, steps: int
 ) -> None:
     """The prefixes of those that join are cached whole: they need no chunks."""
     shared = random_tokens(1, 10 * BLOCK + 1)
@@ -76,10 +77,9 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
         sampling = wire.SamplingParams(seed=number, temperature=1.0)
         whole.submit(f"long {number}", shared, steps + 20, sampling=sampling)
     whole.submit("short", shared, 8)
-    while "short" not in whole.ends:
-        whole.turn()
+    whole.turn_until(lambda: "short" in whole.ends)
     waits = WaitCounter(monkeypatch)
-    plans = noted_plans(whole, monkeypatch)
+    plans = noted_plans(whole, wrap)
     stored = len(whole.stored)
     whole.turn()
     for number in range(steps):
@@ -97,56 +97,48 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
 
 
 def test_a_chunk_waits_for_the_decodes_before_it_and_for_nothing_else(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
 ) -> None:
     whole.submit("streams", random_tokens(2, 40), 200)
-    for _ in range(12):  # its blocks are exported by then
-        whole.turn()
+    whole.turns(12)  # its blocks are exported by then
     whole.submit("joins", random_tokens(3, 600), 2)
     waits = WaitCounter(monkeypatch)
     chunks = 0
-    build = Prefill._advance
 
-    def forward(*args: Any) -> Any:
+    @wrap(Prefill, "_advance")
+    def forward(build: Callable[..., Any], *args: Any) -> Any:
         nonlocal chunks
         chunks += 1
         return build(*args)
 
-    monkeypatch.setattr(Prefill, "_advance", forward)
     before = step_numbers(whole)
-    while "joins" not in whole.ends:
-        whole.turn()
+    whole.turn_until(lambda: "joins" in whole.ends)
     assert chunks >= 2  # each a stretch of layers
     # Each step of the stream, each chunk, the new slab's that the new sequence is in, and the
     # check of a slot's first logits, which are there with the step's tokens.
     assert waits.count <= step_numbers(whole) - before + chunks + 2, "\n".join(waits.places)
 
 
-def test_tokens_are_sent_before_chunks_are_dispatched(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_sent_before_chunks_are_dispatched(whole: Whole, wrap: Wrap) -> None:
     events: list[str] = []
-    send_pass, send = BatchedStep._send_pass, whole.send
 
-    def noted_pass(step: BatchedStep, built: Any) -> None:
+    @wrap(BatchedStep, "_send_pass")
+    def noted_pass(send_pass: Callable[..., None], step: BatchedStep, built: Any) -> None:
         if step.plan.decodes:
             events.append(f"chunks of {step.plan.step}")
         send_pass(step, built)
 
-    def noted_send(messages: Any) -> None:
+    @wrap(whole, "send")
+    def noted_send(send: Callable[..., None], messages: Any) -> None:
         if any(isinstance(message, wire.Tokens) for message in messages):
             events.append("tokens")
         send(messages)
 
-    monkeypatch.setattr(BatchedStep, "_send_pass", noted_pass)
-    monkeypatch.setattr(whole, "send", noted_send)
     whole.submit("streams", random_tokens(4, 3), 200)
-    for _ in range(3):
-        whole.turn()
+    whole.turns(3)
     whole.submit("joins", random_tokens(5, 700), 2)
     events.clear()
-    while "joins" not in whole.ends:
-        whole.turn()
+    whole.turn_until(lambda: "joins" in whole.ends)
     chunks = [place for place, event in enumerate(events) if event.startswith("chunks")]
     assert len(chunks) >= 2
     assert all(events[place - 1] == "tokens" for place in chunks)
@@ -154,7 +146,7 @@ def test_tokens_are_sent_before_chunks_are_dispatched(
 
 
 def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
 ) -> None:
     of_chunks: list[float] = []
     of_decodes: list[float] = []
@@ -164,23 +156,21 @@ def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
     monkeypatch.setattr(
         ChunkPolicy, "observe_decodes", lambda _, seconds: of_decodes.append(seconds)
     )
-    send_pass, wait = BatchedStep._send_pass, DeviceLine.wait
+    whole.submit("streams", random_tokens(6, 3), 30)
+    whole.turns(4)
     slow: list[Any] = []
 
-    def slow_pass(step: BatchedStep, built: Any) -> None:
+    @wrap(BatchedStep, "_send_pass")
+    def slow_pass(send_pass: Callable[..., None], step: BatchedStep, built: Any) -> None:
         send_pass(step, built)
         slow.append(step.line.piece)
 
-    def slow_wait(line: DeviceLine) -> None:
+    @wrap(DeviceLine, "wait")
+    def slow_wait(wait: Callable[..., None], line: DeviceLine) -> None:
         if line.piece is not None and line.piece in slow:
             time.sleep(0.3)
         wait(line)
 
-    whole.submit("streams", random_tokens(6, 3), 30)
-    for _ in range(4):
-        whole.turn()
-    monkeypatch.setattr(BatchedStep, "_send_pass", slow_pass)
-    monkeypatch.setattr(DeviceLine, "wait", slow_wait)
     of_chunks.clear()
     of_decodes.clear()
     whole.submit("joins", random_tokens(7, 300), 2)
@@ -192,10 +182,8 @@ def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
     assert sum(elapsed_s >= 0.3 for elapsed_s in of_decodes) < len(slow)
 
 
-def test_texts_are_right_with_every_feature_at_once(
-    whole: Whole, tiny_model: Callable[..., Path]
-) -> None:
-    check_texts(whole, tiny_model("llama"))
+def test_texts_are_right_with_every_feature_at_once(whole: Whole, llama: Path) -> None:
+    check_texts(whole, llama)
 
 
 @pytest.mark.slow
@@ -208,12 +196,10 @@ def test_texts_of_windows_sinks_and_recurrent_layers_are_right(
     check_texts(whole, tiny_model(kind))
 
 
-def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(
-    tiny_model: Callable[..., Path],
-) -> None:
+def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(llama: Path) -> None:
     """Alone, with cached blocks, and among others: settings of docs/design/cpu.md."""
     alone = {"max_batch_size": 1, "prefill_batch_size": 1, "prefill_chunk_tokens": BLOCK}
-    whole = forced(tiny_model("llama"), kv_bits=8, **alone)
+    whole = forced(llama, kv_bits=8, **alone)
     shared = random_tokens(8, 70)
     prompts = {
         f"r{n}": shared[: 70 * (n % 2)] + random_tokens(20 + n, 5 + 37 * n % 90) for n in range(6)
@@ -225,12 +211,34 @@ def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(
             if not together:
                 whole.run()
         whole.run()
-        return {name: [one.chosen for one in whole.logprobs.pop(name)] for name in prompts}
+        return {name: whole.scores(name) for name in prompts}
 
     first, again = scores(together=False), scores(together=False)
     assert whole.scheduler.stats().cached_ram_tokens_total > 200
     whole.renew(look_ahead=True)
     assert first == again == scores(together=True)
+
+
+def test_answers_do_not_depend_on_slabs_that_grow_and_shrink_around_them(
+    whole: Whole, wrap: Wrap
+) -> None:
+    prompts = [[(7 * i + j) % 200 + 3 for j in range(5 + 13 * i % 60)] for i in range(10)]
+    limit_bytes = 94 * whole.scheduler.config.slot_block_bytes
+
+    def texts(rows: int) -> dict[str, list[int]]:
+        sizes = {"max_batch_size": rows, "completion_batch_size": rows, "context_length": 512}
+        whole.renew(True, None, limit_bytes=limit_bytes, **sizes)
+        for number, tokens in enumerate(prompts):  # they join one after another
+            whole.submit(f"r{number}", tokens, 10 + number)
+            whole.turn()
+        whole.run()
+        return whole.texts
+
+    alone, plans = texts(rows=1), noted_plans(whole, wrap)
+    together = texts(rows=8)
+    assert sum(len(plan.resized_slabs) for plan in plans) > 1
+    assert together == alone
+    assert [len(text) for text in together.values()] == list(range(10, 20))
 
 
 def check_texts(whole: Whole, path: Path) -> None:
@@ -265,8 +273,7 @@ def check_texts(whole: Whole, path: Path) -> None:
     whole.renew_with_store(whole.stored)
     for name in ("r1", "r3"):
         whole.submit(name, prompts[name] + again[name], 12)
-    while not whole.scheduler.idle:
-        whole.turn()
+    whole.turn_until(lambda: whole.scheduler.idle)
     if not whole.executor.spec.state_bytes:  # the store in this process has no states
         assert whole.scheduler.stats().cached_ssd_tokens_total > 200
     for name in ("r1", "r3"):
@@ -283,7 +290,7 @@ def check_texts(whole: Whole, path: Path) -> None:
     ],
 )
 def test_slabs_are_written_in_place_and_copies_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, kv_bits: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Wrap, length: int, kv_bits: int
 ) -> None:
     """Eight long rows, of which seven begin with restored blocks, with saves and exports. A slab's
     smallest array is larger than what a step may take beside the ledger's memory."""
@@ -298,7 +305,7 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.
     allowed_bytes = 2 * 2 * 64 * length * 4
     worst = 0
-    plans = noted_plans(whole, monkeypatch)
+    plans = noted_plans(whole, wrap)
 
     def turns(until: Callable[[], bool]) -> None:
         nonlocal worst
@@ -327,24 +334,22 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     assert worst <= allowed_bytes < slab_bytes, (worst, allowed_bytes, slab_bytes)
 
 
-def test_scores_that_a_gpu_stores_are_in_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_that_a_gpu_stores_are_in_the_ledger(tmp_path: Path, wrap: Wrap) -> None:
     """Metal's kernels for many queries know heads of 64 elements, and not of 32."""
     fields = {"num_key_value_heads": 2, "num_attention_heads": 8, "max_position_embeddings": 8192}
     path = make_tiny("llama", tmp_path / "32", head_dim=32, **fields)
     whole = Whole(path, num_blocks=60_000, prefill_chunk_tokens=1024)
     config, memory = whole.scheduler.config, whole.scheduler.memory
     assert config.score_bytes == SCORE_ARRAYS * 8 * 4
-    reserve_pass, reserved, passes = memory.reserve_pass, [0], [0]
+    reserved, passes = [0], [0]
 
-    def noting(size_bytes: int) -> bool:  # a pass may begin and end in one turn
-        could = reserve_pass(size_bytes)
+    @wrap(memory, "reserve_pass")
+    def noting(reserve_pass: Callable[[int], bool], size_bytes: int) -> bool:
+        could = reserve_pass(size_bytes)  # a pass may begin and end in one turn
         reserved.append(memory.ledger.used_bytes)
         passes.append(memory.pass_bytes)
         return could
 
-    monkeypatch.setattr(memory, "reserve_pass", noting)
     whole.submit("long", random_tokens(1, 6000), 2)
     worst = 0
     while not whole.scheduler.idle:

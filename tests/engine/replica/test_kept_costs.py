@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -77,20 +76,21 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(
     assert "cannot store the costs" in caplog.text
 
 
-def test_a_replica_begins_with_what_the_one_before_has_learned(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    path, proofs = tiny_model("llama"), tmp_path / "proofs"
-    first = Whole(path, spec_decode="auto", proofs=proofs).replica
-    assert first.kept_costs is not None
-    costs = first.kept_costs._costs
+def kept_by(whole: Whole) -> KeptCosts:
+    kept = whole.replica.kept_costs
+    assert kept is not None
+    return kept
+
+
+def test_a_replica_begins_with_what_the_one_before_has_learned(llama: Path, tmp_path: Path) -> None:
+    proofs = tmp_path / "proofs"
+    first = kept_by(Whole(llama, spec_decode="auto", proofs=proofs))
     for _ in range(PLAIN_FIRST):
-        costs.observe(3, 0, 0.02)
-    first.kept_costs.keep(at_once=True)
-    second = Whole(path, spec_decode="auto", proofs=proofs).replica
-    assert second.kept_costs is not None
-    assert second.kept_costs._costs.plain_s(3) == pytest.approx(0.02)
-    assert Whole(path, spec_decode="none", proofs=proofs).replica.kept_costs is None
+        first._costs.observe(3, 0, 0.02)
+    first.keep(at_once=True)
+    second = kept_by(Whole(llama, spec_decode="auto", proofs=proofs))
+    assert second._costs.plain_s(3) == pytest.approx(0.02)
+    assert Whole(llama, spec_decode="none", proofs=proofs).replica.kept_costs is None
 
 
 def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
@@ -99,32 +99,25 @@ def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_is_asked_at_the_start_what_drafts_cost(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch)
     monkeypatch.setattr("engine.replica.rehearsal.LONGEST_S", 60.0)  # other tests run beside it
-    path, proofs = tiny_model("llama"), tmp_path / "proofs"
-    whole = Whole(path, spec_decode="auto", proofs=proofs)
-    kept = whole.replica.kept_costs
-    assert kept is not None and whole.executor.spec.look_ahead
+    proofs = tmp_path / "proofs"
+    whole = Whole(llama, spec_decode="auto", proofs=proofs)
+    kept = kept_by(whole)
+    assert whole.executor.spec.look_ahead
     assert not kept._costs.needs_plain(1)
     assert {0, 2, 4, 8} <= kept._costs.known()[1].keys()
     kept.keep(at_once=True)
-    again = Whole(path, spec_decode="auto", proofs=proofs)  # which only reads them
-    assert again.replica.kept_costs is not None
-    assert again.replica.kept_costs._costs.changes == 0
-    again.submit("a", [5, 6, 7] * 9, 20)
-    again.run()
-    whole.submit("a", [5, 6, 7] * 9, 20)
-    whole.run()
-    assert len(whole.texts["a"]) == 20 and whole.texts == again.texts
+    again = Whole(llama, spec_decode="auto", proofs=proofs)  # which only reads them
+    assert kept_by(again)._costs.changes == 0
+    text = again.serve("a", [5, 6, 7] * 9)
+    assert len(text) == 20 and whole.serve("a", [5, 6, 7] * 9) == text
 
 
 def test_a_rehearsal_that_fails_costs_nothing_else(
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_a_gpu(monkeypatch)
 
@@ -132,10 +125,8 @@ def test_a_rehearsal_that_fails_costs_nothing_else(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(BatchedExecutor, "dispatch", fails)
-    whole = Whole(tiny_model("llama"), spec_decode="auto", proofs=tmp_path / "proofs")
+    whole = Whole(llama, spec_decode="auto", proofs=tmp_path / "proofs")
     assert "no memory" in caplog.text
     monkeypatch.undo()
     on_a_gpu(monkeypatch)
-    whole.submit("a", [5, 6, 7], 5)
-    whole.run()
-    assert len(whole.texts["a"]) == 5
+    assert len(whole.serve("a", [5, 6, 7], 5)) == 5

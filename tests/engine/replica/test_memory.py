@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -173,9 +172,8 @@ def test_the_ledger_accounts_for_the_memory_of_a_real_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
-    tiny_model: Callable[..., Path], kv_bits: int
+    llama: Path, kv_bits: int
 ) -> None:
-    path = tiny_model("llama")
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(90)]
     requests: dict[str, tuple[list[int], int]] = {}
@@ -185,7 +183,7 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
         requests[f"r{number}"] = prompt, pick.randrange(1, 160)
 
     def run(num_blocks: int, look_ahead: bool) -> Whole:
-        whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits)
+        whole = Whole(llama, num_blocks=num_blocks, kv_bits=kv_bits)
         whole.renew(look_ahead)
         watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
         for number, (name, (prompt, max_tokens)) in enumerate(requests.items()):
@@ -225,9 +223,7 @@ def test_a_budget_is_all_the_engines_and_never_more_than_the_device(
     assert blocks_of(1, memory_gb=500.0) == blocks_of(1, memory_gb=64.0)
 
 
-def test_the_pool_gets_the_memory_that_the_weights_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_pool_gets_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_device(monkeypatch, 64 * GB, gpu=True)
     alone = blocks_of(1)
     assert 0.85 * 53_000 < alone < 53_000
@@ -271,8 +267,7 @@ def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
 ) -> None:
     """It uses what is left: more would make the machine swap, or fail steps later."""
     on_a_device(monkeypatch, 8 * GB, gpu=True)
-    with caplog.at_level(logging.WARNING):
-        blocks = blocks_of(1, 6 * GB)
+    blocks = blocks_of(1, 6 * GB)
     assert memory.FEWEST_BLOCKS < blocks < memory.MIN_BLOCKS
     assert "--num-blocks" in caplog.text
     assert blocks_of(1, 7 * GB) == memory.FEWEST_BLOCKS
@@ -280,17 +275,16 @@ def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
 
 @pytest.mark.parametrize("asked", [None, 700_000])
 def test_blocks_do_not_take_the_buffers_that_metal_allows(
+    llama: Path,
+    asked: int | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    tiny_model: Callable[..., Path],
-    asked: int | None,
 ) -> None:
-    whole = Whole(tiny_model("llama"), num_blocks=64)
+    whole = Whole(llama, num_blocks=64)
     spec, settings = whole.executor.spec, Settings(num_blocks=asked)
     on_a_device(monkeypatch, 64 * GB, gpu=True)
     monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 499_000})
-    with caplog.at_level(logging.WARNING):
-        assert memory.size_memory(spec, whole.loaded, settings).num_blocks == 249_500
+    assert memory.size_memory(spec, whole.loaded, settings).num_blocks == 249_500
     assert "--block-size" in caplog.text
     monkeypatch.setattr(mx, "device_info", dict)
     assert memory.size_memory(spec, whole.loaded, settings).num_blocks >= 700_000
@@ -317,21 +311,17 @@ def test_engines_share_the_memory_that_metal_keeps_resident(
     assert wired == ([16 * GB] if metal else [])
 
 
-def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(
-    tiny_model: Callable[..., Path],
-) -> None:
+def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(llama: Path) -> None:
     kept = []
     limit_bytes = 0
     for kv_bits in (16, 8):
-        whole = Whole(tiny_model("llama"), num_blocks=128, kv_bits=kv_bits)
+        whole = Whole(llama, num_blocks=128, kv_bits=kv_bits)
         if limit_bytes:
             block_bytes = 16 * whole.executor.spec.block_token_bytes
-            blocks = limit_bytes // block_bytes
-            whole = Whole(tiny_model("llama"), num_blocks=blocks, kv_bits=kv_bits)
+            whole = Whole(llama, num_blocks=limit_bytes // block_bytes, kv_bits=kv_bits)
         limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes
         assert whole.scheduler.stats().limit_bytes <= limit_bytes
         for number in range(50):
-            whole.submit(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(100)], 2)
-            whole.run()
+            whole.serve(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(100)], 2)
         kept.append(len(whole.cached))
     assert 50 < kept[0] < 128 and kept[1] > 2 * kept[0]

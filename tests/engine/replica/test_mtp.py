@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,16 @@ class Headed:
         allowed = 0.0 if self.whole.executor.deterministic else 2e-4
         for name, tokens in self.whole.texts.items():
             assert tokens == self.plain.texts[name], name
-            scores = zip(self.whole.logprobs[name], self.plain.logprobs[name], strict=True)
-            assert all(abs(ours.chosen - theirs.chosen) <= allowed for ours, theirs in scores)
-        stats = self.whole.scheduler.stats().drafts
-        assert stats is not None and set(stats.sources) == {"mtp"}
-        assert stats.sources["mtp"].drafted > stats.sources["mtp"].accepted > 10
+            scores = pytest.approx(self.plain.scores(name), abs=allowed, rel=0)
+            assert self.whole.scores(name) == scores
+        assert set(self.whole.drafts) == {"mtp"}
+        assert self.whole.drafts["mtp"].drafted > self.whole.drafts["mtp"].accepted > 10
 
 
 @pytest.fixture(scope="module")
 def headed(path_of: Callable[[Kind], Path]) -> Callable[..., Headed]:
     """Return a function that makes an engine once of each kind."""
-    made: dict[str, Headed] = {}
-
-    def make(kind: Kind, **settings: Any) -> Headed:
-        key = f"{kind} {settings}"
-        if key not in made:
-            made[key] = Headed(path_of(kind), **settings)
-        return made[key]
-
-    return make
+    return cache(lambda kind, **settings: Headed(path_of(kind), **settings))
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -121,8 +113,7 @@ def test_auto_drafts_with_the_head(
     start(engine.whole, "greedy", "sampled")
     engine.whole.run()
     assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
-    stats = engine.whole.scheduler.stats().drafts
-    assert stats is not None and stats.sources["mtp"].drafted > 0
+    assert engine.whole.drafts["mtp"].drafted > 0
 
 
 def test_blocks_of_engines_with_and_without_a_head_are_not_mixed_up(
@@ -143,6 +134,4 @@ def test_a_head_that_cannot_be_used_is_left_out_and_the_log_says_so(
     mx.save_safetensors(str(path / HEAD_FILE), weights)
     whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=50)
     assert "ignored the model's head for multi-token prediction: " in caplog.text
-    whole.submit("greedy", [5, 6, 7], 5)
-    whole.run()
-    assert len(whole.texts["greedy"]) == 5 and not whole.executor.spec.guesses
+    assert len(whole.serve("greedy", [5, 6, 7], 5)) == 5 and not whole.executor.spec.guesses

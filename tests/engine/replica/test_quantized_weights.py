@@ -11,6 +11,7 @@ import pytest
 from mlx import nn
 
 from engine.replica import memory
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 from tests.tiny_models import make_quantized
 
@@ -20,20 +21,15 @@ pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs"
 @pytest.mark.parametrize("precision", ["exact", "compact", "fast"])
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])  # layer by layer, and as a whole
 def test_requests_are_batched_and_weights_are_in_memory_once(
-    kind: Any,
-    precision: str,
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Any, precision: str, tiny_model: Callable[..., Path], tmp_path: Path, wrap: Wrap
 ) -> None:
     charged: list[int] = []
-    plain = memory.size_memory
 
-    def noted(*given: object) -> memory.MemorySizes:
-        charged.append(given[3])  # type: ignore[arg-type]
-        return plain(*given)  # type: ignore[arg-type]
+    @wrap(memory, "size_memory")
+    def noted(size_memory: Callable[..., memory.MemorySizes], *given: Any) -> memory.MemorySizes:
+        charged.append(given[3])
+        return size_memory(*given)
 
-    monkeypatch.setattr(memory, "size_memory", noted)
     path = make_quantized(tiny_model(kind), tmp_path / "quantized")
     whole = Whole(path, cpu_precision=precision)
     linears = [
@@ -58,10 +54,8 @@ def test_texts_are_the_same_alone_and_together_in_fast_precision(
     for number, prompt in enumerate(prompts):
         whole.submit(f"together {number}", prompt, 16)
     whole.run()
-    for number, prompt in enumerate(prompts):
-        whole.submit(f"alone {number}", prompt, 16)
-        whole.run()
-        assert whole.texts[f"alone {number}"] == whole.texts[f"together {number}"]
+    together = [whole.texts[f"together {number}"] for number in range(5)]
+    assert [whole.serve("alone", prompt, 16) for prompt in prompts] == together
 
 
 def test_blocks_are_found_by_engines_that_multiply_the_same_way(
@@ -79,9 +73,7 @@ def test_blocks_are_found_by_engines_that_multiply_the_same_way(
     assert root("exact", dense) == root("fast", dense)
 
 
-def test_engines_with_other_kv_bits_or_block_sizes_share_no_blocks(
-    tiny_model: Callable[..., Path],
-) -> None:
+def test_engines_with_other_kv_bits_or_block_sizes_share_no_blocks(llama: Path) -> None:
     kinds: list[dict[str, int]] = [{}, {"kv_bits": 8}, {"kv_bits": 4}, {"block_size": 32}]
-    roots = {Whole(tiny_model("llama"), **kind).replica.namespace for kind in kinds}
+    roots = {Whole(llama, **kind).replica.namespace for kind in kinds}
     assert len(roots) == len(kinds)

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.plan import Decode
 from engine.proving.oracle import logits_distance
 from engine.scheduler.planning.plan_builder import PlanBuilder
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole, random_tokens
 
 KINDS = ("mamba", "jamba", "qwen3_next", "nemotron_h")
@@ -41,15 +42,8 @@ class Observed(Whole):
         self._prompts[name] = prompt
         self._ours[name] = []
 
-    def serve(self, name: str, prompt: list[int], max_tokens: int = 20) -> list[int]:
-        self.submit(name, prompt, max_tokens)
-        self.run()
-        return self.texts[name]
-
     def reused(self, name: str) -> int:
-        usage = self.ends[name].usage
-        assert usage is not None
-        return usage.cached_ram_tokens
+        return self.usage(name).cached_ram_tokens
 
     def assert_right(self) -> None:
         for name, prompt in self._prompts.items():
@@ -114,20 +108,18 @@ def test_requests_that_arrive_together_compute_their_prefix_once(whole: Observed
     whole.assert_right()
 
 
-def test_a_preempted_sequence_continues_from_a_snapshot(
-    whole: Observed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner, fill = whole.scheduler.planner, whole.scheduler.planner.fill
+def test_a_preempted_sequence_continues_from_a_snapshot(whole: Observed, wrap: Wrap) -> None:
+    planner = whole.scheduler.planner
     preempted: list[object] = []
 
-    def preempt(builder: PlanBuilder) -> None:
+    @wrap(planner, "fill")
+    def preempt(fill: Callable[..., None], builder: PlanBuilder) -> None:
         seq = whole.scheduler.sequences.live.get("0")
         if not preempted and seq is not None and seq.num_output_tokens == 30:
             preempted.append(seq)
             planner.preempt(seq, builder)
         fill(builder)
 
-    monkeypatch.setattr(planner, "fill", preempt)
     before = whole.scheduler.stats().prefill_tokens_total
     for number in range(3):
         whole.submit(f"{number}", random_tokens(10 + number, 45), 40)
@@ -147,19 +139,4 @@ def test_a_prefix_whose_snapshot_was_evicted_is_computed_again(
             whole.serve(f"{number}, turn {turn}", random_tokens(number, 100), max_tokens=20)
         assert whole.scheduler.stats().kept_states == kept
     assert whole.reused("1, turn 2") == 0
-    whole.assert_right()
-
-
-def test_a_snapshot_without_the_blocks_before_it_is_not_used(
-    tiny_model: Callable[..., Path],
-) -> None:
-    whole = Observed(tiny_model("qwen3_next"))
-    prompt = random_tokens(5, 100)
-    whole.serve("first", prompt)
-    memory = whole.scheduler.memory
-    memory.evict_oldest(memory.blocks)
-    while len(memory.blocks) > 3:
-        memory.evict_oldest(memory.blocks)
-    whole.serve("again", prompt)
-    assert whole.reused("again") == 0
     whole.assert_right()

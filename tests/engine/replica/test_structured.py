@@ -17,13 +17,11 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.grammar import cache as grammar_cache
-from engine.grammar.cache import GrammarCache
 from engine.proving.choose import ChosenExecutor
 from engine.replica import build as replica
-from engine.replica.grammars import tokenizer_spec_of
-from engine.sampling.masks import GrammarMasker
 from shared import wire
 from shared.wire import Grammar, SamplingParams
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 from tests.tiny_models import EOS
 
@@ -33,16 +31,29 @@ HOT = SamplingParams(seed=3, temperature=1.5)
 Build = Callable[..., Whole]
 
 
-@pytest.fixture
-def whole(tiny_model: Callable[..., Path]) -> Build:
+@pytest.fixture(scope="module")
+def build(tiny_model: Callable[..., Path]) -> Build:
+    """Return a function that makes an engine that takes grammars."""
+
     def make(kind: str = "llama", **settings: object) -> Whole:
         settings = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
         whole = Whole(tiny_model(kind), **settings)
-        grammars = GrammarCache(tokenizer_spec_of(whole.loaded).load())
-        whole.executor.use_grammars(GrammarMasker(grammars, whole.loaded.vocab_size))
+        whole.use_grammars()
         return whole
 
     return make
+
+
+@pytest.fixture(scope="module")
+def engine(build: Build) -> Whole:
+    return build()
+
+
+@pytest.fixture
+def whole(engine: Whole) -> Whole:
+    """An engine in the state of a new one."""
+    engine.renew(look_ahead=False)
+    return engine
 
 
 def ask(whole: Whole, name: str, length: int = 9, **fields: Any) -> None:
@@ -72,14 +83,14 @@ def assert_bound(whole: Whole, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "gpt_oss"])
-def test_an_answer_matches_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
-    check_answers(whole(kind))
+def test_an_answer_matches_its_grammar_and_ends_with_it(build: Build, kind: str) -> None:
+    check_answers(build(kind))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_an_answer_matches_its_grammar_as_on_a_gpu(whole: Build, bits: int) -> None:
+def test_an_answer_matches_its_grammar_as_on_a_gpu(build: Build, bits: int) -> None:
     with forced_gpu_path():
-        engine = whole(kv_bits=bits, num_blocks=4000)
+        engine = build(kv_bits=bits, num_blocks=4000)
         assert engine.executor.spec.look_ahead and engine.executor.spec.shares_slabs
         check_answers(engine)
 
@@ -96,60 +107,55 @@ def check_answers(engine: Whole) -> None:
 
 @pytest.mark.parametrize("serial", [False, True])
 def test_a_matcher_is_released_with_the_slot_of_its_sequence(
-    whole: Build, monkeypatch: pytest.MonkeyPatch, serial: bool
+    build: Build, monkeypatch: pytest.MonkeyPatch, serial: bool
 ) -> None:
     if serial:
         monkeypatch.setattr(replica, "choose_executor", serial_executor)
     monkeypatch.setattr(grammar_cache, "CAPACITY", 0)  # only what is in use stays
-    engine = whole()
+    engine = build()
     assert isinstance(engine.executor, SerialExecutor) == serial
-    grammars = GrammarCache(tokenizer_spec_of(engine.loaded).load())
-    engine.executor.use_grammars(GrammarMasker(grammars, engine.loaded.vocab_size))
     ask(engine, "a")
     ask(engine, "b", 30)
     engine.run()
     assert_bound(engine, "a", "b")
     gc.collect()
-    assert grammars.find(WORDS) is None
+    assert engine.grammars is not None and engine.grammars.find(WORDS) is None
 
 
-def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_ahead_gives_the_same_answers(build: Build, whole: Whole, wrap: Wrap) -> None:
     """With look-ahead a step is dispatched before the tokens of the one before are read."""
 
-    def play() -> tuple[Whole, dict[str, list[int]]]:
-        engine = whole()
+    def play(engine: Whole) -> dict[str, list[int]]:
         for number in range(4):
             ask(engine, f"a{number}", 4 + 9 * number)
         ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=25)
         penalized = SamplingParams(seed=1, temperature=1, frequency_penalty=1.5)
         ask(engine, "penalized", sampling=penalized)
         engine.run()
-        return engine, engine.texts
+        return engine.texts
 
-    expected = play()[1]
-    start = BatchedExecutor.__init__
+    expected = play(whole)
 
-    def looking_ahead(self: BatchedExecutor, *args: Any) -> None:
+    @wrap(BatchedExecutor, "__init__")
+    def looking_ahead(start: Callable[..., None], self: BatchedExecutor, *args: Any) -> None:
         start(self, *args)
         self.spec = replace(self.spec, look_ahead=True)
 
-    monkeypatch.setattr(BatchedExecutor, "__init__", looking_ahead)
-    engine, texts = play()
+    engine = build()
     assert engine.executor.spec.look_ahead
-    assert texts == expected
+    assert play(engine) == expected
     assert_bound(engine, "penalized", *(f"a{number}" for number in range(4)))
 
 
-def test_a_preempted_sequence_continues_within_its_grammar(whole: Build) -> None:
+def test_a_preempted_sequence_continues_within_its_grammar(build: Build) -> None:
     pattern = "([a-f]{5}[0-9]{5}){8}"
     long = {"grammar": Grammar(kind="regex", source=pattern), "max_tokens": 120}
-    alone = {}
+    crowd, alone = build(num_blocks=50), {}
     for name in "abcd":
-        engine = whole(num_blocks=50)
-        ask(engine, name, 40, **long)
-        engine.run()
-        alone[name] = engine.texts[name]
-    crowd = whole(num_blocks=50)
+        ask(crowd, name, 40, **long)
+        crowd.run()
+        alone[name] = crowd.texts[name]
+        crowd.renew(look_ahead=False)
     for name in "abcd":
         ask(crowd, name, 40, **long)
     crowd.run()
@@ -161,17 +167,16 @@ def test_a_preempted_sequence_continues_within_its_grammar(whole: Build) -> None
 
 @pytest.mark.parametrize("known", [1, 4, 9])
 def test_a_request_that_lost_its_engine_continues_within_its_grammar(
-    whole: Build, known: int
+    whole: Whole, known: int
 ) -> None:
-    first, second = whole(), whole()
     grammar = Grammar(kind="regex", source="[a-f]{12}")
-    ask(first, "a", grammar=grammar)
-    first.run()
-    generated = first.texts["a"][:known]
-    ask(second, "a", grammar=grammar, generated=generated, attempt=1)
-    second.texts["a"] = list(generated)
-    second.run()
-    assert second.texts["a"] == first.texts["a"]
+    ask(whole, "a", grammar=grammar)
+    whole.run()
+    text = whole.texts["a"]
+    whole.renew(look_ahead=False)
+    ask(whole, "a", grammar=grammar, generated=text[:known], attempt=1)
+    whole.run()
+    assert whole.texts["a"] == text
 
 
 @pytest.mark.parametrize(
@@ -184,27 +189,21 @@ def test_a_request_that_lost_its_engine_continues_within_its_grammar(
     ],
 )
 def test_an_answer_ends_only_where_its_grammar_allows_or_demands_it(
-    whole: Build, fields: dict[str, Any]
+    whole: Whole, fields: dict[str, Any]
 ) -> None:
-    engine = whole()
-    ask(engine, "a", **fields)
-    engine.run()
-    assert_bound(engine, "a")
+    ask(whole, "a", **fields)
+    whole.run()
+    assert_bound(whole, "a")
     if "min_tokens" not in fields or fields["min_tokens"] > 1:
         # Nothing else ends it before it is as long as it can be.
-        assert len(re.findall(", ", text(engine, "a"))) == 3
+        assert len(re.findall(", ", text(whole, "a"))) == 3
 
 
-def test_every_sampling_parameter_works_with_a_grammar(whole: Build) -> None:
-    engine = whole()
+def test_every_sampling_parameter_works_with_a_grammar(whole: Whole) -> None:
     letters = dict.fromkeys(range(200, 300), 100.0)
     controls: dict[str, SamplingParams] = {
         "penalties": SamplingParams(
-            seed=1,
-            temperature=1,
-            repetition_penalty=1.8,
-            presence_penalty=2,
-            frequency_penalty=2,
+            seed=1, temperature=1, repetition_penalty=1.8, presence_penalty=2, frequency_penalty=2
         ),
         "bias": SamplingParams(seed=1, temperature=1, logit_bias=list(letters.items())),
         "xtc": SamplingParams(seed=1, temperature=1, xtc_probability=1, xtc_threshold=0.01),
@@ -213,41 +212,38 @@ def test_every_sampling_parameter_works_with_a_grammar(whole: Build) -> None:
         "cold": SamplingParams(seed=1, temperature=1e-7),
     }
     for name, sampling in controls.items():
-        ask(engine, name, sampling=sampling)
-    ask(engine, "scored", logprobs=3, prompt_logprobs=1)
-    engine.run()
-    assert_bound(engine, "scored", *controls)
+        ask(whole, name, sampling=sampling)
+    ask(whole, "scored", logprobs=3, prompt_logprobs=1)
+    whole.run()
+    assert_bound(whole, "scored", *controls)
 
 
-def test_a_grammar_may_apply_behind_certain_tokens_only(whole: Build) -> None:
-    engine = whole()
-    (mark,) = engine.loaded.tokenizer.encode("q")
+def test_a_grammar_may_apply_behind_certain_tokens_only(whole: Whole) -> None:
+    (mark,) = whole.loaded.tokenizer.encode("q")
     grammar = Grammar(kind="regex", source=PATTERN, after=[mark])
     sampling = SamplingParams(seed=5, temperature=1, logit_bias=[(mark, 4.0)])
-    ask(engine, "a", grammar=grammar, sampling=sampling, max_tokens=400)
-    engine.run()
-    before, _, answer = text(engine, "a").partition("q")
+    ask(whole, "a", grammar=grammar, sampling=sampling, max_tokens=400)
+    whole.run()
+    before, _, answer = text(whole, "a").partition("q")
     assert re.fullmatch(PATTERN, answer)
     assert before
 
 
-def test_a_grammar_that_fails_ends_its_request_alone(whole: Build) -> None:
+def test_a_grammar_that_fails_ends_its_request_alone(whole: Whole) -> None:
     """Its source is valid, but its parser exceeds llguidance's limit at the second token."""
-    engine = whole()
     many = ",".join(f'"k{i}":{{"type":"string"}}' for i in range(2000))
     wide = Grammar(kind="json_schema", source=f'{{"type":"object","properties":{{{many}}}}}')
-    ask(engine, "wide", grammar=wide)
-    ask(engine, "a")
-    ask(engine, "free", grammar=None, max_tokens=12, stop_token_ids=[])
-    engine.run()
-    assert engine.ends["wide"].finish == "error"
-    assert "items" in (engine.ends["wide"].error or "")
-    assert_bound(engine, "a")
-    assert len(engine.texts["free"]) == 12
+    ask(whole, "wide", grammar=wide)
+    ask(whole, "a")
+    ask(whole, "free", grammar=None, max_tokens=12, stop_token_ids=[])
+    whole.run()
+    assert whole.ends["wide"].finish == "error"
+    assert "items" in (whole.ends["wide"].error or "")
+    assert_bound(whole, "a")
+    assert len(whole.texts["free"]) == 12
 
 
-def test_a_token_outside_the_vocabulary_is_refused(whole: Build) -> None:
-    engine = whole()
-    ask(engine, "a", grammar=wire.Grammar(kind="regex", source="a", after=[320]))
-    engine.run()
-    assert engine.refused["a"].param == "grammar"
+def test_a_token_outside_the_vocabulary_is_refused(whole: Whole) -> None:
+    ask(whole, "a", grammar=wire.Grammar(kind="regex", source="a", after=[320]))
+    whole.run()
+    assert whole.refused["a"].param == "grammar"

@@ -95,8 +95,7 @@ def test_long_slots_take_less_memory_and_the_ledger_says_how_much(
     config = whole.scheduler.config
     tokens = random_tokens(1, 1900)
     whole.submit("long", tokens, 2)
-    while not whole.texts["long"]:
-        whole.turn()
+    whole.turn_until(lambda: whole.texts["long"])
     mx.synchronize()
     (slab,) = whole.executor._slabs.values()  # type: ignore[attr-defined]
     lengths = {array.shape[2] for array in slab.arrays}

@@ -13,6 +13,7 @@ from mlx import nn
 from engine.backend import graphs
 from engine.backend.graphs import Graph
 from engine.vision.host import HostLayers, _Trace
+from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.skipif(bool(graphs.unusable()), reason=graphs.unusable())
 
@@ -67,10 +68,8 @@ def test_what_nothing_uses_is_not_computed() -> None:
 
 
 def test_a_value_that_code_reads_is_part_of_what_was_traced() -> None:
-    host, layer = (
-        HostLayers(),
-        Layer(lambda x, at: mx.concatenate(mx.split(x, at.tolist(), 1)[::-1], 1)),
-    )
+    host = HostLayers()
+    layer = Layer(lambda x, at: mx.concatenate(mx.split(x, at.tolist(), 1)[::-1], 1))
     for at in (1, 3):
         given = rows(1), mx.array([at])
         assert_same(host.call(layer, given, {}), layer(*given))
@@ -109,16 +108,17 @@ def test_a_layer_with_arguments_of_unknown_kinds_stays_with_mlx() -> None:
     assert host.refused == {Layer}
 
 
-def test_the_sizes_that_were_used_last_keep_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_that_were_used_last_keep_their_graphs(
+    monkeypatch: pytest.MonkeyPatch, wrap: Wrap
+) -> None:
     made: list[str] = []
-    build = _Trace.session
 
-    def noted(trace: Any) -> Any:
+    @wrap(_Trace, "session")
+    def noted(build: Any, trace: Any) -> Any:
         made.append("a graph")
         return build(trace)
 
     monkeypatch.setattr("engine.vision.host.MAX_SESSIONS", 2)
-    monkeypatch.setattr(_Trace, "session", noted)
     host, layers = HostLayers(), [Layer(), Layer()]
     for count, graphs_made in ((5, 1), (6, 2), (5, 2), (7, 3), (5, 3), (6, 4)):
         for layer in layers:

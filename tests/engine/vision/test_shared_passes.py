@@ -12,6 +12,7 @@ from engine.batch import device
 from engine.batch.axes import Axes
 from engine.batch.given import Given
 from engine.scheduler.planning import picture_group
+from tests.engine.conftest import Wrap
 from tests.engine.vision_requests import Seeing
 from tests.engine.whole import noted_plans
 from tests.vision_models import make_vision_model, needs_mlx_vlm
@@ -24,26 +25,28 @@ WHOLE = {"prefill_chunk_tokens": 512}
 
 
 @pytest.fixture(scope="module", params=["idefics3", "qwen3_vl"])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     path = tmp_path_factory.mktemp("models") / request.param
     return Seeing(make_vision_model(request.param, path))
 
 
-def test_prompts_with_pictures_share_a_pass(
-    seeing: Seeing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def seeing(engine: Seeing, monkeypatch: pytest.MonkeyPatch) -> Seeing:
     monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
-    seeing.renew(**WHOLE)
-    executor: Any = seeing.whole.executor
-    plans, given = noted_plans(seeing.whole, monkeypatch), []
-    compute = executor.batch_class.logits
+    engine.renew(**WHOLE)
+    return engine
 
-    def observed(batch: Any, *args: Any, **kwargs: Any) -> mx.array:
+
+def test_prompts_with_pictures_share_a_pass(seeing: Seeing, wrap: Wrap) -> None:
+    executor: Any = seeing.whole.executor
+    plans, given = noted_plans(seeing.whole, wrap), []
+
+    @wrap(executor.batch_class, "logits")
+    def observed(compute: Any, batch: Any, *args: Any, **kwargs: Any) -> mx.array:
         if kwargs.get("given") is not None:
             given.append(len(batch.rows))
         return compute(batch, *args, **kwargs)
 
-    monkeypatch.setattr(executor.batch_class, "logits", observed)
     seeing.run(*NAMES)
     assert max(sum(bool(c.pictures) for c in plan.chunks) for plan in plans) == len(NAMES)
     assert max(given) == (len(NAMES) if device.uses_host() else 1)
@@ -54,21 +57,19 @@ def test_prompts_with_pictures_share_a_pass(
 
 @pytest.mark.skipif(not device.uses_host(), reason="elsewhere each has a pass of its own")
 def test_a_shared_pass_that_starts_again_needs_no_embeddings_from_elsewhere(
-    seeing: Seeing, monkeypatch: pytest.MonkeyPatch
+    seeing: Seeing, wrap: Wrap
 ) -> None:
-    monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
-    seeing.renew(**WHOLE)
     executor: Any = seeing.whole.executor
-    compute, failures = executor.batch_class.logits, []
+    failures = []
 
-    def fail_shared(batch: Any, *args: Any, **kwargs: Any) -> mx.array:
+    @wrap(executor.batch_class, "logits")
+    def fail_shared(compute: Any, batch: Any, *args: Any, **kwargs: Any) -> mx.array:
         if kwargs.get("given") is not None and len(batch.rows) > 1:
             failures.append(len(batch.rows))
             executor._passes.pictures._done.clear()  # as if a later plan had dropped them
             raise ValueError("one of them is wrong")
         return compute(batch, *args, **kwargs)
 
-    monkeypatch.setattr(executor.batch_class, "logits", fail_shared)
     seeing.run(*NAMES[:2])  # the third has another chunk
     assert failures == [2]
     seeing.assert_same(*NAMES[:2])

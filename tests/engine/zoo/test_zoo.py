@@ -1,5 +1,6 @@
 """The zoo: a few representative kinds, and the faults that its comparison must catch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
 from engine.zoo.farm import Way, examine_all
 from tests.e2e.ranks.test_ranks import at_length
+from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.slow
 
@@ -60,20 +62,19 @@ def test_models_are_computed_correctly_in_the_way_that_their_layers_allow(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_models_are_batched_correctly_as_on_a_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With shared slabs that grow, and look-ahead. Then with a slab that loses a row."""
     with forced_gpu_path():
         report = found(name)
         assert report.right and report.batched, report
-        resize = Slabs.resize
 
-        def lossy(slabs: Slabs, number: int, rows: int) -> None:
+        @wrap(Slabs, "resize")
+        def lossy(resize: Any, slabs: Slabs, number: int, rows: int) -> None:
             resize(slabs, number, rows)
             slab = slabs[number]
             slab.arrays = [mx.roll(array, 1, axis=0) for array in slab.arrays]
 
-        monkeypatch.setattr(Slabs, "resize", lossy)
         monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
         assert "looking ahead: logits differ" in found(name).error
 
@@ -100,172 +101,150 @@ def test_a_process_that_crashes_or_hangs_does_not_end_the_run() -> None:
     ]
 
 
+BatchKind = tuple[str, type[RaggedBatch], int]
+"""An architecture, how it is batched, and the bits of its keys and values."""
+ATTENDING: list[BatchKind] = [
+    (name, batch_class, bits)
+    for bits in (16, 8)
+    for name, batch_class in (
+        ("llama", GraphBatch),
+        ("gemma3_text", GraphBatch),
+        ("granitemoe", GraphBatch),
+        ("deepseek_v3", DenseBatch),
+    )
+]
+RECURRENT: list[BatchKind] = [
+    *(("mamba", GraphBatch, 16), ("qwen3_next", GraphBatch, 16), ("qwen3_next", GraphBatch, 8))
+]
+Check = Callable[[], None]
+
+
+def compared(cases: list[BatchKind]) -> pytest.MarkDecorator:
+    ids = [f"{name}, {bits} bits" for name, _, bits in cases]
+    return pytest.mark.parametrize("is_wrong", cases, ids=ids, indirect=True)
+
+
 class TestTheComparisonCatches:
     """Without the proof, which would rule faulty batches out. Each fault is tried with plain keys
     and values, and with those in 8 bits, which are compared in another way."""
 
-    kinds = pytest.mark.parametrize(
-        ("name", "batch_class", "bits"),
-        [
-            (name, batch_class, bits)
-            for bits in (16, 8)
-            for name, batch_class in (
-                ("llama", GraphBatch),
-                ("gemma3_text", GraphBatch),
-                ("granitemoe", GraphBatch),
-                ("deepseek_v3", DenseBatch),
-            )
-        ],
-    )
-    recurrent = pytest.mark.parametrize(
-        ("name", "bits"), [("mamba", 16), ("qwen3_next", 16), ("qwen3_next", 8)]
-    )
+    @pytest.fixture
+    def is_wrong(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Check:
+        """Return a function that checks that an error is found."""
+        name, batch_class, bits = request.param
+        monkeypatch.setattr(choose, "prove", lambda *_: None)
+        monkeypatch.setattr(device, "batch_classes", lambda *_: [batch_class])
+
+        def check() -> None:
+            if bits == 8:
+                error = examine_quantized(build(name), VOCAB_SIZE).error
+                assert error.startswith("INT8: ")
+                assert "logits differ" in error or "that differ from mlx-lm's" in error
+                return
+            monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
+            report = found(name)
+            assert report.batching == batch_class.batching
+            assert "logits differ" in report.error
+
+        return check
 
     @pytest.fixture
-    def slots_with_state(self, monkeypatch: pytest.MonkeyPatch) -> dict[StateStore, list[Slot]]:
+    def slots_with_state(self, wrap: Wrap) -> dict[StateStore, list[Slot]]:
         slots_of: dict[StateStore, list[Slot]] = {}
-        put = StateStore.put
 
-        def recorded(store: StateStore, slots: Any, arrays: Any) -> list[mx.array]:
+        @wrap(StateStore, "put")
+        def recorded(put: Any, store: StateStore, slots: Any, arrays: Any) -> list[mx.array]:
             known = slots_of.setdefault(store, [])
             known += [slot for slot in slots if slot not in known]
             return put(store, slots, arrays)
 
-        monkeypatch.setattr(StateStore, "put", recorded)
         return slots_of
 
-    @pytest.fixture(autouse=True)
-    def unproven(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(choose, "prove", lambda *_: None)
-
-    def is_wrong(
-        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(device, "batch_classes", lambda *_: [batch_class])
-        if bits == 8:
-            error = examine_quantized(build(name), VOCAB_SIZE).error
-            assert error.startswith("INT8: ")
-            assert "logits differ" in error or "that differ from mlx-lm's" in error
-            return
-        monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
-        report = found(name)
-        assert report.batching == batch_class.batching
-        assert "logits differ" in report.error
-
-    @kinds
+    @compared(ATTENDING)
     def test_a_shifted_mask(
-        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
+        self, is_wrong: Check, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        attend, dispatch = mx.fast.scaled_dot_product_attention, BatchedExecutor.dispatch
+        attend = mx.fast.scaled_dot_product_attention
 
         def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
             mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
             return attend(*args, mask=mask, **fields)
 
-        def faulty(executor: BatchedExecutor, plan: Plan) -> PendingStep:
+        @wrap(BatchedExecutor, "dispatch")
+        def faulty(dispatch: Any, executor: BatchedExecutor, plan: Plan) -> PendingStep:
             with monkeypatch.context() as only_here:  # mlx-lm's own masks stay right
                 only_here.setattr(mx.fast, "scaled_dot_product_attention", shifted)
                 return dispatch(executor, plan)
 
-        monkeypatch.setattr(BatchedExecutor, "dispatch", faulty)
-        self.is_wrong(name, batch_class, bits, monkeypatch)
+        is_wrong()
 
-    @kinds
-    def test_a_position_that_is_one_too_far(
-        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        init = RaggedBatch.__init__
-
-        def late(batch: Any, *args: Any) -> None:
+    @compared(ATTENDING)
+    def test_a_position_that_is_one_too_far(self, is_wrong: Check, wrap: Wrap) -> None:
+        @wrap(RaggedBatch, "__init__")
+        def late(init: Any, batch: Any, *args: Any) -> None:
             init(batch, *args)
             if len(batch.rows) == 3:
                 batch.offset = batch.turned_by = batch.offset + mx.array([0, 1, 0])
 
-        monkeypatch.setattr(RaggedBatch, "__init__", late)
-        self.is_wrong(name, batch_class, bits, monkeypatch)
+        is_wrong()
 
-    @kinds
-    def test_a_row_that_is_not_written(
-        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @compared(ATTENDING)
+    def test_a_row_that_is_not_written(self, is_wrong: Check, wrap: Wrap) -> None:
         """The row of the slot's last user is read instead."""
-        write = GraphBatch.write
 
-        def forgetful(batch: Any, layer: Any, keys: Any, values: Any) -> None:
+        @wrap(GraphBatch, "write")
+        def forgetful(write: Any, batch: Any, layer: Any, keys: Any, values: Any) -> None:
             if not (batch.decoding and len(batch.rows) == 3 and layer == 1):
                 write(batch, layer, keys, values)
 
-        monkeypatch.setattr(GraphBatch, "write", forgetful)
-        self.is_wrong(name, batch_class, bits, monkeypatch)
+        is_wrong()
 
-    @recurrent
-    def test_state_of_another_row(
-        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        state = RaggedBatch.state
-
-        def rolled(batch: Any, number: Any) -> Any:
+    @compared(RECURRENT)
+    def test_state_of_another_row(self, is_wrong: Check, wrap: Wrap) -> None:
+        @wrap(RaggedBatch, "state")
+        def rolled(state: Any, batch: Any, number: Any) -> Any:
             found = state(batch, number)
             return found if found is None else mx.roll(found, 1, axis=0)
 
-        monkeypatch.setattr(RaggedBatch, "state", rolled)
-        self.is_wrong(name, GraphBatch, bits, monkeypatch)
+        is_wrong()
 
-    @recurrent
+    @compared(RECURRENT)
     def test_state_that_the_slots_last_user_left(
-        self,
-        name: str,
-        bits: int,
-        monkeypatch: pytest.MonkeyPatch,
-        slots_with_state: dict[StateStore, list[Slot]],
+        self, is_wrong: Check, wrap: Wrap, slots_with_state: dict[StateStore, list[Slot]]
     ) -> None:
-        state = RaggedBatch.state
-
-        def stale(batch: Any, number: Any) -> Any:
-            slots = [row.slot for row in batch.rows]
-            if batch.rows[0].start == 0 and slots[0] in slots_with_state.get(
-                batch.slabs.states, []
-            ):
-                return batch.new_states.get(number, batch.slabs.states.get(number, slots))
+        @wrap(RaggedBatch, "state")
+        def stale(state: Any, batch: Any, number: Any) -> Any:
+            states, slots = batch.slabs.states, [row.slot for row in batch.rows]
+            if batch.rows[0].start == 0 and slots[0] in slots_with_state.get(states, []):
+                return batch.new_states.get(number, states.get(number, slots))
             return state(batch, number)
 
-        monkeypatch.setattr(RaggedBatch, "state", stale)
-        self.is_wrong(name, GraphBatch, bits, monkeypatch)
+        is_wrong()
 
-    @recurrent
+    @compared(RECURRENT)
     def test_a_snapshot_of_another_row(
-        self,
-        name: str,
-        bits: int,
-        monkeypatch: pytest.MonkeyPatch,
-        slots_with_state: dict[StateStore, list[Slot]],
+        self, is_wrong: Check, wrap: Wrap, slots_with_state: dict[StateStore, list[Slot]]
     ) -> None:
-        own = StateStore.copy_of
-
-        def wrong(store: Any, slot: Any) -> Any:
+        @wrap(StateStore, "copy_of")
+        def wrong(own: Any, store: Any, slot: Any) -> Any:
             others = [other for other in slots_with_state[store] if other != slot]
             return own(store, others[0] if others else slot)
 
-        monkeypatch.setattr(StateStore, "copy_of", wrong)
-        self.is_wrong(name, GraphBatch, bits, monkeypatch)
+        is_wrong()
 
-    @recurrent
+    @compared(RECURRENT)
     def test_a_snapshot_that_is_not_brought_back(
-        self,
-        name: str,
-        bits: int,
-        monkeypatch: pytest.MonkeyPatch,
-        slots_with_state: dict[StateStore, list[Slot]],
+        self, is_wrong: Check, wrap: Wrap, slots_with_state: dict[StateStore, list[Slot]]
     ) -> None:
         """The slot's own state continues instead."""
 
-        def forgetful(store: Any, slot: Any, snapshot: Any) -> Any:
+        @wrap(SnapshotStore, "restore")
+        def forgetful(restore: Any, store: Any, slot: Any, snapshot: Any) -> Any:
             if not any(slot in slots for slots in slots_with_state.values()):
                 return store.reset(slot)
             return []
 
-        monkeypatch.setattr(SnapshotStore, "restore", forgetful)
-        self.is_wrong(name, GraphBatch, bits, monkeypatch)
+        is_wrong()
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:

@@ -29,6 +29,7 @@ from engine.proving.choose import choose_executor
 from engine.proving.proof import NotBatchable, proof_references, prove
 from engine.zoo.build import build
 from engine.zoo.configs import config
+from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -172,14 +173,14 @@ def test_the_proof_notices_a_wrong_position(monkeypatch: pytest.MonkeyPatch) -> 
         prove(model, layout, kind, proof_references(model, layout, 90))
 
 
-def test_the_proof_notices_a_stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_notices_a_stale_row(wrap: Wrap) -> None:
     model = tiny("llama")
-    layout, kind, store = probe_layout(model), bound(model), DecoderBatch.store
+    layout, kind = probe_layout(model), bound(model)
 
-    def late(self: DecoderBatch, layer: int, keys: Any, values: Any) -> None:
-        store(self, layer, np.roll(keys, 1, axis=0) if self.decoding else keys, values)
+    @wrap(DecoderBatch, "store")
+    def late(store: Any, batch: DecoderBatch, layer: int, keys: Any, values: Any) -> None:
+        store(batch, layer, np.roll(keys, 1, axis=0) if batch.decoding else keys, values)
 
-    monkeypatch.setattr(DecoderBatch, "store", late)
     with pytest.raises(NotBatchable):
         prove(model, layout, kind, proof_references(model, layout, 90))
 

@@ -15,6 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from engine.batch.cpu import layers
 from engine.batch.cpu.layers import FP32_SHARE, Layers, chosen_precisions
 from engine.zoo.build import build
+from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -149,15 +150,14 @@ def test_dense_layers_move_if_that_is_faster(ours: bool, monkeypatch: pytest.Mon
     assert distance(logits(model), expected) < 3e-5
 
 
-def test_dense_layers_are_timed_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_layers_are_timed_once_for_each_shape(wrap: Wrap) -> None:
     shapes: list[Any] = []
-    plain = layers._seconds
 
-    def noted(layer: Any) -> float:
+    @wrap(layers, "_seconds")
+    def noted(seconds: Any, layer: Any) -> float:
         shapes.append(layer["weight"].shape)
-        return plain(layer)
+        return seconds(layer)
 
-    monkeypatch.setattr(layers, "_seconds", noted)
     Layers(build("qwen3_moe"), "fast", dense=True)
     assert len(shapes) == 2 * len(set(shapes)) > 4  # by MLX and by ONNX Runtime
 

@@ -19,6 +19,8 @@ from engine.plan import Slot
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
 LENGTH, ROWS, HEADS = 450, 4, 2
+Parts = dict[int, tuple[int, int]]
+"""The first position, and the one after the last, of each row."""
 
 
 class Exact(HostBatch):
@@ -73,7 +75,7 @@ class Text:
         if case.sinks:
             self.sinks = random.standard_normal((HEADS, case.group, 1, 1), np.float32)
 
-    def computed(self, kind: type[HostBatch], parts: dict[int, tuple[int, int]]) -> list[Array]:
+    def computed(self, kind: type[HostBatch], parts: Parts) -> list[Array]:
         """Return the attention of a pass with these positions of each row: (heads, group, ...)."""
         rows = [Row(Slot(0, number), *part) for number, part in sorted(parts.items())]
         batch = kind(self.layout, self.slabs, rows)
@@ -99,6 +101,12 @@ class Text:
 
     def whole(self, kind: type[HostBatch]) -> list[Array]:
         return [self.computed(kind, {number: (0, LENGTH)})[0] for number in range(ROWS)]
+
+    def check(self, kind: type[HostBatch], parts: Parts, whole: list[Array]) -> None:
+        """Compare a pass with these positions of each row with ``whole`` rows, bit for bit."""
+        found = self.computed(kind, parts)
+        for one, (number, (start, end)) in zip(found, sorted(parts.items()), strict=True):
+            assert np.array_equal(one, whole[number][..., start:end, :]), (number, parts)
 
     def expected(self, number: int) -> Any:
         """Return the attention of a row, in twice the precision."""
@@ -128,9 +136,7 @@ def test_a_query_has_the_same_bits_in_every_chunk_and_batch(what: str) -> None:
     for _ in range(2):  # one row in chunks of any length
         cuts = [0, *sorted(random.choice(np.arange(1, LENGTH), 9, replace=False)), LENGTH]
         for start, end in pairwise(map(int, cuts)):
-            assert np.array_equal(
-                text.computed(Exact, {1: (start, end)})[0], _cut(whole[1], start, end)
-            )
+            text.check(Exact, {1: (start, end)}, whole)
     for widest in (1, 2, 5, 17, 90):  # any rows together: single tokens, drafts, chunks
         for _ in range(3):
             members = random.choice(ROWS, random.integers(1, ROWS + 1), replace=False)
@@ -140,9 +146,7 @@ def test_a_query_has_the_same_bits_in_every_chunk_and_batch(what: str) -> None:
                 int(number): (int(end - width), int(end))
                 for number, end, width in zip(members, ends, widths, strict=True)
             }
-            found = text.computed(Exact, parts)
-            for one, (number, (start, end)) in zip(found, sorted(parts.items()), strict=True):
-                assert np.array_equal(one, _cut(whole[number], start, end)), (widest, parts)
+            text.check(Exact, parts, whole)
 
 
 @pytest.mark.parametrize("what", ["three", "four", "a short window", "sinks"])
@@ -153,17 +157,13 @@ def test_chunks_of_a_prompt_have_the_same_bits_by_default_too(what: str) -> None
         assert np.array_equal(whole[number], exact[number])
     for cuts in ([0, 130, 400, 423, LENGTH], [0, 64, 128, 430, LENGTH]):
         for start, end in pairwise(cuts):
-            found = text.computed(HostBatch, {0: (start, end), 2: (0, 20)})
-            assert np.array_equal(found[0], _cut(whole[0], start, end))
+            text.check(HostBatch, {0: (start, end), 2: (0, 20)}, whole)
 
 
 def test_drafts_have_the_bits_of_a_prompt_by_default_too() -> None:
     text = Text(CASES["three"])
-    whole = text.whole(HostBatch)
-    found = text.computed(HostBatch, {0: (200, 203), 1: (400, 403), 3: (90, 92)})
-    assert np.array_equal(found[0], _cut(whole[0], 200, 203))
-    assert np.array_equal(found[1], _cut(whole[1], 400, 403))
-    assert np.array_equal(found[2], _cut(whole[3], 90, 92))
+    parts = {0: (200, 203), 1: (400, 403), 3: (90, 92)}
+    text.check(HostBatch, parts, text.whole(HostBatch))
 
 
 @pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])
@@ -173,10 +173,7 @@ def test_long_rows_are_copied_head_by_head_and_have_the_same_bits(
     text = Text(CASES[what])
     whole = text.whole(Exact)
     monkeypatch.setattr(few_tokens, "MAX_COPIED_BYTES", 0)
-    found = text.computed(Exact, {0: (200, 201), 1: (LENGTH - 3, LENGTH), 3: (90, 92)})
-    assert np.array_equal(found[0], _cut(whole[0], 200, 201))
-    assert np.array_equal(found[1], _cut(whole[1], LENGTH - 3, LENGTH))
-    assert np.array_equal(found[2], _cut(whole[3], 90, 92))
+    text.check(Exact, {0: (200, 201), 1: (LENGTH - 3, LENGTH), 3: (90, 92)}, whole)
 
 
 @pytest.mark.parametrize("what", ["three", "one query for a head of keys", "sinks"])
@@ -190,9 +187,7 @@ def test_steps_have_the_same_bits_while_sequences_begin_grow_end_and_move(what: 
             for number in range(ROWS):
                 text.computed(Exact, {number: (0, LENGTH)})
         parts = {number: (end + step, end + step + 1) for number, end in ends.items()}
-        found = text.computed(Exact, parts)
-        for one, (number, (start, end)) in zip(found, sorted(parts.items()), strict=True):
-            assert np.array_equal(one, _cut(whole[number], start, end)), (step, parts)
+        text.check(Exact, parts, whole)
 
 
 @pytest.mark.parametrize("what", ["three", "scores within bounds", "sinks"])
@@ -201,12 +196,8 @@ def test_steps_have_the_same_bits_where_sums_depend_on_their_length(
 ) -> None:
     text = Text(CASES[what])
     whole = text.whole(Exact)
-    parts = {0: (200, 201), 1: (LENGTH - 1, LENGTH), 3: (128, 129)}
     monkeypatch.setattr(single_tokens, "same_bits", lambda _: False)
-    for one, (number, (start, end)) in zip(
-        text.computed(Exact, parts), sorted(parts.items()), strict=True
-    ):
-        assert np.array_equal(one, _cut(whole[number], start, end))
+    text.check(Exact, {0: (200, 201), 1: (LENGTH - 1, LENGTH), 3: (128, 129)}, whole)
 
 
 def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_slab(
@@ -267,7 +258,3 @@ def test_products_of_many_shapes_share_the_memory_of_a_thread(
         assert np.array_equal(out, whole[0][:, start:end]), (start, end)
         assert len(kept._products) <= 3
         assert len(kept._memory) <= 300 * 450
-
-
-def _cut(whole: Array, start: int, end: int) -> Array:
-    return whole[..., start:end, :]

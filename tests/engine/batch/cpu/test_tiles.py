@@ -82,7 +82,7 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
-    tiny_model: Callable[..., Path], kv_bits: int
+    llama: Path, kv_bits: int
 ) -> None:
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(100)]
@@ -104,14 +104,13 @@ def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
         whole.run()
         return seen
 
-    path = tiny_model("llama")
-    roomy = Whole(path, kv_bits=kv_bits)
+    roomy = Whole(llama, kv_bits=kv_bits)
     alone = set()
     for name in requests:
         roomy.renew(look_ahead=False)  # nothing is cached
         alone |= scores(roomy, [name])
     options = {"num_blocks": 48, "max_batch_size": 16, "prefill_chunk_tokens": 24}
-    pressed = Whole(path, kv_bits=kv_bits, **options)
+    pressed = Whole(llama, kv_bits=kv_bits, **options)
     assert scores(pressed, list(requests)) == alone
     assert pressed.scheduler.stats().preemptions_total > 0
     assert scores(pressed, ["r3", "r4"]) <= alone  # with prefixes from memory

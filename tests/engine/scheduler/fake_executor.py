@@ -13,6 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
@@ -104,6 +105,8 @@ class FakeExecutor:
     def __init__(self, config: SchedulerConfig, speed_tokens_s: float = 1000.0) -> None:
         self.config = config
         self.speed_tokens_s = speed_tokens_s
+        self.slab_s = 0.0  # that a new slab takes
+        self.begin_s = 0.0  # that the first layer of a pass takes in addition
         self.slabs: dict[int, tuple[int, int]] = {}
         self.rows: dict[Slot, list[int]] = {}
         self.states: dict[Slot, list[int]] = {}
@@ -168,7 +171,9 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        decode_s = sum(1 + len(decode.drafts) for decode in plan.decodes) / self.speed_tokens_s
+        tokens = sum(1 + len(one.drafts) + len(one.before) for one in plan.decodes)
+        decode_s = tokens / self.speed_tokens_s + self.slab_s * len(plan.new_slabs)
+        decode_s += self.begin_s * bool(plan.chunks)
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(
@@ -251,16 +256,11 @@ class FakeExecutor:
             self.broken.add(number)
 
     def reset(self) -> None:
-        self.passes.clear()
-        self.encoded.clear()
-        self.slabs.clear()
-        self.rows.clear()
-        self.states.clear()
-        self.sampled.clear()
-        self.history.clear()
-        self.blocks.clear()
-        self.snapshots.clear()
-        self.unsaved.clear()
+        kept: Any
+        for kept in (self.passes, self.encoded, self.slabs, self.blocks, self.snapshots):
+            kept.clear()
+        for kept in (self.rows, self.states, self.sampled, self.history, self.unsaved):
+            kept.clear()
 
     def _evict(self, plan: Plan) -> list[Exported]:
         exported = []
@@ -275,11 +275,13 @@ class FakeExecutor:
                 exported.append(Exported(evict.block_id, self._payload(content)))
         for slab in plan.freed_slabs:
             rows, _ = self.slabs.pop(slab)
-            for row in range(rows):
-                self.rows.pop(Slot(slab, row), None)
-                self.sampled.pop(Slot(slab, row), None)
-                self.states.pop(Slot(slab, row), None)
+            self._forget_rows(slab, range(rows))
         return exported
+
+    def _forget_rows(self, slab: int, rows: Sequence[int]) -> None:
+        for row in rows:
+            for kept in (self.rows, self.sampled, self.states):
+                kept.pop(Slot(slab, row), None)
 
     def _set_up(self, plan: Plan) -> None:
         assert not {resized.slab_id for resized in plan.resized_slabs} & set(plan.freed_slabs)
@@ -287,20 +289,15 @@ class FakeExecutor:
             rows, capacity = self.slabs[resized.slab_id]
             assert rows != resized.rows > 0
             self.slabs[resized.slab_id] = (resized.rows, capacity)
-            for row in range(resized.rows, rows):
-                for kept in (self.rows, self.sampled, self.states):
-                    kept.pop(Slot(resized.slab_id, row), None)
+            self._forget_rows(resized.slab_id, range(resized.rows, rows))
             self._check_memory()
         for slab in plan.new_slabs:
             assert slab.slab_id not in self.slabs and slab.capacity % self.config.block_size == 0
             self.slabs[slab.slab_id] = (slab.rows, slab.capacity)
             self._check_memory()
         for insert in plan.inserts:
-            content = content_of(insert.payload)
-            if insert.is_snapshot:
-                self._new_snapshot(insert.block_id, content)
-            else:
-                self._new_block(insert.block_id, content)
+            kept = self.snapshots if insert.is_snapshot else self.blocks
+            self._keep(kept, insert.block_id, content_of(insert.payload))
 
     def _check_open_slots(self, plan: Plan) -> None:
         """Check that nothing else happens to the slots of passes that are open."""
@@ -396,6 +393,10 @@ class FakeExecutor:
             if decode.history is not None:
                 assert decode.sampling.needs_history
                 self.history[slot] = list(decode.history)
+            if decode.before:
+                assert self.config.decodes_ends and not decode.drafts
+                assert len(decode.before) <= MAX_END_TOKENS and decode.token_id is not None
+                self._write(slot, decode.position - len(decode.before), decode.before)
             run: list[int] = []
             for number, expected_token in enumerate((*decode.drafts, None)):
                 run.append(self._compute(decode, number, token))
@@ -471,7 +472,7 @@ class FakeExecutor:
                 end = save.start + number * self.config.block_size
                 row = self.rows[save.slot]
                 assert len(row) >= end, "only what is computed is saved"
-                self._new_block(block, tuple(row[:end]))
+                self._keep(self.blocks, block, tuple(row[:end]))
 
     def _save_states(self, plan: Plan) -> None:
         for save in plan.state_saves:
@@ -481,7 +482,7 @@ class FakeExecutor:
                 self.unsaved.add(save.snapshot_id)
                 continue
             assert len(self.states[save.slot]) == save.position, "the state of that position"
-            self._new_snapshot(save.snapshot_id, tuple(self.states[save.slot]))
+            self._keep(self.snapshots, save.snapshot_id, tuple(self.states[save.slot]))
 
     def check_hashes(self, hashes: dict[int, bytes], *, settled: bool) -> None:
         """Check that the scheduler's blocks hold the prefixes of their hashes. As long as results
@@ -502,17 +503,11 @@ class FakeExecutor:
         tokens, pictures = tokens_of(content), marked_pictures.pictures_in(content)
         assert block_hash in {block_hashes(root, tokens, size, pictures)[-1] for root in roots}
 
-    def _new_block(self, block: int, content: tuple[int, ...]) -> None:
-        assert block not in self.seen_blocks, "ids are never used twice"
+    def _keep(self, kept: dict[int, tuple[int, ...]], name: int, content: tuple[int, ...]) -> None:
+        assert name not in self.seen_blocks, "ids are never used twice"
         assert len(content) % self.config.block_size == 0
-        self.seen_blocks.add(block)
-        self.blocks[block] = content
-        self._check_memory()
-
-    def _new_snapshot(self, snapshot: int, content: tuple[int, ...]) -> None:
-        assert snapshot not in self.seen_blocks, "ids are never used twice"
-        self.seen_blocks.add(snapshot)
-        self.snapshots[snapshot] = content
+        self.seen_blocks.add(name)
+        kept[name] = content
         self._check_memory()
 
     def _payload(self, content: tuple[int, ...]) -> tuple[memoryview, ...]:

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import msgspec
-
 from engine.plan import Chunk, FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
-from engine.scheduler.planning.prefilling import MAX_END_TOKENS
 from engine.scheduler.sequences import sequence as sequences
 from engine.speculation.source import Proposal
 from engine.speculation.speculator import Speculator
@@ -86,28 +83,6 @@ def sequence(tokens: list[int], block_size: int, **fields: Any) -> sequences.Seq
     )
 
 
-class EndsExecutor(FakeExecutor):
-    """Computes known tokens before those of decodes, too."""
-
-    slab_s = 0.0  # that a new slab takes
-    begin_s = 0.0  # that the first layer of a pass takes in addition
-
-    def run(self, plan: Plan) -> StepResult:
-        result = super().run(plan)
-        known = sum(len(decode.before) for decode in plan.decodes)
-        more_s = known / self.speed_tokens_s + self.slab_s * len(plan.new_slabs)
-        more_s += self.begin_s * bool(plan.chunks)
-        return msgspec.structs.replace(result, elapsed_s=result.elapsed_s + more_s)
-
-    def _decode(self, plan: Plan) -> list[list[int]]:
-        for decode in plan.decodes:
-            if decode.before:
-                assert self.config.decodes_ends and not decode.drafts
-                assert len(decode.before) <= MAX_END_TOKENS and decode.token_id is not None
-                self._write(decode.slot, decode.position - len(decode.before), decode.before)
-        return super()._decode(plan)
-
-
 @dataclass
 class Client:
     """What a router has received of one request."""
@@ -148,7 +123,7 @@ class Engine:
         self.config = settings
         self.now_s = 0.0
         self.scheduler = Scheduler(settings, lambda: self.now_s, speculator)
-        self.executor = EndsExecutor(settings)
+        self.executor = FakeExecutor(settings)
         self.recoveries = 0
         self.fail_next_plan = False
         """Let the next plan with decodes raise while it is made, where drafts are chosen: their

@@ -23,7 +23,6 @@ def filled(engine: Engine, count: int, max_tokens: int = 60) -> list[Client]:
     return clients
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize(
     ("slots", "preempted", "steps"), [(8, 0, 3), (4, 1, 4)], ids=["a row", "a slot"]
 )

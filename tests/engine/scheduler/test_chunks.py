@@ -222,7 +222,6 @@ def test_beside_decodes_there_is_one_pass_of_chunks(
     assert max(beside) == most and sum(beside) == 2
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_chunks_that_cannot_share_a_pass_are_in_plans_of_their_own(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead, batches_chunks=False, prefill_chunk_tokens=32))
     for number in (4, 5):

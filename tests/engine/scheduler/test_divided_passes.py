@@ -31,7 +31,6 @@ def ends_of(made: Engine, number: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_long_prompt_is_computed_a_few_layers_at_a_time(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)
     made.serve(request("long", prompt(401)))
@@ -49,7 +48,6 @@ def test_a_short_prompt_is_computed_whole_in_one_plan() -> None:
     assert not any(plan.stretches for plan in made.plans)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_streams_get_their_share_of_the_time(look_ahead: bool, share: float) -> None:
     made = engine(look_ahead=look_ahead, streams_share=share, blocks=4000, max_batch_size=5)
@@ -84,8 +82,7 @@ def test_the_time_of_the_first_layers_of_a_pass_says_nothing_about_the_others() 
     made = engine(prefill_chunk_tokens=None)
     made.executor.begin_s = 10.0
     for number in range(3):
-        client = made.submit(request(f"{number}", prompt(401, number)))
-        made.finish(client)
+        made.serve(request(f"{number}", prompt(401, number)))
     policy = made.scheduler.planner.prefilling._chunk_policy
     assert 0.05 < policy.predict_s(0, 100) < 0.15, "it takes 0.1 s"
 
@@ -106,7 +103,7 @@ def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_ru
 
 def test_a_short_prompt_joins_the_next_decode_of_running_streams() -> None:
     made = engine(decodes_ends=True)
-    made.finish(made.submit(request("before", prompt(101), max_tokens=1)))
+    made.serve(request("before", prompt(101), max_tokens=1))
     (stream,) = begin_streams(made, 1)
     for number in range(3):
         made.run_turns(5)
@@ -131,7 +128,6 @@ def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None
     made.finish(stream, long)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)
     long = made.submit(request("long", prompt(1201)))
@@ -146,7 +142,6 @@ def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: 
     made.finish(long)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_cancelled_prompt_stops_at_the_next_layer(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)
     made.submit(request("cancelled", prompt(401)))
@@ -203,10 +198,7 @@ def test_with_little_memory_chunks_are_shorter() -> None:
     assert 64 <= max(len(chunk.token_ids) for chunk in made.chunks) < 400
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_chunk_that_raises_between_two_layers_ends_only_its_own_request(
-    look_ahead: bool,
-) -> None:
+def test_a_chunk_that_raises_between_two_layers_ends_only_its_own_request(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead, prefill_batch_size=2)
     made.executor.speed_tokens_s = 100.0
     failing, other = (made.submit(request(name, prompt(30, ord(name)))) for name in "ab")

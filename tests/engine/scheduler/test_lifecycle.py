@@ -48,13 +48,6 @@ def test_with_look_ahead_an_unknown_input_token_is_none() -> None:
     assert [decode.token_id for decode in decodes] == [prompt(3)[-1], None, None, None, None]
 
 
-def test_a_sequence_that_ends_by_max_tokens_is_not_planned_again() -> None:
-    engine = Engine(config(look_ahead=True))
-    engine.submit(request("a", [1], max_tokens=1))
-    assert engine.schedule() is not None
-    assert engine.schedule() is None
-
-
 def test_a_stop_token_with_look_ahead_costs_one_discarded_decode() -> None:
     first = sample([1], 7, 0)
     engine = Engine(config(look_ahead=True))
@@ -129,11 +122,6 @@ def test_the_largest_request_that_fits_alone_is_served() -> None:
     engine.finish(client, other)
 
 
-def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
-    engine = Engine(config(context_length=30))
-    assert len(engine.serve(request("a", prompt(25), max_tokens=100)).tokens) == 5
-
-
 def test_a_second_submit_of_the_same_attempt_is_refused_and_a_newer_one_replaces_it() -> None:
     engine = Engine(config())
     old = engine.submit(request("a", prompt(5)))
@@ -156,7 +144,6 @@ def test_an_engine_that_takes_no_more_requests_finishes_those_it_has(reason: str
     engine.finish(first)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("turns", range(9))
 def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
     turns: int, look_ahead: bool
@@ -207,7 +194,6 @@ def test_the_oldest_prompt_is_done_first_and_streams_while_others_prefill() -> N
     assert decoded[0] < prefilled[-1] and decoded[-1] > prefilled[-1]
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_short_prompts_wait_for_one_chunk_of_a_long_one_which_goes_on(look_ahead: bool) -> None:
     engine = Engine(config(blocks=300, look_ahead=look_ahead, max_batch_size=8))
     long = engine.submit(request("long", prompt(190, 1)))

@@ -49,7 +49,6 @@ def test_a_model_without_blocks_saves_and_restores_nothing() -> None:
     assert not engine.fetches and not engine.stored
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("stop", [False, True])
 def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead, blocks=300))
@@ -64,7 +63,6 @@ def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -
         history = [*history, *client.tokens, turn, 1]
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("store", [False, True])
 def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     look_ahead: bool, store: bool
@@ -336,7 +334,6 @@ def test_a_prompt_with_logprobs_is_computed_whatever_is_cached() -> None:
     assert engine.serve(request("c", prompt)).cached[0] == 188
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_requests_without_prompt_logprobs_share_with_one_that_has_them(look_ahead: bool) -> None:
     engine = Engine(config(blocks=300, look_ahead=look_ahead))
     clients = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.scheduler.sequences.sequence import HOLDING_SLOT
 from engine.scheduler.timing.backoff import STEPS_TO_DOUBLE, ConcurrencyBackoff
+from tests.engine.conftest import Wrap
 from tests.engine.scheduler.harness import BLOCK_BYTES, SHARED, Engine, config, request
 
 
@@ -23,7 +26,6 @@ def test_capacity_classes_are_few_and_end_with_the_context_or_the_memory() -> No
         assert settings.capacity_classes() == classes
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_the_youngest_of_the_lowest_priority_is_preempted_and_resumes_exactly(
     look_ahead: bool,
 ) -> None:
@@ -56,19 +58,17 @@ def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
 
 
-def test_a_prompt_that_finds_no_room_is_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_finds_no_room_is_looked_up_seldom(wrap: Wrap) -> None:
     engine = Engine(config(blocks=72, max_batch_size=8))
-    pool, looked_up = engine.scheduler.memory.blocks, []
-    match_prefix = pool.match_prefix
+    running = [engine.submit(request(f"r{n}", [n] * 8, max_tokens=60)) for n in range(2)]
+    engine.run_turns(8)
+    looked_up = []
 
-    def counted(hashes: list[bytes]) -> int:
+    @wrap(engine.scheduler.memory.blocks, "match_prefix")
+    def counted(match_prefix: Callable[[list[bytes]], int], hashes: list[bytes]) -> int:
         looked_up.append(len(engine.plans))
         return match_prefix(hashes)
 
-    running = [engine.submit(request(f"r{n}", [n] * 8, max_tokens=60)) for n in range(2)]
-    for _ in range(8):
-        engine.turn()
-    monkeypatch.setattr(pool, "match_prefix", counted)
     waiting = engine.submit(request("waiting", SHARED[:90], max_tokens=4))
     engine.finish(*running, waiting)
     waited = max(looked_up) - min(looked_up)
@@ -102,7 +102,6 @@ def test_a_step_whose_request_was_cancelled_may_fail() -> None:
     assert not engine.scheduler.recover("it failed", out_of_memory=False), "there is none"
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))
     others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
@@ -136,7 +135,6 @@ def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
     engine.serve(request("again", SHARED))
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("turns", range(0, 40, 3))
 def test_when_a_step_raises_all_sequences_restart_and_lose_nothing(
     look_ahead: bool, turns: int

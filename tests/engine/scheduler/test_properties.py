@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engine.plan import StoreRoom
 from engine.scheduler.config import Ring
 from engine.speculation.speculator import Speculator
 from shared import wire
+from tests.engine.conftest import Wrap
 from tests.engine.guesses import guessing
 from tests.engine.marked_pictures import IMAGE, LENGTHS, Shown, flattened, items_of
 from tests.engine.scheduler.fake_executor import SALTS, expected
@@ -273,18 +275,15 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     run_chaos(engine, Chaos(engine, seed, failures))
 
 
-def test_a_sequence_waits_for_guesses_though_the_step_before_them_made_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sequence_waits_for_guesses_though_the_step_before_them_made_none(wrap: Wrap) -> None:
     engine = Engine(config(look_ahead=True, decodes_ends=False), speculator(0.0, 3, True))
     engine.executor.wrong_guesses = 0.0
-    drafting, numbers = engine.scheduler.planner._drafting, itertools.count()
-    guesses_after = drafting.guesses_after
+    numbers = itertools.count()
 
-    def sometimes(*of: Any) -> int:
+    @wrap(engine.scheduler.planner._drafting, "guesses_after")
+    def sometimes(guesses_after: Callable[..., int], *of: Any) -> int:
         return guesses_after(*of) if next(numbers) % 3 else 0
 
-    monkeypatch.setattr(drafting, "guesses_after", sometimes)
     engine.serve(request("a", SHARED[:20], max_tokens=100))
     ahead = 0
     for before, plan in itertools.pairwise(engine.plans):

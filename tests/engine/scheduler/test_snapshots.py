@@ -23,10 +23,10 @@ BLOCK = 4
 ROOMY = {"blocks": 2000, "context_length": 700, "prefill_chunk_tokens": 64}
 
 
-@pytest.fixture(params=[False, True], ids=["", "look_ahead"])
-def hybrid(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture
+def hybrid(look_ahead: bool) -> dict[str, Any]:
     """Changes of `config` for a model with both recurrent layers and attention."""
-    return ROOMY | RECURRENT["hybrid"] | {"look_ahead": request.param}
+    return ROOMY | RECURRENT["hybrid"] | {"look_ahead": look_ahead}
 
 
 @pytest.fixture(params=list(RECURRENT))
@@ -153,9 +153,7 @@ def test_without_the_blocks_of_its_prefix_a_snapshot_is_not_used(hybrid: dict[st
     assert engine.serve(request("b", SHARED[:301])).cached[0] == 0
 
 
-def test_an_abort_during_decode_leaves_no_private_snapshot(
-    settings: dict[str, Any],
-) -> None:
+def test_an_abort_during_decode_leaves_no_private_snapshot(settings: dict[str, Any]) -> None:
     for turns in range(1, 24):
         engine = Engine(config(**settings))
         engine.submit(request("a", SHARED[:30], max_tokens=90))
@@ -174,9 +172,7 @@ def test_snapshots_are_evicted_before_any_sequence_is_preempted(settings: dict[s
     assert engine.scheduler.stats().unevictable_bytes == 0
 
 
-def test_a_few_shared_tokens_are_computed_instead_of_waited_for(
-    settings: dict[str, Any],
-) -> None:
+def test_a_few_shared_tokens_are_computed_instead_of_waited_for(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings | {"prefill_chunk_tokens": None}))
     short = WORTHWHILE_TOKENS // 2
     for number in range(2):

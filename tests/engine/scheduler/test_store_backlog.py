@@ -34,9 +34,7 @@ def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for(
     assert max(len(plan.exports) for plan in engine.plans) == most
 
 
-def test_few_blocks_that_are_evicted_together_are_exported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_blocks_that_are_evicted_together_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a step is over, what is exported of them is in no ledger."""
     monkeypatch.setattr(store_backlog, "STORE_LIMIT", StoreRoom(3, 2**30))
     engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))

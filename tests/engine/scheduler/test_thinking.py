@@ -18,7 +18,6 @@ def budget(
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_the_end_follows_so_many_tokens_of_reasoning(tokens: int, look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))
     limited = engine.submit(request("a", [1, 2, 3], max_tokens=20, thinking=budget(tokens)))

@@ -34,7 +34,6 @@ def test_guesses_are_proposed_as_long_as_the_text_goes_on_so(
     assert found is None or found.source == "head"
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
 def test_right_guesses_are_verified_in_the_next_step(look_ahead: bool) -> None:
     asked = request("a", [1, 2, 3], max_tokens=40)
 

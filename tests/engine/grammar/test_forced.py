@@ -21,9 +21,11 @@ SOURCE = "(yes|no), because of the temperature"
 PROMPT = [9, 8]
 
 
-def source_of(tokenizer: LLTokenizer, **fields: Any) -> ForcedSource | None:
+def source_of(tokenizer: LLTokenizer, **fields: Any) -> ForcedSource:
     grammar = Grammar(kind="regex", source=SOURCE, **fields)
-    return ForcedSource.of(request_with(grammar), compile_grammar(tokenizer, grammar))
+    source = ForcedSource.of(request_with(grammar), compile_grammar(tokenizer, grammar))
+    assert source is not None
+    return source
 
 
 def request_with(grammar: Grammar) -> wire.Submit:
@@ -32,7 +34,6 @@ def request_with(grammar: Grammar) -> wire.Submit:
 
 def test_tokens_are_proposed_where_only_one_text_is_allowed(tokenizer: LLTokenizer) -> None:
     source = source_of(tokenizer)
-    assert source is not None
     assert source.propose(PROMPT, 5) is None
     begun = [*PROMPT, *tokenizer.tokenize_str("yes")]
     rest = tokenizer.tokenize_str(", because of the temperature")
@@ -46,7 +47,6 @@ def test_drafts_of_others_end_where_the_grammar_does_not_allow_them(
     tokenizer: LLTokenizer,
 ) -> None:
     source = source_of(tokenizer)
-    assert source is not None
     right, wrong = tokenizer.tokenize_str("no, because"), tokenizer.tokenize_str("x")
     source.propose(PROMPT, 5)
     assert source.num_possible(right) == len(right)
@@ -69,7 +69,6 @@ def test_nothing_is_proposed_before_the_grammar_applies_nor_after_an_error(
 ) -> None:
     (mark,) = tokenizer.tokenize_str("x")
     source = source_of(tokenizer, after=[mark])
-    assert source is not None
     begun = [*PROMPT, *tokenizer.tokenize_str("n")]
     assert source.propose(begun, 5) is None
     begun += [mark, *tokenizer.tokenize_str("n")]

@@ -228,19 +228,19 @@ def done() -> Outcomes:
 
 @pytest.fixture
 def compiler(
-    vocabulary: TokenizerSpec,
-    tokenizer: LLTokenizer,
-    done: Outcomes,
+    vocabulary: TokenizerSpec, tokenizer: LLTokenizer, done: Outcomes
 ) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(vocabulary, tokenizer, lambda *outcome: done.put(outcome))
     yield compiler
     compiler.close()
 
 
+def slow_grammar(number: int) -> wire.Grammar:
+    return wire.Grammar(kind="json_schema", source=f'{{"type":"integer","multipleOf":{number}}}')
+
+
 def test_a_slow_grammar_does_not_delay_others(compiler: GrammarCompiler, done: Outcomes) -> None:
-    slow = wire.Grammar(kind="json_schema", source='{"type":"integer","multipleOf":9999991}')
-    bad = wire.Grammar(kind="regex", source="(")
-    for grammar in (slow, DIGITS, bad):
+    for grammar in (slow_grammar(9999991), DIGITS, wire.Grammar(kind="regex", source="(")):
         compiler.compile(grammar)
     outcomes = {}
     for _ in range(2):
@@ -252,9 +252,7 @@ def test_a_slow_grammar_does_not_delay_others(compiler: GrammarCompiler, done: O
 
 
 def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
-    compiler: GrammarCompiler,
-    done: Outcomes,
-    monkeypatch: pytest.MonkeyPatch,
+    compiler: GrammarCompiler, done: Outcomes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
     ends = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
@@ -284,10 +282,7 @@ def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
 def test_grammars_that_nobody_waits_for_do_not_hold_up_others(
     compiler: GrammarCompiler, done: Outcomes
 ) -> None:
-    slow = [
-        wire.Grammar(kind="json_schema", source=f'{{"type":"integer","multipleOf":{number}}}')
-        for number in (9999991, 9999973, 9999971, 9999943)
-    ]
+    slow = [slow_grammar(number) for number in (9999991, 9999973, 9999971, 9999943)]
     compiler.compile(DIGITS)
     assert done.get(timeout=60)[0] == DIGITS  # the processes run
     for grammar in slow:

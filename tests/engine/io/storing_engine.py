@@ -14,12 +14,16 @@ from engine.io.store.client import StoreClient
 from engine.plan import FoundState, StateSearch
 from shared.hashing import HASH_BYTES
 from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+from tests.kvstore.process import Process
 
 TIMEOUT_S = 1.0
 STATES = "0b" * HASH_BYTES
 
 
 class StoringEngine:
+    kvstore: Process
+    """The process behind it, in tests that stop it."""
+
     def __init__(self, endpoint: str) -> None:
         self.answers: dict[int, list[list[Payload]]] = {}
         self.states: dict[int, FoundState | None] = {}

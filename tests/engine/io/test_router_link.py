@@ -21,21 +21,13 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 @contextmanager
-def guarded_link(
-    context: Context, directory: Path, *, has_keys: bool = True
-) -> Iterator[tuple[Socket, RouterLink]]:
+def guarded_link(directory: Path, *, has_keys: bool = True) -> Iterator[tuple[Socket, RouterLink]]:
     """Yield a router's socket that admits the engines on the allow list in ``directory``, and an
     engine's link to it, with keys from there."""
     create_pair(directory, "server")
     routers: Context = zmq.Context()
+    engines: Context = zmq.Context()
     gatekeeper = Gatekeeper(routers, directory)
     socket = routers.socket(zmq.ROUTER)
     gatekeeper.protect(socket)
@@ -43,11 +35,12 @@ def guarded_link(
     gatekeeper.start()
     keys = EngineKeyFiles(directory) if has_keys else None
     try:
-        with closing(RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), keys)) as link:
+        with closing(RouterLink(engines, socket.get_string(zmq.LAST_ENDPOINT), keys)) as link:
             yield socket, link
     finally:
         gatekeeper.close()
-        routers.destroy(linger=0)
+        for context in (routers, engines):
+            context.destroy(linger=0)
 
 
 def follow(link: RouterLink, until: Callable[[], bool]) -> None:
@@ -71,10 +64,10 @@ def replace_keys(directory: Path) -> str:
 
 
 def test_a_refused_engine_asks_again_and_says_why_once(
-    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = create_pair(tmp_path, "engine")
-    with guarded_link(context, tmp_path) as (socket, link):
+    with guarded_link(tmp_path) as (socket, link):
         with caplog.at_level(logging.ERROR):
             for _ in range(3):
                 asked = len(caplog.records)
@@ -92,17 +85,17 @@ def test_a_refused_engine_asks_again_and_says_why_once(
 
 
 def test_an_engine_without_keys_says_what_is_missing(
-    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with guarded_link(context, tmp_path, has_keys=False) as (_, link):
+    with guarded_link(tmp_path, has_keys=False) as (_, link):
         follow(link, lambda: "it requires CURVE: set --curve-dir" in caplog.text)
 
 
 def test_replaced_keys_are_used_once_no_request_is_running(
-    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     allow(tmp_path, create_pair(tmp_path, "engine").public)
-    with guarded_link(context, tmp_path) as (socket, link):
+    with guarded_link(tmp_path) as (socket, link):
         follow(link, lambda: link.is_connected)
         secret = (tmp_path / "engine.secret").read_bytes()
         new = replace_keys(tmp_path)
@@ -125,10 +118,10 @@ def test_replaced_keys_are_used_once_no_request_is_running(
 
 
 def test_an_engine_that_is_refused_tries_the_keys_that_its_directory_has_now(
-    context: Context, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     create_pair(tmp_path, "engine")
-    with guarded_link(context, tmp_path) as (_, link):
+    with guarded_link(tmp_path) as (_, link):
         follow(link, lambda: link.asks_again)
         allow(tmp_path, replace_keys(tmp_path))
         link.tick(time.monotonic() + 60, is_idle=False)

@@ -30,6 +30,7 @@ def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
 @pytest.fixture
 def engine(kvstore: Process) -> Iterator[StoringEngine]:
     with closing(StoringEngine(kvstore.endpoint)) as engine:
+        engine.kvstore = kvstore
         yield engine
 
 
@@ -51,7 +52,7 @@ def took(action: Callable[[], object]) -> float:
 
 
 @pytest.fixture
-def prefix(kvstore: Process, engine: StoringEngine) -> StoringEngine:
+def prefix(engine: StoringEngine) -> StoringEngine:
     """Return an engine whose kvstore has blocks 1 to 6, and the states after 2 and 4."""
     engine.store(1, 2, 3, 4, 5, 6)
     engine.store_state(2)
@@ -74,10 +75,8 @@ def test_a_later_state_in_ram_is_not_fetched(prefix: StoringEngine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6, in_ram=(3,)) == (4, 4)
 
 
-def test_a_bad_state_makes_way_for_the_one_before_it(
-    prefix: StoringEngine, kvstore: Process
-) -> None:
-    path = kvstore.corrupt(4, STATES)
+def test_a_bad_state_makes_way_for_the_one_before_it(prefix: StoringEngine) -> None:
+    path = prefix.kvstore.corrupt(4, STATES)
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6) == (2, 2)
     assert prefix.client.stats.corrupt == 1
     wait_until(lambda: not path.exists())
@@ -141,67 +140,61 @@ def test_without_a_kvstore_every_fetch_is_a_miss_at_once(socket_dir: Path) -> No
         assert engine.client.stats.store is None
 
 
-def test_a_kvstore_killed_and_restarted_under_a_live_engine(
-    kvstore: Process, engine: StoringEngine
-) -> None:
+def test_a_kvstore_killed_and_restarted_under_a_live_engine(engine: StoringEngine) -> None:
     engine.keep(1, 2)
     for _ in range(2):
-        kvstore.kill()
+        engine.kvstore.kill()
         wait_until(lambda: engine.client.stats.store is None)
         assert took(lambda: engine.fetch(1)) < TIMEOUT_S / 2
         assert not engine.client.store(hash_of(9), payload_of(9))
-        kvstore.start()
+        engine.kvstore.start()
         wait_until(lambda: engine.holds(1, 2))
         engine.store(3)
 
 
 def test_each_fetch_gets_one_answer_if_the_kvstore_is_killed_meanwhile(
-    kvstore: Process, engine: StoringEngine
+    engine: StoringEngine,
 ) -> None:
     engine.keep(1, 2)
-    kvstore.pause()
+    engine.kvstore.pause()
     tickets = range(2_000_000, 2_000_050)
     for ticket in tickets:
         engine.client.fetch(ticket, [hash_of(1), hash_of(2)])
-    kvstore.kill()
+    engine.kvstore.kill()
     wait_until(lambda: all(ticket in engine.answers for ticket in tickets))
 
 
 def test_a_kvstore_that_hangs_costs_one_timeout_and_is_used_again_when_it_wakes(
-    kvstore: Process, engine: StoringEngine
+    engine: StoringEngine,
 ) -> None:
     engine.keep(1)
-    kvstore.pause()
+    engine.kvstore.pause()
     assert engine.fetch(1) == []
     assert took(lambda: [engine.fetch(1) for _ in range(5)]) < TIMEOUT_S
     assert not engine.client.store(hash_of(2), payload_of(2))
-    kvstore.resume()
+    engine.kvstore.resume()
     wait_until(lambda: engine.holds(1))
 
 
-def test_an_idle_engine_notices_a_hang_without_a_request(
-    kvstore: Process, engine: StoringEngine
-) -> None:
+def test_an_idle_engine_notices_a_hang_without_a_request(engine: StoringEngine) -> None:
     engine.store(1)
-    kvstore.pause()
+    engine.kvstore.pause()
     wait_until(lambda: not engine.client.is_ready)
     assert took(lambda: engine.fetch(1)) < TIMEOUT_S / 2
-    kvstore.resume()
+    engine.kvstore.resume()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "swap"])
-def test_a_bad_file_is_a_miss_and_is_removed(
-    kvstore: Process, engine: StoringEngine, damage: str
-) -> None:
+def test_a_bad_file_is_a_miss_and_is_removed(engine: StoringEngine, damage: str) -> None:
     engine.keep(1, 2, 3)
-    path = kvstore.file_path(2)
+    path = engine.kvstore.file_path(2)
     data = path.read_bytes()
     path.write_bytes(
         {
             "cut": data[:-10],
             "flip": data[:-1] + bytes([data[-1] ^ 1]),
             "empty": b"",
-            "swap": kvstore.file_path(3).read_bytes(),
+            "swap": engine.kvstore.file_path(3).read_bytes(),
         }[damage]
     )
     assert engine.fetch(1, 2, 3) == [payload_of(1)]
@@ -211,13 +204,11 @@ def test_a_bad_file_is_a_miss_and_is_removed(
     wait_until(lambda: engine.holds(1, 2, 3))
 
 
-def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(
-    kvstore: Process, engine: StoringEngine
-) -> None:
+def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(engine: StoringEngine) -> None:
     engine.keep(1, 2)
-    kvstore.file_path(2).unlink()
+    engine.kvstore.file_path(2).unlink()
     assert engine.fetch(1, 2) == [payload_of(1)]
-    path = kvstore.file_path(1)
+    path = engine.kvstore.file_path(1)
     path.unlink()
     os.mkfifo(path)
     assert engine.fetch(1) == []
@@ -240,30 +231,30 @@ def test_an_engine_on_another_machine_gets_the_same_blocks(
 
 
 def test_stores_beyond_the_bound_are_dropped_and_counted(
-    kvstore: Process, engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
+    engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_puts, "MAX_STORES", 4)
     monkeypatch.setattr(block_puts, "STORE_TIMEOUT_S", 2.0)
     engine.store(1)
-    kvstore.pause()
+    engine.kvstore.pause()
     taken = [engine.client.store(hash_of(n), payload_of(n)) for n in range(2, 12)]
     assert sum(taken) == 4 and engine.client.stats.drops == 6
     wait_until(lambda: engine.client.stats.drops == 10)  # the others after the time-out
-    kvstore.resume()
+    engine.kvstore.resume()
     engine.store(50)
 
 
 def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(
-    kvstore: Process, engine: StoringEngine
+    engine: StoringEngine,
 ) -> None:
     engine.store(1)
-    kvstore.pause()
+    engine.kvstore.pause()
     assert engine.client.store(hash_of(2), payload_of(2))
     assert engine.client.store(hash_of(3), payload_of(1003), is_state=True)
-    kvstore.kill()
+    engine.kvstore.kill()
     wait_until(lambda: {(hash_of(2), False), (hash_of(3), True)} <= {*engine.not_stored})
     assert engine.client.room() == (0, 0)
-    kvstore.start()
+    engine.kvstore.start()
     wait_until(lambda: engine.client.room().files > 0)
     engine.store(2)
     engine.store_state(3)

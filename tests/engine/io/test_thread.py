@@ -149,45 +149,45 @@ def engine(socket_dir: Path) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture
+def serving(engine: Engine) -> Engine:
+    engine.serve()
+    return engine
+
+
 # -- stalls ----------------------------------------------------------------------
 
 
-def test_an_engine_ends_itself_if_its_main_thread_hangs_with_requests(engine: Engine) -> None:
-    engine.serve()
-    engine.command("live")
+@pytest.mark.parametrize("taken", [True, False], ids=["with requests", "taking no messages"])
+def test_an_engine_ends_itself_if_its_main_thread_hangs(serving: Engine, taken: bool) -> None:
+    if taken:
+        serving.command("live")
+    else:
+        serving.send(submit())
     began = time.monotonic()
-    assert engine.ends() == EXIT_STUCK
+    assert serving.ends() == EXIT_STUCK
     assert STALL_S < time.monotonic() - began < STALL_S + 60
-    assert "requests wait, but nothing was computed" in engine.log
+    assert "requests wait, but nothing was computed" in serving.log
 
 
-def test_an_engine_ends_itself_if_its_main_thread_takes_no_messages(engine: Engine) -> None:
-    engine.serve()
-    engine.send(submit())
-    assert engine.ends() == EXIT_STUCK
-    assert "requests wait, but nothing was computed" in engine.log
-
-
-def test_heartbeats_report_the_seconds_without_progress(engine: Engine) -> None:
-    engine.serve()
-    engine.send(submit())
-    assert engine.command("take") == "Submit:r"
-    engine.command("live")
-    while (heartbeat := engine.hear(wire.Heartbeat)).stalled_s < STALL_S / 4:
+def test_heartbeats_report_the_seconds_without_progress(serving: Engine) -> None:
+    serving.send(submit())
+    assert serving.command("take") == "Submit:r"
+    serving.command("live")
+    while (heartbeat := serving.hear(wire.Heartbeat)).stalled_s < STALL_S / 4:
         pass
     assert heartbeat.stalled_s <= STALL_S
     assert heartbeat.phase == "ready"
     assert heartbeat.live[0].request_id == "r"
 
 
-def test_the_time_before_a_request_came_is_no_stall(engine: Engine) -> None:
-    engine.serve()
-    while engine.hear(wire.Heartbeat).phase != "ready":
+def test_the_time_before_a_request_came_is_no_stall(serving: Engine) -> None:
+    while serving.hear(wire.Heartbeat).phase != "ready":
         pass
     time.sleep(0.5)  # the thread sleeps between heartbeats
     sent = time.monotonic()
-    engine.send(submit())
-    assert engine.hear(wire.Heartbeat).stalled_s <= time.monotonic() - sent
+    serving.send(submit())
+    assert serving.hear(wire.Heartbeat).stalled_s <= time.monotonic() - sent
 
 
 @pytest.mark.parametrize("phase", ["loading", "warming"])
@@ -198,40 +198,37 @@ def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
     assert engine.hear(wire.Heartbeat).phase == phase
 
 
-def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> None:
-    engine.serve()
-    assert engine.lives_for(1.5 * STALL_S)
-    engine.send(submit())
-    assert engine.command("take") == "Submit:r"
-    engine.command("live")
+def test_an_idle_engine_and_a_computing_one_are_not_stuck(serving: Engine) -> None:
+    assert serving.lives_for(1.5 * STALL_S)
+    serving.send(submit())
+    assert serving.command("take") == "Submit:r"
+    serving.command("live")
     for _ in range(10):
-        engine.command("progress")
-        assert engine.lives_for(STALL_S / 4)
-    engine.command("idle")
-    assert engine.lives_for(1.5 * STALL_S)
+        serving.command("progress")
+        assert serving.lives_for(STALL_S / 4)
+    serving.command("idle")
+    assert serving.lives_for(1.5 * STALL_S)
 
 
 # -- signals ---------------------------------------------------------------------
 
 
 def test_a_signal_drains_an_engine_whose_main_thread_is_busy_and_a_second_ends_it(
-    engine: Engine,
+    serving: Engine,
 ) -> None:
-    engine.serve()
-    engine.signal()
-    assert engine.command("take") == "Drain"
-    assert engine.process.poll() is None
-    engine.signal()
-    assert engine.ends() == EXIT_OK
-    assert "draining took" not in engine.log
+    serving.signal()
+    assert serving.command("take") == "Drain"
+    assert serving.process.poll() is None
+    serving.signal()
+    assert serving.ends() == EXIT_OK
+    assert "draining took" not in serving.log
 
 
-def test_an_engine_ends_if_draining_takes_too_long(engine: Engine) -> None:
-    engine.serve()
-    engine.signal()
-    assert engine.command("take") == "Drain"
-    assert engine.ends() == EXIT_OK
-    assert "draining took longer than 1 s" in engine.log
+def test_an_engine_ends_if_draining_takes_too_long(serving: Engine) -> None:
+    serving.signal()
+    assert serving.command("take") == "Drain"
+    assert serving.ends() == EXIT_OK
+    assert "draining took longer than 1 s" in serving.log
 
 
 def test_a_loading_engine_ends_at_the_first_signal(engine: Engine) -> None:
@@ -243,45 +240,43 @@ def test_a_loading_engine_ends_at_the_first_signal(engine: Engine) -> None:
 
 
 def test_two_routers_have_their_own_requests_and_one_that_restarts_loses_only_its_own(
-    engine: Engine,
+    serving: Engine,
 ) -> None:
-    engine.serve()
-    engine.send(wire.Ping(router_id="mine"))
-    engine.hear(wire.Hello)
-    engine.send(submit("a"))
-    with engine.as_other_router():
-        engine.send(wire.Ping(router_id="other"))
-        engine.hear(wire.Hello)
-        engine.send(submit("b"))
-        engine.send(wire.Abort(request_id="a", attempt=3))  # of the first router
-        assert "Abort" not in engine.take_until("Submit:b")
-        engine.command("live a b")
-        while not (heartbeat := engine.hear(wire.Heartbeat)).live:
+    serving.send(wire.Ping(router_id="mine"))
+    serving.hear(wire.Hello)
+    serving.send(submit("a"))
+    with serving.as_other_router():
+        serving.send(wire.Ping(router_id="other"))
+        serving.hear(wire.Hello)
+        serving.send(submit("b"))
+        serving.send(wire.Abort(request_id="a", attempt=3))  # of the first router
+        assert "Abort" not in serving.take_until("Submit:b")
+        serving.command("live a b")
+        while not (heartbeat := serving.hear(wire.Heartbeat)).live:
             pass
         assert [one.request_id for one in heartbeat.live] == ["b"]
-        engine.command("tokens a b")
-        assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["b"]
-        engine.command("progress")
-        engine.send(wire.Ping(router_id="other, again"))
-        engine.hear(wire.Hello)
-        assert engine.command("take") == "NewRouter:b"
-        engine.command("progress")
-        engine.command("tokens a b")
-        engine.send(wire.Ping(router_id="other, again"))
-        while not isinstance(heard := engine.hear(wire.Message), wire.Hello):
+        serving.command("tokens a b")
+        assert [delta.request_id for delta in serving.hear(wire.Tokens).deltas] == ["b"]
+        serving.command("progress")
+        serving.send(wire.Ping(router_id="other, again"))
+        serving.hear(wire.Hello)
+        assert serving.command("take") == "NewRouter:b"
+        serving.command("progress")
+        serving.command("tokens a b")
+        serving.send(wire.Ping(router_id="other, again"))
+        while not isinstance(heard := serving.hear(wire.Message), wire.Hello):
             assert not isinstance(heard, wire.Tokens)
     for _ in range(2):
-        assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["a"]
+        assert [delta.request_id for delta in serving.hear(wire.Tokens).deltas] == ["a"]
 
 
-def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engine: Engine) -> None:
-    engine.serve()
+def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(serving: Engine) -> None:
     for router_id in ("one", "one", "two"):
-        engine.send(wire.Ping(router_id=router_id))
-        assert engine.hear(wire.Hello) == HELLO
-    engine.send(wire.Abort(request_id="last", attempt=0))
-    assert engine.take_until("Abort") == ["NewRouter:", "NewRouter:", "Abort"]
-    assert "new router" in engine.log
+        serving.send(wire.Ping(router_id=router_id))
+        assert serving.hear(wire.Hello) == HELLO
+    serving.send(wire.Abort(request_id="last", attempt=0))
+    assert serving.take_until("Abort") == ["NewRouter:", "NewRouter:", "Abort"]
+    assert "new router" in serving.log
 
 
 def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engine: Engine) -> None:
@@ -299,41 +294,37 @@ def test_a_request_during_loading_is_refused_as_full(engine: Engine) -> None:
         assert found == (sent.request_id, sent.attempt, "full")
 
 
-def test_only_files_of_the_tokenizer_are_sent_and_each_once(engine: Engine) -> None:
-    engine.serve()
+def test_only_files_of_the_tokenizer_are_sent_and_each_once(serving: Engine) -> None:
     names = ["tokenizer.json", "../log", "/etc/passwd", "config.json", *["tokenizer.json"] * 9]
-    engine.send(wire.FilesWanted(names=names))
-    files, contents = engine.hear_with_frames(wire.Files)
+    serving.send(wire.FilesWanted(names=names))
+    files, contents = serving.hear_with_frames(wire.Files)
     assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
 
 
-def test_files_stay_those_of_the_loaded_model_when_others_take_their_place(engine: Engine) -> None:
-    engine.serve()
-    engine.tokenizer.unlink()
+def test_files_stay_those_of_the_loaded_model_when_others_take_their_place(serving: Engine) -> None:
+    serving.tokenizer.unlink()
     for _ in range(2):
-        engine.send(wire.FilesWanted(names=["tokenizer.json"]))
-        assert engine.hear_with_frames(wire.Files)[1] == [b"the tokenizer"]
-        engine.tokenizer.write_text("that of another revision")
+        serving.send(wire.FilesWanted(names=["tokenizer.json"]))
+        assert serving.hear_with_frames(wire.Files)[1] == [b"the tokenizer"]
+        serving.tokenizer.write_text("that of another revision")
 
 
-def test_a_file_that_cannot_be_read_is_not_sent_and_ends_nothing(engine: Engine) -> None:
-    engine.serve()
-    engine.send(wire.Ping(router_id="one"))
-    engine.hear(wire.Hello)  # the thread has the files now
-    engine.command("lose")
-    engine.send(wire.FilesWanted(names=["tokenizer.json"]))
-    assert engine.hear(wire.Files).names == []
-    assert "cannot read a file of the model any more" in engine.log
-    assert engine.lives_for(0.2)
+def test_a_file_that_cannot_be_read_is_not_sent_and_ends_nothing(serving: Engine) -> None:
+    serving.send(wire.Ping(router_id="one"))
+    serving.hear(wire.Hello)  # the thread has the files now
+    serving.command("lose")
+    serving.send(wire.FilesWanted(names=["tokenizer.json"]))
+    assert serving.hear(wire.Files).names == []
+    assert "cannot read a file of the model any more" in serving.log
+    assert serving.lives_for(0.2)
 
 
-def test_rubbish_is_counted_and_dropped(engine: Engine) -> None:
-    engine.serve()
+def test_rubbish_is_counted_and_dropped(serving: Engine) -> None:
     rubbish = [b"", b"\xc1", b"\x00" * 100, os.urandom(1000), b"\x91" * 100_000]
     for frame in rubbish:
-        engine.send_raw(frame)
-    while engine.hear(wire.Heartbeat).stats.dropped_messages_total < len(rubbish):
+        serving.send_raw(frame)
+    while serving.hear(wire.Heartbeat).stats.dropped_messages_total < len(rubbish):
         pass
-    engine.send(wire.Ping(router_id="one"))
-    assert engine.hear(wire.Hello) == HELLO
-    assert "dropped an invalid message" in engine.log
+    serving.send(wire.Ping(router_id="one"))
+    assert serving.hear(wire.Hello) == HELLO
+    assert "dropped an invalid message" in serving.log

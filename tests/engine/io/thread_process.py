@@ -18,6 +18,7 @@ from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
+from tests.shared import submits
 
 ENGINE, INCARNATION = "engine-0", "first"
 HELLO = wire.Hello(
@@ -84,14 +85,7 @@ def main() -> None:
 
 
 def submit(request_id: str = "r") -> wire.Submit:
-    return wire.Submit(
-        request_id=request_id,
-        attempt=3,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=0),
-        max_tokens=4,
-        stop_token_ids=[2],
-    )
+    return submits.submit(request_id, attempt=3)
 
 
 def delta(name: str) -> wire.Delta:

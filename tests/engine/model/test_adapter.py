@@ -21,35 +21,30 @@ from shared.exits import EXIT_CONFIG
 from shared.settings import Settings
 from tests.tiny_models import make_adapter
 
-TinyModel = Callable[..., Path]
 PROMPT = mx.array([[5, 80, 3, 200, 9]])
 
 
 @pytest.fixture
-def adapter(tiny_model: TinyModel, tmp_path: Path) -> Path:
-    return make_adapter(tiny_model("llama"), tmp_path / "adapter")
+def adapter(llama: Path, tmp_path: Path) -> Path:
+    return make_adapter(llama, tmp_path / "adapter")
 
 
-def test_logits_are_those_of_mlx_lm_with_the_same_adapter(
-    tiny_model: TinyModel, adapter: Path
-) -> None:
-    model = tiny_model("llama")
-    plain = load(model).model(PROMPT)
-    ours = load(model, adapter_path=adapter).model(PROMPT)
-    theirs = mlx_lm.load(str(model), adapter_path=str(adapter))[0](PROMPT)
+def test_logits_are_those_of_mlx_lm_with_the_same_adapter(llama: Path, adapter: Path) -> None:
+    plain = load(llama).model(PROMPT)
+    ours = load(llama, adapter_path=adapter).model(PROMPT)
+    theirs = mlx_lm.load(str(llama), adapter_path=str(adapter))[0](PROMPT)
     assert mx.allclose(ours, theirs, atol=1e-5)
     assert not mx.allclose(ours, plain, atol=0.1)
 
 
 def test_blocks_with_an_adapter_have_names_of_their_own(
-    tiny_model: TinyModel, adapter: Path, tmp_path: Path
+    llama: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    model = tiny_model("llama")
-    other = make_adapter(model, tmp_path / "other", seed=1)
+    other = make_adapter(llama, tmp_path / "other", seed=1)
     same = Path(shutil.copytree(adapter, tmp_path / "same"))
 
     def namespace(path: Path | None) -> bytes:
-        return build_replica(load(model, adapter_path=path), Settings(num_blocks=64)).namespace
+        return build_replica(load(llama, adapter_path=path), Settings(num_blocks=64)).namespace
 
     plain, first, second, third = map(namespace, (None, adapter, other, same))
     assert len({plain, first, second}) == 3
@@ -58,16 +53,16 @@ def test_blocks_with_an_adapter_have_names_of_their_own(
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapters.safetensors"])
 def test_the_error_of_an_incomplete_adapter_names_the_missing_file(
-    tiny_model: TinyModel, adapter: Path, missing: str
+    llama: Path, adapter: Path, missing: str
 ) -> None:
     (adapter / missing).unlink()
     with pytest.raises(AdapterUnusable, match=f"is not an adapter: {missing} is missing"):
-        load(tiny_model("llama"), adapter_path=adapter)
+        load(llama, adapter_path=adapter)
 
 
-def test_a_missing_adapter_directory_is_reported(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_missing_adapter_directory_is_reported(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="there is no adapter at"):
-        load(tiny_model("llama"), adapter_path=tmp_path / "nowhere")
+        load(llama, adapter_path=tmp_path / "nowhere")
 
 
 def cut_in_half(adapter: Path) -> None:
@@ -75,23 +70,27 @@ def cut_in_half(adapter: Path) -> None:
     file.write_bytes(file.read_bytes()[:200])
 
 
+def rewrite(adapter: Path, change: Callable[[str, mx.array], dict[str, mx.array]]) -> None:
+    """Replace each of the weights by what ``change`` makes of its name and itself."""
+    file = str(adapter / "adapters.safetensors")
+    changed: dict[str, mx.array] = {}
+    for name, array in mx.load(file).items():
+        changed |= change(name, array)
+    mx.save_safetensors(file, changed)
+
+
 def of_a_wider_model(adapter: Path) -> None:
-    weights = mx.load(str(adapter / "adapters.safetensors"))
-    wider = {name: mx.concatenate([array, array]) for name, array in weights.items()}
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), wider)
+    rewrite(adapter, lambda name, array: {name: mx.concatenate([array, array])})
 
 
 def of_other_layers(adapter: Path) -> None:
-    weights = mx.load(str(adapter / "adapters.safetensors"))
-    renamed = {name.replace("q_proj", "query"): array for name, array in weights.items()}
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), renamed)
+    rewrite(adapter, lambda name, array: {name.replace("q_proj", "query"): array})
 
 
 def without_half_of_a_pair(adapter: Path) -> None:
     """mlx-lm would fill it with random numbers."""
-    weights = mx.load(str(adapter / "adapters.safetensors"))
-    rest = {n: array for n, array in weights.items() if not n.endswith("v_proj.lora_a")}
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), rest)
+    missing = "v_proj.lora_a"
+    rewrite(adapter, lambda name, array: {} if name.endswith(missing) else {name: array})
 
 
 def no_json(adapter: Path) -> None:
@@ -119,18 +118,16 @@ def of_another_library(adapter: Path) -> None:
     ],
 )
 def test_an_adapter_that_does_not_fit_is_one_clear_line(
-    tiny_model: TinyModel, adapter: Path, spoil: Callable[[Path], None]
+    llama: Path, adapter: Path, spoil: Callable[[Path], None]
 ) -> None:
     spoil(adapter)
     with pytest.raises(AdapterUnusable, match=f"cannot use the adapter in {adapter}: ") as seen:
-        load(tiny_model("llama"), adapter_path=adapter)
+        load(llama, adapter_path=adapter)
     assert "\n" not in str(seen.value)
 
 
-def test_an_engine_with_a_bad_adapter_ends_with_a_config_error(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "services.processes.engine", f"--model={tiny_model('llama')}"]
+def test_an_engine_with_a_bad_adapter_ends_with_a_config_error(llama: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.processes.engine", f"--model={llama}"]
     command += [f"--adapter-path={tmp_path}", f"--engine-socket=ipc://{tmp_path}/e"]
     ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
     assert ended.returncode == EXIT_CONFIG

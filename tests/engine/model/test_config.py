@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from engine.model.load import load
 from engine.model.rotation import older_names
 from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
+LINEAR = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 GEMMA_3_4B = {
     "model_type": "gemma3",
@@ -84,9 +84,7 @@ def test_a_vocabulary_that_the_config_leaves_out_is_that_of_the_model() -> None:
     assert vocabulary_size(SimpleNamespace(), {}) == 0
 
 
-def test_a_config_of_newer_transformers_rotates_as_it_says(
-    tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_config_of_newer_transformers_rotates_as_it_says(tmp_path: Path, llama: Path) -> None:
     """mlx-lm's class of Llama does not know ``rope_parameters``, and would take its defaults."""
     rotation = {"rope_theta": 500_000.0, "rope_type": "linear", "factor": 2.0}
     old = {"rope_type": "linear", "factor": 2.0}
@@ -97,7 +95,7 @@ def test_a_config_of_newer_transformers_rotates_as_it_says(
     tokens = mx.array([[5, 6, 7, 8] * 8])
     one, other = (load(path).model(tokens) for path in models)
     assert mx.array_equal(one, other)
-    assert not mx.array_equal(one, load(tiny_model("llama")).model(tokens))
+    assert not mx.array_equal(one, load(llama).model(tokens))
     assert load(models[1]).vocab_size == VOCAB_SIZE
 
 
@@ -117,19 +115,14 @@ def test_a_config_of_newer_transformers_rotates_as_it_says(
         (  # Gemma 3
             {
                 "rope_parameters": {
-                    "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                    "full_attention": LINEAR,
                     "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
                 }
             },
             {
                 "rope_local_base_freq": 1e4,
                 "rope_theta": 1e6,
-                "rope_scaling": {
-                    "type": "linear",
-                    "rope_theta": 1e6,
-                    "rope_type": "linear",
-                    "factor": 8.0,
-                },
+                "rope_scaling": LINEAR | {"type": "linear"},
             },
         ),
         ({"rope_parameters": "odd"}, {}),

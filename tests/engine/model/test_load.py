@@ -34,11 +34,9 @@ def test_every_tiny_model_loads_and_generates(tiny_model: TinyModel, kind: Kind)
     assert all(path.is_file() for path in loaded.tokenizer_files.values())
 
 
-def test_options_replace_the_tokens_and_the_template_of_the_tokenizer(
-    tiny_model: TinyModel,
-) -> None:
+def test_options_replace_the_tokens_and_the_template_of_the_tokenizer(llama: Path) -> None:
     options = TokenizerOptions(eos_token="<|endoftext|>", chat_template="just this")
-    loaded = load(tiny_model("llama"), tokenizer_options=options)
+    loaded = load(llama, tokenizer_options=options)
     assert loaded.eos_token_ids == (0, EOS)
     message = [{"role": "user", "content": "Hello"}]
     assert loaded.tokenizer.apply_chat_template(message, tokenize=False) == "just this"

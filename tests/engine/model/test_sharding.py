@@ -53,11 +53,7 @@ def model(folder: Path, **config: Any) -> Path:
         ({"num_attention_heads": 12, "kv_lora_rank": 64}, 4, None),
         ({"intermediate_size": 1540}, 3, "1540 columns of its MLP are not divisible by 3"),
         ({"quantization": {"group_size": 32, "bits": 4}}, 3, None),
-        (
-            {"quantization": {"group_size": 128, "bits": 4}},
-            9,
-            "3 KV heads are not divisible by 9",
-        ),
+        ({"quantization": {"group_size": 128, "bits": 4}}, 9, "3 KV heads are not divisible by 9"),
         (
             {"quantization": {"group_size": 64, "bits": 4}, "intermediate_size": 1600},
             3,
@@ -82,20 +78,18 @@ def test_the_most_ranks_that_divide_are_found(tmp_path: Path) -> None:
 
 def test_strict_ranks_refuse_and_others_start_fewer(tmp_path: Path) -> None:
     path = model(tmp_path, **DEMO)
-    wanted = Settings(model="m", distributed_mode="ring", num_local_ranks=4)
+    four: dict[str, Any] = {"model": "m", "distributed_mode": "ring", "num_local_ranks": 4}
     with pytest.raises(ModelUnavailable, match=r"across 4 ranks: 9 attention heads .* Use 3 ranks"):
-        divided(wanted, path)
-    fewer = Settings(
-        model="m", distributed_mode="ring", num_local_ranks=4, distributed_strict=False
-    )
+        divided(Settings(**four), path)
+    fewer = Settings(**four, distributed_strict=False)
     assert divided(fewer, path).ranks == 3
     assert "num_local_ranks" in divided(fewer, path).given
 
 
 def test_a_model_that_mlx_lm_cannot_divide_is_refused_before_it_is_loaded(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    llama: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    load.check_divisible(tiny_model("llama"), "llama")
+    load.check_divisible(llama, "llama")
     config = (tiny_model("gemma3") / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelUnavailable, match="does not support it for gemma3_text"):

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.model.starting import StartTimes
@@ -56,9 +55,7 @@ def output_of(program: str, argument: str, cache: Path) -> str:
     return done.stdout
 
 
-def test_transformers_is_the_same_with_an_index(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_transformers_is_the_same_with_an_index(llama: Path, tmp_path: Path) -> None:
     plain = output_of(NAMES, "", tmp_path)
     assert not list(tmp_path.iterdir())
     assert output_of(NAMES, "remembered", tmp_path) == plain
@@ -67,7 +64,7 @@ def test_transformers_is_the_same_with_an_index(
     index.write_text(written.replace("Qwen2Config", "Qwen2xConfig"))  # it is what is used
     assert output_of(NAMES, "remembered", tmp_path) != plain
     index.write_text("[[")  # damaged
-    assert output_of(LOADING, str(tiny_model("llama")), tmp_path)
+    assert output_of(LOADING, str(llama), tmp_path)
     assert index.read_text() == written
     index.unlink()
     index.parent.rmdir()

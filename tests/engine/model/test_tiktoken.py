@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,7 @@ from engine.model.tiktoken import KIMI_PATTERN, tokenizer_directory
 from router.tokens.rendering import Renderer
 from tests.tiny_models import make_tiny
 
-WORDS = [
-    "the",
-    " the",
-    "Hello",
-    " world",
-    "don",
-    "'t",
-    "北京",
-    "北",
-    "123",
-    "  ",
-    "\n\n",
-    "é",
-    "ing",
-]
+WORDS = [*"the Hello don 't 北京 北 123 é ing".split(), " the", " world", "  ", "\n\n"]
 TEXTS = [
     "Hello world, don't! the theing  123456\n\n é",
     "中文English混合 北京北京 Pascal",
@@ -115,10 +100,8 @@ def test_a_tokenizer_of_ranks_gives_tiktokens_tokens(tmp_path: Path, cache: Path
     assert tokenizer_directory(tmp_path) == directory  # kept
 
 
-def test_other_tokenizers_stay_where_they_are(
-    tmp_path: Path, cache: Path, tiny_model: Callable[..., Path]
-) -> None:
-    assert tokenizer_directory(tiny_model("llama")) == tiny_model("llama")
+def test_other_tokenizers_stay_where_they_are(tmp_path: Path, cache: Path, llama: Path) -> None:
+    assert tokenizer_directory(llama) == llama
     (tmp_path / "tiktoken.model").write_bytes(b"")
     assert tokenizer_directory(tmp_path) == tmp_path
     assert not cache.exists()

@@ -23,6 +23,11 @@ from tests.tiny_models import EOS, VOCAB_SIZE
 WIDTH = VOCAB_SIZE + 13  # with rows of the embedding that have no token
 
 
+@pytest.fixture
+def masker(tokenizer: LLTokenizer) -> GrammarMasker:
+    return GrammarMasker(GrammarCache(tokenizer), WIDTH)
+
+
 def decode(row: int, source: str | None, **fields: Any) -> Decode:
     grammar = None if source is None else Grammar(kind="regex", source=source)
     fields = {"sampling": SamplingParams(seed=row), "token_id": 5, "output_index": 0, **fields}
@@ -38,12 +43,9 @@ def decode(row: int, source: str | None, **fields: Any) -> Decode:
 
 @pytest.mark.parametrize("host", [True, False])
 def test_masks_change_only_constrained_rows(
-    tokenizer: LLTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    host: bool,
+    tokenizer: LLTokenizer, masker: GrammarMasker, monkeypatch: pytest.MonkeyPatch, host: bool
 ) -> None:
     monkeypatch.setattr(arrays, "array_namespace", lambda: numpy if host else mx)
-    masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     decodes = [decode(0, None), decode(1, "[abc]"), decode(2, None), decode(3, "x|")]
     pending = masker.start(decodes, [5] * 4)
     assert pending is not None
@@ -62,9 +64,8 @@ def test_masks_change_only_constrained_rows(
 
 
 def test_forbidden_tokens_are_allowed_only_if_nothing_else_is(
-    tokenizer: LLTokenizer,
+    tokenizer: LLTokenizer, masker: GrammarMasker
 ) -> None:
-    masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     rows = [decode(0, "x|", forbidden=(EOS,)), decode(1, "", forbidden=(EOS,))]
     pending = masker.start(rows, [5] * 2)
     assert pending is not None
@@ -74,15 +75,14 @@ def test_forbidden_tokens_are_allowed_only_if_nothing_else_is(
 
 
 def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
-    tokenizer: LLTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: LLTokenizer, masker: GrammarMasker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lowest(xp: Any, keys: object, tokens: Any) -> Any:
         return xp.zeros(tokens.shape)
 
     monkeypatch.setattr(noise, "uniform", lowest)
     sampler = Sampler()
-    sampler.masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
+    sampler.masker = masker
     hot = SamplingParams(seed=0, temperature=2.0, top_p=0.9, top_k=5, min_p=0.2)
     decodes = [decode(0, "x", sampling=hot)]
     masks = sampler.start_masks(decodes, [5])
@@ -90,9 +90,11 @@ def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
     assert sampled.tokens.tolist() == tokenizer.tokenize_str("x")
 
 
-def test_guesses_are_what_the_grammar_allows_and_may_be_wrong(tokenizer: LLTokenizer) -> None:
+def test_guesses_are_what_the_grammar_allows_and_may_be_wrong(
+    tokenizer: LLTokenizer, masker: GrammarMasker
+) -> None:
     sampler = Sampler()
-    sampler.masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
+    sampler.masker = masker
     a, b, c, d, e, x = (tokenizer.tokenize_str(letter)[0] for letter in "abcdex")
     logits = mx.zeros((1, WIDTH))
     logits[0, mx.array([c, x])] = mx.array([1.0, 2.0])

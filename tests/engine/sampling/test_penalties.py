@@ -21,14 +21,9 @@ def decode(
     slot: Slot, tokens: list[int], prompt_length: int, fresh: bool, **controls: Any
 ) -> Decode:
     """Return the decode for the output that follows ``tokens``."""
-    return Decode(
-        slot,
-        len(tokens) - 1,
-        None,
-        len(tokens) - prompt_length,
-        SamplingParams(seed=1, **controls),
-        history=tuple(tokens[:-1]) if fresh else None,
-    )
+    sampling, position = SamplingParams(seed=1, **controls), len(tokens) - 1
+    history = tuple(tokens[:-1]) if fresh else None
+    return Decode(slot, position, None, len(tokens) - prompt_length, sampling, history=history)
 
 
 def logits_of(seed: int, rows: int = 1) -> mx.array:
@@ -115,10 +110,7 @@ def test_the_history_moves_with_its_sequence_to_another_slot() -> None:
     history.record([decode(old, tokens, 8, True, **controls)], mx.array(tokens[-1:]))
     history.move(old, new)
     moved, other = [*tokens, 7], [30, 31, 32]
-    parts = [
-        decode(new, moved, 8, False, **controls),
-        decode(old, other, 2, True, **controls),
-    ]
+    parts = [decode(new, moved, 8, False, **controls), decode(old, other, 2, True, **controls)]
     history.record(parts, mx.array([7, 32]))
     logits = logits_of(2, 2)
     ours = process_logits(logits, parts, history)

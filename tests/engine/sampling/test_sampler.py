@@ -17,17 +17,9 @@ VOCAB = 50
 def decode(
     row: int = 0, index: int = 0, forbidden: tuple[int, ...] = (), **controls: Any
 ) -> Decode:
-    controls.setdefault("seed", 1)
-    return Decode(
-        Slot(0, row),
-        index + 5,
-        None,
-        index,
-        SamplingParams(**controls),
-        forbidden,
-        None,
-        (4,) * index,
-    )
+    sampling = SamplingParams(**{"seed": 1} | controls)
+    slot, history = Slot(0, row), (4,) * index
+    return Decode(slot, index + 5, None, index, sampling, forbidden, history=history)
 
 
 def sample(logits: mx.array, rows: list[Decode]) -> list[int]:

@@ -160,11 +160,11 @@ def serving(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("taken", [True, False], ids=["with requests", "taking no messages"])
 def test_an_engine_ends_itself_if_its_main_thread_hangs(serving: Engine, taken: bool) -> None:
+    began = time.monotonic()
     if taken:
         serving.command("live")
     else:
         serving.send(submit())
-    began = time.monotonic()
     assert serving.ends() == EXIT_STUCK
     assert STALL_S < time.monotonic() - began < STALL_S + 60
     assert "requests wait, but nothing was computed" in serving.log

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +27,9 @@ from tests.router.tiny_tokenizer import write_tokenizer
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--restart-wait-s=3", "--max-request-bytes=20000")
 StartServer = Callable[..., "Server"]
-Background = Callable[..., Future[Any]]
-"""Starts a call on a thread."""
+THREADS = ThreadPoolExecutor(32)
+BEGUN: list[Future[Any]] = []
+"""Calls on these threads. They end before the next test begins."""
 
 
 class Server:
@@ -87,6 +89,18 @@ class Server:
         self.wait_ready()
         return engine
 
+    def join_as(self, model: str, says: str | None = None, **options: Any) -> ScriptedEngine:
+        """Start an engine of another model, and wait until it is ready."""
+        engine = self.start_engine(says, model=model, **options)
+        card = partial(self.client.get, f"/v1/models/{model}")
+        eventually(lambda: card().json().get("ready_replicas") == 1)
+        return engine
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        """The engine that was started last."""
+        return self.engines[-1]
+
     @property
     def num_tokens(self) -> int:
         """The tokens that the router has got so far, for requests without a key."""
@@ -107,6 +121,10 @@ class Server:
     def chat(self, text: str = "hello", /, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
         return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})
+
+    def begin(self, text: str = "hello", /, **fields: Any) -> Future[httpx.Response]:
+        """Ask in the background."""
+        return begin(self.chat, text, **fields)
 
     def complete(self, prompt: Any = "hello", /, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
@@ -138,8 +156,26 @@ class Server:
             raise
 
 
+def begin(call: Callable[..., Any], /, *args: Any, **fields: Any) -> Future[Any]:
+    """Start a call on a thread."""
+    BEGUN.append(THREADS.submit(call, *args, **fields))
+    return BEGUN[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` holds, in an event loop."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def key_flag(directory: Path, *lines: str) -> str:
+    """Write a file of API keys, and return the flag that names it."""
+    (directory / "keys").write_text("\n".join([*lines, ""]))
+    return f"--api-key-file={directory / 'keys'}"
 
 
 def ok(answer: httpx.Response) -> httpx.Response:
@@ -152,6 +188,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     """Return the error of an answer, which must have this status."""
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
+    assert error["message"]
     return error
 
 
@@ -242,19 +279,21 @@ def server(request: pytest.FixtureRequest, start_server: StartServer) -> Server:
 @pytest.fixture(autouse=True)
 def engines_leave() -> Iterator[None]:
     yield
+    wait(BEGUN)
+    BEGUN.clear()
     while Server.engines:
         Server.engines.pop(0).leave()
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
-    with ThreadPoolExecutor(32) as pool:
-        yield pool.submit
+def engine(server: Server) -> ScriptedEngine:
+    return server.join("hello world")
 
 
 @pytest.fixture
-def engine(server: Server) -> ScriptedEngine:
-    return server.join("hello world")
+def served(server: Server, engine: ScriptedEngine) -> Server:
+    """Return the server of a module, with an engine."""
+    return server
 
 
 @pytest.fixture(scope="module")

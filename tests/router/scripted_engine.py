@@ -24,6 +24,8 @@ from shared import wire
 from shared.network.curve import EngineKeys
 from tests.packed_logprobs import packed
 
+TOLD = ("phase", "stalled_s", "stats", "store")
+"""What heartbeats say of an engine's behaviour."""
 VOCAB = 265
 EOS = 1
 END = "<|im_end|>"
@@ -42,23 +44,11 @@ class Running:
 
 
 def make_hello(name: str, *, max_sequences: int = 4, **fields: Any) -> wire.Hello:
-    usual: dict[str, Any] = {
-        "protocol": wire.PROTOCOL_VERSION,
-        "incarnation": "0",
-        "model": "tiny",
-        "aliases": [],
-        "fingerprint": "0123456789abcdef",
-        "context_length": 512,
-        "vocab_size": VOCAB,
-        "block_size": 16,
-        "total_blocks": 64,
-        "max_sequences": max_sequences,
-        "max_batch_size": max_sequences,
-        "namespace": b"n" * 16,
-        "eos_token_ids": [EOS],
-        "files": {},
-        "version": "test",
-    }
+    usual: dict[str, Any] = {"protocol": wire.PROTOCOL_VERSION, "version": "test"}
+    usual |= {"incarnation": "0", "model": "tiny", "aliases": [], "files": {}}
+    usual |= {"fingerprint": "0123456789abcdef", "namespace": b"n" * 16, "eos_token_ids": [EOS]}
+    usual |= {"context_length": 512, "vocab_size": VOCAB, "block_size": 16, "total_blocks": 64}
+    usual |= {"max_sequences": max_sequences, "max_batch_size": max_sequences}
     return wire.Hello(engine=name, **{**usual, **fields})
 
 
@@ -69,8 +59,13 @@ def make_submit(request_id: str, **fields: Any) -> wire.Submit:
     return wire.Submit(request_id=request_id, **{"sampling": sampling, **usual, **fields})
 
 
+def names_of(submit: wire.Submit) -> dict[str, Any]:
+    """Return the fields with which an answer names a request."""
+    return {"request_id": submit.request_id, "attempt": submit.attempt}
+
+
 def make_refusal(submit: wire.Submit, **fields: Any) -> wire.Refused:
-    return wire.Refused(request_id=submit.request_id, attempt=submit.attempt, **fields)
+    return wire.Refused(**names_of(submit), **fields)
 
 
 def make_heartbeat(engine: str, incarnation: str, number: int, **fields: Any) -> wire.Heartbeat:
@@ -245,25 +240,15 @@ class ScriptedEngine:
             context.term()
 
     def _heartbeat(self, number: int) -> wire.Heartbeat:
+        computed = self.behaviour.computed_prompt_tokens
         live = [
             wire.LiveRequest(
-                request_id=running.submit.request_id,
-                attempt=running.submit.attempt,
-                generated=running.sent,
-                computed_prompt_tokens=self.behaviour.computed_prompt_tokens,
+                **names_of(running.submit), generated=running.sent, computed_prompt_tokens=computed
             )
             for running in self._running.values()
         ]
-        return make_heartbeat(
-            self.name,
-            self.incarnation,
-            number,
-            phase=self.behaviour.phase,
-            stalled_s=self.behaviour.stalled_s,
-            live=live,
-            stats=self.behaviour.stats,
-            store=self.behaviour.store,
-        )
+        told = {name: getattr(self.behaviour, name) for name in TOLD}
+        return make_heartbeat(self.name, self.incarnation, number, live=live, **told)
 
     def _answer(self, message: wire.Message) -> list[list[Frame]]:
         match message:
@@ -285,8 +270,7 @@ class ScriptedEngine:
                 self._running[message.request_id] = Running(message, script, len(message.generated))
                 if not self.behaviour.accept:
                     return []
-                accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
-                return [wire.encode(accepted)]
+                return [wire.encode(wire.Accepted(**names_of(message)))]
             case wire.Abort(request_id=request_id, attempt=attempt):
                 running = self._running.get(request_id)
                 if running is None or attempt not in (None, running.submit.attempt):
@@ -326,11 +310,7 @@ class ScriptedEngine:
         return deltas
 
     def _delta(
-        self,
-        running: Running,
-        ids: list[int],
-        finish: str | None = None,
-        stop_token: int | None = None,
+        self, running: Running, ids: list[int], finish: Any = None, stop_token: int | None = None
     ) -> wire.Delta:
         usage = None
         if finish is not None:
@@ -343,30 +323,18 @@ class ScriptedEngine:
         if count is not None and not self.behaviour.omit_logprobs:
             logprobs = [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
         skipped = 1 if self.behaviour.skip_token and running.sent else 0
-        return wire.Delta(
-            request_id=running.submit.request_id,
-            attempt=running.submit.attempt,
-            index=running.sent + skipped,
-            token_ids=ids,
-            logprobs=logprobs,
-            finish=finish,  # type: ignore[arg-type]
-            stop_token=stop_token,
-            usage=usage,
-        )
+        end: dict[str, Any] = {"finish": finish, "stop_token": stop_token, "usage": usage}
+        tokens: dict[str, Any] = {"index": running.sent + skipped, "token_ids": ids}
+        return wire.Delta(**names_of(running.submit), **tokens, logprobs=logprobs, **end)
 
     def _prompt_deltas(self, submit: wire.Submit) -> list[wire.Delta]:
         """Return the prompt's log-probabilities, in two parts."""
         if self.behaviour.omit_logprobs:
             return []
         scores = prompt_scores_of(submit)
+        fields: dict[str, Any] = {"index": len(submit.generated), "token_ids": []}
         return [
-            wire.Delta(
-                request_id=submit.request_id,
-                attempt=submit.attempt,
-                index=len(submit.generated),
-                token_ids=[],
-                prompt_logprobs=packed(part),
-            )
+            wire.Delta(**names_of(submit), **fields, prompt_logprobs=packed(part))
             for part in (scores[:3], scores[3:])
         ]
 

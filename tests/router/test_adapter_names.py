@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import pytest
 
 from router.errors import ModelNotFound
 from router.fleet.adapters import Adapters, ServedAdapter
 from router.fleet.engines.engine import Engine, ModelReplicas
-from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from shared.settings import Settings
 from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
@@ -38,10 +36,10 @@ class Fleet:
             for name, adapters in configured.items()
         }
         supervised.on_models({"models": models})
-        registry = SimpleNamespace(
+        registry: Any = SimpleNamespace(
             models=self.models, versions=self.versions, find_model=self.models.get
         )
-        self.adapters = Adapters(cast(Registry, registry), supervised, self._send)
+        self.adapters = Adapters(registry, supervised, self._send)
 
     def _send(self, engine: Engine, message: Message) -> bool:
         self.sent.append((engine.name, message))
@@ -54,8 +52,7 @@ class Fleet:
         return self.models[name]
 
     def join(self, model: ModelReplicas, name: str, *adapters: AdapterRef) -> Engine:
-        hello = make_hello(name, model=model.id)
-        hello = msgspec.structs.replace(hello, adapters=list(adapters), max_adapters=2)
+        hello = make_hello(name, model=model.id, adapters=list(adapters), max_adapters=2)
         engine = Engine(b"peer", hello, name, 10.0)
         model.engines.append(engine)
         model.update_adapters()
@@ -99,9 +96,7 @@ def test_a_full_name_finds_the_model_that_is_to_be_loaded() -> None:
         ("one:own", "own", False),
     ],
 )
-def test_a_key_for_an_adapter_has_its_model_loaded_for_that_adapter_alone(
-    allowed: str, name: str, may: bool
-) -> None:
+def test_an_adapters_key_loads_the_model_for_it_alone(allowed: str, name: str, may: bool) -> None:
     fleet = Fleet(two=["same", "own"])
     model = fleet.adapters.find_configured(name)
     assert model is not None
@@ -121,25 +116,22 @@ def test_an_adapter_that_left_the_flags_has_no_name_once_the_last_engine_is_repl
 
 
 def test_a_decision_during_a_rolling_restart_holds_in_both_versions_of_the_model() -> None:
-    fleet = Fleet()
+    fleet, loaded = Fleet(), ref("loaded")
     old = fleet.version("one")
     fleet.join(old, "old", ref("flag"))
     new = fleet.version("one")  # same weights, other flags
     fleet.join(new, "new", ref("flag"))
-    fleet.adapters._decide(new, "loaded", ref("loaded"))
+    fleet.adapters._decide(new, "loaded", loaded)
     fleet.adapters.unload("flag")
-    for model in (old, new):
-        assert model.adapters == {"loaded": ref("loaded")}
+    assert old.adapters == new.adapters == {"loaded": loaded}
     told = dict(fleet.sent)
     for name in ("old", "new"):
         message = told[name]
         assert isinstance(message, AdapterDecisions)
-        assert {one.name: one.adapter for one in message.decisions} == {
-            "loaded": ref("loaded"),
-            "flag": None,
-        }
+        decided = {one.name: one.adapter for one in message.decisions}
+        assert decided == {"loaded": loaded, "flag": None}
     late = fleet.join(new, "late", ref("flag"))
-    assert new.adapters == {"loaded": ref("loaded")}
+    assert new.adapters == {"loaded": loaded}
     assert fleet.sent[-1][0] == late.name
 
 

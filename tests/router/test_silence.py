@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from router.fleet.sequences.losses import FORGIVEN_AFTER_TOKENS, MAX_LOSSES, Losses
@@ -14,12 +12,10 @@ CHAT_MODEL = True
 
 
 @pytest.mark.timeout(120)
-def test_an_engine_that_comes_back_was_not_ended_by_its_requests(
-    start_server: StartServer, background: Any
-) -> None:
+def test_an_engine_that_comes_back_was_not_ended_by_its_requests(start_server: StartServer) -> None:
     server = start_server("--restart-wait-s=60", "--first-token-timeout-s=90")
     engine = server.join("hello world", hold_tokens_after=0)
-    answer = background(server.chat, "x")
+    answer = server.begin("x")
     lost = "is lost: sent no heartbeat"
     for times in (1, 2, 3):
         eventually(lambda: len(engine.running) == 1)

@@ -12,6 +12,7 @@ from router.fleet import administration
 from router.fleet.engines.sockets import EngineSockets
 from router.fleet.router import Router
 from shared.settings import Settings
+from tests.router.conftest import until
 from tests.router.scripted_engine import make_heartbeat, make_hello
 
 ABSENT_S = 0.3
@@ -34,9 +35,8 @@ def roll(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> Callable[[Act], N
             router.registry.on_bye(peer("one"))
             await asyncio.wait_for(act(router), 60)
         finally:
-            router.administration.close()
-            router.registry.close()
-            router.engine_sockets.close()
+            for part in (router.administration, router.registry, router.engine_sockets):
+                part.close()
 
     return lambda act: asyncio.run(restart_both(act))
 
@@ -44,11 +44,6 @@ def roll(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> Callable[[Act], N
 def peer(name: str) -> bytes:
     """Return what the router's first socket calls an engine."""
     return b"\0" + name.encode()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def heartbeat(router: Router, phase: str) -> None:

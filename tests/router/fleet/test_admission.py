@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,17 +20,25 @@ from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Submit
-from tests.router.conftest import Background, Server, StartServer, error_of, eventually
+from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 from tests.router.scripted_engine import make_hello, make_refusal, make_submit
 
 
-def sequence(
-    name: str, key: str = "", priority: int = 0, prompt: Sequence[int] = (1,), cache_salt: str = ""
-) -> RemoteSequence:
-    fields = {"token_ids": list(prompt), "cache_salt": cache_salt, "priority": priority}
+def sequence(name: str, key: str = "", **fields: Any) -> RemoteSequence:
     submit = make_submit(name, **fields)
-    blocks = prompt_blocks([engine_with(0), engine_with(0)], list(prompt), cache_salt)
+    blocks = prompt_blocks([engine_with(0)] * 2, submit.token_ids, submit.cache_salt)
     return RemoteSequence(submit, Tenant(name=key), lambda: None, blocks)
+
+
+def queue_of(*sequences: RemoteSequence) -> FairQueue:
+    queue = FairQueue()
+    for one in sequences:
+        queue.push(one)
+    return queue
+
+
+def sequences(count: int, name: str, key: str = "", **fields: Any) -> list[RemoteSequence]:
+    return [sequence(f"{name}{index}", key, **fields) for index in range(count)]
 
 
 def names(queue: FairQueue, running: Counter[str]) -> list[str]:
@@ -42,25 +50,18 @@ def names(queue: FairQueue, running: Counter[str]) -> list[str]:
 
 
 def test_the_queue_goes_by_priority_then_by_fairness_then_by_age() -> None:
-    queue = FairQueue()
-    for index in range(4):
-        queue.push(sequence(f"greedy{index}", "greedy"))
-    for index in range(2):
-        queue.push(sequence(f"modest{index}", "modest"))
-    queue.push(sequence("urgent", "greedy", priority=5))
-    assert names(queue, Counter()) == [
-        "urgent", "modest0", "greedy0", "modest1", "greedy1", "greedy2", "greedy3",
-    ]  # fmt: skip
+    waiting = [*sequences(4, "greedy", "greedy"), *sequences(2, "modest", "modest")]
+    queue = queue_of(*waiting, sequence("urgent", "greedy", priority=5))
+    order = "urgent modest0 greedy0 modest1 greedy1 greedy2 greedy3"
+    assert names(queue, Counter()) == order.split()
 
 
 def test_a_requeued_sequence_keeps_its_age_and_a_discarded_one_is_skipped() -> None:
-    queue = FairQueue()
-    sequences = [sequence(f"f{index}") for index in range(4)]
-    for one in sequences:
-        queue.push(one)
+    waiting = sequences(4, "f")
+    queue = queue_of(*waiting)
     first = queue.pop(Counter())
-    assert first is sequences[0]
-    queue.discard(sequences[1])
+    assert first is waiting[0]
+    queue.discard(waiting[1])
     queue.push(first)
     assert len(queue) == 3
     assert names(queue, Counter()) == ["f0", "f2", "f3"]
@@ -92,16 +93,16 @@ def test_every_waiting_sequence_is_placed_eventually(
     before: list[tuple[int, int]], own: int, arriving: list[tuple[int, int]], leave: bool
 ) -> None:
     """One has the lowest priority and the busiest key, and as many arrive as leave."""
-    queue, running = FairQueue(), Counter({"poor": 1000})
-    others = [sequence(f"b{i}", f"key{key}", priority) for i, (key, priority) in enumerate(before)]
-    for one in [*others, *(sequence(f"own{i}", "poor", -2) for i in range(own))]:
-        queue.push(one)
-    poor = sequence("poor", "poor", -2)
-    queue.push(poor)
+    running, poor = Counter({"poor": 1000}), sequence("poor", "poor", priority=-2)
+    others = [
+        sequence(f"b{i}", f"key{key}", priority=priority)
+        for i, (key, priority) in enumerate(before)
+    ]
+    queue = queue_of(*others, *sequences(own, "own", "poor", priority=-2), poor)
     most_keys = departed = 0
     while True:
         key, priority = arriving[departed % len(arriving)]
-        newcomer = sequence(f"n{departed}", f"key{key}", priority)
+        newcomer = sequence(f"n{departed}", f"key{key}", priority=priority)
         queue.push(newcomer)
         if leave and departed % 3 == 0:
             queue.discard(newcomer)
@@ -114,11 +115,7 @@ def test_every_waiting_sequence_is_placed_eventually(
 
 
 def test_priority_decides_between_the_turns_of_age() -> None:
-    queue = FairQueue()
-    for index in range(40):
-        queue.push(sequence(f"low{index}"))
-    for index in range(40):
-        queue.push(sequence(f"high{index}", priority=1))
+    queue = queue_of(*sequences(40, "low"), *sequences(40, "high", priority=1))
     first = names(queue, Counter())[:40]
     assert first[AGE_TURN_EVERY - 1 :: AGE_TURN_EVERY] == [f"low{index}" for index in range(5)]
     assert sum(name.startswith("high") for name in first) == 35
@@ -132,21 +129,23 @@ def engine_with(sequences: int, *events: CacheEvents) -> Engine:
     return engine
 
 
+PROMPT = list(range(64))
+
+
 def test_a_sequence_goes_to_the_engine_with_its_prefix_unless_that_is_clearly_busier() -> None:
-    prompt = list(range(64))
-    cached = CacheEvents(number=1, added=block_hashes(b"n" * 16, prompt, 16)[:2], removed=[])
-    one = sequence("x", prompt=prompt)
+    cached = CacheEvents(number=1, added=block_hashes(b"n" * 16, PROMPT, 16)[:2], removed=[])
+    one = sequence("x", token_ids=PROMPT)
     assert choose_engine([engine_with(0), busy := engine_with(3, cached)], one) is busy
     assert choose_engine([idle := engine_with(0), engine_with(9, cached)], one) is idle
 
 
 def test_an_engine_is_chosen_by_hashes_that_were_made_before() -> None:
     """Those of a long prompt take longer than the event loop may stand still."""
-    one = sequence("x", prompt=range(64))
+    one = sequence("x", token_ids=PROMPT)
     one.prompt_blocks = {(b"n" * 16, 16): [b"made up"]}
     cached = engine_with(3, CacheEvents(number=1, added=[b"made up"], removed=[]))
     assert choose_engine([engine_with(0), cached], one) is cached
-    assert prompt_blocks([cached], range(64), "") == {}
+    assert prompt_blocks([cached], PROMPT, "") == {}
 
 
 def test_a_salt_for_each_key_keeps_their_prefixes_apart(start_server: StartServer) -> None:
@@ -160,12 +159,11 @@ def test_a_salt_for_each_key_keeps_their_prefixes_apart(start_server: StartServe
 
 
 def test_a_placed_prefix_is_assumed_to_be_cached() -> None:
-    prompt = list(range(64))
     engines = [engine_with(1), engine_with(0)]
-    first = choose_engine(engines, sequence("a", prompt=prompt))
+    first = choose_engine(engines, sequence("a", token_ids=PROMPT))
     first.request_ids.update(dict.fromkeys("abc"))
-    assert choose_engine(engines, sequence("b", prompt=[*prompt, 5])) is first
-    other = sequence("c", prompt=prompt, cache_salt="s")
+    assert choose_engine(engines, sequence("b", token_ids=[*PROMPT, 5])) is first
+    other = sequence("c", token_ids=PROMPT, cache_salt="s")
     assert choose_engine(engines, other) is not first
 
 
@@ -189,10 +187,8 @@ def test_assumed_blocks_are_bounded() -> None:
 
 
 def test_the_number_ahead_counts_what_goes_first() -> None:
-    queue = FairQueue()
-    for index in range(5):
-        queue.push(sequence(f"greedy{index}", "greedy"))
-    queue.push(sequence("urgent", "other", priority=1))
+    urgent = sequence("urgent", "other", priority=1)
+    queue = queue_of(*sequences(5, "greedy", "greedy"), urgent)
     running = Counter({"greedy": 2})
     assert queue.num_ahead("greedy", 0, running) == 6
     assert queue.num_ahead("new", 0, running) == 1
@@ -225,46 +221,37 @@ def test_the_wait_is_estimated_from_the_rate_of_departures() -> None:
     assert rate.wait_s(1000) == 120
 
 
-def test_a_full_queue_is_a_429_with_retry_after(
-    start_server: StartServer, background: Background
+@pytest.mark.parametrize(
+    ("flags", "most", "named"),
+    [
+        (("--max-queue-size=2", "--max-concurrent-requests=0"), 3, {"code": "queue_full"}),
+        (("--max-concurrent-requests=2",), 2, {"type": "rate_limit_error"}),
+    ],
+)
+def test_too_many_requests_are_a_429_with_retry_after(
+    start_server: StartServer, flags: tuple[str, ...], most: int, named: dict[str, str]
 ) -> None:
-    server = start_server("--max-queue-size=2", "--max-concurrent-requests=0")
+    server = start_server(*flags)
     engine = server.join("hi", hold_tokens_after=0, max_sequences=1)
-    answers = [background(server.chat, "x") for _ in range(3)]
-    metric = 'queued_requests{model="tiny"} 2.0'
-    eventually(lambda: metric in server.metrics)
-    refused = server.chat("x")
-    assert error_of(refused, 429)["code"] == "queue_full"
-    assert int(refused.headers["retry-after"]) >= 1
+    answers = [server.begin("x") for _ in range(most)]
+    eventually(lambda: f'queued_requests{{model="tiny"}} {most - 1}.0' in server.metrics)
+    for stream in (False, True):
+        refused = server.chat("x", stream=stream)
+        assert named.items() <= error_of(refused, 429).items()
+        assert int(refused.headers["retry-after"]) >= 1
     engine.behaviour.hold_tokens_after = None
     assert {answer.result(60).status_code for answer in answers} == {200}
-    assert server.chat("x").status_code == 200
+    ok(server.chat("x"))
 
 
-def test_too_many_concurrent_requests_are_a_429(
-    start_server: StartServer, background: Background
-) -> None:
-    server = start_server("--max-concurrent-requests=2")
-    engine = server.join("hi", hold_tokens_after=0)
-    answers = [background(server.chat, "x") for _ in range(2)]
-    eventually(lambda: len(engine.running) == 2)
-    refused = server.chat("x", stream=True)
-    assert error_of(refused, 429)["type"] == "rate_limit_error"
-    assert "retry-after" in refused.headers
-    engine.behaviour.hold_tokens_after = None
-    assert {answer.result(60).status_code for answer in answers} == {200}
-
-
-def test_an_engine_never_gets_more_than_its_max_sequences(
-    server: Server, background: Background
-) -> None:
+def test_an_engine_never_gets_more_than_its_max_sequences(server: Server) -> None:
     engine = server.join("hello", step_s=0.01, max_sequences=3)
-    answers = [background(server.chat, f"x{i}") for i in range(16)]
+    answers = [server.begin(f"x{i}") for i in range(64)]
     most = 0
     while not all(answer.done() for answer in answers):
         most = max(most, len(engine.running))
     assert {answer.result().status_code for answer in answers} == {200}
-    assert 1 <= most <= 3
+    assert 1 <= most <= 3 and not engine.running
 
 
 def test_a_full_engine_is_tried_again(server: Server) -> None:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from router.encoding.encoding import PIECE_TOKENS, Caller, _rows_of
@@ -37,6 +36,7 @@ from tests.router.scripted_engine import make_hello, make_submit
 
 ROWS = 3
 ADAPTER = AdapterRef(name="a", path="/a", digest="d", rank=4)
+ADAPTED = Engine(b"e", make_hello("e", max_adapters=1), "e", 5.0)
 STATE = RemoteRequestState
 _USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 
@@ -50,12 +50,11 @@ class Fleet:
         settings = Settings()
         self.model = ModelReplicas(make_hello("e"), settings)
         self.model.renderer = SimpleNamespace()  # type: ignore[assignment]
-        for name in ("e0", "e1"):
-            engine = Engine(name.encode(), make_hello(name, max_sequences=ROWS), name, 5.0)
+        for name, max_adapters in (("e0", 1), ("e1", 0)):
+            hello = make_hello(name, max_sequences=ROWS, max_adapters=max_adapters)
+            engine = Engine(name.encode(), hello, name, 5.0)
             engine.phase = "ready"
             self.model.engines.append(engine)
-        adapted = self.model.engines[0]
-        adapted.hello = msgspec.structs.replace(adapted.hello, max_adapters=1)
         self.takes = True
         self.dispatcher = Dispatcher(
             settings, lambda *_: self.takes, Metrics("test"), lambda tenant, count: None
@@ -82,8 +81,8 @@ class Fleet:
         self.sequences.append(RemoteSequence(submit, tenant, lambda: None))
         self.dispatcher.admit(self.model, self.sequences[-1:])
 
-    def _any(self, *, placed: bool) -> InFlight | None:
-        found = [one for one in self.dispatcher.in_flight if (one.engine is not None) == placed]
+    def _placed(self) -> InFlight | None:
+        found = [one for one in self.dispatcher.in_flight if one.engine is not None]
         return self.random.choice(found) if found else None
 
     def _named(self, entry: InFlight) -> dict[str, Any]:
@@ -92,26 +91,22 @@ class Fleet:
         return {"request_id": entry.sequence.request_id, "attempt": attempt}
 
     def _accept(self) -> None:
-        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
+        if (entry := self._placed()) is not None and entry.engine is not None:
             self.dispatcher.on_accepted(entry.engine, Accepted(**self._named(entry)))
 
     def _refuse(self) -> None:
-        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
-            reason = self.random.choice(["full", "draining", "invalid"])
-            refused = Refused(**self._named(entry), reason=reason, message="no")  # type: ignore[arg-type]
+        if (entry := self._placed()) is not None and entry.engine is not None:
+            reason: Any = self.random.choice(["full", "draining", "invalid"])
+            refused = Refused(**self._named(entry), reason=reason, message="no")
             self.dispatcher.on_refused(entry.engine, refused)
 
     def _tokens(self, *, finish: str | None = None) -> None:
-        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
+        if (entry := self._placed()) is not None and entry.engine is not None:
             finish = finish or self.random.choice([None] * 6 + ["length", "stop", "abort", "error"])
             index = entry.sequence.num_output_tokens + (self.random.random() < 0.05)
-            delta = Delta(
-                **self._named(entry),
-                index=index,
-                token_ids=[] if finish in ("abort", "error") else [5],
-                finish=finish,  # type: ignore[arg-type]
-                usage=_USAGE if finish else None,
-            )
+            ids, usage = [] if finish in ("abort", "error") else [5], _USAGE if finish else None
+            told: dict[str, Any] = {"index": index, "finish": finish, "usage": usage}
+            delta = Delta(**self._named(entry), token_ids=ids, **told)
             self.dispatcher.on_tokens(entry.engine, [delta])
 
     def _stop(self) -> None:
@@ -195,31 +190,34 @@ def test_any_order_of_events_keeps_the_books_and_ends(seed: int) -> None:
         fleet.check()
 
 
-def version(**changes: Any) -> ModelReplicas:
-    return ModelReplicas(msgspec.structs.replace(make_hello("e"), **changes), Settings())
+def version(**fields: Any) -> ModelReplicas:
+    return ModelReplicas(make_hello("e", **fields), Settings())
+
+
+def versions(before: dict[str, Any], after: dict[str, Any]) -> tuple[ModelReplicas, ModelReplicas]:
+    first, second = version(**before), version(**after)
+    first.successor = second
+    return first, second
 
 
 def test_images_are_not_given_to_a_version_that_takes_others() -> None:
     vision = Vision(model_type="llava", placeholder="<image>", placeholder_id=5, image_token_id=5)
-    with_images, without = version(vision=vision), version()
-    with_images.successor = without
-    assert with_images.version_for(has_output=False) is without
-    assert with_images.version_for(has_output=False, has_images=True) is with_images
+    before, after = versions({"vision": vision}, {})
+    assert before.version_for(has_output=False) is after
+    assert before.version_for(has_output=False, has_images=True) is before
 
 
 def test_adapters_are_not_given_to_a_version_that_takes_none() -> None:
-    before, after = version(), version()
-    before.successor = after
+    before, after = versions({}, {})
     assert before.version_for(has_output=False) is after
     assert before.version_for(has_output=False, adapter=ADAPTER) is before
-    after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
+    after.engines.append(ADAPTED)
     assert before.version_for(has_output=False, adapter=ADAPTER) is after
 
 
 def test_adapters_are_not_given_to_other_weights_unless_they_are_named_there_too() -> None:
-    before, after = version(), version(fingerprint="other weights")
-    before.successor = after
-    after.engines.append(Engine(b"e", version(max_adapters=1).hello, "e", 5.0))
+    before, after = versions({}, {"fingerprint": "other weights"})
+    after.engines.append(ADAPTED)
     assert before.version_for(has_output=False) is after
     assert before.version_for(has_output=False, adapter=ADAPTER) is before
     after.apply([AdapterDecision(name="a", adapter=ADAPTER, version=1)])
@@ -228,8 +226,7 @@ def test_adapters_are_not_given_to_other_weights_unless_they_are_named_there_too
 
 def test_texts_are_not_given_to_a_version_with_other_vectors() -> None:
     """Their tokens contain its prompt, and their rows have its width."""
-    before, after = (version(text_task=TextTask(dimensions=size)) for size in (64, 32))
-    before.successor = after
+    before, after = versions(*({"text_task": TextTask(dimensions=size)} for size in (64, 32)))
     assert before.version_for(has_output=False) is before
     after.hello = before.hello
     assert before.version_for(has_output=False) is after
@@ -237,8 +234,7 @@ def test_texts_are_not_given_to_a_version_with_other_vectors() -> None:
 
 @in_loop
 async def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
-    before, after = version(fingerprint="a"), version(fingerprint="b")
-    before.successor = after
+    before, after = versions({"fingerprint": "a"}, {"fingerprint": "b"})
     admitted: list[ModelReplicas] = []
     dispatcher = SimpleNamespace(
         admit=lambda model, pieces: admitted.append(model), release=lambda piece: None
@@ -254,18 +250,13 @@ async def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_prefix_that_a_request_has_computed_itself_does_not_count_as_cached(
-    is_stopped: bool,
-) -> None:
+def test_a_prefix_that_a_request_computed_itself_does_not_count_as_cached(is_stopped: bool) -> None:
     sequence = RemoteSequence(make_submit("r"), Tenant(name="a"), lambda: None)
 
     def usage(ram: int, ssd: int) -> Usage:
-        return Usage(
-            prompt_tokens=64,
-            completion_tokens=len(sequence.output_token_ids) + 1,
-            cached_ram_tokens=ram,
-            cached_ssd_tokens=ssd,
-        )
+        count = len(sequence.output_token_ids) + 1
+        cached = {"cached_ram_tokens": ram, "cached_ssd_tokens": ssd}
+        return Usage(prompt_tokens=64, completion_tokens=count, **cached)
 
     def receive(usage: Usage) -> None:
         index, attempt = len(sequence.output_token_ids), sequence.attempt
@@ -279,6 +270,6 @@ def test_a_prefix_that_a_request_has_computed_itself_does_not_count_as_cached(
         sequence.end(usage(32, 16))
     else:
         receive(usage(32, 16))
-    assert sequence.usage is not None
-    assert (sequence.usage.cached_ram_tokens, sequence.usage.cached_ssd_tokens) == (16, 0)
-    assert sequence.usage.completion_tokens == 2
+    found = sequence.usage
+    assert found is not None and found.completion_tokens == 2
+    assert (found.cached_ram_tokens, found.cached_ssd_tokens) == (16, 0)

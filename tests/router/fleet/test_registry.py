@@ -19,6 +19,7 @@ from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
 from shared.wire import Files
 from tests.conftest import in_loop
+from tests.router.conftest import until
 from tests.router.scripted_engine import make_heartbeat, make_hello
 
 
@@ -53,17 +54,12 @@ def joined(contents: dict[str, bytes]) -> tuple[Registry, ModelReplicas]:
     return registry, registry.models["tiny"]
 
 
-def beat(registry: Registry) -> None:
-    registry.on_heartbeat(b"peer", make_heartbeat("engine", "0", 0))
-
-
 def test_the_garbage_collector_does_not_look_at_what_a_tokenizer_needs(model_dir: Path) -> None:
     """It takes a tenth of a second with its libraries, and holds up the event loop."""
 
     async def load() -> None:
         registry, model = joined(contents_of(model_dir))
-        while model.renderer is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: model.renderer is not None)
         registry.close()
 
     gc.unfreeze()
@@ -94,11 +90,9 @@ async def test_a_tokenizer_that_could_not_be_loaded_for_a_while_is_loaded_later(
     saw_error = False
     while model.renderer is None:
         await asyncio.sleep(0.01)
-        beat(registry)
+        registry.on_heartbeat(b"peer", make_heartbeat("engine", "0", 0))
         saw_error |= "its tokenizer cannot be loaded" in model.troubles
     registry.close()
     first, second, third = attempts
-    assert second - first >= 0.2
-    assert third - second >= 0.4
-    assert saw_error
-    assert model.troubles == []
+    assert second - first >= 0.2 and third - second >= 0.4
+    assert saw_error and model.troubles == []

@@ -72,9 +72,7 @@ async def test_a_file_that_cannot_be_read_is_not_left_out(
 
 
 @in_loop
-async def test_the_template_of_a_processor_is_used_if_the_tokenizer_has_none(
-    tmp_path: Path,
-) -> None:
+async def test_a_processors_template_is_used_if_the_tokenizer_has_none(tmp_path: Path) -> None:
     """As in older multimodal checkpoints."""
     write_chat_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

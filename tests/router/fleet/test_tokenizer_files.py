@@ -11,9 +11,7 @@ CONTENT = b"{}" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-def test_a_file_that_could_not_be_written_in_whole_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_written_in_part_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TokenizerFileStore(tmp_path / "files")
     write = Path.write_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,11 @@ def server(start_server: StartServer) -> Server:
     return start_server("--restart-wait-s=4")
 
 
-def test_another_version_of_a_model_takes_over_when_it_is_ready(
-    server: Server, background: Any, tmp_path: Path
-) -> None:
+def test_a_new_version_takes_over_when_it_is_ready(server: Server, tmp_path: Path) -> None:
     """What the one before has, it finishes. Settings of an engine hold for its version."""
     write_tokenizer(tmp_path, temperature=0.3)
     first = server.join("hi", name="a", hold_tokens_after=1)
-    begun = background(server.chat, "x")
+    begun = server.begin("x")
     eventually(lambda: len(first.running) == 1)
     options = {"max_generation_tokens": 600, "unknown": 1}
     second = server.start_engine(
@@ -39,13 +36,11 @@ def test_another_version_of_a_model_takes_over_when_it_is_ready(
     assert text_of(begun.result(60)) == "hi"
 
 
-def test_what_waits_for_an_earlier_version_goes_to_the_new_one_if_the_tokens_mean_the_same(
-    server: Server, background: Any
-) -> None:
+def test_what_waits_goes_to_a_new_version_whose_tokens_mean_the_same(server: Server) -> None:
     first = server.join("hi", name="a", max_sequences=1, hold_tokens_after=0)
-    begun = background(server.chat, "x")
+    begun = server.begin("x")
     eventually(lambda: len(first.running) == 1)
-    waiting = background(server.chat, "y")
+    waiting = server.begin("y")
     eventually(lambda: server.client.get("/health").json()["models"][0]["queued"] == 1)
     server.start_engine("new", name="b", options={"max_generation_tokens": 600})
     assert text_of(waiting.result(60)) == "new"

@@ -11,25 +11,10 @@ import jsonschema
 import pytest
 
 from shared.wire import ClearCache, Drain, Submit
-from tests.router.conftest import (
-    Background,
-    Server,
-    StartServer,
-    bearer,
-    error_of,
-    eventually,
-    ok,
-    text_of,
-)
+from tests.router.conftest import Server, StartServer, bearer, error_of, eventually, ok, text_of
+from tests.router.scripted_engine import ScriptedEngine
 
 ADMIN = bearer("boss")
-
-
-def assert_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
-    """Check an error answer, and return its error object."""
-    error = error_of(answer, status)
-    assert error["message"] and (code is None or error["code"] == code)
-    return error
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +27,23 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(start_server: StartServer, key_file: Path) -> Server:
     server = start_server("--admin-key=boss", f"--api-key-file={key_file}", "--restart-wait-s=20")
-    server.client.headers["authorization"] = "Bearer sesame"
+    server.client.headers.update(bearer("sesame"))
     return server
 
 
+def ask(server: Server, method: str, path: str, **params: Any) -> httpx.Response:
+    return server.client.request(method, f"/admin/{path}", params=params, headers=ADMIN)
+
+
 def admin(server: Server, method: str, path: str, **params: Any) -> Any:
-    answer = ok(server.client.request(method, f"/admin/{path}", params=params, headers=ADMIN))
-    return answer.json()
+    return ok(ask(server, method, path, **params)).json()
+
+
+def started(server: Server, name: str, **options: Any) -> ScriptedEngine:
+    """Return a ready engine. Those of the test before have left."""
+    engine = server.join("hello world", name=name, **options)
+    eventually(lambda: ready(server) == [name])
+    return engine
 
 
 def test_only_the_admin_key_administrates(server: Server) -> None:
@@ -56,29 +51,27 @@ def test_only_the_admin_key_administrates(server: Server) -> None:
         return httpx.get(server.url + path, headers=headers)
 
     path = "/admin/engines"
-    assert ask(path, **ADMIN).status_code == 200
-    assert ask(path, **{"x-api-key": "boss"}).status_code == 200
-    assert_error(ask(path), 401)
-    assert_error(ask(path, authorization="Bearer wrong"), 401)
-    assert_error(ask(path, authorization="Bearer sesame"), 403, "admin_key_needed")
-    assert_error(ask("/admin/nothing", **ADMIN), 404)
-    assert_error(ask("/admin/restart", **ADMIN), 405)
-    assert_error(ask("/v1/models", **ADMIN), 401)  # and does nothing else
+    for headers in (ADMIN, {"x-api-key": "boss"}):
+        assert ask(path, **headers).status_code == 200
+    error_of(ask(path), 401)
+    error_of(ask(path, **bearer("wrong")), 401)
+    assert error_of(ask(path, **bearer("sesame")), 403)["code"] == "admin_key_needed"
+    error_of(ask("/admin/nothing", **ADMIN), 404)
+    error_of(ask("/admin/restart", **ADMIN), 405)
+    error_of(ask("/v1/models", **ADMIN), 401)  # and does nothing else
 
 
 def test_without_an_admin_key_there_is_nothing(start_server: StartServer, server: Server) -> None:
     closed = start_server()
     for given in ({}, ADMIN):
-        assert_error(httpx.get(f"{closed.url}/admin/engines", headers=given), 404)
-    assert "/admin" not in closed.client.get("/openapi.json").text
-    assert "/admin/engines" in server.client.get("/openapi.json").text
+        error_of(httpx.get(f"{closed.url}/admin/engines", headers=given), 404)
+    for each, described in ((closed, False), (server, True)):
+        assert ("/admin" in each.client.get("/openapi.json").text) is described
 
 
-def test_a_drained_engine_finishes_its_requests_and_gets_no_others(
-    server: Server, background: Background
-) -> None:
-    first = server.join("hello world", hold_tokens_after=1, name="first")
-    running = background(server.chat, "x")
+def test_a_drained_engine_finishes_its_requests_and_gets_no_others(server: Server) -> None:
+    first = started(server, "first", hold_tokens_after=1)
+    running = server.begin("x")
     eventually(lambda: 1 in first.sent_counts)
     second = server.start_engine("hello", name="second")
     eventually(lambda: len(ready(server)) == 2)
@@ -117,10 +110,9 @@ def test_a_rolling_restart_takes_one_engine_at_a_time(server: Server) -> None:
     eventually(lambda: ready(server) == both)
 
 
-def test_requests_are_listed_and_cancelled(server: Server, background: Background) -> None:
-    engine = server.start_engine("hello world", hold_tokens_after=1, name="slow")
-    eventually(lambda: ready(server) == ["slow"])
-    answers = [background(server.chat, "x", stream=stream) for stream in (True, False)]
+def test_requests_are_listed_and_cancelled(server: Server) -> None:
+    engine = started(server, "slow", hold_tokens_after=1)
+    stream, whole = (server.begin("x", stream=stream) for stream in (True, False))
     eventually(lambda: len(engine.running) == 2)
     found = admin(server, "GET", "requests")
     assert found["total"] == 2
@@ -128,55 +120,49 @@ def test_requests_are_listed_and_cancelled(server: Server, background: Backgroun
     assert len(admin(server, "GET", "requests", limit=1)["requests"]) == 1
     for each in found["requests"]:
         assert admin(server, "POST", f"requests/{each['id']}/cancel")["count"] == 1
-    assert '"code":"cancelled"' in answers[0].result(60).text
-    assert_error(answers[1].result(60), 503, "cancelled")
+    assert '"code":"cancelled"' in stream.result(60).text
+    assert error_of(whole.result(60), 503)["code"] == "cancelled"
     eventually(lambda: not engine.running)
     assert admin(server, "GET", "requests")["total"] == 0
-    unknown = server.client.post("/admin/requests/nothing/cancel", headers=ADMIN)
-    assert_error(unknown, 404, "request_not_found")
+    unknown = ask(server, "POST", "requests/nothing/cancel")
+    assert error_of(unknown, 404)["code"] == "request_not_found"
 
 
-def test_requests_say_how_much_of_the_prompt_is_computed(
-    server: Server, background: Background
-) -> None:
-    engine = server.start_engine("hello world", hold_tokens_after=0, name="long")
-    eventually(lambda: ready(server) == ["long"])
+def test_requests_say_how_much_of_the_prompt_is_computed(server: Server) -> None:
+    engine = started(server, "long", hold_tokens_after=0)
 
     def progress() -> tuple[int | None, int]:
         (found,) = admin(server, "GET", "requests")["requests"]
         return found["computed_prompt_tokens"], found["prompt_tokens"]
 
-    answer = background(server.chat, "a rather long question " * 8)
-    eventually(lambda: bool(engine.running))
-    assert progress()[0] is None  # an engine that does not say
-    tokens = progress()[1]
-    for told, shown in ((3, 3), (7, 7), (-1, 0), (10**9, tokens - 1)):
+    def say(told: int, shown: int) -> None:
         engine.behaviour.computed_prompt_tokens = told
-        eventually(lambda shown=shown: progress() == (shown, tokens))  # type: ignore[misc]
-    engine.behaviour.computed_prompt_tokens = 3
-    eventually(lambda: progress()[0] == 3)
+        eventually(lambda: progress() == (shown, tokens))
+
+    answer = server.begin("a rather long question " * 8)
+    eventually(lambda: bool(engine.running))
+    computed, tokens = progress()
+    assert computed is None  # an engine that does not say
+    for told, shown in ((3, 3), (7, 7), (-1, 0), (10**9, tokens - 1), (3, 3)):
+        say(told, shown)
     engine.behaviour.hold_tokens_after = 1
     eventually(lambda: engine.sent_counts == [1])
-    engine.behaviour.computed_prompt_tokens = tokens
-    eventually(lambda: progress() == (tokens, tokens))
-    engine.behaviour.computed_prompt_tokens = 5  # it was preempted, and computes it again
-    eventually(lambda: progress() == (5, tokens))
+    say(tokens, tokens)
+    say(5, 5)  # it was preempted, and computes it again
     engine.behaviour.hold_tokens_after = None
-    assert answer.result(60).status_code == 200
+    ok(answer.result(60))
 
 
 def test_caches_keys_and_the_log_level(server: Server, key_file: Path) -> None:
-    engine = server.start_engine("hello", name="cached")
-    eventually(lambda: "cached" in ready(server))
+    engine = started(server, "cached")
     assert "cached" in admin(server, "POST", "cache/clear", tier="ram")["names"]
-    eventually(lambda: engine.got(ClearCache) == [ClearCache(ssd=False)])
     admin(server, "POST", "cache/clear")
-    eventually(lambda: len(engine.got(ClearCache)) == 2 and engine.got(ClearCache)[1].ssd)
+    eventually(lambda: [each.ssd for each in engine.got(ClearCache)] == [False, True])
     key_file.write_text("sesame name=user\nsecond\n")
     assert admin(server, "POST", "keys/reload")["count"] == 2
     key_file.write_text("sesame\nsesame\n")
-    answer = server.client.post("/admin/keys/reload", headers=ADMIN)
-    assert "sesame" not in assert_error(answer, 400, "bad_keys")["message"]
+    error = error_of(ask(server, "POST", "keys/reload"), 400)
+    assert error["code"] == "bad_keys" and "sesame" not in error["message"]
     key_file.write_text("sesame name=user\n")
     admin(server, "POST", "keys/reload")
     admin(server, "POST", "log-level", level="warning")
@@ -184,13 +170,11 @@ def test_caches_keys_and_the_log_level(server: Server, key_file: Path) -> None:
     server.client.get("/v1/models")
     assert server.log.read_text() == before
     admin(server, "POST", "log-level", level="info")
-    answer = server.client.post("/admin/log-level?level=loud", headers=ADMIN)
-    assert assert_error(answer, 400)["param"] == "level"
+    assert error_of(ask(server, "POST", "log-level", level="loud"), 400)["param"] == "level"
 
 
 def test_answers_are_as_described(server: Server) -> None:
-    server.start_engine("hello", name="any")
-    eventually(lambda: "any" in ready(server))
+    started(server, "any")
     document = server.client.get("/openapi.json").json()
     for template, operations in document["paths"].items():
         if not template.startswith("/admin/") or template == "/admin/drain":
@@ -204,15 +188,13 @@ def test_answers_are_as_described(server: Server) -> None:
             assert operation["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
-def test_a_drained_server_answers_what_runs_and_nothing_else(
-    start_server: StartServer, background: Background
-) -> None:
+def test_a_drained_server_answers_what_runs_and_nothing_else(start_server: StartServer) -> None:
     server = start_server("--admin-key=boss")
     engine = server.join("hello world", hold_tokens_after=1)
-    running = background(server.chat, "x")
+    running = server.begin("x")
     eventually(lambda: 1 in engine.sent_counts)
     assert admin(server, "POST", "drain")["count"] == 1
-    assert_error(server.chat("y"), 503, "shutting_down")
+    assert error_of(server.chat("y"), 503)["code"] == "shutting_down"
     assert server.client.get("/readyz").status_code == 503
     engine.behaviour.hold_tokens_after = None
-    assert running.result(60).status_code == 200
+    ok(running.result(60))

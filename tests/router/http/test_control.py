@@ -12,7 +12,7 @@ import pytest
 from services.commands import cli
 from shared.wire import Drain
 from tests.conftest import unused_port
-from tests.router.conftest import Background, Server, StartServer, eventually
+from tests.router.conftest import Server, StartServer, begin, eventually
 from tests.stand_ins.http_server import answering
 
 FLAGS = ("--admin-key=boss", "--restart-wait-s=20")
@@ -21,24 +21,21 @@ FLAGS = ("--admin-key=boss", "--restart-wait-s=20")
 class Command:
     """Runs the command line against a server."""
 
-    def __init__(self, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-        self.server = server
-        self._flags = ["--url", server.url]
-        self._capsys = capsys
+    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.url, self._capsys = url, capsys
 
-    def __call__(self, *words: str, key: str = "boss", code: int = 0) -> str:
+    def __call__(self, *words: str, key: str = "boss", code: int = 0, url: str = "") -> str:
         """Return what it prints, after a check of its exit code."""
-        flags = [*self._flags, *(["--admin-key", key] if words[0] != "status" else [])]
+        flags = ["--url", url or self.url, *(["--admin-key", key] if words[0] != "status" else [])]
         assert cli.main([*words, *flags]) == code
         out, err = self._capsys.readouterr()
-        if code:
-            assert err.count("\n") <= 1, "one line"
+        assert not code or err.count("\n") <= 1, "one line"
         return out + err
 
 
 @pytest.fixture
 def command(server: Server, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(server, capsys)
+    return Command(server.url, capsys)
 
 
 def shown(text: str) -> list[list[str]]:
@@ -49,39 +46,32 @@ def shown(text: str) -> list[list[str]]:
 def test_the_state_is_shown_and_decides_the_exit_code(server: Server, command: Command) -> None:
     assert "no engine has joined yet" in command("status", code=1)
     server.join("hello", name="shown")
-    text = command("status")
-    assert text.startswith("ok: mlx-lm-server")
-    assert ["tiny", "shown", "ready"] in shown(text)
+    assert command("status").startswith("ok: mlx-lm-server")
+    assert ["tiny", "shown", "ready"] in shown(command("status"))
     assert json.loads(command("status", "--json"))["status"] == "ok"
     assert "shown" in command("engines")
     assert json.loads(command("engines", "--json"))["engines"][0]["name"] == "shown"
 
 
-def test_engines_are_drained_and_restarted(
-    server: Server, command: Command, background: Background
-) -> None:
+def test_engines_are_drained_and_restarted(server: Server, command: Command) -> None:
     engine = server.start_engine("hello", name="kept")
     eventually(lambda: ["kept", "tiny", "ready"] in shown(command("engines")))
     assert command("drain", "kept", "--wait") == "kept: drained\n"
     assert "drained by an administrator" in command("engines")
     assert command("drain", "kept", "--undo") == "kept: drain undone\n"
-    done = background(command, "restart", "kept", "--wait")
+    done = begin(command, "restart", "kept", "--wait")
     eventually(lambda: bool(engine.got(Drain)))
     engine.leave()
     server.start_engine("hello", name="kept")
     assert done.result(60) == "restarted: kept\n"
 
 
-def test_errors_are_one_line_and_an_exit_code(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_a_line_and_a_code(command: Command) -> None:
     assert "there is no engine 'x'" in command("drain", "x", code=1).lower()
     assert "The admin key is not valid. (set --admin-key" in command("engines", key="no", code=1)
     assert "--undo: requires an engine" in command("drain", "--undo", code=1)
-    assert cli.main(["engines", "--url", f"http://127.0.0.1:{unused_port()}"]) == 3
-    assert "no server responds at http://127.0.0.1:" in capsys.readouterr().err
-    assert cli.main(["status", "--url", "127.0.0.1"]) == 3
-    assert "must begin with http://" in capsys.readouterr().err
+    nobody = f"http://127.0.0.1:{unused_port()}"
+    assert f"no server responds at {nobody}" in command("engines", code=3, url=nobody)
     with pytest.raises(SystemExit) as caught:
         cli.main(["restart", "--nonsense"])
     assert caught.value.code == 2
@@ -91,28 +81,25 @@ def test_errors_are_one_line_and_an_exit_code(
     "answer",
     ['200 {"status": "ok"}', "200 true", '404 {"detail": "Not Found"}', "404 []", "200 {}", "500"],
 )
-def test_another_program_at_the_address_is_said_in_one_line(
-    answer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_program_is_one_line(answer: str, command: Command) -> None:
     status, _, body = answer.partition(" ")
     with answering(lambda path, headers: (int(status), body.encode())) as url:
         for name in ("status", "engines", "drain", "restart"):
-            assert cli.main([name, "--url", url]) == 3
-            assert capsys.readouterr().err.endswith("but is not an mlx-lm-server\n")
+            assert command(name, code=3, url=url).endswith("but is not an mlx-lm-server\n")
 
 
-@pytest.mark.parametrize("url", ["http://a b", "http://[::1", "http://127.0.0.1:x"])
-def test_an_address_that_is_none_is_said_in_one_line(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["status", "--url", url]) == 3
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and url in error
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1", "must begin with http://"),
+        *((url, url) for url in ("http://a b", "http://[::1", "http://127.0.0.1:x")),
+    ],
+)
+def test_a_bad_address_is_said_in_one_line(url: str, said: str, command: Command) -> None:
+    assert said in command("status", code=3, url=url)
 
 
-def test_a_server_that_speaks_no_http_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], background: Background
-) -> None:
+def test_a_server_without_http_is_said_in_one_line(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def speak() -> None:
@@ -121,17 +108,15 @@ def test_a_server_that_speaks_no_http_is_said_in_one_line(
                 connection.sendall(b"SSH-2.0-OpenSSH\r\n")
                 connection.recv(4096)
 
-        spoken = background(speak)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert cli.main(["status", "--url", url]) == 3
-        assert capsys.readouterr().err.count("\n") == 1
+        spoken = begin(speak)
+        assert command("status", code=3, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
         spoken.result(60)
 
 
-def test_a_wait_that_is_interrupted_says_nothing(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_wait_is_silent(
+    server: Server, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command.server.start_engine("hello", name="busy")
+    server.start_engine("hello", name="busy")
     eventually(lambda: ["busy", "tiny", "ready"] in shown(command("engines")))
 
     def interrupt(seconds: float) -> None:
@@ -147,9 +132,6 @@ def test_keys_are_reloaded_and_caches_cleared(command: Command) -> None:
     assert "only be cleared completely" in command("cache", "clear", "--namespace=x", code=1)
 
 
-def test_a_server_without_an_admin_key_says_so(
-    start_server: StartServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    closed = start_server()
-    assert cli.main(["engines", "--url", closed.url]) == 1
-    assert "(the server was started without --admin-key)" in capsys.readouterr().err
+def test_a_server_without_an_admin_key_says_so(start_server: StartServer, command: Command) -> None:
+    said = command("engines", code=1, url=start_server().url)
+    assert "(the server was started without --admin-key)" in said

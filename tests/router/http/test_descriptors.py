@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from router.http import acceptor
 from router.http.acceptor import Acceptor
 from services.commands import keys
 from shared.network.curve import EngineKeys
-from tests.router.conftest import Server, StartServer, eventually, text_of
+from tests.router.conftest import StartServer, eventually, text_of
 from tests.router.scripted_engine import ScriptedEngine
 
 LIMIT = 256
@@ -25,9 +24,8 @@ ENGINES = 3
 
 
 @contextmanager
-def flood(server: Server, count: int) -> Iterator[list[socket.socket]]:
+def flood(address: Any, count: int) -> Iterator[list[socket.socket]]:
     """Open ``count`` connections that say nothing."""
-    address = server.client.base_url.host, server.client.base_url.port
     with ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
 
@@ -45,15 +43,14 @@ def is_ended(client: socket.socket) -> bool:
         return True
 
 
-def test_a_flood_of_connections_leaves_descriptors_for_engines(
-    start_server: StartServer, background: Callable[..., Future[Any]]
-) -> None:
+def test_a_flood_of_connections_leaves_descriptors_for_engines(start_server: StartServer) -> None:
     """An engine that joins when there is no descriptor left would be the end of the router."""
     server = start_server(max_descriptors=LIMIT)
     engine = server.join("hello world", hold_tokens_after=1)
-    streamed = background(server.chat, "x", stream=True)
+    streamed = server.begin("x", stream=True)
     eventually(lambda: len(engine.running) == 1)
-    with flood(server, LIMIT + 50) as clients:
+    http = (server.client.base_url.host, server.client.base_url.port)
+    with flood(http, LIMIT + 50) as clients:
         eventually(lambda: any(map(is_ended, clients)))
         for number in range(ENGINES):
             server.start_engine("hello world", name=f"late-{number}")
@@ -76,9 +73,7 @@ def test_a_flood_of_the_address_for_other_machines_needs_no_key_and_does_no_harm
     address = f"tcp://127.0.0.1:{free_port}"
     flags = [f"--engine-socket={address}", *([f"--curve-dir={tmp_path}"] if encrypted else [])]
     server = start_server(*flags, max_descriptors=LIMIT)
-    with ExitStack() as stack:
-        peers = ("127.0.0.1", free_port)
-        clients = [stack.enter_context(socket.create_connection(peers)) for _ in range(LIMIT)]
+    with flood(("127.0.0.1", free_port), LIMIT) as clients:
         eventually(lambda: sum(map(is_ended, clients)) > LIMIT / 2)
         assert not all(map(is_ended, clients))
         if encrypted:

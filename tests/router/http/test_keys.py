@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ from router.http.middleware.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 from shared.wire import Submit
 from tests.conftest import in_loop
-from tests.router.conftest import Server, StartServer, bearer, eventually
+from tests.router.conftest import Server, StartServer, bearer, begin, error_of, eventually, key_flag
 from tests.router.scripted_engine import ScriptedEngine
 
 
@@ -60,15 +60,9 @@ models = ["c d"]
 @pytest.mark.parametrize("text", [LINES, TABLES])
 def test_a_key_has_its_own_limits_or_those_of_the_flags(tmp_path: Path, text: str) -> None:
     tenants = tenants_of(tmp_path, text, rate_limit_requests=7, rate_limit_tokens=8)
-    assert tenants[digest("sk=1")] == Tenant(
-        name="alice",
-        requests_per_minute=60,
-        tokens_per_minute=1000,
-        concurrency=3,
-        models=frozenset("ab"),
-        max_priority=-2,
-        alone=False,
-    )
+    own: dict[str, Any] = {"requests_per_minute": 60, "tokens_per_minute": 1000, "concurrency": 3}
+    own |= {"name": "alice", "models": frozenset("ab"), "max_priority": -2, "alone": False}
+    assert tenants[digest("sk=1")] == Tenant(**own)
     plain, bob = tenants[digest("plain")], tenants[digest("sk-2")]
     assert plain.name.startswith("key-") and "plain" not in plain.name
     assert (plain.requests_per_minute, plain.tokens_per_minute) == (7, 8)
@@ -107,9 +101,7 @@ def test_a_key_that_is_alone_has_any_priority(tmp_path: Path) -> None:
         ('[[key]]\nname = "x"', "key 1: Object missing required field `key`"),
     ],
 )
-def test_a_bad_key_file_is_one_line_that_shows_no_key(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_bad_key_file_is_one_line_without_a_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(KeyFileError) as caught:
         tenants_of(tmp_path, text)
     line = str(caught.value)
@@ -119,25 +111,31 @@ def test_a_bad_key_file_is_one_line_that_shows_no_key(
 
 # -- a server ------------------------------------------------------------------
 
+HI = [{"role": "user", "content": "x"}]
+
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(
-        "greedy name=greedy\nmodest name=modest\nthree concurrency=3 name=three\n"
-        "barred models=other name=barred\nurgent priority=5 name=urgent\n"
+def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the flag for keys."""
+    return key_flag(
+        tmp_path_factory.mktemp("keys"),
+        *("greedy name=greedy", "modest name=modest", "three concurrency=3 name=three"),
+        *("barred models=other name=barred", "urgent priority=5 name=urgent"),
     )
-    return path
 
 
 @pytest.fixture(scope="module")
-def shared_server(start_server: StartServer, key_file: Path) -> Server:
-    return start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=8")
+def shared_server(start_server: StartServer, keys: str) -> Server:
+    return start_server(keys, "--max-concurrent-requests=8")
 
 
 def ask(server: Server, key: str, **fields: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    body = {"messages": HI, **fields}
     return server.client.post("/v1/chat/completions", json=body, headers=bearer(key))
+
+
+def done(answers: list[Future[httpx.Response]]) -> list[httpx.Response]:
+    return [answer.result() for answer in answers if answer.done()]
 
 
 def status_of(server: Server, key: str) -> int:
@@ -151,52 +149,44 @@ def slow_engine(shared_server: Server) -> Iterator[ScriptedEngine]:
     engine.behaviour.hold_tokens_after = None
 
 
-def test_one_key_cannot_take_all_places(
-    shared_server: Server, slow_engine: ScriptedEngine, background: Any
-) -> None:
-    greedy = [background(ask, shared_server, "greedy") for _ in range(12)]
-    eventually(lambda: sum(answer.done() for answer in greedy) == 8)
-    refused = [answer.result() for answer in greedy if answer.done()]
-    assert {answer.status_code for answer in refused} == {429}
-    assert {a.json()["error"]["code"] for a in refused} == {"too_many_concurrent_requests"}
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+def test_one_key_cannot_take_all_places(shared_server: Server, slow_engine: ScriptedEngine) -> None:
+    greedy = [begin(ask, shared_server, "greedy") for _ in range(12)]
+    eventually(lambda: len(done(greedy)) == 8)
+    for refused in done(greedy):
+        assert error_of(refused, 429)["code"] == "too_many_concurrent_requests"
+        assert int(refused.headers["retry-after"]) >= 1
     # Of the other four places one more tenant gets two, and the next one of those that are left.
-    others = [background(ask, shared_server, "modest") for _ in range(5)]
-    eventually(lambda: sum(answer.done() for answer in others) == 3)
-    more = [background(ask, shared_server, "urgent") for _ in range(3)]
-    eventually(lambda: sum(answer.done() for answer in more) == 2)
+    others = [begin(ask, shared_server, "modest") for _ in range(5)]
+    eventually(lambda: len(done(others)) == 3)
+    more = [begin(ask, shared_server, "urgent") for _ in range(3)]
+    eventually(lambda: len(done(more)) == 2)
     slow_engine.behaviour.hold_tokens_after = None
     answers = [answer.result(60).status_code for answer in (*greedy, *others, *more)]
     assert answers.count(200) == 4 + 2 + 1
 
 
-def test_a_key_has_its_own_bound(
-    shared_server: Server, slow_engine: ScriptedEngine, background: Any
-) -> None:
-    answers = [background(ask, shared_server, "three") for _ in range(4)]
-    eventually(lambda: sum(answer.done() for answer in answers) == 1)
-    (refused,) = (answer.result() for answer in answers if answer.done())
+def test_a_key_has_its_own_bound(shared_server: Server, slow_engine: ScriptedEngine) -> None:
+    answers = [begin(ask, shared_server, "three") for _ in range(4)]
+    eventually(lambda: len(done(answers)) == 1)
     message = "This API key has reached its limit of 3 concurrent requests."
-    assert refused.json()["error"]["message"] == message
+    assert error_of(done(answers)[0], 429)["message"] == message
     slow_engine.behaviour.hold_tokens_after = None
     assert sorted(answer.result(60).status_code for answer in answers) == [200, 200, 200, 429]
 
 
 def test_a_model_that_the_key_may_not_use_is_a_403(shared_server: Server) -> None:
     shared_server.join("hi")
+    client, headers = shared_server.client, {"x-api-key": "barred"}
     for path, body in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": HI}),
         ("/tokenize", {"prompt": "x"}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
-        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
     ):
-        headers = {"x-api-key": "barred"}
-        answer = shared_server.client.post(path, json=body, headers=headers)
-        assert answer.status_code == 403, path
-        assert answer.json()["error"]["type"] == "permission_error"
-    models = shared_server.client.get("/v1/models", headers=headers).json()
-    assert models["data"] == []
-    assert shared_server.client.get("/v1/models/tiny", headers=headers).status_code == 403
+        answer = client.post(path, json=body, headers=headers)
+        assert error_of(answer, 403)["type"] == "permission_error", path
+    assert client.get("/v1/models", headers=headers).json()["data"] == []
+    assert client.get("/v1/models/tiny", headers=headers).status_code == 403
     assert ask(shared_server, "barred", model="nothing").status_code == 404
     assert ask(shared_server, "modest").status_code == 200
 
@@ -208,35 +198,29 @@ def test_a_priority_above_the_keys_is_lowered(shared_server: Server) -> None:
     assert [submit.priority for submit in engine.got(Submit)] == [0, -3, 5, 2]
 
 
-def test_a_row_of_the_batch_is_kept_for_other_keys(
-    start_server: StartServer, key_file: Path, background: Any
-) -> None:
-    server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
+def test_a_row_is_kept_for_other_keys(start_server: StartServer, keys: str) -> None:
+    server = start_server(keys, "--max-concurrent-requests=64")
     engine = server.join("hi", hold_tokens_after=0, max_sequences=4)
-    greedy = [background(ask, server, "greedy") for _ in range(12)]
+    greedy = [begin(ask, server, "greedy") for _ in range(12)]
     eventually(lambda: len(engine.running) == 3)
     time.sleep(0.2)
     assert len(engine.running) == 3
-    other = background(ask, server, "modest")
+    other = begin(ask, server, "modest")
     eventually(lambda: len(engine.running) == 4)
     engine.behaviour.hold_tokens_after = None
-    assert other.result(60).status_code == 200
-    assert {answer.result(60).status_code for answer in greedy} == {200}
+    assert {answer.result(60).status_code for answer in (other, *greedy)} == {200}
     # Engines compute the prompts of all of the first ones before the others.
     assert [submit.priority for submit in engine.got(Submit)[:4]] == [0, -1, -1, 0]
 
 
-def test_a_greedy_key_does_not_delay_the_first_token_of_another(
-    start_server: StartServer, key_file: Path, tokenizer: Any
-) -> None:
+def test_a_greedy_key_delays_no_first_token_of_others(start_server: StartServer, keys: str) -> None:
     """The engine computes one row as fast as all, so the wait is all that may differ."""
-    server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
-    script = tokenizer.encode("hello").ids * 24
-    server.join(script=lambda _: script[:24], step_s=0.03, max_sequences=4)
+    server = start_server(keys, "--max-concurrent-requests=64")
+    server.join("hello" * 24, step_s=0.03, max_sequences=4)
 
     def first_token_s() -> float:
         began = time.monotonic()
-        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2}
+        body = {"messages": HI, "stream": True, "max_tokens": 2}
         sent: Any = {"json": body, "headers": bearer("modest")}
         with server.client.stream("POST", "/v1/chat/completions", **sent) as answer:
             for line in answer.iter_lines():
@@ -252,20 +236,17 @@ def test_a_greedy_key_does_not_delay_the_first_token_of_another(
             if ask(server, "greedy").status_code == 429:
                 stop.wait(0.05)
 
-    with ThreadPoolExecutor(16) as pool:
-        for _ in range(16):
-            pool.submit(flood)
-        try:
-            eventually(lambda: 'queued_requests{model="tiny"} 13.0' in server.metrics, 10)
-            beside_s = median(first_token_s() for _ in range(5))
-        finally:
-            stop.set()
+    for _ in range(16):
+        begin(flood)
+    try:
+        eventually(lambda: 'queued_requests{model="tiny"} 13.0' in server.metrics, 10)
+        beside_s = median(first_token_s() for _ in range(5))
+    finally:
+        stop.set()
     assert beside_s <= 2 * alone_s
 
 
-def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_keys_are_reread_at_changes_or_on_sighup(start_server: StartServer, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("first\n")
     server = start_server(f"--api-key-file={path}")

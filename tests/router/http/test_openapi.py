@@ -14,7 +14,6 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from router.schemas.body import refusals
 from router.schemas.requests import ChatRequest
 from tests.router.conftest import Server, StartServer, ok
-from tests.router.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +32,15 @@ def test_the_description_is_valid_openapi(document: dict[str, Any]) -> None:
     OpenAPIV31SpecValidator(document).validate()
 
 
-def test_every_operation_answers_as_described(
-    server: Server, document: dict[str, Any], engine: ScriptedEngine
-) -> None:
+def test_every_operation_answers_as_described(served: Server, document: dict[str, Any]) -> None:
     for template, operations in document["paths"].items():
         for method, operation in operations.items():
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-            earlier = server.client.post("/v1/responses", json={"input": "hello"}).json()["id"]
+            earlier = served.client.post("/v1/responses", json={"input": "hello"}).json()["id"]
             path = template.replace("{model}", "tiny").replace("{response_id}", earlier)
             path = path.replace("{file}", "main.js")
             body = content["example"] if content else None
-            with server.client.stream(method, path, json=body) as answer:
+            with served.client.stream(method, path, json=body) as answer:
                 if path != "/page/feed":  # which has no end
                     answer.read()
                 managed = path in ("/api/pull", "/api/delete")
@@ -51,13 +48,22 @@ def test_every_operation_answers_as_described(
                 check(document, operation, answer)
 
 
+def described_as(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    jsonschema.validate(value, {**schema, "components": document["components"]})
+
+
 def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:
     described = operation["responses"][str(answer.status_code)]
     media_type = answer.headers["content-type"].partition(";")[0]
     schema = described["content"][media_type]["schema"]
     if media_type == "application/json":
-        whole = {**schema, "components": document["components"]}
-        jsonschema.validate(answer.json(), whole)
+        described_as(document, schema, answer.json())
+
+
+def post_example(server: Server, operation: Any, path: str, **fields: Any) -> list[str]:
+    """Return the lines of the answer to the example of a request."""
+    body = operation["requestBody"]["content"]["application/json"]["example"]
+    return server.post(path, **{**body, **fields}).text.splitlines()
 
 
 def test_errors_are_described(document: dict[str, Any], server: Server) -> None:
@@ -69,44 +75,33 @@ def test_errors_are_described(document: dict[str, Any], server: Server) -> None:
         check(document, operation, server.client.post(path, json={}))
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
-)
-def test_the_events_of_a_stream_are_as_described(
-    path: str, document: dict[str, Any], server: Server, engine: ScriptedEngine
-) -> None:
+@pytest.mark.parametrize("name", ["chat/completions", "completions", "messages", "responses"])
+def test_events_are_as_described(name: str, document: dict[str, Any], served: Server) -> None:
+    path = f"/v1/{name}"
     operation = document["paths"][path]["post"]
     content = operation["responses"]["200"]["content"]["text/event-stream"]
     data = content["schema"]["properties"]["data"]
     json_data, ends = (data, []) if "anyOf" not in data else (data["anyOf"][0], data["anyOf"][1:])
-    schema = {**json_data["contentSchema"], "components": document["components"]}
-    body = operation["requestBody"]["content"]["application/json"]["example"]
-    lines = server.client.post(path, json={**body, "stream": True}).text.splitlines()
+    lines = post_example(served, operation, path, stream=True)
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if ends:
         assert events.pop() == ends[0]["const"]
     assert len(events) >= 2  # tokens may come together
     for event in events:
-        jsonschema.validate(json.loads(event), schema)
+        described_as(document, json_data["contentSchema"], json.loads(event))
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_the_lines_of_a_stream_are_as_described(
-    path: str, document: dict[str, Any], server: Server, engine: ScriptedEngine
-) -> None:
+def test_lines_are_as_described(path: str, document: dict[str, Any], served: Server) -> None:
     operation = document["paths"][path]["post"]
     described = operation["responses"]["200"]["content"]["application/x-ndjson"]["schema"]
-    schema = {**described, "components": document["components"]}
-    body = operation["requestBody"]["content"]["application/json"]["example"]
-    lines = server.client.post(path, json=body).text.splitlines()
+    lines = post_example(served, operation, path)
     assert len(lines) >= 2
     for line in lines:
-        jsonschema.validate(json.loads(line), schema)
+        described_as(document, described, json.loads(line))
 
 
-def test_an_unsupported_field_is_described_by_its_neutral_values(
-    document: dict[str, Any], server: Server
-) -> None:
+def test_unsupported_fields_have_neutral_values(document: dict[str, Any], server: Server) -> None:
     unsupported = refusals(ChatRequest)
     assert unsupported
     properties = document["components"]["schemas"]["ChatRequest"]["properties"]

@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from router.http.status.sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
 from tests.conftest import in_loop
-from tests.router.conftest import Background, Server, StartServer, eventually, ok
+from tests.router.conftest import Server, StartServer, bearer, eventually, ok, until
 from tests.router.scripted_engine import make_hello
 
 LINK = re.compile(r"""(?:src|href|from) ?=?["' ]+([\w./-]+\.(?:js|css|svg))""")
@@ -127,18 +127,18 @@ def test_the_page_loads_its_own_files_and_nothing_else(app_of: AppOf) -> None:
         linked |= {f"/page/{name.removeprefix('./')}" for name in LINK.findall(answer.text)}
     assert linked == PATHS
     assert get(app, "/page/nothing.js").status_code == 401  # as any path that there is not
-    assert get(app, "/page/..%2fapp.py", authorization="Bearer sesame").status_code == 404
+    assert get(app, "/page/..%2fapp.py", **bearer("sesame")).status_code == 404
 
 
-def test_clients_keep_files_and_ask_whether_they_have_changed(app_of: AppOf) -> None:
+@pytest.mark.parametrize("path", ["/", "/page/main.js"])
+def test_clients_keep_files_and_ask_whether_they_have_changed(app_of: AppOf, path: str) -> None:
     app = app_of()
-    for path in ("/", "/page/main.js"):
-        etag = get(app, path).headers["etag"]
-        again = get(app, path, **{"if-none-match": f'"other", W/{etag}'})
-        assert (again.status_code, again.content) == (304, b"")
-        assert again.headers["etag"] == etag and again.headers["cache-control"] == "no-cache"
-        assert get(app, path, **{"if-none-match": '"other"'}).status_code == 200
-        assert get(app, path, "HEAD").status_code == 200
+    etag = get(app, path).headers["etag"]
+    again = get(app, path, **{"if-none-match": f'"other", W/{etag}'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == etag and again.headers["cache-control"] == "no-cache"
+    assert get(app, path, **{"if-none-match": '"other"'}).status_code == 200
+    assert get(app, path, "HEAD").status_code == 200
 
 
 def test_below_a_path_addresses_begin_with_it(app_of: AppOf) -> None:
@@ -163,17 +163,16 @@ def test_without_the_page_there_is_nothing(app_of: AppOf) -> None:
 
 
 def test_the_feed_needs_the_metrics_key_or_else_an_api_key(app_of: AppOf) -> None:
-    def status(app: ASGIApp, key: str | None) -> int:
-        viewer = Viewer(1, key=key)
-        asyncio.run(viewer.read(app))
-        return viewer.status
+    def statuses(*keys: str | None, **settings: Any) -> list[int]:
+        viewers = [Viewer(1, key=key) for key in keys]
+        for viewer in viewers:
+            asyncio.run(viewer.read(app_of(**settings)))
+        return [viewer.status for viewer in viewers]
 
-    both, api_key = app_of(**KEYS), app_of(api_key=("sesame",))
-    assert [status(both, key) for key in (None, "sesame", "scrape")] == [401, 401, 200]
-    assert [status(api_key, key) for key in (None, "scrape", "sesame")] == [401, 401, 200]
-    assert status(app_of(), None) == 200
-    elsewhere = get(app_of(), "/page/feed", host="attacker.example")
-    assert elsewhere.status_code == 403
+    assert statuses(None, "sesame", "scrape", **KEYS) == [401, 401, 200]
+    assert statuses(None, "scrape", "sesame", api_key=("sesame",)) == [401, 401, 200]
+    assert statuses(None) == [200]
+    assert get(app_of(), "/page/feed", host="attacker.example").status_code == 403
 
 
 @in_loop
@@ -194,8 +193,7 @@ async def test_viewers_share_samples_and_a_slow_one_hurts_nobody(router_of: Rout
     assert points[-1] == status["now"]
     slow.gone.set()
     await slow_task
-    while asyncio.all_tasks() != before:  # nobody looks: the sampler ends
-        await asyncio.sleep(0.01)
+    await until(lambda: asyncio.all_tasks() == before)  # nobody looks: the sampler ends
 
 
 @in_loop
@@ -203,14 +201,12 @@ async def test_viewers_are_bounded(app_of: AppOf) -> None:
     app = app_of()
     viewers = [Viewer(10**6) for _ in range(MAX_VIEWERS)]
     tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
-    while not all(viewer.pieces for viewer in viewers):
-        await asyncio.sleep(0.01)
-    refused = Viewer(1)
+    await until(lambda: all(viewer.pieces for viewer in viewers))
+    refused, welcome = Viewer(1), Viewer(1)
     await refused.read(app)
     assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
     viewers[0].gone.set()
     await tasks[0]
-    welcome = Viewer(1)
     await welcome.read(app)
     assert welcome.status == 200
     for viewer in viewers:
@@ -220,16 +216,12 @@ async def test_viewers_are_bounded(app_of: AppOf) -> None:
 
 def test_pages_of_other_sites_get_no_feed(app_of: AppOf) -> None:
     mine, bad, app = b"http://localhost", b"https://bad.example", b"https://app.example"
+    same, cross, listed = b"same-origin", b"cross-site", (app.decode(),)
     for site, origin, allowed, status in (
-        (None, None, (), 200),  # a program
-        (b"same-origin", None, (), 200),
-        (None, mine, (), 200),
-        (b"cross-site", None, (), 403),
-        (None, bad, (), 403),  # browsers tell plain http addresses no site
-        (b"cross-site", app, (app.decode(),), 200),
-        (b"cross-site", bad, (app.decode(),), 403),
-        (b"cross-site", None, (app.decode(),), 403),  # an image, for instance
-        (b"cross-site", bad, ("*",), 200),
+        *((None, None, (), 200), (same, None, (), 200), (None, mine, (), 200)),  # a program first
+        *((cross, None, (), 403), (None, bad, (), 403)),  # plain http addresses are told no site
+        *((cross, app, listed, 200), (cross, bad, listed, 403), (cross, bad, ("*",), 200)),
+        (cross, None, listed, 403),  # an image, for instance
     ):
         viewer, headers = Viewer(1), {b"sec-fetch-site": site, b"origin": origin}
         viewer.headers += [(name, value) for name, value in headers.items() if value is not None]
@@ -237,26 +229,20 @@ def test_pages_of_other_sites_get_no_feed(app_of: AppOf) -> None:
         assert viewer.status == status, (site, origin, allowed)
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda router: router.drain(0),
-        lambda router: router.abort_all("now"),
-        lambda router: router.ending.set(),
-    ],
-    ids=["drained", "at once", "for another router"],
-)
+@pytest.mark.parametrize("end", ["drained", "at once", "for another router"])
 @in_loop
-async def test_the_feed_ends_when_the_server_does(
-    router_of: RouterOf, end: Callable[[Router], Awaitable[None] | None]
-) -> None:
+async def test_the_feed_ends_when_the_server_does(router_of: RouterOf, end: str) -> None:
     router, viewer = router_of(), Viewer(10**6)
     feed = StatusFeed(router)
     task = asyncio.create_task(viewer.read(feed))
-    while not viewer.pieces:
-        await asyncio.sleep(0.01)
-    if (waiting := end(router)) is not None:
-        await waiting
+    await until(lambda: bool(viewer.pieces))
+    match end:
+        case "drained":
+            await router.drain(0)
+        case "at once":
+            router.abort_all("now")
+        case _:
+            router.ending.set()
     await task
     assert viewer.pieces[-1] == b""  # the end of the answer
     with pytest.raises(Unavailable, match="shutting down"):
@@ -304,19 +290,12 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(start_server: Start
         """Generate, a little more each time, and see whether that is shown as a rate."""
         nonlocal steps, tokens, status
         steps, tokens, status = steps + 1, tokens + 4, reader.status
-        engine.behaviour.stats = EngineStats(
-            steps_total=steps,
-            step_seconds_total=0.02 * steps,
-            batch_rows_total=4 * steps,
-            generated_tokens_total=tokens,
-            prompt_tokens_total=100,
-            cached_ram_tokens_total=60,
-            cached_ssd_tokens_total=20,
-            prefill_tokens_total=20,
-            limit_bytes=100,
-            unevictable_bytes=25,
-            drafts=DraftStats(sources={"ngram": DraftCounts(1, 8, 6, 1.5)}),
-        )
+        stats: dict[str, Any] = {"steps_total": steps, "step_seconds_total": 0.02 * steps}
+        stats |= {"batch_rows_total": 4 * steps, "generated_tokens_total": tokens}
+        stats |= {"prompt_tokens_total": 100, "cached_ram_tokens_total": 60}
+        stats |= {"cached_ssd_tokens_total": 20, "prefill_tokens_total": 20}
+        stats |= {"drafts": DraftStats(sources={"ngram": DraftCounts(1, 8, 6, 1.5)})}
+        engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=25, **stats)
         rates = status["engines"]["first"]["rates"]
         return bool(rates and rates["generated"] > 0 and rates["batch"] == 4.0)
 
@@ -336,20 +315,18 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(start_server: Start
     server.start_engine("hello world", name="first")
     eventually(lambda: engine_shown()["ready"] and engine_shown()["losses"] == 1)
     joined, lost, refused = reader.status["incidents"]
-    assert (joined["subject"], joined["what"], joined["is_error"]) == ("first", "joined", False)
-    assert (joined["count"], lost["is_error"]) == (2, True)
-    assert lost["subject"] == "first"
-    assert refused["subject"] == "/v1/chat/completions" and refused["count"] == 2
-    assert refused["what"] == "503 no_engine_ready"
-    assert refused["request_id"].startswith("req_") and refused["is_error"]
+    wanted = {"subject": "first", "what": "joined", "is_error": False, "count": 2}
+    assert wanted.items() <= joined.items()
+    assert (lost["subject"], lost["is_error"]) == ("first", True)
+    wanted = {"subject": "/v1/chat/completions", "what": "503 no_engine_ready", "count": 2}
+    assert (wanted | {"is_error": True}).items() <= refused.items()
+    assert refused["request_id"].startswith("req_")
     server.process.send_signal(signal.SIGTERM)
     eventually(reader.ended.is_set)
     assert server.process.wait(60) == 0
 
 
-def test_the_feed_shows_how_far_long_prompts_are(
-    start_server: StartServer, background: Background
-) -> None:
+def test_the_feed_shows_how_far_long_prompts_are(start_server: StartServer) -> None:
     server = start_server()
     engine = server.join("hello", hold_tokens_after=0, name="only")
     reader = FeedReader(server)
@@ -358,7 +335,7 @@ def test_the_feed_shows_how_far_long_prompts_are(
     def shown() -> dict[str, int]:
         return reader.status["engines"]["only"]["computing"] or {}
 
-    answers = [background(server.chat, "a rather long question " * 8) for _ in range(2)]
+    answers = [server.begin("a rather long question " * 8) for _ in range(2)]
     eventually(lambda: len(engine.running) == 2)
     sampled_at = reader.status["now"]["at"]
     assert not shown()

@@ -6,10 +6,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 from urllib.parse import urlsplit
 
 import pexpect
@@ -18,7 +18,7 @@ import pytest
 from services.commands import cli
 from services.commands.doctor import meeting
 from shared.settings import parse
-from tests.router.conftest import ROOT, Background, Server, StartServer, ok
+from tests.router.conftest import ROOT, Server, StartServer, ok
 from tests.router.scripted_engine import ScriptedEngine
 
 CHAT_MODEL = True
@@ -49,22 +49,14 @@ def served(bare: Server, scripted: ScriptedEngine) -> Server:
 
 
 @contextmanager
-def in_terminal(
-    *words: str, code: int = 0, environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[pexpect.spawn]:
+def in_terminal(*words: str, code: int = 0, **environment: str) -> Iterator[pexpect.spawn]:
     """Run a command in a terminal of 80 columns, which answers no questions about the cursor, and
     check its exit code."""
-    own = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **environment}
     outside = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-    command = pexpect.spawn(
-        sys.executable,
-        ["-m", "mlx_lm_server", *words],
-        cwd=str(ROOT),
-        env={**outside, **own},
-        dimensions=(40, 80),
-        timeout=PATIENCE_S,
-        encoding="utf-8",
-    )
+    env = {**outside, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **environment}
+    options: dict[str, Any] = {"cwd": str(ROOT), "timeout": PATIENCE_S, "encoding": "utf-8"}
+    argv = ["-m", "mlx_lm_server", *words]
+    command = pexpect.spawn(sys.executable, argv, env=env, dimensions=(40, 80), **options)
     try:
         yield command
         command.expect(pexpect.EOF)
@@ -77,33 +69,28 @@ def in_terminal(
 def test_a_conversation_in_a_terminal(served: Server, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     words = ("chat", "--url", served.url, "--system", "Be brief.")
-    environment = {"MLX_LM_SERVER_API_KEY": KEY, "XDG_STATE_HOME": str(tmp_path)}
-    with in_terminal(*words, environment=environment) as chat:
+    environment: Any = {"MLX_LM_SERVER_API_KEY": KEY, "XDG_STATE_HOME": str(tmp_path)}
+    with in_terminal(*words, **environment) as chat:
         chat.expect_exact("/help lists commands")
         for question in ("Who are you?", "And now?"):
             chat.send(f"{question}\r")
             chat.expect_exact("hello there")
             chat.expect("tokens, .*first token after")
-        chat.send("/nonsense\r")
-        chat.expect_exact("unknown command /nonsense")
-        chat.send("/undo\r")
-        chat.expect_exact("removed: And now?")
-        chat.send("/set temperature hot\r")
-        chat.expect_exact('temperature "hot"')
-        chat.send("What is wrong?\r")
-        chat.expect_exact("temperature")
-        chat.send("/set temperature\r")
-        chat.expect_exact("have the server's defaults")
-        chat.send("/retry\r")
-        chat.expect_exact("hello there")
-        chat.send(f"/save {saved}\r")
-        chat.expect_exact("saved to")
+        for written, shown in (
+            ("/nonsense", "unknown command /nonsense"),
+            ("/undo", "removed: And now?"),
+            ("/set temperature hot", 'temperature "hot"'),
+            ("What is wrong?", "temperature"),
+            ("/set temperature", "have the server's defaults"),
+            ("/retry", "hello there"),
+            (f"/save {saved}", "saved to"),
+        ):
+            chat.send(f"{written}\r")
+            chat.expect_exact(shown)
         chat.send("/quit\r")
-    assert json.loads(saved.read_text()) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who are you?"},
-        {"role": "assistant", "content": "hello there"},
-    ]
+    turns = [(turn["role"], turn["content"]) for turn in json.loads(saved.read_text())]
+    said = [("user", "Who are you?"), ("assistant", "hello there")]
+    assert turns == [("system", "Be brief."), *said]
     history = tmp_path / "mlx-lm-server" / "chat-history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert "+Who are you?" in history.read_text().splitlines()
@@ -131,45 +118,34 @@ def test_a_question_from_a_pipe_or_as_argument_is_answered_once(ask: Ask, served
     assert ask("hi", url=f"{served.url}/v1/") == answered
 
 
-def test_what_goes_wrong_is_one_line_and_an_exit_code(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
-    code, out, error = ask(piped="")
-    assert (code, out) == (1, "") and "standard input is empty" in error
-    code, _, error = ask("hi", "--model", "other")
-    assert code == 1 and "other" in error and error.count("\n") == 1
-    code, _, error = ask("hi", url=f"http://127.0.0.1:{free_port}")
-    assert code == 3 and "no server responds" in error
-    code, _, error = ask("hi", url="localhost")
-    assert code == 3 and error.startswith("mlx-lm-server chat: --url: ")
+def test_errors_are_one_line(ask: Ask, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     monkeypatch.setenv("EXAMPLE_KEY", "wrong")
-    code, _, error = ask("hi", "--key-variable", "EXAMPLE_KEY")
-    assert code == 1 and "(set the API key in $EXAMPLE_KEY)" in error
+    errors: list[tuple[tuple[str, ...], dict[str, str], int, str]] = [
+        ((), {}, 1, "standard input is empty"),
+        (("hi", "--model", "other"), {}, 1, "other"),
+        (("hi",), {"url": f"http://127.0.0.1:{free_port}"}, 3, "no server responds"),
+        (("hi",), {"url": "localhost"}, 3, "mlx-lm-server chat: --url: "),
+        (("hi", "--key-variable", "EXAMPLE_KEY"), {}, 1, "(set the API key in $EXAMPLE_KEY)"),
+    ]
+    for words, url, expected, said in errors:
+        code, out, error = ask(*words, **url)
+        assert (code, out, error.count("\n")) == (expected, "", 1) and said in error
 
 
-def test_the_status_in_a_terminal_is_live_until_q(served: Server) -> None:
-    key = {"MLX_LM_SERVER_METRICS_KEY": "of another server", "MLX_LM_SERVER_API_KEY": KEY}
-    with in_terminal("status", "--url", served.url, environment=key) as status:
-        status.expect_exact("q: quit")
-        status.expect_exact("engine-0")
-        ok(served.chat("hi"))
-        status.expect("first token [0-9]")  # of the model: the figures move
-        status.send("q")
-
-
-def test_the_live_status_says_how_far_a_long_prompt_is(
-    served: Server, scripted: ScriptedEngine, background: Background
-) -> None:
-    key = {"MLX_LM_SERVER_API_KEY": KEY}
+def test_the_status_in_a_terminal_is_live_until_q(served: Server, scripted: ScriptedEngine) -> None:
+    key: Any = {"MLX_LM_SERVER_METRICS_KEY": "of another server", "MLX_LM_SERVER_API_KEY": KEY}
     scripted.behaviour.hold_tokens_after = 0
     scripted.behaviour.computed_prompt_tokens = 1
-    with in_terminal("status", "--url", served.url, environment=key) as status:
+    with in_terminal("status", "--url", served.url, **key) as status:
+        status.expect_exact("q: quit")
         status.expect_exact("PROMPTS")
-        answer = background(served.chat, "hi")
-        status.expect(r"1/4 +[0-9.-]+ +[1-9][0-9]?%")
+        status.expect_exact("engine-0")
+        answer = served.begin("hi")
+        status.expect(r"1/4 +[0-9.-]+ +[1-9][0-9]?%")  # how far the prompt is
         scripted.behaviour.hold_tokens_after = None
         ok(answer.result(60))
         status.expect(r"0/4 +[0-9.-]+ +- ")
+        status.expect("first token [0-9]")  # of the model: the figures move
         status.send("q")
 
 
@@ -184,9 +160,7 @@ def test_the_status_once_is_plain_text_in_a_terminal(served: Server) -> None:
         status.expect("engine-0 +ready")
 
 
-def test_the_doctor_knows_the_server_at_its_port_and_engines_of_another_version(
-    served: Server,
-) -> None:
+def test_the_doctor_knows_the_servers_port_and_engines_of_another_version(served: Server) -> None:
     argv = ["--host=127.0.0.1", f"--port={urlsplit(served.url).port}"]
     port, versions, *_ = meeting.checks(parse(argv, {}, "prog"))
     assert (port.verdict, versions.verdict) == ("WARN", "BAD")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from shared.wire import Submit
 from tests.router.conftest import Server, error_of, ok
@@ -21,57 +20,44 @@ def model(engine: ScriptedEngine) -> ScriptedEngine:
 
 
 def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    answer = ok(server.client.post(path, json=body))
-    found: dict[str, Any] = answer.json()
+    found: dict[str, Any] = ok(server.post(path, **body)).json()
     return found
 
 
 def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
-    return error_of(server.client.post(path, json=body), status)
+    return error_of(server.post(path, **body), status)
 
 
-def test_a_text_is_tokenized(server: Server, tokenizer: Tokenizer) -> None:
-    answer = post(server, "/tokenize", prompt="hello world", return_token_strs=True)
-    encoded = tokenizer.encode("hello world")
-    assert answer["tokens"] == encoded.ids
-    assert answer["token_strs"] == encoded.tokens
-    assert answer["count"] == len(encoded.ids)
-    assert answer["max_model_len"] == CONTEXT
+def test_a_text_is_tokenized_and_token_strings_come_only_on_request(server: Server) -> None:
+    encoded = server.engine.tokenizer.encode("hello world")
+    for fields, strings in (({}, None), ({"return_token_strs": True}, encoded.tokens)):
+        answer = post(server, "/tokenize", prompt="hello world", **fields)
+        assert (answer["tokens"], answer["token_strs"]) == (encoded.ids, strings)
+        assert (answer["count"], answer["max_model_len"]) == (len(encoded.ids), CONTEXT)
 
 
-def test_token_strings_are_returned_only_on_request(server: Server) -> None:
-    assert post(server, "/tokenize", prompt="hello")["token_strs"] is None
-
-
-def test_a_conversation_has_the_tokens_that_a_chat_submits(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_a_conversation_has_the_tokens_that_a_chat_submits(served: Server) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    tokens = post(server, "/tokenize", messages=MESSAGES, tools=tools)["tokens"]
-    assert server.chat("hello", tools=tools).status_code == 200
-    submitted = engine.got(Submit)[-1]
-    assert isinstance(submitted, Submit)
-    assert list(submitted.token_ids) == tokens
+    tokens = post(served, "/tokenize", messages=MESSAGES, tools=tools)["tokens"]
+    ok(served.chat("hello", tools=tools))
+    assert list(served.engine.got(Submit)[-1].token_ids) == tokens
 
 
-def test_a_conversation_may_end_without_the_models_turn(server: Server) -> None:
-    whole = post(server, "/tokenize", messages=MESSAGES)["tokens"]
-    open_end = post(server, "/tokenize", messages=MESSAGES, add_generation_prompt=False)["tokens"]
-    assert whole[: len(open_end)] == open_end
-    assert post(server, "/detokenize", tokens=whole[len(open_end) :])["prompt"] == "<|assistant|>"
+BEGUN = [*MESSAGES, {"role": "assistant", "content": "one, two"}]
 
 
-def test_a_conversation_may_end_within_its_last_message(server: Server) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "one, two"}]
-    tokens = post(server, "/tokenize", messages=messages, continue_final_message=True)["tokens"]
-    assert post(server, "/detokenize", tokens=tokens)["prompt"].endswith("<|assistant|>one, two")
-
-
-def test_the_template_gets_its_arguments(server: Server) -> None:
-    tokens = post(server, "/tokenize", messages=MESSAGES, chat_template_kwargs={"extra": "more"})[
-        "tokens"
-    ]
-    assert post(server, "/detokenize", tokens=tokens)["prompt"].endswith("<|assistant|>more")
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "<|assistant|>"),
+        ({"add_generation_prompt": False}, ""),
+        ({"messages": BEGUN, "continue_final_message": True}, "<|assistant|>one, two"),
+        ({"chat_template_kwargs": {"extra": "more"}}, "<|assistant|>more"),
+    ],
+)
+def test_a_conversation_is_rendered_as_asked(server: Server, fields: Any, end: str) -> None:
+    tokens = post(server, "/tokenize", **{"messages": MESSAGES, **fields})["tokens"]
+    assert post(server, "/detokenize", tokens=tokens) == {"prompt": f"<|user|>hello\n{end}"}
 
 
 @pytest.mark.parametrize(
@@ -82,49 +68,65 @@ def test_detokenizing_restores_the_text(server: Server, text: str) -> None:
     assert post(server, "/detokenize", tokens=tokens) == {"prompt": text}
 
 
-def test_an_error_names_the_field(server: Server) -> None:
-    assert refused(server, "/tokenize")["param"] == "prompt"
-    assert refused(server, "/tokenize", prompt="x", messages=MESSAGES)["param"] == "prompt"
-    assert refused(server, "/tokenize", messages=[])["param"] == "messages"
-    assert refused(server, "/tokenize", prompt=5)["param"] == "prompt"
-    assert refused(server, "/tokenize", prompt="x", chat_template="{{ 1 }}")["param"] == (
-        "chat_template"
-    )
-    assert refused(server, "/detokenize")["param"] == "tokens"
-    assert refused(server, "/detokenize", tokens=[1, VOCAB])["param"] == "tokens[1]"
-    assert refused(server, "/detokenize", tokens=[-1])["param"] == "tokens[0]"
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, VOCAB]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_an_error_names_the_field(server: Server, path: str, body: Any, param: str) -> None:
+    assert refused(server, path, **body)["param"] == param
+
+
+def test_an_unknown_model_is_not_found(server: Server) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [BOS]})):
         assert refused(server, path, 404, model="unknown", **body)["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
-    "path", ["/v1/images", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/classify"]
-)
-def test_an_unsupported_endpoint_is_a_501(server: Server, path: str, method: str) -> None:
-    answer = server.client.request(method, path, json={} if method == "POST" else None)
-    assert error_of(answer, 501)["code"] == "not_served"
-    assert answer.headers["x-should-retry"] == "false"
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
+    ("methods", "path"),
     [
-        ("POST", "/v1/responses/input_tokens"),
-        ("POST", "/v1/responses/compact"),
+        *(("GET POST DELETE", path) for path in ("/v1/images", "/v1/audio/speech", "/classify")),
+        *(("GET POST DELETE", path) for path in ("/v1/files", "/v1/files/f-1/content")),
+        # below served ones
+        *(("POST", f"/v1/responses/{name}") for name in ("input_tokens", "compact")),
         ("GET", "/v1/chat/completions/chatcmpl-1"),
         ("POST", "/v1/messages/batches"),
         ("GET", "/v1/messages/batches/b-1/results"),
     ],
 )
-def test_an_unsupported_endpoint_below_a_served_one_is_a_501(
-    server: Server, method: str, path: str
-) -> None:
-    answer = server.client.request(method, path, json={} if method == "POST" else None)
-    assert answer.status_code == 501
-    assert "not supported" in answer.json()["error"]["message"]
+def test_an_unsupported_endpoint_is_a_501(server: Server, methods: str, path: str) -> None:
+    said = "--batch-dir" if "files" in path else "not supported"
+    for method in methods.split():
+        answer = server.client.request(method, path, json={} if method == "POST" else None)
+        error = error_of(answer, 501)
+        assert said in error["message"]
+        assert error.get("code") == (None if "messages" in path else "not_served")
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_an_unknown_path_is_a_404(server: Server) -> None:
     for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings", "/v1/chat/completions/"):
         assert server.client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "example"),
+    [
+        ("/v1/embeddings", {"input": "hello"}, "Qwen/Qwen3-Embedding-0.6B"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}, "BAAI/bge-reranker-v2-m3"),
+    ],
+)
+def test_an_error_names_a_model_to_load(server: Server, path: str, body: Any, example: str) -> None:
+    unnamed, wrong = refused(server, path, **body), refused(server, path, **body, model="tiny")
+    assert unnamed["message"].startswith("'model' is required: ") and wrong["code"] == "wrong_task"
+    for error in (unnamed, wrong):
+        assert error["param"] == "model"
+        assert f"No such model is loaded here; load one such as {example}." in error["message"]

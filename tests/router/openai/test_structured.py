@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -13,14 +11,16 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.structured import StructuredOutputFields, choice_grammar, json_schema_grammar
-from shared.wire import MAX_GRAMMAR_BYTES, Accepted, LiveRequest, Refused, Submit, encode
-from tests.router.conftest import Server, error_of, eventually
-from tests.router.scripted_engine import ScriptedEngine, make_heartbeat, make_refusal
+from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Grammar, LiveRequest, Refused, Submit, encode
+from tests.router.conftest import Server, begin, error_of, eventually, ok
+from tests.router.scripted_engine import make_heartbeat, make_refusal, names_of
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "null"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 OBJECT = '{"type":"object"}'
-NO_SCHEMA = "response_format.json_schema.schema"
+IN_SCHEMA = "response_format.json_schema.schema"
+NAMED_SCHEMA = {"name": "x", "strict": True, "schema": SCHEMA}
+CHOICES = 'start: "a" | "é\\"\\n"'
 
 
 def format_of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -37,17 +37,11 @@ def outputs(**fields: Any) -> dict[str, Any]:
         (format_of("json_object"), "json_schema", OBJECT, "response_format"),
         (format_of("json_object", schema={}), "json_schema", OBJECT, "response_format"),
         (format_of("json_object", schema=SCHEMA), "json_schema", TEXT, "response_format.schema"),
-        (
-            format_of("json_schema", json_schema={"name": "x", "strict": True, "schema": SCHEMA}),
-            *("json_schema", TEXT, "response_format.json_schema.schema"),
-        ),
+        (format_of("json_schema", json_schema=NAMED_SCHEMA), "json_schema", TEXT, IN_SCHEMA),
         (outputs(json=SCHEMA), "json_schema", TEXT, "structured_outputs.json"),
         (outputs(json_object=True), "json_schema", OBJECT, "structured_outputs.json_object"),
         (outputs(regex="[a-z]+"), "regex", "[a-z]+", "structured_outputs.regex"),
-        (
-            outputs(choice=["a", 'é"\n']),
-            *("lark", 'start: "a" | "é\\"\\n"', "structured_outputs.choice"),
-        ),
+        (outputs(choice=["a", 'é"\n']), "lark", CHOICES, "structured_outputs.choice"),
         (outputs(grammar='start: "a"'), "lark", 'start: "a"', "structured_outputs.grammar"),
         ({"guided_json": SCHEMA}, "json_schema", TEXT, "guided_json"),
         ({"guided_json": TEXT}, "json_schema", TEXT, "guided_json"),
@@ -57,29 +51,18 @@ def outputs(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_each_field_is_sent_to_the_engine_as_its_grammar(
-    server: Server,
-    engine: ScriptedEngine,
-    fields: dict[str, Any],
-    kind: str,
-    source: str,
-    param: str,
+    served: Server, fields: dict[str, Any], kind: str, source: str, param: str
 ) -> None:
-    assert server.chat(**fields).status_code == 200
-    assert server.complete(**fields, n=2).status_code == 200
-    grammars = [submit.grammar for submit in engine.got(Submit)]
-    assert len(grammars) == 3
-    for grammar in grammars:
-        assert grammar is not None
-        assert (grammar.kind, grammar.source, grammar.param) == (kind, source, param)
+    ok(served.chat(**fields))
+    ok(served.complete(**fields, n=2))
+    grammar = Grammar(kind=kind, source=source, param=param)  # type: ignore[arg-type]
+    assert [submit.grammar for submit in served.engine.got(Submit)] == [grammar] * 3
 
 
-def test_without_any_of_these_fields_there_is_no_grammar(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_without_any_of_these_fields_there_is_no_grammar(served: Server) -> None:
     fields: dict[str, Any] = {"structured_outputs": None, "guided_json": None}
-    assert server.chat(response_format={"type": "text"}, **fields).status_code == 200
-    (submit,) = engine.got(Submit)
-    assert submit.grammar is None
+    ok(served.chat(response_format={"type": "text"}, **fields))
+    assert [submit.grammar for submit in served.engine.got(Submit)] == [None]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +70,8 @@ def test_without_any_of_these_fields_there_is_no_grammar(
     [
         (format_of("xml"), "response_format.type"),
         (format_of("json_schema"), "response_format.json_schema"),
-        (format_of("json_schema", json_schema={"name": "x"}), NO_SCHEMA),
-        (format_of("json_schema", json_schema={"schema": 5}), NO_SCHEMA),
+        (format_of("json_schema", json_schema={"name": "x"}), IN_SCHEMA),
+        (format_of("json_schema", json_schema={"schema": 5}), IN_SCHEMA),
         ({"response_format": "json"}, "response_format"),
         (outputs(), "structured_outputs"),
         (outputs(json_object=False), "structured_outputs"),
@@ -129,49 +112,36 @@ def test_the_size_of_a_grammar_is_limited() -> None:
         json_schema_grammar("[" * 100_000, "x")
 
 
-def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(served: Server) -> None:
     def refuse(submit: Submit) -> Refused:
         assert submit.grammar is not None
         param = submit.grammar.param
         return make_refusal(submit, reason="invalid", message="unclosed group", param=param)
 
-    engine.behaviour.refuse = refuse
-    answer = server.chat(guided_regex="(", stream=True)
-    assert error_of(answer)["message"] == "unclosed group"
-    assert answer.json()["error"]["param"] == "guided_regex"
+    served.engine.behaviour.refuse = refuse
+    error = error_of(served.chat(guided_regex="(", stream=True))
+    assert (error["message"], error["param"]) == ("unclosed group", "guided_regex")
 
 
-def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
-    server: Server, engine: ScriptedEngine, background: Callable[..., Future[int]]
-) -> None:
+def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(server: Server) -> None:
     """Beats mention its request for longer than the router waits for an unknown one."""
-    engine.behaviour.accept = False
-    engine.behaviour.hold_tokens_after = 0
+    engine = server.join("hello world", accept=False, hold_tokens_after=0)
     engine.behaviour.heartbeats = False
-
-    def compiling() -> None:
-        (submit,) = engine.got(Submit)
-        live = LiveRequest(
-            request_id=submit.request_id, attempt=submit.attempt, generated=0, accepted=False
-        )
-        for number in range(40):
-            heartbeat = make_heartbeat(engine.name, engine.incarnation, 1000 + number, live=[live])
-            engine.say(*encode(heartbeat))
-            time.sleep(0.08)
 
     def ask() -> int:
         body = {"prompt": "x", "guided_regex": "a", "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             return answer.status_code
 
-    status = background(ask)
+    status = begin(ask)
     eventually(lambda: len(engine.got(Submit)) == 1)
-    compiling()
-    assert not status.done()
     (submit,) = engine.got(Submit)
+    live = [LiveRequest(**names_of(submit), generated=0, accepted=False)]
+    for number in range(1000, 1040):
+        engine.say(*encode(make_heartbeat(engine.name, engine.incarnation, number, live=live)))
+        time.sleep(0.08)
+    assert not status.done()
     engine.behaviour.heartbeats = True
     engine.behaviour.hold_tokens_after = None
-    engine.say(*encode(Accepted(request_id=submit.request_id, attempt=submit.attempt)))
+    engine.say(*encode(Accepted(**names_of(submit))))
     assert status.result(60) == 200

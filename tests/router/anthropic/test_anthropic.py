@@ -16,10 +16,18 @@ from tests.router.conftest import Server, StartServer, error_of, named_events, o
 from tests.router.scripted_engine import ScriptedEngine
 
 HI = [{"role": "user", "content": "hi"}]
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 BILLING = "x-anthropic-billing-header: x"
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
+
+
+PLAIN = {"content-type": "text/plain"}
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
 
 
 def text(content: str) -> dict[str, Any]:
@@ -39,28 +47,18 @@ def streamed(server: Server, **fields: Any) -> list[Any]:
     return named_events(ok(ask(server, stream=True, **fields)).text)
 
 
-def test_an_answer_is_a_message(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.cached_tokens = 5
-    answer = ok(ask(server, system="be kind", model="tiny"))
-    (submit,) = engine.got(Submit)
+def test_an_answer_is_a_message(served: Server) -> None:
+    served.engine.behaviour.cached_tokens = 5
+    answer = ok(ask(served, system="be kind", model="tiny"))
+    (submit,) = served.engine.got(Submit)
     body = answer.json()
     assert body.pop("id").startswith("msg_")
-    assert body == {
-        "type": "message",
-        "role": "assistant",
-        "model": "tiny",
-        "content": [{"type": "text", "text": "hello world", "citations": None}],
-        "stop_reason": "end_turn",
-        "stop_sequence": None,
-        "usage": {
-            "input_tokens": len(submit.token_ids) - 5,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 5,
-            "output_tokens": 5,
-            "output_tokens_details": {"thinking_tokens": 0},
-            "service_tier": "standard",
-        },
-    }
+    usage: dict[str, Any] = {"input_tokens": len(submit.token_ids) - 5, "output_tokens": 5}
+    usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 5}
+    usage |= {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
+    block = {"type": "text", "text": "hello world", "citations": None}
+    message = {"type": "message", "role": "assistant", "model": "tiny", "content": [block]}
+    assert body == message | {"stop_reason": "end_turn", "stop_sequence": None, "usage": usage}
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
@@ -71,34 +69,35 @@ def test_a_last_assistant_message_is_continued(server: Server, engine: ScriptedE
     assert engine.last_prompt.endswith("<|assistant|>{")
 
 
-def test_a_stream_has_anthropics_event_order(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.cached_tokens = 5
-    start, begin, ping, *deltas, stop, delta, last = streamed(server)
-    (submit,) = engine.got(Submit)
+def test_a_stream_has_anthropics_event_order(served: Server) -> None:
+    served.engine.behaviour.cached_tokens = 5
+    start, opened, ping, *deltas, stop, delta, last = streamed(served)
+    (submit,) = served.engine.got(Submit)
     assert start["type"] == "message_start"
-    message = start["message"]
+    message, count = start["message"], len(submit.token_ids)
     assert (message["content"], message["stop_reason"]) == ([], None)
-    assert message["usage"]["input_tokens"] == len(submit.token_ids)
+    assert message["usage"]["input_tokens"] == count
     block = {"type": "text", "text": "", "citations": None}
-    assert begin == {"type": "content_block_start", "index": 0, "content_block": block}
+    assert opened == {"type": "content_block_start", "index": 0, "content_block": block}
     assert ping == {"type": "ping"}
-    assert {event["type"] for event in deltas} == {"content_block_delta"}
-    assert {event["delta"]["type"] for event in deltas} == {"text_delta"}
-    assert "".join(event["delta"]["text"] for event in deltas) == "hello world"
+    assert {(each["type"], each["delta"]["type"]) for each in deltas} == {
+        ("content_block_delta", "text_delta")
+    }
+    assert "".join(each["delta"]["text"] for each in deltas) == "hello world"
     assert stop == {"type": "content_block_stop", "index": 0}
-    usage = {"input_tokens": len(submit.token_ids) - 5, "output_tokens": 5}
     assert delta["type"] == "message_delta"
     assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert (usage | {"cache_read_input_tokens": 5}).items() <= delta["usage"].items()
+    usage = {"input_tokens": count - 5, "output_tokens": 5, "cache_read_input_tokens": 5}
+    assert usage.items() <= delta["usage"].items()
     assert last == {"type": "message_stop"}
 
 
-def test_the_stop_sequence_found_is_reported(server: Server, engine: ScriptedEngine) -> None:
+def test_the_stop_sequence_found_is_reported(served: Server) -> None:
     fields: dict[str, Any] = {"stop_sequences": ["xyz", " wor", "ld"]}
-    body = ask(server, **fields).json()
+    body = ask(served, **fields).json()
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", " wor")
     assert body["content"][0]["text"] == "hello"
-    delta = streamed(server, **fields)[-2]["delta"]
+    delta = streamed(served, **fields)[-2]["delta"]
     assert delta == {"stop_reason": "stop_sequence", "stop_sequence": " wor"}
 
 
@@ -122,43 +121,36 @@ def test_an_empty_answer_has_no_block(server: Server, engine: ScriptedEngine) ->
     assert types == ["message_start", "message_delta", "message_stop"]
 
 
-def test_blocks_become_the_messages_of_a_conversation(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    said = [
+def test_blocks_become_the_messages_of_a_conversation(served: Server) -> None:
+    calls = [
         {"type": "thinking", "thinking": "hmm", "signature": "s"},
         {"type": "redacted_thinking", "data": "xxxx"},
         text("two"),
-        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}, **cached},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}, **CACHED},
         {"type": "tool_use", "id": "toolu_2", "name": "f", "input": {}},
     ]
-    failed = {"is_error": True, "content": [text("four")]}
+    failed = {"tool_use_id": "toolu_2", "is_error": True, "content": [text("four")]}
     results = [
-        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "three", **cached},
-        {"type": "tool_result", "tool_use_id": "toolu_2", **failed},
-        text("five"),
-        text("six"),
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "three", **CACHED},
+        {"type": "tool_result", **failed},
+        *(text("five"), text("six")),
     ]
-    messages = [
-        {"role": "user", "content": [{**text("one"), **cached}]},
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": results},
-    ]
-    system = [{**text("zero"), **cached}, text("more")]
-    ok(ask(server, messages, system=system, cache_control={"type": "ephemeral"}))
-    assert engine.last_prompt == (
+    turns = (("user", [text("one") | CACHED]), ("assistant", calls), ("user", results))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    system = [text("zero") | CACHED, text("more")]
+    ok(ask(served, messages, system=system, cache_control={"type": "ephemeral"}))
+    assert served.engine.last_prompt == (
         "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two"
         '{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n'
         "<|tool|>three\n<|tool|>Error: four\n<|user|>five\n\nsix\n<|assistant|>"
     )
 
 
-def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: ScriptedEngine) -> None:
+def test_tools_that_anthropic_runs_are_left_out(served: Server) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, ADD]
-    answer = ok(ask(server, tools=tools))
+    answer = ok(ask(served, tools=tools))
     assert answer.headers["x-left-out-tools"] == "web_search_20250305"
-    assert "x-left-out-tools" not in ask(server, tools=[ADD]).headers
+    assert "x-left-out-tools" not in ask(served, tools=[ADD]).headers
 
 
 @pytest.mark.parametrize(
@@ -189,34 +181,28 @@ def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: Scripted
         ({"container": "c"}, "container"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_wrong_field(
-    server: Server, engine: ScriptedEngine, fields: dict[str, Any], named: str
-) -> None:
-    answer = ask(server, **fields)
-    assert answer.status_code == 400, answer.text
-    body = answer.json()
-    assert body["type"] == "error"
-    assert body["error"]["type"] == "invalid_request_error"
-    assert named in body["error"]["message"]
+def test_an_error_names_the_wrong_field(served: Server, fields: dict[str, Any], named: str) -> None:
+    answer = ask(served, **fields)
+    error, body = error_of(answer), answer.json()
+    assert (body["type"], error["type"]) == ("error", "invalid_request_error")
+    assert named in error["message"]
     assert body["request_id"] == answer.headers["request-id"]
 
 
-def test_every_error_has_anthropics_shape(server: Server, engine: ScriptedEngine) -> None:
-    client = server.client
-    kinds = {
-        404: client.post("/v1/messages/nothing", json={}),
-        501: client.post("/v1/messages/batches", json={}),
-        405: client.get("/v1/messages"),
-        413: ask(server, [{"role": "user", "content": "x" * 30_000}]),
-        415: client.post("/v1/messages", content="x", headers={"content-type": "text/plain"}),
-    }
-    kinds |= {400: client.post("/v1/messages", content=b"{")}
-    unknown = ask(server, model="nobody")
-    types = {404: "not_found_error", 413: "request_too_large", 501: "api_error"}
-    for status, answer in [*kinds.items(), (404, unknown)]:
-        assert error_of(answer, status)["type"] == types.get(status, "invalid_request_error")
-    too_long = ask(server, [{"role": "user", "content": "x" * 3000}])
-    assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
+def test_every_error_has_anthropics_shape(served: Server) -> None:
+    client, path = served.client, "/v1/messages"
+    for status, answer, kind in (
+        (404, client.post(f"{path}/nothing", json={}), "not_found_error"),
+        (404, ask(served, model="nobody"), "not_found_error"),
+        (413, ask(served, said("x" * 30_000)), "request_too_large"),
+        (501, client.post(f"{path}/batches", json={}), "api_error"),
+        (405, client.get(path), "invalid_request_error"),
+        (415, client.post(path, content="x", headers=PLAIN), "invalid_request_error"),
+        (400, client.post(path, content=b"{"), "invalid_request_error"),
+    ):
+        assert error_of(answer, status)["type"] == kind
+    too_long = error_of(ask(served, said("x" * 3000)))
+    assert too_long["message"].startswith("prompt is too long: ")
 
 
 def test_api_keys_are_accepted_in_anthropics_header(start_server: StartServer) -> None:
@@ -233,18 +219,15 @@ def test_an_error_in_a_stream_is_an_event(server: Server) -> None:
     body: dict[str, Any] = {"max_tokens": 9, "messages": HI}
     text = server.stream_until("text_delta", engine.kill, "/v1/messages", **body)
     last = named_events(text)[-1]
-    assert last["type"] == "error"
-    assert last["error"]["type"] == "overloaded_error"
+    assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
 
 
-def test_counted_tokens_are_those_of_an_answered_request(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_counted_tokens_are_those_of_an_answered_request(served: Server) -> None:
     path = "/v1/messages/count_tokens"
-    count = server.post(path, messages=HI, system="be kind", tools=[]).json()
-    assert not engine.got(Submit)
-    assert ask(server, system="be kind").json()["usage"]["input_tokens"] == count["input_tokens"]
-    wrong = server.post(path, messages=[])
+    count = served.post(path, messages=HI, system="be kind", tools=[]).json()
+    assert not served.engine.got(Submit)
+    assert ask(served, system="be kind").json()["usage"]["input_tokens"] == count["input_tokens"]
+    wrong = served.post(path, messages=[])
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
 
 

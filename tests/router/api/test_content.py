@@ -41,10 +41,9 @@ def test_a_note_stands_in_place_of_an_image(
 def test_a_block_of_claude_codes_own_is_not_for_the_model(
     server: Server, lasting_engine: ScriptedEngine
 ) -> None:
-    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.330;"}
-    system = [billing, {"type": "text", "text": "Be brief."}]
-    messages = [{"role": "user", "content": "hi"}]
-    ok(server.post("/v1/messages", max_tokens=20, system=system, messages=messages))
+    billing = "x-anthropic-billing-header: cc_version=2.1.330;"
+    system = [{"type": "text", "text": text} for text in (billing, "Be brief.")]
+    ok(server.client.post("/v1/messages", json=BODIES["/v1/messages"] | {"system": system}))
     prompt = lasting_engine.last_prompt
     assert "Be brief." in prompt and "billing" not in prompt
 

@@ -19,6 +19,7 @@ from tests.router.conftest import Server, error_of, ok
 from tests.router.scripted_engine import ScriptedEngine, make_refusal
 
 GZIP = {"content-encoding": "gzip"}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +29,16 @@ def serves_afterwards(server: Server, lasting_engine: ScriptedEngine) -> Iterato
 
 
 def assert_error(answer: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
+    error = error_of(answer, status)
     assert answer.headers["x-request-id"]
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["param"] == param
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param
     return error
 
 
 def post(
     server: Server, body: Any, path: str = "/v1/completions", **headers: str
 ) -> httpx.Response:
-    headers = {"content-type": "application/json", **headers}
-    return server.client.post(path, content=body, headers=headers)
+    return server.client.post(path, content=body, headers={**JSON, **headers})
 
 
 BAD: dict[str, tuple[Any, ...]] = {
@@ -96,11 +93,8 @@ BAD_IN_CHATS: dict[str, tuple[Any, ...]] = {
 
 def fields_in(bad: dict[str, tuple[Any, ...]]) -> list[Any]:
     """Return each field with each of its values, named like `seed-x`."""
-    return [
-        pytest.param(field, value, id=f"{field}-{value!r:.20}")
-        for field, values in bad.items()
-        for value in values
-    ]
+    pairs = [(field, value) for field, values in bad.items() for value in values]
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]!r:.20}") for pair in pairs]
 
 
 @pytest.mark.parametrize(("field", "value"), fields_in(BAD))
@@ -120,6 +114,19 @@ def test_a_bad_number_of_log_probabilities_is_named(server: Server, value: Any) 
     assert_error(server.chat(logprobs=True, top_logprobs=value), 400, "top_logprobs")
 
 
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        ({"bad": 5}, "Invalid key in 'logit_bias': Expected 'int', got 'str'."),
+        ({"-1": 5}, "Invalid key in 'logit_bias': Expected 'int' >= 0."),
+        ({"1": "bad"}, "Invalid 'logit_bias': Expected 'float', got 'str'."),
+    ],
+)
+def test_a_bad_key_is_told_from_a_bad_value(server: Server, biases: Any, message: str) -> None:
+    error = assert_error(server.chat(logit_bias=biases), 400, "logit_bias")
+    assert error["message"] == message
+
+
 def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
     assert_error(server.chat(logprobs=False, top_logprobs=2), 400, "top_logprobs")
     assert_error(server.complete(stream=True, prompt_logprobs=1), 400, "prompt_logprobs")
@@ -128,9 +135,7 @@ def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        (None, "messages"),
-        ([], "messages"),
-        ("hi", "messages"),
+        *((None, "messages"), ([], "messages"), ("hi", "messages")),
         ([5], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
@@ -139,29 +144,23 @@ def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
     ],
 )
 def test_bad_messages_are_named(server: Server, messages: Any, param: str) -> None:
-    answer = server.client.post("/v1/chat/completions", json={"messages": messages})
-    assert_error(answer, 400, param)
+    assert_error(server.post("/v1/chat/completions", messages=messages), 400, param)
 
 
 @pytest.mark.parametrize(
     "prompt", [None, 5, "", [], [[]], ["a", 5], ["a", [5]], [True], [-1], [265], [1.5], [["a"]], {}]
 )
 def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
-    answer = server.complete(prompt)
-    assert error_of(answer)["param"].startswith("prompt")
+    assert error_of(server.complete(prompt))["param"].startswith("prompt")
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"", b"{", b"null", b"[]", b"5", b'"x"', b"{}x"),
-        b'{"messages": NaN}',
-        b'{"messages": [], "temperature": NaN}',
-        b'{"temperature": 1e999}',
-        b"\xff\xfe{}",
+        *(b"", b"{", b"null", b"[]", b"5", b'"x"', b"{}x", b"\xff\xfe{}", b"[" * 10_000),
+        *(b'{"messages": NaN}', b'{"messages": [], "temperature": NaN}', b'{"temperature": 1e999}'),
         b'{"messages": [{"role": "user", "content": "\xff"}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b"[" * 10_000,
         b'{"x":' * 3000 + b"1" + b"}" * 3000,
     ],
 )
@@ -171,10 +170,8 @@ def test_a_body_that_is_not_a_json_object_is_a_400(server: Server, body: bytes) 
 
 
 def test_a_prompt_over_the_context_is_refused(server: Server) -> None:
-    for answer, param in (
-        (server.complete([7] * 512), "prompt"),
-        (server.chat("x" * 600), "messages"),
-    ):
+    chat, completion = server.chat("x" * 600), server.complete([7] * 512)
+    for answer, param in ((completion, "prompt"), (chat, "messages")):
         assert assert_error(answer, 400, param)["code"] == "context_length_exceeded"
 
 
@@ -183,44 +180,44 @@ def test_too_many_sequences_are_refused(server: Server) -> None:
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:
-    error = assert_error(server.chat(model="gpt-9"), 404, "model")
-    assert error["code"] == "model_not_found"
+    assert assert_error(server.chat(model="gpt-9"), 404, "model")["code"] == "model_not_found"
     assert_error(server.client.get("/v1/models/gpt-9"), 404, "model")
 
 
 def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     assert_error(server.client.get("/v1/nothing"), 404)
-    assert_error(server.client.post("/v1/images", json={}), 501)
+    assert_error(server.post("/v1/images"), 501)
     answer = server.client.get("/v1/chat/completions")
     assert_error(answer, 405)
     assert answer.headers["allow"] == "POST"
 
 
-def test_a_body_of_another_media_type_or_encoding_is_a_415(server: Server) -> None:
-    for headers in (
+@pytest.mark.parametrize(
+    "headers",
+    [
         {"content-type": "text/plain"},
         {"content-type": "application/x-www-form-urlencoded"},
         {"content-encoding": "br"},
-    ):
-        assert_error(post(server, b"{}", **headers), 415)
+    ],
+)
+def test_a_body_of_another_media_type_or_encoding_is_a_415(server: Server, headers: Any) -> None:
+    assert_error(post(server, b"{}", **headers), 415)
+
+
+def body_of(length: int) -> bytes:
+    return json.dumps({"prompt": "x" * length}).encode()
 
 
 def test_a_large_body_is_a_413_also_chunked_or_compressed(server: Server) -> None:
-    large = json.dumps({"prompt": "x" * 30_000}).encode()
-
-    def chunked() -> Iterator[bytes]:
-        for start in range(0, len(large), 1000):
-            yield large[start : start + 1000]
-
-    for body in (large, chunked()):
-        assert_error(post(server, body), 413)
-    bomb = gzip.compress(json.dumps({"prompt": "x" * 10_000_000}).encode())
+    large, bomb = body_of(30_000), gzip.compress(body_of(10_000_000))
     assert len(bomb) < 20_000
-    assert_error(post(server, bomb, **GZIP), 413)
+    chunks = (large[start : start + 1000] for start in range(0, len(large), 1000))
+    for answer in (post(server, large), post(server, chunks), post(server, bomb, **GZIP)):
+        assert_error(answer, 413)
 
 
 def test_a_compressed_body_is_read(server: Server) -> None:
-    body = gzip.compress(json.dumps({"prompt": "hi"}).encode())
+    body = gzip.compress(body_of(2))
     ok(post(server, body, **GZIP))
     for broken in (body[:-9], b"no gzip"):
         assert_error(post(server, broken, **GZIP), 400)
@@ -237,13 +234,10 @@ def test_a_refusal_of_the_engine_is_a_400(server: Server, lasting_engine: Script
 
 
 def test_a_clients_request_id_is_kept_if_it_is_valid(server: Server) -> None:
-    def answered(given: str) -> str:
-        return server.client.get("/livez", headers={"x-request-id": given}).headers["x-request-id"]
-
-    assert answered("abc-123") == "abc-123"
-    assert answered("a b<script>") != "a b<script>"
-    assert answered("x" * 200) != "x" * 200
-    refused = server.client.post("/v1/completions", json={}, headers={"x-request-id": "mine-1"})
+    for given, is_kept in (("abc-123", True), ("a b<script>", False), ("x" * 200, False)):
+        answer = server.client.get("/livez", headers={"x-request-id": given})
+        assert (answer.headers["x-request-id"] == given) is is_kept
+    refused = post(server, b"{}", **{"x-request-id": "mine-1"})
     assert_error(refused, 400, "prompt")
     assert refused.headers["x-request-id"] == "mine-1"
 
@@ -265,8 +259,11 @@ def test_a_tool_whose_parameters_nest_deeply_is_an_error(server: Server, kind: s
 
 
 def test_the_number_of_prompts_is_checked_before_any_is_tokenized() -> None:
+    def parse(prompt: list[Any]) -> CompletionRequest:
+        return parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
+
     with pytest.raises(InvalidRequest) as refused:
-        parse_body(json.dumps({"prompt": ["x"] * 129}).encode(), CompletionRequest)
+        parse(["x"] * 129)
     assert refused.value.param == "prompt"
-    parse_body(json.dumps({"prompt": ["x"] * 128}).encode(), CompletionRequest)
-    parse_body(json.dumps({"prompt": [5] * 1000}).encode(), CompletionRequest)
+    parse(["x"] * 128)
+    parse([5] * 1000)

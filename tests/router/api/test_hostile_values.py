@@ -10,21 +10,9 @@ from tests.router.conftest import Server
 CHAT_MODEL = True
 FLAGS = ("--max-prompt-tokens=100000", "--ollama-manage")
 VALUES = (
-    r'"\ud800"',
-    r'"\ud83d\ude00\udfff"',
-    r'"\u0000\ufdd0\uffff\u2028"',
-    "1" * 400,
-    "-" + "1" * 400,
-    "1" * 5000,
-    "1e400",
-    "-1e-400",
-    "NaN",
-    "[" * 900 + "]" * 900,
-    "[" * 50_000,
-    '{"a": 1, "a": 2}',
-    "true",
-    "null",
-    "",
+    *(r'"\ud800"', r'"\ud83d\ude00\udfff"', r'"\u0000\ufdd0\uffff\u2028"'),
+    *("1" * 400, "-" + "1" * 400, "1" * 5000, "1e400", "-1e-400", "NaN"),
+    *("[" * 900 + "]" * 900, "[" * 50_000, '{"a": 1, "a": 2}', "true", "null", ""),
 )
 ASKED = '"messages": [{"role": "user", "content": "x"}]'
 OLLAMA = '"model": "tiny", "stream": false'

@@ -1,19 +1,20 @@
-"""What a stream writes on threads, and clients that leave one."""
+"""Server-sent events, what a stream writes on threads, and clients that leave one."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message
 
+from router.api.sse import encode_event
 from router.api.streaming import EventStream
-from router.api.writer import OutputWriter
 from router.errors import ApiError, Unavailable
-from router.generation.generation import Generation
 from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Abort
 from tests.router.conftest import Server, eventually
@@ -61,18 +62,27 @@ def streamed(threads: int) -> tuple[LargeWriter, list[Message]]:
         sent.append(message)
 
     async def run() -> None:
-        generation: Any = ThreadedGeneration(threads)
-        stream = EventStream(
-            cast(Generation, generation),
-            cast(OutputWriter, writer),
-            send,
-            request_bytes=INLINE_SIZE + 1,
-            write_timeout_s=60,
-        )
+        given: Any = (ThreadedGeneration(threads), writer, send)
+        stream = EventStream(*given, request_bytes=INLINE_SIZE + 1, write_timeout_s=60)
         await stream.run([])
 
     asyncio.run(run())
     return writer, sent
+
+
+EVERY_BREAK = "a\r\nb\vc\fd\x1ce\x1df\x1eg\x85h\u2028i\u2029j \u200b\u0385"
+
+
+def test_no_text_breaks_an_event_for_clients_that_split_at_any_line_break() -> None:
+    sent = encode_event(msgspec.json.encode({"text": EVERY_BREAK}), "delta").decode()
+    assert sent.endswith("\n\n")
+    name, data, end = sent.splitlines()
+    assert (name, end) == ("event: delta", "")
+    assert json.loads(data.removeprefix("data: ")) == {"text": EVERY_BREAK}
+
+
+def test_other_text_is_sent_unchanged() -> None:
+    assert encode_event("{é😀 \u200b}".encode()) == "data: {é😀 \u200b}\n\n".encode()
 
 
 def test_an_error_that_repeats_a_large_request_is_written_on_a_thread() -> None:

@@ -16,15 +16,7 @@ from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.ollama.keeping import keep, seconds_left
 from router.ollama.schemas import OllamaChatRequest
 from shared.settings import Settings
-
-
-class Channel:
-    def __init__(self) -> None:
-        self.told: list[dict[str, object]] = []
-
-    def send(self, **message: object) -> bool:
-        self.told.append(message)
-        return True
+from tests.router.fleet.test_supervised import Channel
 
 
 def made(channel: Channel, *, manage: bool = True, **model: Any) -> Router:

@@ -10,28 +10,29 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from shared.wire import EngineStats, SamplingParams, Submit
-from tests.router.conftest import Server, StartServer, ok
+from tests.router.conftest import Server, StartServer, bearer, key_flag, ok
 from tests.router.scripted_engine import END, ScriptedEngine
 
 CHAT_MODEL = True
 FLAGS = ("--max-generation-tokens=4000", "--max-prompt-tokens=1000")
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+ADD = {"type": "function", "function": FUNCTION}
 FIGURES = {
     *("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration"),
     *("eval_count", "eval_duration"),
 }
+CHATS_AND_PROMPTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chat", {"messages": HI}),
+    ("generate", {"prompt": "hi"}),
+)
+EMPTY: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("chat", {"messages": []}), ("chat", {}), ("generate", {})),
+)
 START = "<|im_start|>"
 
 
@@ -58,106 +59,104 @@ def refused(answer: httpx.Response, status: int = 400) -> str:
     return error
 
 
-def last_submit(server: Server, engine: ScriptedEngine, path: str, **body: Any) -> Submit:
+def last_submit(server: Server, path: str, **body: Any) -> Submit:
     """Return what the engine receives for a request."""
     ok(post(server, path, **body))
-    return engine.got(Submit)[-1]
+    return server.engine.got(Submit)[-1]
+
+
+def text_of(parts: list[Any]) -> str:
+    return "".join(part["message"]["content"] for part in parts)
 
 
 # -- answers -------------------------------------------------------------------
 
 
-def test_a_chat_is_streamed_as_lines_and_ends_with_figures(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    *parts, last = lines(post(server, "chat", messages=HI))
+def test_a_chat_is_streamed_as_lines_and_ends_with_figures(served: Server) -> None:
+    *parts, last = lines(post(served, "chat", messages=HI))
     for part in parts:
         assert part.keys() == {"model", "created_at", "done", "message"}
         assert part["message"].keys() == {"role", "content"} and not part["done"]
         assert datetime.fromisoformat(part["created_at"]).utcoffset() is not None
-    assert "".join(part["message"]["content"] for part in parts) == "hello world"
+    assert text_of(parts) == "hello world"
     assert last["done"] and last["done_reason"] == "stop" and last["model"] == "tiny"
     assert last["message"] == {"role": "assistant", "content": ""}
     assert last.keys() >= FIGURES
-    (submit,) = engine.got(Submit)
+    (submit,) = served.engine.got(Submit)
     assert last["prompt_eval_count"] == len(submit.token_ids)
-    assert last["eval_count"] == len(engine.behaviour.script(submit))
+    assert last["eval_count"] == len(served.engine.behaviour.script(submit))
     parts_ns = last["load_duration"] + last["prompt_eval_duration"] + last["eval_duration"]
     assert last["eval_duration"] > 0 and parts_ns <= last["total_duration"] < 60 * 10**9
 
 
-def test_without_a_stream_an_answer_is_one_object(server: Server, engine: ScriptedEngine) -> None:
-    answer = post(server, "chat", messages=HI, stream=False)
+def test_without_a_stream_an_answer_is_one_object(served: Server) -> None:
+    answer = post(served, "chat", messages=HI, stream=False)
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
     assert body["message"] == {"role": "assistant", "content": "hello world"}
     assert body["done"] and body.keys() >= FIGURES
 
 
-def test_a_model_has_a_name_with_and_without_latest(server: Server, engine: ScriptedEngine) -> None:
+def test_a_model_has_a_name_with_and_without_latest(served: Server) -> None:
     for name in ("tiny", "tiny:latest"):
-        body = post(server, "chat", model=name, messages=HI, stream=False).json()
+        body = post(served, "chat", model=name, messages=HI, stream=False).json()
         assert body["model"] == name, "as it was asked"
-    assert "model not found" in refused(post(server, "chat", model="tiny:7b", messages=HI), 404)
-    assert "'model'" in refused(server.client.post("/api/chat", json={"messages": HI}))
+    assert "model not found" in refused(post(served, "chat", model="tiny:7b", messages=HI), 404)
+    assert "'model'" in refused(served.client.post("/api/chat", json={"messages": HI}))
 
 
-def test_line_breaks_of_unicode_divide_no_line(server: Server, engine: ScriptedEngine) -> None:
-    engine.says("a\u2028b\u2029c\x85d")
-    parts = lines(post(server, "chat", messages=HI))
-    assert "".join(part["message"]["content"] for part in parts) == "a\u2028b\u2029c\x85d"
+def test_line_breaks_of_unicode_divide_no_line(served: Server) -> None:
+    served.engine.says("a\u2028b\u2029c\x85d")
+    assert text_of(lines(post(served, "chat", messages=HI))) == "a\u2028b\u2029c\x85d"
 
 
-def test_a_call_comes_whole(server: Server, engine: ScriptedEngine) -> None:
-    second = CALL.replace('"a": 1', '"a": 2')
-    engine.says(f"{CALL}\n{second}")
-    parts = lines(post(server, "chat", messages=HI, tools=[ADD]))
-    calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
-    assert [call["function"] for call in calls] == [
-        {"index": 0, "name": "add", "arguments": {"a": 1}},
-        {"index": 1, "name": "add", "arguments": {"a": 2}},
-    ]
+def test_a_call_comes_whole(served: Server) -> None:
+    engine = served.engine
+    engine.says(CALL + "\n" + CALL.replace('"a": 1', '"a": 2'))
+    parts = lines(post(served, "chat", messages=HI, tools=[ADD]))
+    whole = post(served, "chat", messages=HI, tools=[ADD], stream=False).json()["message"]
+    streamed = [call for part in parts for call in part["message"].get("tool_calls", ())]
+    for calls in (streamed, whole["tool_calls"]):
+        assert [call["function"] for call in calls] == [
+            {"index": index, "name": "add", "arguments": {"a": index + 1}} for index in (0, 1)
+        ]
     assert parts[-1]["done_reason"] == "stop"
-    whole = post(server, "chat", messages=HI, tools=[ADD], stream=False).json()
-    assert [c["function"] for c in whole["message"]["tool_calls"]] == [
-        call["function"] for call in calls
-    ]
     assert '"Adds."' in engine.last_prompt
     engine.says("3")
     result = {"role": "tool", "content": "3", "tool_name": "add"}
-    post(server, "chat", messages=[*HI, whole["message"], result], tools=[ADD])
-    prompt = engine.last_prompt
-    assert '{"name": "add", "arguments": {"a": 2}}' in prompt
-    assert f"{START}tool\n[add] 3{END}" in prompt
+    post(served, "chat", messages=[*HI, whole, result], tools=[ADD])
+    assert '{"name": "add", "arguments": {"a": 2}}' in engine.last_prompt
+    assert f"{START}tool\n[add] 3{END}" in engine.last_prompt
 
 
-def test_thinking_is_apart_and_may_be_turned_off(server: Server, engine: ScriptedEngine) -> None:
+def test_thinking_is_apart_and_may_be_turned_off(served: Server) -> None:
+    engine = served.engine
     engine.says("<think>\nhm\n</think>\n\nyes")
-    for path, fields in (("chat", {"messages": HI}), ("generate", {"prompt": "hi"})):
-        body = post(server, path, think=True, stream=False, **fields).json()
+    for path, fields in CHATS_AND_PROMPTS:
+        body = post(served, path, think=True, stream=False, **fields).json()
         reply = body.get("message", body)
         assert reply["thinking"].strip() == "hm"
         assert reply.get("content", reply.get("response")) == "yes"
-        *parts, _ = lines(post(server, path, think="max", **fields))
+        *parts, _ = lines(post(served, path, think="max", **fields))
         shown = [part.get("message", part) for part in parts]
         assert "".join(part.get("thinking", "") for part in shown).strip() == "hm"
         assert engine.last_prompt.endswith("(effort high)")
-    post(server, "chat", think=False, messages=HI)
+    post(served, "chat", think=False, messages=HI)
     assert engine.last_prompt.endswith("<think>\n\n</think>\n\n")
-    assert "'think'" in refused(post(server, "chat", think="a lot", messages=HI))
+    assert "'think'" in refused(post(served, "chat", think="a lot", messages=HI))
 
 
-def test_log_probabilities_come_with_the_parts(server: Server, engine: ScriptedEngine) -> None:
+def test_log_probabilities_come_with_the_parts(served: Server) -> None:
     fields = {"logprobs": True, "top_logprobs": 2}
-    parts = lines(post(server, "chat", messages=HI, **fields))
+    parts = lines(post(served, "chat", messages=HI, **fields))
     scored = [each for part in parts for each in part.get("logprobs", ())]
     assert "".join(each["token"] for each in scored) == "hello world"
     assert all(len(each["top_logprobs"]) == 2 and each["logprob"] < 0 for each in scored)
-    assert post(server, "generate", prompt="hi", stream=False, **fields).json()["logprobs"]
+    assert post(served, "generate", prompt="hi", stream=False, **fields).json()["logprobs"]
 
 
-def test_an_answer_that_is_cut_says_length(server: Server, engine: ScriptedEngine) -> None:
-    body = post(server, "generate", prompt="hi", stream=False, options={"num_predict": 2}).json()
+def test_an_answer_that_is_cut_says_length(served: Server) -> None:
+    body = post(served, "generate", prompt="hi", stream=False, options={"num_predict": 2}).json()
     assert body["done_reason"] == "length" and body["eval_count"] == 2
 
 
@@ -174,120 +173,99 @@ def test_an_error_in_a_stream_is_its_last_line(server: Server) -> None:
 # -- requests ------------------------------------------------------------------
 
 
-def test_options_become_sampling_parameters(server: Server, engine: ScriptedEngine) -> None:
+def test_options_become_sampling_parameters(served: Server) -> None:
     same: dict[str, Any] = {"seed": 7, "temperature": 0.5, "top_k": 20.0, "top_p": 0.9}
     same |= {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     others = {"repeat_penalty": 1.5, "num_predict": 30.0}
     without_effect = {"num_gpu": 1, "num_thread": 8, "typical_p": 0.7, "unknown": []}
-    options = {**same, **others, **without_effect}
-    submit = last_submit(server, engine, "chat", messages=HI, options=options)
-    assert submit.sampling == SamplingParams(
-        **same, repetition_penalty=1.5, repetition_context_size=64
-    )
-    assert submit.max_tokens == 30
+    submit = last_submit(served, "chat", messages=HI, options={**same, **others, **without_effect})
+    expected = {**same, "repetition_penalty": 1.5, "repetition_context_size": 64}
+    assert (submit.sampling, submit.max_tokens) == (SamplingParams(**expected), 30)
 
 
 @pytest.mark.parametrize(
     ("last_n", "penalty", "size"), [(0, 1.0, None), (-1, 1.5, 2**31 - 1), (10, 1.5, 10)]
 )
 def test_repeat_last_n_bounds_what_is_penalized(
-    server: Server, engine: ScriptedEngine, last_n: int, penalty: float, size: int | None
+    served: Server, last_n: int, penalty: float, size: int | None
 ) -> None:
     options = {"repeat_penalty": 1.5, "repeat_last_n": last_n}
-    sampling = last_submit(server, engine, "chat", messages=HI, options=options).sampling
+    sampling = last_submit(served, "chat", messages=HI, options=options).sampling
     assert sampling.repetition_penalty == penalty
     assert size in (None, sampling.repetition_context_size)
 
 
-def test_without_num_predict_only_the_context_and_the_server_limit_an_answer(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    for most in (None, -1, 0, -2, 10**6):
-        options = {"num_predict": most}
-        submit = last_submit(server, engine, "chat", messages=HI, options=options)
-        assert submit.max_tokens == 2000 - len(submit.token_ids)
+@pytest.mark.parametrize("most", [None, -1, 0, -2, 10**6])
+def test_num_predict_the_context_and_the_server_limit_an_answer(served: Server, most: Any) -> None:
+    submit = last_submit(served, "chat", messages=HI, options={"num_predict": most})
+    assert submit.max_tokens == 2000 - len(submit.token_ids)
 
 
-def test_num_ctx_bounds_prompt_and_answer_together(server: Server, engine: ScriptedEngine) -> None:
-    submit = last_submit(server, engine, "chat", messages=HI, options={"num_ctx": 200})
+def test_num_ctx_bounds_prompt_and_answer_together(served: Server) -> None:
+    submit = last_submit(served, "chat", messages=HI, options={"num_ctx": 200})
     assert submit.max_tokens == 200 - len(submit.token_ids)
-    error = refused(post(server, "generate", prompt="x" * 300, options={"num_ctx": 100}))
+    error = refused(post(served, "generate", prompt="x" * 300, options={"num_ctx": 100}))
     assert "in the 100" in error
-    system = {"role": "system", "content": "SYSTEM"}
     turns = [
         {"role": role, "content": f"{role}{n} " + "x" * 40}
         for n in range(5)
         for role in ("user", "assistant")
     ]
-    conversation = [system, *turns, {"role": "user", "content": "last"}]
+    last = {"role": "user", "content": "last"}
+    conversation = [{"role": "system", "content": "SYSTEM"}, *turns, last]
     given: dict[str, Any] = {"messages": conversation, "options": {"num_ctx": 250}}
-    assert len(last_submit(server, engine, "chat", **given).token_ids) < 250
-    prompt = engine.last_prompt
+    assert len(last_submit(served, "chat", **given).token_ids) < 250
+    prompt = served.engine.last_prompt
     assert "SYSTEM" in prompt and "last" in prompt and "user0" not in prompt
-    assert "in the 250" in refused(post(server, "chat", truncate=False, **given))
+    assert "in the 250" in refused(post(served, "chat", truncate=False, **given))
 
 
-def test_a_format_becomes_a_grammar(server: Server, engine: ScriptedEngine) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for given, wanted in (("json", {"type": "object"}), (schema, schema)):
-        for path, fields in (
-            ("chat", {"messages": HI}),
-            ("generate", {"prompt": "hi"}),
-            ("generate", {"prompt": "hi", "raw": True}),
-        ):
-            grammar = last_submit(server, engine, path, format=given, **fields).grammar
+def test_a_format_becomes_a_grammar(served: Server) -> None:
+    for given, wanted in (("json", {"type": "object"}), (SCHEMA, SCHEMA)):
+        for path, fields in (*CHATS_AND_PROMPTS, ("generate", {"prompt": "hi", "raw": True})):
+            grammar = last_submit(served, path, format=given, **fields).grammar
             assert grammar is not None and grammar.kind == "json_schema"
             assert json.loads(grammar.source) == wanted
-    assert last_submit(server, engine, "chat", messages=HI, format="").grammar is None
-    assert "'format'" in refused(post(server, "chat", messages=HI, format="yaml"))
+    assert last_submit(served, "chat", messages=HI, format="").grammar is None
+    assert "'format'" in refused(post(served, "chat", messages=HI, format="yaml"))
 
 
-def test_a_prompt_is_put_into_the_template_unless_it_is_raw(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    body = post(server, "generate", prompt="hi", system="be kind", stream=False).json()
+def test_a_prompt_is_put_into_the_template_unless_it_is_raw(served: Server) -> None:
+    body = post(served, "generate", prompt="hi", system="be kind", stream=False).json()
     assert body["response"] == "hello world"
     templated = f"{START}system\nbe kind{END}\n{START}user\nhi{END}\n{START}assistant\n"
-    assert engine.last_prompt == templated
-    raw = post(server, "generate", prompt="hi", raw=True, stream=False).json()
-    assert engine.last_prompt == "hi" and "context" not in raw
+    assert served.engine.last_prompt == templated
+    raw = post(served, "generate", prompt="hi", raw=True, stream=False).json()
+    assert served.engine.last_prompt == "hi" and "context" not in raw
     for fields in ({"system": "x"}, {"context": [1]}):
-        assert "'raw'" in refused(post(server, "generate", prompt="hi", raw=True, **fields))
+        assert "'raw'" in refused(post(served, "generate", prompt="hi", raw=True, **fields))
 
 
-def test_a_context_is_gone_on_from(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
-    first = lines(post(server, "generate", prompt="hi"))[-1]
+def test_a_context_is_gone_on_from(served: Server) -> None:
+    engine = served.engine
+    context = lines(post(served, "generate", prompt="hi"))[-1]["context"]
     (submit,) = engine.got(Submit)
-    assert first["context"] == [*submit.token_ids, *engine.behaviour.script(submit)]
-    context = first["context"]
-    tokens = last_submit(server, engine, "generate", prompt="and?", context=context).token_ids
+    assert context == [*submit.token_ids, *engine.behaviour.script(submit)]
+    tokens = last_submit(served, "generate", prompt="and?", context=context).token_ids
     assert tokens[: len(context)] == context
-    assert "and?" in tokenizer.decode(tokens[len(context) :])
-    assert "'context'" in refused(post(server, "generate", prompt="hi", context=[10**6]))
+    assert "and?" in engine.tokenizer.decode(tokens[len(context) :])
+    assert "'context'" in refused(post(served, "generate", prompt="hi", context=[10**6]))
 
 
-def test_a_last_message_of_the_assistant_is_continued(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_a_last_message_of_the_assistant_is_continued(served: Server) -> None:
     begun = {"role": "assistant", "content": "It"}
-    ok(post(server, "chat", messages=[*HI, begun]))
-    assert engine.last_prompt.endswith(f"{START}assistant\nIt")
+    ok(post(served, "chat", messages=[*HI, begun]))
+    assert served.engine.last_prompt.endswith(f"{START}assistant\nIt")
 
 
-def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine) -> None:
-    for answer in (
-        post(server, "chat", messages=[]),
-        post(server, "chat"),
-        post(server, "generate"),
-    ):
-        body = answer.json()
+def test_an_empty_request_loads_the_model(served: Server) -> None:
+    for path, fields in EMPTY:
+        body = post(served, path, **fields).json()
         assert body["done"] and body["done_reason"] == "load" and not body.keys() & FIGURES
-    assert not engine.got(Submit)
-    assert "not found" in refused(post(server, "chat", model="nobody"), 404)
-    assert "--ollama-manage" in refused(post(server, "chat", keep_alive=0), 403)
-    assert post(server, "chat", messages=HI, keep_alive=0).status_code == 200, "it is ignored"
+    assert not served.engine.got(Submit)
+    assert "not found" in refused(post(served, "chat", model="nobody"), 404)
+    assert "--ollama-manage" in refused(post(served, "chat", keep_alive=0), 403)
+    assert post(served, "chat", messages=HI, keep_alive=0).status_code == 200, "it is ignored"
 
 
 @pytest.mark.parametrize(
@@ -311,30 +289,26 @@ def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine
         ("show", {"model": ""}, "'model'"),
     ],
 )
-def test_what_is_wrong_is_named(
-    server: Server, engine: ScriptedEngine, path: str, fields: Any, named: str
-) -> None:
-    assert named in refused(post(server, path, **fields))
+def test_what_is_wrong_is_named(served: Server, path: str, fields: Any, named: str) -> None:
+    assert named in refused(post(served, path, **fields))
 
 
 def test_images_become_notes_where_they_are_to_be_skipped(start_server: StartServer) -> None:
     server = start_server("--skip-unsupported-content")
-    engine = server.join("ok")
-    post(server, "chat", messages=[{**HI[0], "images": ["aGk="]}])
-    assert "was removed" in engine.last_prompt
-    post(server, "generate", prompt="hi", images=["aGk="])
-    assert "was removed" in engine.last_prompt
+    engine, images = server.join("ok"), {"images": ["aGk="]}
+    for path, fields in CHATS_AND_PROMPTS:
+        fields = {"messages": [HI[0] | images]} if path == "chat" else fields | images
+        post(server, path, **fields)
+        assert "was removed" in engine.last_prompt
 
 
-def test_curl_needs_no_media_type_and_a_page_of_another_site_does(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_curl_needs_no_media_type_and_a_page_of_another_site_does(served: Server) -> None:
     body = json.dumps({"model": "tiny", "messages": HI, "stream": False})
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert server.client.post("/api/chat", content=body, headers=form).status_code == 200
+    assert served.client.post("/api/chat", content=body, headers=form).status_code == 200
     elsewhere = {**form, "origin": "https://example.com"}
-    refused(server.client.post("/api/chat", content=body, headers=elsewhere), 415)
-    assert server.client.post("/v1/messages", content=body, headers=form).status_code == 415
+    refused(served.client.post("/api/chat", content=body, headers=elsewhere), 415)
+    assert served.client.post("/v1/messages", content=body, headers=form).status_code == 415
 
 
 # -- models --------------------------------------------------------------------
@@ -344,42 +318,27 @@ def test_models_are_listed_with_what_is_known_of_them(
     start_server: StartServer, model_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    config = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "quantization": {"bits": 4, "group_size": 64},
-        "rms_norm_eps": 1e-6,
-        "hidden_size": 64,
-    }
+    config: dict[str, Any] = {"model_type": "qwen3", "num_hidden_layers": 36, "rms_norm_eps": 1e-6}
+    config |= {"hidden_size": 64, "quantization": {"bits": 4, "group_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     server = start_server()
     stats = EngineStats(active_memory_bytes=12345)
     server.join(directory=tmp_path, aliases=["small:4b"], stats=stats)
     listed = server.client.get("/api/tags").json()["models"]
     assert [each["name"] for each in listed] == ["tiny:latest", "small:4b"]
-    details = {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "qwen3",
-        "families": ["qwen3"],
-        "parameter_size": "",
-        "quantization_level": "4-bit",
-    }
+    details: dict[str, Any] = {"parent_model": "", "format": "safetensors", "parameter_size": ""}
+    details |= {"family": "qwen3", "families": ["qwen3"], "quantization_level": "4-bit"}
     assert all(each["details"] == details and len(each["digest"]) == 64 for each in listed)
     assert listed[0]["capabilities"] == ["completion", "tools", "thinking"]
+    info: dict[str, float] = {"context_length": 512, "vocab_size": 265, "block_count": 36}
+    info |= {"embedding_length": 64, "attention.layer_norm_rms_epsilon": 1e-6}
     for fields in ({"model": "tiny"}, {"model": "tiny:latest"}, {"name": "small:4b"}):
         shown = server.client.post("/api/show", json=fields).json()
         assert shown["details"] == details
-        assert shown["model_info"] == {
-            "general.architecture": "qwen3",
-            "qwen3.context_length": 512,
-            "qwen3.vocab_size": 265,
-            "qwen3.block_count": 36,
-            "qwen3.embedding_length": 64,
-            "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
-        }
+        architecture = {"general.architecture": "qwen3"}
+        assert shown["model_info"] == architecture | {f"qwen3.{k}": v for k, v in info.items()}
         assert "<|im_start|>" in shown["template"] and "FROM tiny" in shown["modelfile"]
-    refused(server.client.post("/api/show", json={"model": "nobody"}), 404)
+    refused(post(server, "show", model="nobody"), 404)
     (running,) = server.client.get("/api/ps").json()["models"]
     assert (running["size"], running["context_length"]) == (12345, 512)
     assert running["expires_at"].startswith("9999")
@@ -388,14 +347,12 @@ def test_models_are_listed_with_what_is_known_of_them(
 
 
 def test_keys_limits_and_metrics_hold_here_too(start_server: StartServer, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sesame name=some models=other\nopen name=all rpm=1\n")
-    server = start_server(f"--api-key-file={keys}")
+    keys = key_flag(tmp_path, "sesame name=some models=other", "open name=all rpm=1")
+    server = start_server(keys)
     server.start_engine("ok")
-    server.client.headers["authorization"] = "Bearer open"
+    server.client.headers.update(bearer("open"))
     server.wait_ready()
-    some = {"authorization": "Bearer sesame"}
-    ask = {"model": "tiny", "messages": HI}
+    some, ask = bearer("sesame"), {"model": "tiny", "messages": HI}
     refused(httpx.post(f"{server.url}/api/chat", json=ask), 401)
     for path in ("chat", "show"):
         refused(httpx.post(f"{server.url}/api/{path}", json=ask, headers=some), 403)
@@ -405,9 +362,8 @@ def test_keys_limits_and_metrics_hold_here_too(start_server: StartServer, tmp_pa
     answer = server.post("/api/chat", **ask)
     refused(answer, 429)
     assert int(answer.headers["retry-after"]) >= 1
-    metrics = server.metrics
-    assert 'path="/api/chat",status="200"} 1' in metrics
-    assert 'path="/api/chat",status="429"} 1' in metrics
+    for status in (200, 429):
+        assert f'path="/api/chat",status="{status}"}} 1' in server.metrics
 
 
 # -- what is not served --------------------------------------------------------
@@ -425,9 +381,7 @@ def test_unknown_paths_and_methods_are_refused_in_this_shape(server: Server) -> 
     refused(server.client.post("/api/chat", content=b"{"), 400)
 
 
-def test_the_start_says_that_it_runs_where_there_is_no_page(
-    start_server: StartServer, server: Server
-) -> None:
+def test_without_a_page_the_start_says_it_runs(start_server: StartServer, server: Server) -> None:
     plain = start_server("--no-page", "--api-key=sesame")
     assert plain.client.get("/").text == "Ollama is running"
     for each in (plain, server):
@@ -436,24 +390,18 @@ def test_the_start_says_that_it_runs_where_there_is_no_page(
     assert server.client.head("/api/version").status_code == 200
 
 
-@pytest.mark.parametrize("flags", [(), ("--admin-key=boss",), ("--ollama-manage",)])
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [((), None), (("--admin-key=boss",), "boss"), (("--ollama-manage",), "sesame")],
+)
 def test_models_are_managed_only_where_that_is_allowed(
-    start_server: StartServer, flags: tuple[str, ...]
+    start_server: StartServer, flags: tuple[str, ...], allowed: str | None
 ) -> None:
     server = start_server("--api-key=sesame", *flags)
-
-    def ask(method: str, path: str, key: str) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"}
-        body = {"model": "owner/model", "stream": False}
-        return httpx.request(method, f"{server.url}/api/{path}", json=body, headers=headers)
-
-    allowed = {"--admin-key=boss": "boss", "--ollama-manage": "sesame"}.get("".join(flags))
-    for method, path in (("POST", "pull"), ("DELETE", "delete")):
-        for key in ("sesame", "boss"):
-            answer = ask(method, path, key)
-            if key == allowed:
-                # A router alone has nobody who could do it.
-                assert answer.status_code == (501 if path == "pull" else 404), answer.text
-            else:
-                assert answer.status_code == (403 if key == "sesame" else 401), answer.text
-            refused(answer, answer.status_code)
+    body = {"model": "owner/model", "stream": False}
+    # A router alone has nobody who could do it.
+    for method, path, done in (("POST", "pull", 501), ("DELETE", "delete", 404)):
+        for key, status in (("sesame", 403), ("boss", 401)):
+            url = f"{server.url}/api/{path}"
+            answer = httpx.request(method, url, json=body, headers=bearer(key))
+            refused(answer, done if key == allowed else status)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from router.generation.choice import OutputDelta
@@ -28,6 +26,17 @@ def streamed(server: Server, **fields: Any) -> list[Any]:
     answer = ok(server.chat("x", **fields, stream=True))
     assert answer.headers["content-type"].startswith("text/event-stream")
     return events(answer.text)
+
+
+def submitted(server: Server, **fields: Any) -> Submit:
+    """Return what the engine receives for a chat."""
+    ok(server.chat("x", **fields))
+    return server.engine.got(Submit)[-1]
+
+
+def text_and_finish(body: Any) -> tuple[str, str]:
+    (choice,) = body["choices"]
+    return choice["message"]["content"], choice["finish_reason"]
 
 
 @pytest.mark.parametrize("text", ["plain", '"\\ \n', "日本\u2028", "🌍"])
@@ -51,31 +60,23 @@ def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, t
         assert one == other and alone == scored
 
 
-def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.cached_tokens = 5
-    answer = ok(server.chat("hello", seed=7))
+def test_a_chat_answer_has_openais_form(served: Server) -> None:
+    served.engine.behaviour.cached_tokens = 5
+    answer = ok(served.chat("hello", seed=7))
     body = answer.json()
     assert body["id"].startswith("chatcmpl-")
     assert (body["object"], body["model"]) == ("chat.completion", "tiny")
-    assert body["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "hello world", "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ]
-    (submit,) = engine.got(Submit)
+    message = {"role": "assistant", "content": "hello world", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    assert body["choices"] == [choice]
+    (submit,) = served.engine.got(Submit)
+    details = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
     assert body["usage"] == {
         "prompt_tokens": len(submit.token_ids),
         "completion_tokens": 5,
         "total_tokens": len(submit.token_ids) + 5,
         "prompt_tokens_details": {"cached_tokens": 5},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
+        "completion_tokens_details": dict.fromkeys(details, 0),
     }
     assert answer.headers["x-seed"] == "7"
     assert answer.headers["x-request-id"].startswith("req_")
@@ -88,11 +89,9 @@ def test_the_template_is_rendered_and_tokenized(server: Server, engine: Scripted
     assert engine.last_prompt == "<|system|>be kind\n<|user|>hello\n<|assistant|>!"
 
 
-def test_a_template_argument_that_raises_is_left_out(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    ok(server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))
-    assert engine.last_prompt.endswith("<|assistant|>?")
+def test_a_template_argument_that_raises_is_left_out(served: Server) -> None:
+    ok(served.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))
+    assert served.engine.last_prompt.endswith("<|assistant|>?")
 
 
 def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: ScriptedEngine) -> None:
@@ -128,28 +127,21 @@ def test_a_stream_adds_up_to_the_whole_answer(
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
-def test_a_stop_string_frees_the_engine_at_once(
-    server: Server, engine: ScriptedEngine, confirmed: bool
-) -> None:
+def test_a_stop_string_frees_the_engine_at_once(server: Server, confirmed: bool) -> None:
     """The answer does not wait for the engine to confirm the stop."""
-    engine.says("one two " * 40)
-    engine.behaviour.step_s = 0.02
-    engine.behaviour.cached_tokens = 3
-    engine.behaviour.answer_aborts = confirmed
+    engine = server.join("one two " * 40, step_s=0.02, cached_tokens=3, answer_aborts=confirmed)
     body = server.chat("x", stop=" two", max_tokens=300).json()
-    assert body["choices"][0]["message"]["content"] == "one"
-    assert body["choices"][0]["finish_reason"] == "stop"
+    assert text_and_finish(body) == ("one", "stop")
     assert body["usage"]["completion_tokens"] == 7
     assert not confirmed or body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
     eventually(lambda: not engine.running)
     assert engine.got(Abort)
 
 
-def test_the_length_limit_is_reported(server: Server, engine: ScriptedEngine) -> None:
-    engine.says("abcdefgh")
-    body = server.chat("x", max_completion_tokens=3).json()
-    assert body["choices"][0]["message"]["content"] == "abc"
-    assert body["choices"][0]["finish_reason"] == "length"
+def test_the_length_limit_is_reported(served: Server) -> None:
+    served.engine.says("abcdefgh")
+    body = served.chat("x", max_completion_tokens=3).json()
+    assert text_and_finish(body) == ("abc", "length")
     assert body["usage"]["completion_tokens"] == 3
 
 
@@ -157,38 +149,34 @@ def test_the_length_limit_is_reported(server: Server, engine: ScriptedEngine) ->
     ("prompt", "count"),
     [("hello", 1), (["hello", "abc"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
 )
-def test_completions_take_every_form_of_prompt(
-    server: Server, engine: ScriptedEngine, prompt: Any, count: int
-) -> None:
-    body = server.complete(prompt).json()
+def test_completions_take_every_form_of_prompt(served: Server, prompt: Any, count: int) -> None:
+    engine = served.engine
+    body = served.complete(prompt).json()
     assert body["object"] == "text_completion"
     assert [choice["index"] for choice in body["choices"]] == list(range(count))
     assert all(choice["text"] == "hello world" for choice in body["choices"])
     assert body["usage"]["prompt_tokens"] == sum(len(s.token_ids) for s in engine.got(Submit))
 
 
-def test_each_of_n_choices_has_a_seed_of_its_own(server: Server, engine: ScriptedEngine) -> None:
-    body = server.complete(["hello", "abc"], n=3, seed=11).json()
-    assert len(body["choices"]) == 6
-    seeds = [submit.sampling.seed for submit in engine.got(Submit)]
-    assert len(set(seeds)) == 3
-    assert seeds[:3] == seeds[3:]
-    assert seeds[0] == 11
-    prompt_tokens = {tuple(s.token_ids) for s in engine.got(Submit)}
-    assert body["usage"]["prompt_tokens"] == sum(map(len, prompt_tokens))
+def test_each_of_n_choices_has_a_seed_of_its_own(served: Server) -> None:
+    body = served.complete(["hello", "abc"], n=3, seed=11).json()
+    submits = served.engine.got(Submit)
+    seeds = [submit.sampling.seed for submit in submits]
+    assert len(body["choices"]) == 6 and seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3 and seeds[0] == 11
+    prompts = {tuple(submit.token_ids) for submit in submits}
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
     # A prompt that is repeated counts as further choices, or its texts would be equal.
-    ok(server.complete(["hello", "hello"], seed=11))
-    assert [submit.sampling.seed for submit in engine.got(Submit)[6:]] == seeds[:2]
+    ok(served.complete(["hello", "hello"], seed=11))
+    assert [each.sampling.seed for each in served.engine.got(Submit)[6:]] == seeds[:2]
 
 
-def test_a_drawn_seed_is_reported_and_used(server: Server, engine: ScriptedEngine) -> None:
-    seed = int(server.chat().headers["x-seed"])
-    assert engine.got(Submit)[0].sampling.seed == seed
+def test_a_drawn_seed_is_reported_and_used(served: Server) -> None:
+    seed = int(served.chat().headers["x-seed"])
+    assert served.engine.got(Submit)[0].sampling.seed == seed
 
 
-def test_fields_reach_the_engine(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
+def test_fields_reach_the_engine(served: Server) -> None:
     sampling: dict[str, Any] = {"seed": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 40}
     sampling |= {"min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
     sampling |= {"repetition_penalty": 1.2, "repetition_context_size": 64}
@@ -197,56 +185,45 @@ def test_fields_reach_the_engine(
     without_effect: dict[str, Any] = {"n": 1, "tools": [], "user": "me"}
     without_effect |= {"some_unknown_field": {"deep": [1]}, "response_format": {"type": "text"}}
     lists = {"stop_token_ids": [9, 8], "logit_bias": {"7": 5, "12": -100}}
-    ok(server.chat(**sampling, **limits, **lists, **without_effect))
-    (submit,) = engine.got(Submit)
+    submit = submitted(served, **sampling, **limits, **lists, **without_effect)
     assert submit.sampling == SamplingParams(
         **sampling,
         logit_bias=[(7, 5.0), (12, -100.0)],
-        xtc_special_ids=sorted([EOS, *tokenizer.encode("\n").ids]),
+        xtc_special_ids=sorted([EOS, *served.engine.tokenizer.encode("\n").ids]),
     )
     assert {name: getattr(submit, name) for name in limits} == limits
     assert submit.stop_token_ids == [EOS, 8, 9]
 
 
 @pytest.mark.parametrize("path", ["messages", "responses"])
-def test_sampling_fields_of_other_apis_reach_the_engine(
-    server: Server, engine: ScriptedEngine, path: str
-) -> None:
+def test_sampling_fields_of_other_apis_reach_the_engine(served: Server, path: str) -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
     without_effect = {"service_tier": "auto", "unknown": [1]}
     body: dict[str, Any] = {
         "messages": {"messages": HI, "max_tokens": 50, "metadata": {"user_id": "u"}},
         "responses": {"input": "x", "max_output_tokens": 50, "user": "u", "background": False},
     }[path]
-    ok(server.post(f"/v1/{path}", **body, **sampling, **without_effect))
-    (submit,) = engine.got(Submit)
+    ok(served.post(f"/v1/{path}", **body, **sampling, **without_effect))
+    (submit,) = served.engine.got(Submit)
     assert submit.sampling == SamplingParams(**sampling)  # type: ignore[arg-type]
     assert submit.max_tokens == 50
 
 
 @pytest.mark.parametrize(("fields", "temperature"), [({}, 0.0), ({"xtc_probability": 0.5}, 0.7)])
-def test_the_best_of_one_token_is_greedy(
-    server: Server, engine: ScriptedEngine, fields: dict[str, Any], temperature: float
-) -> None:
-    server.chat(temperature=0.7, top_k=1, **fields)
-    (submit,) = engine.got(Submit)
-    assert submit.sampling.temperature == temperature
+def test_the_best_of_one_token_is_greedy(served: Server, fields: Any, temperature: float) -> None:
+    sampling = submitted(served, temperature=0.7, top_k=1, **fields).sampling
+    assert sampling.temperature == temperature
 
 
-def test_absent_fields_leave_sampling_at_its_defaults(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    server.chat(logprobs=False, repetition_penalty=0, logit_bias={}, temperature=0, seed=1)
-    (submit,) = engine.got(Submit)
+def test_absent_fields_leave_sampling_at_its_defaults(served: Server) -> None:
+    neutral: dict[str, Any] = {"repetition_penalty": 0, "logit_bias": {}, "temperature": 0}
+    submit = submitted(served, logprobs=False, seed=1, **neutral)
     assert submit.sampling == SamplingParams(seed=1)
     assert submit.logprobs is None and submit.prompt_logprobs is None
 
 
-def test_ignore_eos_leaves_only_the_clients_stop_tokens(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    server.chat(ignore_eos=True, stop_token_ids=[9])
-    assert engine.got(Submit)[0].stop_token_ids == [9]
+def test_ignore_eos_leaves_only_the_clients_stop_tokens(served: Server) -> None:
+    assert submitted(served, ignore_eos=True, stop_token_ids=[9]).stop_token_ids == [9]
 
 
 def test_max_tokens_is_limited_by_the_context(server: Server, engine: ScriptedEngine) -> None:
@@ -254,26 +231,11 @@ def test_max_tokens_is_limited_by_the_context(server: Server, engine: ScriptedEn
     assert engine.got(Submit)[0].max_tokens == 12
 
 
-def join_as(server: Server, model: str, directory: Path) -> ScriptedEngine:
-    """Start an engine of another model."""
-    engine = server.start_engine("hi", directory=directory, model=model)
-    eventually(lambda: server.client.get(f"/v1/models/{model}").json().get("ready_replicas") == 1)
-    return engine
-
-
-def test_the_models_generation_config_gives_the_defaults(server: Server, tmp_path: Any) -> None:
-    write_tokenizer(tmp_path / "m", do_sample=True, temperature=0.6, top_k=20, top_p="no number")
-    engine = join_as(server, "warm", tmp_path / "m")
-    ok(server.chat(model="warm"))
-    sampling = engine.got(Submit)[0].sampling
+def test_the_models_generation_config_gives_the_defaults(server: Server, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, do_sample=True, temperature=0.6, top_k=20, top_p="no number")
+    server.join_as("warm", "hi", directory=tmp_path)
+    sampling = submitted(server, model="warm").sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
-
-
-def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedEngine) -> None:
-    with ThreadPoolExecutor(64) as pool:
-        answers = list(pool.map(lambda i: server.chat(f"hello {i}"), range(64)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert not engine.running
 
 
 @pytest.mark.parametrize("prompt", ["hello", "hello ", [74, 71]])
@@ -286,11 +248,10 @@ def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
     stream = events(server.complete(prompt, stream=True).text)
     assert "".join(each["choices"][0]["text"] for each in stream) == expected
     echoed = server.complete(prompt, echo=True, logprobs=1).json()["choices"][0]
-    text = echoed["text"]
-    assert text.endswith(" world wor") and len(text) > len(expected)
-    offsets = echoed["logprobs"]["text_offset"]
-    tokens = echoed["logprobs"]["tokens"]
-    assert all(text.startswith(t, o) for t, o in zip(tokens, offsets, strict=True) if o)
+    text, scores = echoed["text"], echoed["logprobs"]
+    assert text.endswith(expected) and len(text) > len(expected)
+    tokens = zip(scores["tokens"], scores["text_offset"], strict=True)
+    assert all(text.startswith(token, offset) for token, offset in tokens if offset)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +266,7 @@ def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
         ({"repeat_penalty": 0}, (1.0, 64)),
     ],
 )
-def test_a_penalty_of_repetitions_may_have_llama_cpps_name(
-    server: Server, engine: ScriptedEngine, fields: Any, expected: tuple[float, int]
-) -> None:
+def test_a_penalty_may_have_llama_cpps_name(served: Server, fields: Any, expected: Any) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "completions": {"prompt": "x"},
         "chat/completions": {"messages": HI},
@@ -315,8 +274,8 @@ def test_a_penalty_of_repetitions_may_have_llama_cpps_name(
         "messages": {"messages": HI, "max_tokens": 5},
     }
     for path, body in bodies.items():
-        ok(server.post(f"/v1/{path}", **body, **fields))
-        sampling = engine.got(Submit)[-1].sampling
+        ok(served.post(f"/v1/{path}", **body, **fields))
+        sampling = served.engine.got(Submit)[-1].sampling
         assert (sampling.repetition_penalty, sampling.repetition_context_size) == expected
 
 
@@ -324,42 +283,34 @@ def test_a_penalty_of_repetitions_may_have_llama_cpps_name(
     ("ours", "theirs"),
     [("repetition_penalty", "repeat_penalty"), ("repetition_context_size", "repeat_last_n")],
 )
-def test_a_field_is_not_given_under_two_names(
-    server: Server, engine: ScriptedEngine, ours: str, theirs: str
-) -> None:
-    fields: dict[str, Any] = {ours: 1, theirs: 1}
-    error = error_of(server.chat(**fields))
+def test_a_field_is_not_given_under_two_names(served: Server, ours: str, theirs: str) -> None:
+    error = error_of(served.chat("x", **{ours: 1, theirs: 1}))
     assert error["param"] == theirs and ours in error["message"]
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("logprobs", [True, False])
-def test_every_chunk_has_the_usage_so_far_if_requested(
-    server: Server, engine: ScriptedEngine, include_usage: bool, logprobs: bool
-) -> None:
+def test_chunks_have_the_usage_so_far(served: Server, include_usage: bool, logprobs: bool) -> None:
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
-    chunks = streamed(server, logprobs=logprobs, stream_options=options)
-    whole = server.chat("x", logprobs=logprobs).json()["usage"]
+    chunks = streamed(served, logprobs=logprobs, stream_options=options)
+    whole = served.chat("x", logprobs=logprobs).json()["usage"]
     usages = [chunk["usage"] for chunk in chunks]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and len(set(counts)) > 2
     assert {usage["prompt_tokens"] for usage in usages} == {whole["prompt_tokens"]}
-    assert usages[-1] == whole
-    assert (chunks[-1]["choices"] == []) == include_usage
+    assert usages[-1] == whole and (chunks[-1]["choices"] == []) == include_usage
 
 
 def test_a_text_may_begin_without_special_tokens(server: Server, tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path / "m")
+    tokenizer = write_tokenizer(tmp_path)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    tokenizer.save(str(tmp_path / "m" / "tokenizer.json"))
-    engine = join_as(server, "begins", tmp_path / "m")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    engine = server.join_as("begins", "hi", directory=tmp_path)
     fields: dict[str, Any] = {"model": "begins", "prompt": "ab c", "echo": True, "logprobs": 0}
-    answers = [
-        ok(server.complete(**fields, max_tokens=3, add_special_tokens=special)).json()
-        for special in (False, True)
-    ]
     ids = tokenizer.encode("ab c", add_special_tokens=False).ids
-    assert [submit.token_ids for submit in engine.got(Submit)] == [ids, [BOS, *ids]]
-    choices = [answer["choices"][0] for answer in answers]
-    assert all(each["text"].startswith("ab c") for each in choices)
-    assert [each["logprobs"]["tokens"][0] for each in choices] == ["a", "<s>"]
+    for special, begin, first in ((False, [], "a"), (True, [BOS], "<s>")):
+        answer = ok(server.complete(**fields, max_tokens=3, add_special_tokens=special))
+        assert engine.got(Submit)[-1].token_ids == [*begin, *ids]
+        (choice,) = answer.json()["choices"]
+        assert choice["text"].startswith("ab c")
+        assert choice["logprobs"]["tokens"][0] == first

@@ -8,20 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from mlx_lm import tokenizer_utils
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from router.tokens.logprobs import TokenAligner
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Submit, TokenLogprobs
 from tests.router.conftest import Server, error_of, events, ok
 from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
-from tests.router.tiny_tokenizer import write_tokenizer
-
-TEXTS = pytest.mark.parametrize(
-    "text", ["hello world", "日本語 🌍🏽 é", " a\n\n  b ", "end \ufffd"]
-)
-STOPS = pytest.mark.parametrize("stop", [None, ["🌍"], ["lo w", "b"]])
+from tests.router.tiny_tokenizer import loaded_as, sentencepiece, write_tokenizer
 
 
 def logprobs_of(chunks: list[Any]) -> dict[str, list[Any]]:
@@ -55,11 +49,9 @@ def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
         assert [other["bytes"] for other in entry["top_logprobs"]] == expected
 
 
-def test_logprobs_of_a_chat_without_alternatives_have_an_empty_list(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    content = server.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert engine.got(Submit)[0].logprobs == 0
+def test_logprobs_of_a_chat_without_alternatives_have_an_empty_list(served: Server) -> None:
+    content = served.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert served.engine.got(Submit)[0].logprobs == 0
     assert content and all(token["top_logprobs"] == [] for token in content)
 
 
@@ -82,14 +74,13 @@ def test_a_completion_has_parallel_lists(
         assert found["top_logprobs"][position] == expected
 
 
-@TEXTS
-@STOPS
+@pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", " a\n\n  b ", "end \ufffd"])
+@pytest.mark.parametrize("stop", [None, ["🌍"], ["lo w", "b"]])
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
-    server: Server, engine: ScriptedEngine, text: str, stop: list[str] | None, tokens_per_step: int
+    server: Server, text: str, stop: list[str] | None, tokens_per_step: int
 ) -> None:
-    engine.says(text)
-    engine.behaviour.tokens_per_step = tokens_per_step
+    server.join(text, tokens_per_step=tokens_per_step)
     body: dict[str, Any] = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
     whole = server.complete(**body).json()["choices"][0]
     chunks = choices_in(server.complete(**body, stream=True))
@@ -101,31 +92,29 @@ def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
         assert all(offset <= shown for offset in (chunk["logprobs"] or {}).get("text_offset", ()))
     if whole["finish_reason"] == "stop" and stop and len(whole["text"]) < len(text.strip(" ")):
         assert all(offset < len(whole["text"]) for offset in whole["logprobs"]["text_offset"])
-    body["messages"] = [{"role": "user", "content": "x"}]
-    chat = {**body, "logprobs": True, "top_logprobs": 2}
-    whole = server.chat(**chat).json()["choices"][0]
-    content = logprobs_of(choices_in(server.chat(**chat, stream=True)))["content"]
+    chat = {"stop": stop, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    whole = server.chat("x", **chat).json()["choices"][0]
+    content = logprobs_of(choices_in(server.chat("x", **chat, stream=True)))["content"]
     assert content == whole["logprobs"]["content"]
     said = b"".join(bytes(token["bytes"]) for token in content).decode(errors="replace")
     assert said.removeprefix(" ").startswith(whole["message"]["content"].rstrip("\ufffd"))
 
 
 @pytest.mark.parametrize("prompt", ["hello 🌍 wor", " a ", "é", "<s>hello", [5, 6, 7, 200], [0, 9]])
-def test_an_echoed_prompt_comes_before_its_answer(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, prompt: Any
-) -> None:
+def test_an_echoed_prompt_comes_before_its_answer(served: Server, prompt: Any) -> None:
+    engine = served.engine
     engine.says(" world")
     body = {"prompt": prompt, "echo": True, "seed": 1, "n": 2}
-    choices = server.complete(**body).json()["choices"]
+    choices = served.complete(**body).json()["choices"]
     first = engine.got(Submit)[0]
     assert first.logprobs is None and first.prompt_logprobs is None
     if isinstance(prompt, str):
         expected = prompt + " world"
     else:
-        ids = [*prompt, *tokenizer.encode(" world").ids]
-        expected = tokenizer.decode(ids, skip_special_tokens=False)
+        ids = [*prompt, *engine.tokenizer.encode(" world").ids]
+        expected = engine.tokenizer.decode(ids, skip_special_tokens=False)
     assert [choice["text"] for choice in choices] == [expected, expected]
-    chunks = choices_in(server.complete(**body, stream=True))
+    chunks = choices_in(served.complete(**body, stream=True))
     for index in (0, 1):
         mine = [chunk for chunk in chunks if chunk["index"] == index]
         assert "".join(chunk["text"] for chunk in mine) == expected
@@ -158,11 +147,10 @@ def test_an_echoed_prompt_has_log_probabilities_too(
             assert token.startswith("bytes:") or text[offset:].startswith(token)
 
 
-def test_log_probabilities_of_a_prompt_have_vllms_form(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
-) -> None:
-    body = server.complete(["hello wor", "abc"], prompt_logprobs=1, n=2).json()
-    submits = engine.got(Submit)
+def test_log_probabilities_of_a_prompt_have_vllms_form(served: Server) -> None:
+    decode = served.engine.tokenizer.decode
+    body = served.complete(["hello wor", "abc"], prompt_logprobs=1, n=2).json()
+    submits = served.engine.got(Submit)
     assert [submit.prompt_logprobs for submit in submits] == [1, None, 1, None]
     assert body["choices"][0]["logprobs"] is None
     first, second, third, _ = (choice["prompt_logprobs"] for choice in body["choices"])
@@ -170,25 +158,21 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(
     assert third[0] is None and len(third) == len(submits[2].token_ids)
     token = submits[2].token_ids[1]
     scores = scores_of(token, 0, 1)
-    expected: dict[str, tuple[float, int | None, str]] = {
-        str(token): (scores.chosen, None, tokenizer.decode([token]))
+    expected = {token: (scores.chosen, None)} | dict.fromkeys(scores.top_ids, (scores.top[0], 1))
+    assert third[1] == {
+        str(i): {"logprob": logprob, "rank": rank, "decoded_token": decode([i])}
+        for i, (logprob, rank) in expected.items()
     }
-    for other in scores.top_ids:
-        expected[str(other)] = (scores.top[0], 1, tokenizer.decode([other]))
-    names = ("logprob", "rank", "decoded_token")
-    assert third[1] == {id: dict(zip(names, one, strict=True)) for id, one in expected.items()}
-    body = server.chat(prompt_logprobs=0).json()
+    body = served.chat(prompt_logprobs=0).json()
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
-    assert "prompt_logprobs" not in server.chat().json()
+    assert "prompt_logprobs" not in served.chat().json()
 
 
-def test_choices_that_wait_for_the_prompts_scores_do_not_hold_up_the_server(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_choices_that_wait_for_the_prompts_scores_do_not_hold_up_the_server(served: Server) -> None:
     """Tokens of the other choices come before the scores, which come with the first choice."""
-    answer = ok(server.complete([[5] * 100] * 3, n=4, echo=True, logprobs=2, max_tokens=3))
+    answer = ok(served.complete([[5] * 100] * 3, n=4, echo=True, logprobs=2, max_tokens=3))
     assert len(answer.json()["choices"]) == 12
-    assert server.client.get("/livez").status_code == 200
+    ok(served.client.get("/livez"))
 
 
 @pytest.mark.parametrize(
@@ -199,15 +183,13 @@ def test_choices_that_wait_for_the_prompts_scores_do_not_hold_up_the_server(
         ({"echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
     ],
 )
-def test_an_answer_with_too_many_log_probabilities_is_refused(
-    server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
-) -> None:
+def test_too_many_log_probabilities_are_refused(served: Server, fields: Any, param: str) -> None:
     """The fields are small by themselves, and their product is not."""
     prompt = [[5] * 250] * 8
-    error = error_of(server.complete(prompt, n=16, **fields))
+    error = error_of(served.complete(prompt, n=16, **fields))
     assert (error["param"], error["code"]) == (param, "request_too_large")
-    assert not engine.got(Submit)
-    assert server.complete(prompt[:1], n=2, **fields).status_code == 200
+    assert not served.engine.got(Submit)
+    ok(served.complete(prompt[:1], n=2, **fields))
 
 
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"prompt_logprobs": 1}])
@@ -219,26 +201,6 @@ def test_an_engine_that_omits_log_probabilities_is_a_503(
 
 
 # -- tokens and text, without a server ------------------------------------------
-
-
-def loaded_as(tokenizer: Tokenizer, path: Path) -> Any:
-    """Return a tokenizer as mlx-lm loads it."""
-    write_tokenizer(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return tokenizer_utils.load(path)
-
-
-def sentencepiece(path: Path) -> Any:
-    """Return a tokenizer like Llama 2's: ▁ for spaces, bytes for unknown characters."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    steps = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return loaded_as(tokenizer, path)
 
 
 def byte_level(path: Path) -> Any:

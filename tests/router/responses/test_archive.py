@@ -34,10 +34,9 @@ def assert_only(name: str, directory: Path) -> None:
         assert len(store) == 1 and store.find("k", name)
 
 
-def num_turns(directory: Path) -> int:
-    with closing(sqlite3.connect(directory / "responses.db")) as database:
-        (count,) = database.execute("SELECT count(*) FROM turns").fetchone()
-    return int(count)
+def run(directory: Path, statement: str, *values: object) -> list[Any]:
+    with closing(sqlite3.connect(directory / "responses.db")) as database, database:
+        return database.execute(statement, values).fetchall()
 
 
 def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
@@ -60,29 +59,25 @@ def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("responses.db"))) == 1
 
 
-def test_a_conversation_whose_beginning_was_not_written_is_gone_after_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_a_conversation_whose_beginning_was_lost_is_gone_after_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         one = turn(1)
         store.put("a", one)
         store.put("b", two := turn(2, one))
         store.put("c", turn(3, two))
         store.put("d", turn(4))
-    with closing(sqlite3.connect(tmp_path / "responses.db")) as database, database:
-        database.execute("DELETE FROM turns WHERE number = ?", (one.number,))  # the disk was full
+    run(tmp_path, "DELETE FROM turns WHERE number = ?", one.number)  # the disk was full
     with opened(tmp_path) as store:
         assert len(store) == 1
         assert store.find("k", "d").item_ids[0] == "in_4"
         store.put("e", turn(5))
-    with closing(sqlite3.connect(tmp_path / "responses.db")) as database:
-        rows = database.execute("SELECT response_id FROM turns ORDER BY number").fetchall()
+    rows = run(tmp_path, "SELECT response_id FROM turns ORDER BY number")
     assert rows == [("d",), ("e",)]
 
 
 def remove_after_a_response(store: ResponseStore, directory: Path) -> None:
     store.put("a", turn(1))
-    eventually(lambda: num_turns(directory) == 1)
+    eventually(lambda: run(directory, "SELECT count(*) FROM turns") == [(1,)])
     shutil.rmtree(directory)
 
 
@@ -114,9 +109,7 @@ def test_a_new_file_that_cannot_be_used_yet_is_tried_again_with_the_next_respons
     assert_only("c", directory)
 
 
-def test_a_router_that_is_started_again_has_the_responses(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_a_restarted_router_has_the_responses(start_server: StartServer, tmp_path: Path) -> None:
     flag = f"--response-store-dir={tmp_path / 'responses'}"
     server = start_server(flag)
     server.join("hello world")

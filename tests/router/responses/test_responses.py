@@ -21,7 +21,7 @@ from router.schemas.requests import ChatRequest
 from router.tokens.image_prompts import Prompt
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
-from tests.router.conftest import Server, StartServer, error_of, named_events, ok
+from tests.router.conftest import Server, StartServer, bearer, error_of, named_events, ok
 from tests.router.scripted_engine import ScriptedEngine
 
 IMAGE = {"type": "input_image", "image_url": "x"}
@@ -42,22 +42,17 @@ def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
     return events(ok(ask(server, given, stream=True, **fields)).text)
 
 
-def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None:
-    engine.behaviour.cached_tokens = 5
-    body = ask(server, instructions="be kind", metadata={"a": "b"}, temperature=0.5).json()
-    (submit,) = engine.got(Submit)
+def test_an_answer_is_a_response(served: Server) -> None:
+    served.engine.behaviour.cached_tokens = 5
+    body = ask(served, instructions="be kind", metadata={"a": "b"}, temperature=0.5).json()
+    (submit,) = served.engine.got(Submit)
     assert body["id"].startswith("resp_")
     assert (body["object"], body["status"], body["model"]) == ("response", "completed", "tiny")
     (message,) = body["output"]
     assert message.pop("id").startswith("msg_")
-    assert message == {
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": [
-            {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
-        ],
-    }
+    part = {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
+    written = {"type": "message", "role": "assistant", "status": "completed"}
+    assert message == {**written, "content": [part]}
     assert body["usage"] == {
         "input_tokens": len(submit.token_ids),
         "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
@@ -71,46 +66,36 @@ def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None
     assert body["text"]["format"] == {"type": "text"}
 
 
-def test_a_stream_has_openais_event_order(server: Server, engine: ScriptedEngine) -> None:
-    created, running, added, part, *deltas, text, part_done, done, completed = streamed(server)
-    assert (created["type"], running["type"]) == ("response.created", "response.in_progress")
+def test_a_stream_has_openais_event_order(served: Server) -> None:
+    created, running, added, part, *deltas, text, part_done, done, completed = streamed(served)
+    others = (created, running, added, part, text, part_done, done, completed)
+    assert [event["type"].removeprefix("response.") for event in others] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
     assert created["response"]["status"] == "in_progress"
-    assert (added["type"], part["type"]) == (
-        "response.output_item.added",
-        "response.content_part.added",
-    )
     assert (added["item"]["status"], added["item"]["content"]) == ("in_progress", [])
     part_ids = {"item_id": added["item"]["id"], "output_index": 0, "content_index": 0}
-    assert part_ids.items() <= part.items()
+    assert all(part_ids.items() <= event.items() for event in (part, *deltas))
     assert {event["type"] for event in deltas} == {"response.output_text.delta"}
-    assert all(part_ids.items() <= event.items() for event in deltas)
-    assert "".join(event["delta"] for event in deltas) == "hello world"
-    assert (text["type"], text["text"]) == ("response.output_text.done", "hello world")
-    assert (part_done["type"], done["type"]) == (
-        "response.content_part.done",
-        "response.output_item.done",
-    )
+    assert "".join(event["delta"] for event in deltas) == text["text"] == "hello world"
     assert part_done["part"] == done["item"]["content"][0]
-    assert completed["type"] == "response.completed"
-    assert completed["response"]["output"] == [done["item"]]
-    assert completed["response"]["status"] == "completed"
-    assert completed["response"]["id"] == created["response"]["id"]
-    stored = server.client.get("/v1/responses/" + created["response"]["id"])
-    assert stored.json() == completed["response"]
+    response = completed["response"]
+    assert (response["output"], response["status"]) == ([done["item"]], "completed")
+    assert response["id"] == created["response"]["id"]
+    assert served.client.get("/v1/responses/" + response["id"]).json() == response
 
 
-def test_an_answer_cut_at_its_limit_is_incomplete(server: Server, engine: ScriptedEngine) -> None:
-    body = ask(server, max_output_tokens=2).json()
+def test_an_answer_cut_at_its_limit_is_incomplete(served: Server) -> None:
+    body = ask(served, max_output_tokens=2).json()
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["output"][-1]["status"] == "incomplete"
-    last = streamed(server, max_output_tokens=2)[-1]
+    last = streamed(served, max_output_tokens=2)[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
-def test_items_become_the_messages_of_a_conversation(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_items_become_the_messages_of_a_conversation(served: Server) -> None:
     said = [{"type": "output_text", "text": "two"}]
     items = [
         {"role": "developer", "content": "be brief"},
@@ -122,35 +107,42 @@ def test_items_become_the_messages_of_a_conversation(
         {"role": "system", "content": "four"},
         {"role": "user", "content": "five"},
     ]
-    ok(ask(server, items, instructions="be kind"))
-    assert engine.last_prompt == (
+    ok(ask(served, items, instructions="be kind"))
+    assert served.engine.last_prompt == (
         "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two"
         '{"name": "f", "arguments": {"a": 1}}\n'
         "<|tool|>three\n<|system|>four\n<|user|>five\n<|assistant|>"
     )
 
 
-def test_a_response_continues_an_earlier_one(server: Server, engine: ScriptedEngine) -> None:
-    first = ask(server, "one", instructions="be kind").json()
-    second = ask(server, "two", previous_response_id=first["id"]).json()
+def test_a_response_continues_an_earlier_one(served: Server) -> None:
+    first = ask(served, "one", instructions="be kind").json()
+    second = ask(served, "two", previous_response_id=first["id"]).json()
     assert second["previous_response_id"] == first["id"]
-    assert engine.last_prompt == (
-        "<|user|>one\n<|assistant|>hello world\n<|user|>two\n<|assistant|>"
-    )
-    server.client.delete("/v1/responses/" + first["id"])
-    assert ask(server, "three", previous_response_id=second["id"]).status_code == 200
-    assert engine.last_prompt.startswith("<|user|>one\n<|assistant|>hello world\n<|user|>two")
-    items = server.client.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()
+    expected = "<|user|>one\n<|assistant|>hello world\n<|user|>two\n<|assistant|>"
+    assert served.engine.last_prompt == expected
+    served.client.delete("/v1/responses/" + first["id"])
+    ok(ask(served, "three", previous_response_id=second["id"]))
+    assert served.engine.last_prompt.startswith(expected)
+
+
+def test_input_items_are_listed_in_pages(served: Server) -> None:
+    first = ask(served, "one").json()
+    second = ask(served, "two", previous_response_id=first["id"]).json()
+
+    def page(**params: str) -> Any:
+        path = f"/v1/responses/{second['id']}/input_items"
+        return served.client.get(path, params=params)
+
+    items = page(order="asc").json()
     texts = [item["content"][0]["text"] for item in items["data"]]
     assert texts == ["one", "hello world", "two"]
     assert (items["has_more"], items["first_id"]) == (False, items["data"][0]["id"])
-    page = f"/v1/responses/{second['id']}/input_items?limit=1&after={items['last_id']}"
-    newest = server.client.get(page).json()
+    newest = page(limit="1", after=items["last_id"]).json()
     assert newest["has_more"]
     assert newest["data"][0]["id"] == items["data"][1]["id"]
     for limit in ("0", "101", "0001000000", "9" * 5000, "\u0663", "x"):
-        path = f"/v1/responses/{second['id']}/input_items"
-        assert error_of(server.client.get(path, params={"limit": limit}))["param"] == "limit"
+        assert error_of(page(limit=limit))["param"] == "limit"
 
 
 def test_an_item_can_be_referenced(server: Server, engine: ScriptedEngine) -> None:
@@ -161,74 +153,59 @@ def test_an_item_can_be_referenced(server: Server, engine: ScriptedEngine) -> No
     assert error_of(ask(server, [{"id": "msg_nobody"}]), 404)["param"] == "input[0].id"
 
 
-def test_a_response_that_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine) -> None:
-    body = ask(server, store=False).json()
+def test_a_response_that_is_not_stored_is_not_found(served: Server) -> None:
+    body = ask(served, store=False).json()
     assert body["store"] is False
-    client, url = server.client, "/v1/responses/" + body["id"]
-    missing = [
-        client.get(url),
-        client.delete(url),
-        client.post(url + "/cancel"),
-        client.get(url + "/input_items"),
-        ask(server, previous_response_id=body["id"]),
-    ]
-    errors = [error_of(answer, 404) for answer in missing]
-    assert all("make room" in error["message"] for error in errors)
-    assert errors[-1]["param"] == "previous_response_id"
+    client, url = served.client, "/v1/responses/" + body["id"]
+    missing = (client.get(url), client.delete(url), client.post(url + "/cancel"))
+    last = ask(served, previous_response_id=body["id"])
+    for answer in (*missing, client.get(url + "/input_items"), last):
+        assert "make room" in error_of(answer, 404)["message"]
+    assert error_of(last, 404)["param"] == "previous_response_id"
 
 
-def test_a_stored_response_can_be_deleted_but_not_cancelled(
-    server: Server, engine: ScriptedEngine
-) -> None:
-    body = ask(server).json()
+def test_a_stored_response_can_be_deleted_but_not_cancelled(served: Server) -> None:
+    body = ask(served).json()
     url = "/v1/responses/" + body["id"]
-    assert server.client.get(url).json() == body
-    assert server.client.post(url + "/cancel").status_code == 400
-    deleted = server.client.delete(url).json()
+    assert served.client.get(url).json() == body
+    assert served.client.post(url + "/cancel").status_code == 400
+    deleted = served.client.delete(url).json()
     assert deleted == {"id": body["id"], "object": "response", "deleted": True}
-    assert server.client.get(url).status_code == 404
+    assert served.client.get(url).status_code == 404
 
 
 def test_an_api_key_cannot_see_responses_of_another(start_server: StartServer) -> None:
     server = start_server("--api-key=one", "--api-key=two")
-    server.start_engine("hello")
-    server.client.headers["authorization"] = "Bearer one"
-    server.wait_ready()
+    client = server.client
+    client.headers.update(bearer("one"))
+    server.join("hello")
     body = ask(server).json()
     url = "/v1/responses/" + body["id"]
     reference = [{"type": "item_reference", "id": body["output"][0]["id"]}]
-    assert server.client.get(url).status_code == 200
-    server.client.headers["authorization"] = "Bearer two"
-    for hidden in (
-        server.client.get(url),
-        server.client.delete(url),
-        ask(server, previous_response_id=body["id"]),
-        ask(server, reference),
-    ):
+    ok(client.get(url))
+    client.headers.update(bearer("two"))
+    continued = ask(server, previous_response_id=body["id"])
+    for hidden in (client.get(url), client.delete(url), continued, ask(server, reference)):
         assert hidden.status_code == 404
 
 
-def test_log_probabilities_come_with_their_text(server: Server, engine: ScriptedEngine) -> None:
+def test_log_probabilities_come_with_their_text(served: Server) -> None:
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    whole = ask(server, **fields).json()["output"][0]["content"][0]["logprobs"]
+    whole = ask(served, **fields).json()["output"][0]["content"][0]["logprobs"]
     assert "".join(token["token"] for token in whole) == "hello world"
     assert all(len(token["top_logprobs"]) == 2 for token in whole)
-    stream = streamed(server, **fields)
+    stream = streamed(served, **fields)
     deltas = [event for event in stream if event["type"] == "response.output_text.delta"]
     assert [token for event in deltas for token in event["logprobs"]] == whole
     assert stream[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole
 
 
-def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(served: Server) -> None:
     items = [{"role": "user", "content": f"{number} " + "x" * 90} for number in range(9)]
-    refused = ask(server, items, max_output_tokens=20)
-    assert error_of(refused)["param"] == "input"
-    ok(ask(server, items, truncation="auto", max_output_tokens=20, instructions="be kind"))
-    prompt = engine.last_prompt
-    assert prompt.startswith("<|system|>be kind\n<|user|>5 xxx")
-    assert len(engine.got(Submit)[-1].token_ids) <= 512 - 20
+    assert error_of(ask(served, items, max_output_tokens=20))["param"] == "input"
+    ok(ask(served, items, truncation="auto", max_output_tokens=20, instructions="be kind"))
+    assert served.engine.last_prompt.startswith("<|system|>be kind\n<|user|>5 xxx")
+    assert len(served.engine.got(Submit)[-1].token_ids) <= 512 - 20
 
 
 @pytest.mark.parametrize(
@@ -256,18 +233,16 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
         ({"max_tokens": 5}, "max_tokens"),
     ],
 )
-def test_an_error_names_the_wrong_field(
-    server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
-) -> None:
-    error = error_of(ask(server, **fields))
+def test_an_error_names_the_wrong_field(served: Server, fields: dict[str, Any], param: str) -> None:
+    error = error_of(ask(served, **fields))
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param == "input" or param.split("[")[0].split(".")[0] in error["message"]
 
 
 @pytest.mark.parametrize("stop", ["wor", ["x", "wor"]])
-def test_a_stop_sequence_ends_a_response(server: Server, engine: ScriptedEngine, stop: Any) -> None:
+def test_a_stop_sequence_ends_a_response(served: Server, stop: Any) -> None:
     """As with vLLM and SGLang; OpenAI has none."""
-    body = ok(ask(server, stop=stop)).json()
+    body = ok(ask(served, stop=stop)).json()
     (message,) = body["output"]
     assert (body["status"], message["content"][0]["text"]) == ("completed", "hello ")
 
@@ -349,29 +324,21 @@ def test_the_store_drops_the_least_recently_used_response() -> None:
     assert store.find("k", "a").item_ids == ["in_1", "out_1"]
 
 
-def test_a_turn_that_later_turns_build_on_stays_and_counts() -> None:
-    one = turn(1)
-    store = ResponseStore(max_bytes=10**6)
+@pytest.mark.parametrize("deleted_first", [False, True])
+def test_a_turn_that_later_turns_build_on_stays_and_counts(deleted_first: bool) -> None:
+    one, store = turn(1), ResponseStore(max_bytes=10**6)
     store.put("a", one)
+    if deleted_first:
+        store.delete("k", "a")
     store.put("b", turn(2, one))
-    both = store.size_bytes
-    store.delete("k", "a")
-    assert store.size_bytes == both
+    if not deleted_first:
+        store.delete("k", "a")
+    assert store.size_bytes == one.size_bytes + turn(2).size_bytes
     assert len(store.find("k", "b").conversation(10**6, whole=True)) == 4
     assert store.find_turn("k", "in_1") is one
     store.delete("k", "b")
     assert store.size_bytes == 0
     assert store.find_turn("k", "in_1") is None
-
-
-def test_a_dropped_turn_counts_again_with_a_turn_that_builds_on_it() -> None:
-    one = turn(1)
-    store = ResponseStore(max_bytes=10**6)
-    store.put("a", one)
-    store.delete("k", "a")
-    store.put("b", turn(2, one))
-    assert store.size_bytes == one.size_bytes + turn(2).size_bytes
-    assert len(store.find("k", "b").conversation(10**6, whole=True)) == 4
 
 
 def test_the_store_never_exceeds_its_limit() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from router.responses.sealing import ReasoningSeal
 from shared.wire import Submit
@@ -42,10 +41,11 @@ def ask(server: Server, *tools: dict[str, Any], **fields: Any) -> httpx.Response
     return server.post("/v1/responses", **{"input": "hi", "tools": tools, **fields})
 
 
-def ask_with_result(server: Server, item: dict[str, Any], output: Any, *tools: Any) -> None:
-    """Send a call back, with its result."""
+def prompt_of_result(server: Server, item: dict[str, Any], output: Any, *tools: Any) -> str:
+    """Send a call back, with its result. Return the prompt."""
     result = {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": output}
     ok(ask(server, *tools, input=[{"role": "user", "content": "hi"}, item, result]))
+    return server.engine.last_prompt
 
 
 def only_item(answer: httpx.Response) -> dict[str, Any]:
@@ -54,26 +54,22 @@ def only_item(answer: httpx.Response) -> dict[str, Any]:
     return item
 
 
-def test_a_call_in_a_namespace_carries_it_and_comes_back_with_it(
-    server: Server, calls: Calls
-) -> None:
-    engine = calls("team__spawn")
+def test_a_call_in_a_namespace_has_it_and_comes_back_with_it(server: Server, calls: Calls) -> None:
+    calls("team__spawn")
     item = only_item(ask(server, TEAM))
     assert (item["type"], item["namespace"], item["name"]) == ("function_call", "team", "spawn")
-    ask_with_result(server, item, "done", TEAM)
-    prompt = engine.last_prompt
+    prompt = prompt_of_result(server, item, "done", TEAM)
     assert '{"name": "team__spawn", "arguments": {}}' in prompt
     assert "[team__spawn] done" in prompt
 
 
 def test_a_custom_tool_takes_text(server: Server, calls: Calls) -> None:
-    engine = calls("patch", {"input": 'say "hi"\n'})
+    calls("patch", {"input": 'say "hi"\n'})
     item = only_item(ask(server, PATCH))
     assert item["id"].startswith("ctc_")
     assert (item["type"], item["name"]) == ("custom_tool_call", "patch")
     assert item["input"] == 'say "hi"\n'
-    ask_with_result(server, item, "applied", PATCH)
-    prompt = engine.last_prompt
+    prompt = prompt_of_result(server, item, "applied", PATCH)
     assert '{"input": "say \\"hi\\"\\n"}' in prompt
     assert "[patch] applied" in prompt
 
@@ -95,13 +91,11 @@ def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
     assert error_of(ask(server, {**PATCH, "format": large}))["param"] == part.param
 
 
-def test_the_input_of_a_custom_tool_is_streamed(
-    server: Server, calls: Calls, tokenizer: Tokenizer
-) -> None:
+def test_the_input_of_a_custom_tool_is_streamed(server: Server, calls: Calls) -> None:
     written = 'a\n"é🌍' + " word" * 40
     engine = calls("patch", {"input": written})
     # A stream gets what has come meanwhile: the rest is held back until the first part is read.
-    arguments = tokenizer.encode(json.dumps({"input": written})).ids
+    arguments = engine.tokenizer.encode(json.dumps({"input": written})).ids
     engine.behaviour.hold_tokens_after = len(arguments) * 2 // 3
 
     def release() -> None:
@@ -117,52 +111,43 @@ def test_the_input_of_a_custom_tool_is_streamed(
     assert item_done["item"] == completed["response"]["output"][0]
 
 
-def test_half_a_surrogate_pair_in_the_input_of_a_custom_tool_is_replaced(
-    server: Server, calls: Calls
-) -> None:
+def test_half_a_surrogate_pair_in_the_input_is_replaced(server: Server, calls: Calls) -> None:
     calls("patch", {"input": "a\udc00b\ud800"})
     item = only_item(ask(server, PATCH))
-    assert item["input"] == "a\ufffdb\ufffd"
-    stream = events(ask(server, PATCH, stream=True).text)
-    assert stream[-1]["type"] == "response.completed"
-    assert stream[-1]["response"]["output"][0]["input"] == item["input"]
+    last = events(ask(server, PATCH, stream=True).text)[-1]
+    assert last["type"] == "response.completed"
+    assert item["input"] == last["response"]["output"][0]["input"] == "a\ufffdb\ufffd"
 
 
 SHELL = {"commands": ["ls"]}
+SHELL_ACTION = {"timeout_ms": None, "max_output_length": None, **SHELL}
+EXITED = {"stdout": "did it", "stderr": "", "outcome": {"type": "exit", "exit_code": 2}}
 LOCAL = {"command": ["ls", "-l"], "timeout_ms": 5}
+LOCAL_ACTION = {"type": "exec", "env": {}, "user": None, "working_directory": None, **LOCAL}
 FILE = {"type": "create_file", "path": "a.txt", "diff": "+hi\n"}
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments", "shown"),
+    ("tool", "arguments", "shown", "output", "told"),
     [
-        ("local_shell", LOCAL, {"action": {"type": "exec", "env": {}, "user": None,
-         "working_directory": None, **LOCAL}}),
-        ("shell", SHELL, {"action": {"timeout_ms": None, "max_output_length": None, **SHELL}}),
-        ("apply_patch", FILE, {"operation": FILE}),
+        ("local_shell", LOCAL, {"action": LOCAL_ACTION}, "did it", "did it"),
+        ("shell", SHELL, {"action": SHELL_ACTION}, [EXITED], "did it\n(exit code 2)"),
+        ("apply_patch", FILE, {"operation": FILE}, "did it", "did it"),
     ],
-)  # fmt: skip
+)
 def test_a_shell_and_patches_are_calls_of_their_own_type(
-    server: Server, calls: Calls, tool: str, arguments: dict[str, Any], shown: dict[str, Any]
+    server: Server, calls: Calls, tool: str, arguments: Any, shown: Any, output: Any, told: str
 ) -> None:
     engine = calls(tool, arguments)
     item = only_item(ask(server, {"type": tool}))
     assert item["type"] == f"{tool}_call" and shown.items() <= item.items()
     assert engine.got(Submit)[-1].grammar is not None  # which enforces the schema
-    written: Any = "did it"
-    if tool == "shell":
-        outcome = {"type": "exit", "exit_code": 2}
-        written = [{"stdout": "did it", "stderr": "", "outcome": outcome}]
-    ask_with_result(server, item, written, {"type": tool})
-    prompt = engine.last_prompt
+    prompt = prompt_of_result(server, item, output, {"type": tool})
     assert json.dumps({"name": tool, "arguments": arguments}) in prompt
-    assert f"[{tool}] did it" in prompt
-    assert ("(exit code 2)" in prompt) == (tool == "shell")
+    assert f"[{tool}] {told}<|im_end|>" in prompt
 
 
-def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
-    server: Server, calls: Calls
-) -> None:
+def test_tools_that_openai_runs_are_left_out_unless_forced(server: Server, calls: Calls) -> None:
     engine = calls()
     answer = ok(ask(server, {"type": "web_search", "external_web_access": False}, SPAWN))
     assert answer.headers["x-left-out-tools"] == "web_search"
@@ -170,8 +155,9 @@ def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
     assert [tool["type"] for tool in answer.json()["tools"]] == ["web_search", "function"]
     forced = ask(server, {"type": "web_search"}, tool_choice={"type": "web_search"})
     assert error_of(forced)["param"] == "tool_choice"
-    header = ask(server, {"type": "web_search\r\nx-evil: 1"})
-    assert error_of(header)["param"] == "tools[0].type"
+
+
+ALLOWED = [{"type": "web_search"}, {"type": "custom", "name": "patch"}]
 
 
 @pytest.mark.parametrize(
@@ -180,16 +166,10 @@ def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
         {"type": "custom", "name": "patch"},
         {"type": "local_shell"},
         {"type": "function", "name": "spawn", "namespace": "team"},
-        {
-            "type": "allowed_tools",
-            "mode": "required",
-            "tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}],
-        },
+        {"type": "allowed_tools", "mode": "required", "tools": ALLOWED},
     ],
 )
-def test_any_tool_of_the_client_can_be_chosen(
-    server: Server, calls: Calls, choice: dict[str, Any]
-) -> None:
+def test_any_own_tool_can_be_chosen(server: Server, calls: Calls, choice: dict[str, Any]) -> None:
     engine = calls("patch", {"input": "x"})
     tools = (PATCH, TEAM, {"type": "local_shell"}, {"type": "web_search"})
     ok(ask(server, *tools, tool_choice=choice))
@@ -199,6 +179,7 @@ def test_any_tool_of_the_client_can_be_chosen(
 @pytest.mark.parametrize(
     ("tool", "param"),
     [
+        ({"type": "web_search\r\nx-evil: 1"}, "tools[0].type"),
         ({"type": "namespace", "name": "x"}, "tools[0].tools"),
         ({"type": "namespace", "name": "x", "tools": [TEAM]}, "tools[0].tools[0].type"),
         ({"type": "namespace", "tools": [SPAWN]}, "tools[0].name"),
@@ -208,9 +189,7 @@ def test_any_tool_of_the_client_can_be_chosen(
         ({**TEAM, "tools": [SPAWN, SPAWN]}, "tools[1].function.name"),
     ],
 )
-def test_an_error_names_the_wrong_tool(
-    server: Server, calls: Calls, tool: dict[str, Any], param: str
-) -> None:
+def test_an_error_names_the_wrong_tool(server: Server, calls: Calls, tool: Any, param: str) -> None:
     calls()
     assert error_of(ask(server, tool))["param"] == param
 
@@ -235,25 +214,31 @@ def test_a_client_carries_reasoning_that_it_cannot_read(server: Server) -> None:
         assert ("the secret" in engine.last_prompt) == expected
 
 
-def test_the_key_of_sealed_reasoning_outlives_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def is_lasting(seal: ReasoningSeal) -> bool:
+    return seal.unseal(seal.seal("ä")) == "ä"
+
+
+@pytest.fixture
+def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a text that is sealed with a key in a directory of state."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    sealed = ReasoningSeal(None).seal("text")
+    return ReasoningSeal(None).seal("text")
+
+
+def test_a_sealing_key_outlives_a_process(
+    sealed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ReasoningSeal(None).unseal(sealed) == "text"
     assert (tmp_path / "mlx-lm-server/reasoning.key").stat().st_mode & 0o777 == 0o600
     assert ReasoningSeal("shared").unseal(sealed) is None
-    assert ReasoningSeal("shared").unseal(ReasoningSeal("shared").seal("ä")) == "ä"
+    assert is_lasting(ReasoningSeal("shared"))
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
-    lasting = ReasoningSeal(None)
-    assert lasting.unseal(lasting.seal("text")) == "text"
+    assert is_lasting(ReasoningSeal(None))
 
 
-def test_the_key_of_sealed_reasoning_is_used_though_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sealing_key_is_used_though_nothing_can_be_written(
+    sealed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    sealed = ReasoningSeal(None).seal("text")
     (folder,) = tmp_path.iterdir()
     open_file = os.open
 
@@ -265,6 +250,5 @@ def test_the_key_of_sealed_reasoning_is_used_though_nothing_can_be_written(
     monkeypatch.setattr(os, "open", full_disk)
     assert ReasoningSeal(None).unseal(sealed) == "text"
     (folder / "reasoning.key").unlink()
-    lasting = ReasoningSeal(None)
-    assert lasting.unseal(lasting.seal("text")) == "text"
+    assert is_lasting(ReasoningSeal(None))
     assert not list(folder.iterdir())

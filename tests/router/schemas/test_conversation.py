@@ -31,11 +31,8 @@ def test_what_clients_send_for_an_empty_schema_is_an_empty_schema(given: Any, ke
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"properties": ["a"]},
-        {"properties": "a"},
-        {"properties": {"a": {}}, "required": "a"},
-        {"properties": {"a": {}}, "required": [["a"]]},
-        {"required": 1},
+        *({"properties": ["a"]}, {"properties": "a"}, {"required": 1}),
+        *({"properties": {"a": {}}, "required": required} for required in ("a", [["a"]])),
     ],
 )
 def test_parameters_that_are_no_schema_are_an_error_that_names_the_tool(parameters: Any) -> None:

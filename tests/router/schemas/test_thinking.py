@@ -18,27 +18,27 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
+THINK = {"thinking": {"type": "enabled"}}
+SEVEN = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+NINE = {"reasoning": {"max_tokens": 9, "enabled": True}}
 
 
 @pytest.mark.parametrize(
     ("fields", "args"),
     [
-        ({"thinking": {"type": "enabled"}}, ON),
+        (THINK, ON),
         ({"thinking": {"type": "adaptive"}}, ON),
         ({"thinking": {"type": "disabled", "clear_thinking": True}}, OFF),
         ({"thinking": {"type": "auto"}}, {}),
         ({"thinking": None}, {}),
         ({"thinking": True}, ON),
         ({"thinking": False}, OFF),
-        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, ON | {"thinking_budget": 7}),
+        (SEVEN, ON | {"thinking_budget": 7}),
         ({"thinking": {"type": "auto", "budget_tokens": 0}}, {"thinking_budget": 0}),
-        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, OFF),
-        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, OFF),
-        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": OFF}, OFF),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 7}, "thinking_budget": 9},
-            ON | {"thinking_budget": 9},
-        ),
+        (THINK | {"enable_thinking": False}, OFF),
+        (THINK | {"reasoning_effort": "none"}, OFF),
+        (THINK | {"chat_template_kwargs": OFF}, OFF),
+        (SEVEN | {"thinking_budget": 9}, ON | {"thinking_budget": 9}),
         ({"reasoning": {}}, {}),
         ({"reasoning": {"enabled": True, "exclude": False}}, ON),
         ({"reasoning": {"enabled": False}}, OFF),
@@ -46,19 +46,10 @@ ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
         ({"reasoning": {"effort": "none"}}, OFF),
         ({"reasoning": {"effort": "none"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         ({"reasoning": {"max_tokens": 9}}, {"thinking_budget": 9}),
-        (
-            {
-                "reasoning": {"max_tokens": 9, "enabled": True},
-                "thinking": False,
-                "thinking_budget": 7,
-            },
-            OFF | {"thinking_budget": 7},
-        ),
+        (NINE | {"thinking": False, "thinking_budget": 7}, OFF | {"thinking_budget": 7}),
     ],
 )
-def test_thinking_goes_to_the_template_and_to_the_budget(
-    fields: dict[str, Any], args: dict[str, Any]
-) -> None:
+def test_thinking_goes_to_template_and_budget(fields: dict[str, Any], args: dict[str, Any]) -> None:
     request = chat(**fields)
     assert request.template_args == args
     assert request.max_thinking_tokens == args.get("thinking_budget")

@@ -17,6 +17,7 @@ from tests.router.scripted_engine import ScriptedEngine
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 Body = dict[str, Any]
+ASKED: Body = {"endpoint": "/v1/completions", "completion_window": "24h"}
 
 
 class BatchClient:
@@ -35,8 +36,7 @@ class BatchClient:
 
     def create_of(self, file_id: str, **fields: Any) -> Any:
         """Create a batch of a file that is there."""
-        asked = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
-        return self.api.batches.create(input_file_id=file_id, **asked)
+        return self.api.batches.create(input_file_id=file_id, **{**ASKED, **fields})
 
     def wait(self, batch: Any, timeout_s: float = 60, *, states: tuple[str, ...] = ENDED) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -58,6 +58,10 @@ class BatchClient:
     def lines(self, file_id: str | None) -> list[Body]:
         assert file_id is not None
         return [json.loads(line) for line in self.api.files.content(file_id).iter_lines()]
+
+    def ids(self, file_id: str | None) -> list[str]:
+        """Return the names of the lines of a file."""
+        return [line["custom_id"] for line in self.lines(file_id)]
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> Body:

@@ -11,21 +11,21 @@ import openai
 import pytest
 
 from tests.commands import run_command
-from tests.router.batches.conftest import BatchClient, Body, line
-from tests.router.conftest import Server, bearer, eventually
+from tests.router.batches.conftest import ASKED, BatchClient, Body, line
+from tests.router.conftest import Server, bearer, error_of, eventually
 
 BOSS = bearer("boss")
 
 
 def test_a_batch_is_answered_line_by_line(served: BatchClient) -> None:
-    given = [line(f"r{number}") for number in range(20)]
-    done = served.run(given, metadata={"night": "1"})
+    names = [f"r{number}" for number in range(20)]
+    done = served.run(list(map(line, names)), metadata={"night": "1"})
     assert (done.status, done.metadata) == ("completed", {"night": "1"})
     counts = done.request_counts
     assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
     assert done.error_file_id is None and done.errors is None
     lines = served.lines(done.output_file_id)
-    assert [each["custom_id"] for each in lines] == [f"r{number}" for number in range(20)]
+    assert [each["custom_id"] for each in lines] == names
     for each in lines:
         assert each["error"] is None and each["id"].startswith("batch_req_")
         response = each["response"]
@@ -62,8 +62,7 @@ def test_each_line_is_answered_as_a_request_is(server: Server, served: BatchClie
 def test_chats_and_responses_are_answered(
     batches: BatchClient, server: Server, chat_model_dir: Path
 ) -> None:
-    server.start_engine("hello", directory=chat_model_dir, model="chat")
-    eventually(lambda: "chat" in server.client.get("/v1/models").text)
+    server.join_as("chat", "hello", directory=chat_model_dir)
     messages = [{"role": "user", "content": "hello"}]
     url = "/v1/chat/completions"
     asked = [line("a", url, model="chat", messages=messages)]
@@ -122,23 +121,20 @@ def test_a_file_with_a_wrong_line_fails_before_any_line_runs(
 def test_a_mark_of_utf8_and_ends_of_lines_of_windows_are_no_error(served: BatchClient) -> None:
     second = json.dumps(line("ü")).encode()
     done = served.run(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + second)
-    ids = [each["custom_id"] for each in served.lines(done.output_file_id)]
-    assert ids == ["good", "ü"]
+    assert served.ids(done.output_file_id) == ["good", "ü"]
 
 
 def test_a_cancelled_batch_keeps_what_it_has(batches: BatchClient, server: Server) -> None:
-    server.start_engine("hello", model="slow", step_s=0.02)
-    eventually(lambda: "slow" in server.client.get("/v1/models").text)
+    server.join_as("slow", "hello", step_s=0.02)
     batch = batches.create([line(f"r{number}", model="slow") for number in range(2000)])
     eventually(lambda: batches.completed(batch) > 3)
-    cancelled = batches.api.batches.cancel(batch.id)
-    assert cancelled.status == "cancelling"
+    assert batches.api.batches.cancel(batch.id).status == "cancelling"
     done = batches.wait(batch)
     assert done.status == "cancelled" and done.cancelled_at
-    answered, failed = batches.lines(done.output_file_id), batches.lines(done.error_file_id)
+    answered, failed = batches.ids(done.output_file_id), batches.lines(done.error_file_id)
     assert {each["error"]["code"] for each in failed} == {"batch_cancelled"}
-    ids = sorted(int(each["custom_id"][1:]) for each in [*answered, *failed])
-    assert ids == list(range(2000))
+    ids = [*answered, *(each["custom_id"] for each in failed)]
+    assert sorted(int(each[1:]) for each in ids) == list(range(2000))
     counts = done.request_counts
     assert (counts.completed, counts.failed) == (len(answered), len(failed))
     with pytest.raises(openai.BadRequestError):
@@ -146,24 +142,18 @@ def test_a_cancelled_batch_keeps_what_it_has(batches: BatchClient, server: Serve
     eventually(lambda: server.metric("batches_running") == 0)
 
 
-def test_a_line_that_an_administrator_cancels_does_not_start_again(
-    batches: BatchClient, server: Server
-) -> None:
-    server.start_engine("hello", model="slow", step_s=0.2)
-    eventually(lambda: "slow" in server.client.get("/v1/models").text)
+def test_a_line_that_an_admin_cancels_is_not_rerun(batches: BatchClient, server: Server) -> None:
+    server.join_as("slow", "hello", step_s=0.2)
     batch = batches.create([line("a", model="slow")])
 
-    def running() -> list[str]:
-        return [
-            each["id"]
-            for each in server.client.get("/admin/requests", headers=BOSS).json()["requests"]
-        ]
+    def running() -> list[Any]:
+        answer = server.client.get("/admin/requests", headers=BOSS)
+        return list(answer.json()["requests"])
 
     eventually(lambda: bool(running()))
-    path = f"/admin/requests/{running()[0]}/cancel"
+    path = f"/admin/requests/{running()[0]['id']}/cancel"
     assert server.client.post(path, headers=BOSS).json()["count"] == 1
-    done = batches.wait(batch)
-    (failed,) = batches.lines(done.error_file_id)
+    (failed,) = batches.lines(batches.wait(batch).error_file_id)
     assert failed["response"]["status_code"] == 503
     assert failed["response"]["body"]["error"]["code"] == "cancelled"
 
@@ -179,9 +169,7 @@ def test_a_batch_is_cancelled_while_its_file_is_checked(served: BatchClient) -> 
 
 
 def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient) -> None:
-    lines = [line(name, model=None) for name in "ab"]
-    batch = batches.create(lines, completion_window="3s")
-    done = batches.wait(batch)
+    done = batches.run([line(name, model=None) for name in "ab"], completion_window="3s")
     assert done.status == "expired" and done.expired_at >= done.expires_at
     assert done.output_file_id is None
     failed = batches.lines(done.error_file_id)
@@ -189,11 +177,10 @@ def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient) -> No
 
 
 def test_two_batches_run_at_once(served: BatchClient) -> None:
-    given = [[line(f"{name}{number}") for number in range(50)] for name in "ab"]
-    first, second = [served.create(lines) for lines in given]
-    for batch, name in ((first, "a"), (second, "b")):
-        ids = [each["custom_id"] for each in served.lines(served.wait(batch).output_file_id)]
-        assert ids == [f"{name}{number}" for number in range(50)]
+    given = [[f"{name}{number}" for number in range(50)] for name in "ab"]
+    created = [served.create(list(map(line, names))) for names in given]
+    for batch, names in zip(created, given, strict=True):
+        assert served.ids(served.wait(batch).output_file_id) == names
 
 
 def test_batches_are_listed_in_pages(served: BatchClient) -> None:
@@ -219,18 +206,10 @@ def test_batches_are_listed_in_pages(served: BatchClient) -> None:
         ("output_expires_after", {"anchor": "created_at", "seconds": 1}),
     ],
 )
-def test_a_wrong_field_is_named(
-    server: Server, batches: BatchClient, field: str, value: Any
-) -> None:
-    body = {
-        "input_file_id": batches.upload([line("a")]),
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    answer = server.client.post("/v1/batches", json=body | {field: value})
-    assert answer.status_code == (404 if field == "input_file_id" else 400)
-    param = answer.json()["error"]["param"]
-    assert param in (field, f"{field}.seconds")
+def test_a_bad_field_is_named(server: Server, batches: BatchClient, field: str, value: Any) -> None:
+    body = {"input_file_id": batches.upload([line("a")]), **ASKED, field: value}
+    error = error_of(server.post("/v1/batches", **body), 404 if field == "input_file_id" else 400)
+    assert error["param"] in (field, f"{field}.seconds")
 
 
 def test_lines_are_counted(served: BatchClient, server: Server) -> None:
@@ -241,10 +220,12 @@ def test_lines_are_counted(served: BatchClient, server: Server) -> None:
 
 
 def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) -> None:
-    batch = batches.create([line("a", model=None)] * 1, completion_window="1h")
-    eventually(lambda: server.client.get("/health").json()["batches"]["lines"] == 1)
-    found = server.client.get("/health").json()["batches"]
-    assert (found["unfinished"], found["lines_done"]) == (1, 0)
+    def shown() -> Any:
+        return server.client.get("/health").json()["batches"]
+
+    batch = batches.create([line("a", model=None)], completion_window="1h")
+    eventually(lambda: shown()["lines"] == 1)
+    assert (shown()["unfinished"], shown()["lines_done"]) == (1, 0)
     assert "batches: 1, 0/1 lines" in run_command("status", f"--url={server.url}").stdout
     with server.client.stream("GET", "/page/feed") as feed:
         for each in feed.iter_lines():
@@ -253,4 +234,4 @@ def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) 
                 break
     batches.api.batches.cancel(batch.id)
     batches.wait(batch)
-    assert server.client.get("/health").json()["batches"]["unfinished"] == 0
+    assert shown()["unfinished"] == 0

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,15 @@ from services.commands.admin_client import NoServer
 from services.commands.batch.client import BatchApi
 from services.commands.event_stream import StreamRefused
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import ROOT, Server, StartServer, eventually
+from tests.router.conftest import ROOT, Server, StartServer, begin, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
 
 def command(server: Server, *arguments: object) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "mlx_lm_server", "batch", *map(str, arguments)]
-    return subprocess.Popen(
-        [*words, f"--url={server.url}"],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words.append(f"--url={server.url}")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
+    return subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def end(run: subprocess.Popen[str], code: int) -> str:
@@ -86,20 +81,18 @@ def test_a_command_that_was_killed_follows_its_batch_again(
     assert len(batches.api.batches.list(limit=100).data) == before + 1
 
 
-def test_what_is_wrong_is_one_line(
-    server: Server, start_server: StartServer, tmp_path: Path
-) -> None:
+def test_errors_are_one_line(server: Server, start_server: StartServer, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
     said = end(command(start_server(), source, target), 1)
     assert "--batch-dir" in said and "--serve" in said
     end(command(server, tmp_path / "none.jsonl", target), 2)
-    empty = written(tmp_path / "empty.jsonl")
-    assert "is empty" in end(command(server, empty, target), 1)
-    twice = written(tmp_path / "twice.jsonl", line("a"), line("a"))
-    assert "line 2:" in end(command(server, twice, target), 1)
-    odd = written(tmp_path / "odd.jsonl", line("a"), [])
-    said = end(command(server, odd, target, "--force", "--in-order"), 1)
-    assert "line 2:" in said and "Traceback" not in said
+    for lines, words, expected in (
+        ([], (), "is empty"),
+        ([line("a"), line("a")], (), "line 2:"),
+        ([line("a"), []], ("--force", "--in-order"), "line 2:"),
+    ):
+        said = end(command(server, written(source, *lines), target, *words), 1)
+        assert expected in said and "Traceback" not in said
     assert not list(tmp_path.glob("*.batch"))
 
 
@@ -117,11 +110,10 @@ def test_an_error_is_read_though_the_server_waits_for_no_more_of_the_file(tmp_pa
             connection.shutdown(socket.SHUT_RD)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer, args=(listener,))
-        thread.start()
+        answered = begin(answer, listener)
         api = BatchApi(f"http://127.0.0.1:{listener.getsockname()[1]}", "")
         with pytest.raises(StreamRefused, match="no files here"):
             api.upload(large)
-        thread.join()
+        answered.result()
     with pytest.raises(NoServer, match="no server responds"):
         api.upload(large)

@@ -37,25 +37,14 @@ async def nothing() -> None:
 
 def context_of(directory: BatchDirectory) -> Any:
     """Return a context in which lines never get a place."""
-    return SimpleNamespace(
-        directory=directory,
-        settings=SimpleNamespace(
-            max_request_bytes=10**6,
-            max_batch_requests=4,
-            batch_max_files=9,
-            batch_max_mb=9,
-            batch_file_mb=1,
-        ),
-        metrics=SimpleNamespace(batch_store_errors=SimpleNamespace(inc=lambda: None)),
-        places=Places(0),
-        figures=SimpleNamespace(running=0),
-        stopping=asyncio.Event(),
-        checking=asyncio.Semaphore(2),
-        refresh=nothing,
-        keep_s=HOUR_S,
-        clock=ExpiryClock(),
-        max_bytes=10**9,
-    )
+    limits = {"max_request_bytes": 10**6, "max_batch_requests": 4}
+    limits |= {"batch_max_files": 9, "batch_max_mb": 9, "batch_file_mb": 1}
+    errors = SimpleNamespace(inc=lambda: None)
+    parts: dict[str, Any] = {"directory": directory, "places": Places(0), "clock": ExpiryClock()}
+    parts |= {"settings": SimpleNamespace(**limits), "figures": SimpleNamespace(running=0)}
+    parts |= {"metrics": SimpleNamespace(batch_store_errors=errors), "refresh": nothing}
+    parts |= {"stopping": asyncio.Event(), "checking": asyncio.Semaphore(2)}
+    return SimpleNamespace(keep_s=HOUR_S, max_bytes=10**9, **parts)
 
 
 async def row_of(directory: BatchDirectory, number: int) -> Any:
@@ -112,8 +101,7 @@ async def test_a_batch_waits_for_a_disk_that_is_away(
     monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
     row = await begun(directory)
     (tmp_path / "files").rename(tmp_path / "elsewhere")
-    job = BatchJob(context_of(directory), row)
-    running = asyncio.create_task(job.run())
+    running = asyncio.create_task(BatchJob(context_of(directory), row).run())
     await asyncio.sleep(0.1)
     assert (await row_of(directory, row["number"]))["errors"] is None
     (tmp_path / "elsewhere").rename(tmp_path / "files")
@@ -123,39 +111,44 @@ async def test_a_batch_waits_for_a_disk_that_is_away(
     running.cancel()
 
 
-def test_a_clock_that_is_set_ends_no_batch() -> None:
-    """Nor does one that is wrong when the router starts, if it is corrected soon."""
-    wall, elapsed = 1000.0, 0.0
-    clock = ExpiryClock(lambda: wall, lambda: elapsed)
-    assert clock.left_s(1000 + HOUR_S) == HOUR_S
-    wall = 1e9
-    elapsed = 60
-    assert clock.left_s(1000 + HOUR_S) == HOUR_S - 60
-    elapsed = HOUR_S
-    assert clock.left_s(1000 + HOUR_S) == 0
-    wall = 1060.0  # it was set back: late, but not early
-    assert clock.left_s(1000 + HOUR_S) == HOUR_S - 60
+class Clocks:
+    """A clock of expiries, whose wall clock and elapsed time are set."""
 
-    wall, elapsed = 1e9, 0.0
-    clock = ExpiryClock(lambda: wall, lambda: elapsed)
-    assert (clock.left_s(2000), clock.oldest) == (GRACE_S, 1e9)
-    wall = 1000.0
-    elapsed = 10
-    assert clock.left_s(9000) == 8000
-    wall, elapsed = 1e9 + GRACE_S, GRACE_S
-    assert (clock.left_s(2000), clock.oldest) == (0, 0)
+    def __init__(self, wall: float) -> None:
+        self.wall, self.elapsed = wall, 0.0
+        self.expiry = ExpiryClock(lambda: self.wall, lambda: self.elapsed)
+
+    def left_s(self, at: float, *, wall: float, elapsed: float) -> float:
+        self.wall, self.elapsed = wall, elapsed
+        return self.expiry.left_s(at)
+
+
+def test_a_clock_that_is_set_ends_no_batch() -> None:
+    clocks, end = Clocks(1000), 1000 + HOUR_S
+    for wall, elapsed, left_s in (
+        *((1000, 0, HOUR_S), (1e9, 60, HOUR_S - 60), (1e9, HOUR_S, 0)),
+        (1060, HOUR_S, HOUR_S - 60),  # it was set back: late, but not early
+    ):
+        assert clocks.left_s(end, wall=wall, elapsed=elapsed) == left_s
+
+
+def test_a_clock_that_is_wrong_at_the_start_ends_no_batch_if_it_is_soon_corrected() -> None:
+    clocks = Clocks(1e9)
+    assert clocks.left_s(2000, wall=1e9, elapsed=0) == GRACE_S
+    assert clocks.expiry.oldest == 1e9
+    assert clocks.left_s(9000, wall=1000, elapsed=10) == 8000
+    assert clocks.left_s(2000, wall=1e9 + GRACE_S, elapsed=GRACE_S) == clocks.expiry.oldest == 0
 
 
 def test_a_clock_that_was_behind_when_the_router_started_counts_after_an_hour() -> None:
-    wall, elapsed = 1000.0, 0.0
-    clock = ExpiryClock(lambda: wall, lambda: elapsed)
-    wall, elapsed = 1e9, 60.0
-    assert clock.now() == 1060
+    clocks = Clocks(1000)
+    clocks.wall, clocks.elapsed = 1e9, 60.0
+    assert clocks.expiry.now() == 1060
     for step_s in (GRACE_S - 1, 2):
-        wall, elapsed = wall + step_s, elapsed + step_s
-        now = clock.now()
-    assert now == wall
-    assert clock.left_s(wall + HOUR_S) == HOUR_S
+        clocks.wall, clocks.elapsed = clocks.wall + step_s, clocks.elapsed + step_s
+        now = clocks.expiry.now()
+    assert now == clocks.wall
+    assert clocks.expiry.left_s(now + HOUR_S) == HOUR_S
 
 
 @pytest.mark.parametrize("validated", [False, True])
@@ -196,14 +189,9 @@ def upload_of(body: bytes, tenant: Tenant = EVERYBODY) -> Request:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/files",
-        "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
-        "state": {"tenant": tenant},
-    }
-    return Request(scope, receive)
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers}
+    return Request({**scope, "state": {"tenant": tenant}}, receive)
 
 
 @in_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +15,10 @@ import pytest
 
 from router.batches.uploads import Upload
 from router.errors import InvalidRequest
-from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, StartServer, error_of, eventually, ok
+from tests.router.batches.conftest import ASKED, BatchClient, line
+from tests.router.conftest import Server, StartServer, error_of, eventually, key_flag, ok
+
+FORM = "multipart/form-data; boundary=x"
 
 
 def test_a_file_is_kept_as_it_is(batches: BatchClient) -> None:
@@ -66,9 +69,7 @@ def test_a_limit_that_is_none_is_refused(server: Server, path: str, limit: str) 
         ({"purpose": "batch", "expires_after[seconds]": "4000"}, "expires_after[anchor]"),
     ],
 )
-def test_a_wrong_form_is_refused(
-    server: Server, batch_dir: Path, fields: dict[str, str], param: str
-) -> None:
+def test_a_bad_form_is_refused(server: Server, batch_dir: Path, fields: Any, param: str) -> None:
     answer = server.client.post("/v1/files", data=fields, files={"file": b"x"})
     assert error_of(answer)["param"] == param
     assert not list((batch_dir / "new").iterdir())
@@ -81,15 +82,22 @@ def test_a_file_expires_when_its_owner_says(batches: BatchClient) -> None:
     assert made.expires_at - made.created_at == 3600
 
 
-def test_bodies_that_are_no_form_are_refused(server: Server) -> None:
-    url, form = "/v1/files", {"content-type": "multipart/form-data; boundary=x"}
-    assert server.client.post(url, json={}).status_code == 415
-    assert server.client.post(url, content=b"", headers={"content-type": "x"}).status_code == 415
-    for content in (b"", b"rubbish", b"--x\r\n", b"--x\r\n\r\nno end"):
-        assert server.client.post(url, content=content, headers=form).status_code == 400
-    part = b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n'
-    for content in (part + b"y" * 5000 + b"\r\n--x--", (part + b"1\r\n") * 40 + b"--x--"):
-        assert server.client.post(url, content=content, headers=form).status_code == 400
+PART = b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind"),
+    [
+        (415, b"{}", "application/json"),
+        (415, b"", "x"),
+        *((400, content, FORM) for content in (b"", b"rubbish", b"--x\r\n", b"--x\r\n\r\nno end")),
+        (400, PART + b"y" * 5000 + b"\r\n--x--", FORM),
+        (400, (PART + b"1\r\n") * 40 + b"--x--", FORM),
+    ],
+)
+def test_what_is_no_form_is_refused(server: Server, status: int, content: bytes, kind: str) -> None:
+    answer = server.client.post("/v1/files", content=content, headers={"content-type": kind})
+    assert answer.status_code == status
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ def test_a_file_may_come_in_small_pieces(batches: BatchClient, server: Server) -
         *(content[at : at + 1000] for at in range(0, len(content), 1000)),
         b"\r\n--x--\r\n",
     ]
-    headers = {"content-type": "multipart/form-data; boundary=x"}
+    headers = {"content-type": FORM}
     answer = ok(server.client.post("/v1/files", content=iter(form), headers=headers))
     assert batches.api.files.content(answer.json()["id"]).read() == content
 
@@ -141,7 +149,7 @@ def test_a_large_file_is_refused_and_nothing_is_left(batches: BatchClient, batch
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Path) -> None:
-    at = urlsplit(server.url)
+    new, at = batch_dir / "new", urlsplit(server.url)
     with socket.create_connection((at.hostname or "", at.port or 0)) as client:
         client.sendall(
             b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
@@ -149,56 +157,45 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Pat
             b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n%s'
             % (b"x" * 600_000)
         )
-        eventually(lambda: bool(list((batch_dir / "new").iterdir())))
-    eventually(lambda: not list((batch_dir / "new").iterdir()))
+        eventually(lambda: bool(list(new.iterdir())))
+    eventually(lambda: not list(new.iterdir()))
+
+
+def refused(call: Callable[..., Any], *args: Any) -> str | None:
+    """Return the code of the error with which a call is refused."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        call(*args)
+    return caught.value.code
 
 
 def test_a_file_that_a_batch_reads_is_not_deleted(batches: BatchClient) -> None:
     batch = batches.create([line("a")], completion_window="2s")  # there is no engine
-    with pytest.raises(openai.BadRequestError) as refused:
-        batches.api.files.delete(batch.input_file_id)
-    assert refused.value.code == "file_in_use"
+    assert refused(batches.api.files.delete, batch.input_file_id) == "file_in_use"
     batches.wait(batch)
     batches.api.files.delete(batch.input_file_id)
 
 
-def test_a_key_sees_and_fills_only_what_is_its_own(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sk-a name=a\nsk-b name=b\n")
+def test_a_key_sees_and_fills_only_its_own(start_server: StartServer, tmp_path: Path) -> None:
+    keys, directory = key_flag(tmp_path, "sk-a name=a", "sk-b name=b"), tmp_path / "d"
     limits = ("--batch-max-files=3", "--batch-max-mb=1")
-    server = start_server(f"--api-key-file={keys}", f"--batch-dir={tmp_path / 'd'}", *limits)
+    server = start_server(keys, f"--batch-dir={directory}", *limits)
     one, other = BatchClient(server.url, "sk-a"), BatchClient(server.url, "sk-b")
     batch = one.create([line("a")])
-    for call, name in (
-        (other.api.files.retrieve, batch.input_file_id),
-        (other.api.files.content, batch.input_file_id),
-        (other.api.files.delete, batch.input_file_id),
-        (other.api.batches.retrieve, batch.id),
-        (other.api.batches.cancel, batch.id),
-    ):
+    files, batches = other.api.files, other.api.batches
+    calls: list[tuple[Any, ...]] = [(batches.retrieve, batch.id), (batches.cancel, batch.id)]
+    of_file = (files.retrieve, files.content, files.delete, other.create_of)
+    for call, name in (*calls, *((each, batch.input_file_id) for each in of_file)):
         with pytest.raises(openai.NotFoundError):
             call(name)
-    with pytest.raises(openai.NotFoundError):
-        other.create_of(batch.input_file_id)
-    assert not other.api.files.list().data and not other.api.batches.list().data
-    with pytest.raises(openai.BadRequestError) as refused:
-        one.upload(b"x")  # the batch may write two files
-    assert refused.value.code == "too_many_files"
+    assert not files.list().data and not batches.list().data
+    assert refused(one.upload, b"x") == "too_many_files"  # the batch may write two files
     one.api.batches.cancel(batch.id)
     one.wait(batch)
     assert len(one.api.files.list().data) == 2, "the batch has no answers"
     one.upload(b"x")
-    with pytest.raises(openai.BadRequestError) as refused:
-        one.upload(b"x")
-    assert refused.value.code == "too_many_files"
-    with pytest.raises(openai.BadRequestError) as refused:
-        one.create_of(batch.input_file_id)
-    assert refused.value.code == "too_many_files"
-    with pytest.raises(openai.BadRequestError) as refused:
-        other.upload(b"x" * 1_000_001)
-    assert refused.value.code == "storage_full"
+    assert refused(one.upload, b"x") == "too_many_files"
+    assert refused(one.create_of, batch.input_file_id) == "too_many_files"
+    assert refused(other.upload, b"x" * 1_000_001) == "storage_full"
     assert other.upload(b"x" * 900_000)
     with pytest.raises(openai.AuthenticationError):
         BatchClient(server.url, "sk-c").upload(b"x")
@@ -207,37 +204,26 @@ def test_a_key_sees_and_fills_only_what_is_its_own(
 def test_without_a_directory_the_error_says_what_to_set(start_server: StartServer) -> None:
     server = start_server()
     for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_0/cancel"):
-        answer = server.client.post(path, json={})
-        assert answer.status_code == 501
-        assert "--batch-dir" in answer.json()["error"]["message"]
+        assert "--batch-dir" in error_of(server.post(path), 501)["message"]
 
 
-def test_nothing_is_acknowledged_in_a_directory_that_was_removed(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_a_removed_directory_takes_nothing(start_server: StartServer, tmp_path: Path) -> None:
     """It would be lost at the next start, though SQLite writes it without an error."""
     directory = tmp_path / "batches"
     server = start_server(f"--batch-dir={directory}")
-    batches = BatchClient(server.url)
-    file_id = batches.upload([line("a")])
+    file_id = BatchClient(server.url).upload([line("a")])
     shutil.rmtree(directory)
-    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    created = server.client.post("/v1/batches", json=body)
-    uploaded = server.client.post(
-        "/v1/files", files={"file": ("x.jsonl", b"{}\n")}, data={"purpose": "batch"}
-    )
-    for answer in (created, uploaded):
+    created = server.post("/v1/batches", input_file_id=file_id, **ASKED)
+    form: Any = {"files": {"file": ("x.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+    for answer in (created, server.client.post("/v1/files", **form)):
         error = error_of(answer, 503)
         assert error["code"] == "storage_failed" and str(tmp_path) not in error["message"]
     assert "--batch-dir: its directory was removed; restart the router" in server.log.read_text()
 
 
-def test_a_directory_has_one_router(
-    start_server: StartServer, tmp_path: Path, server: Server, batch_dir: Path
-) -> None:
-    del server
-    with pytest.raises(AssertionError, match="another router uses"):
-        start_server(f"--batch-dir={batch_dir}")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AssertionError, match="--batch-dir"):
-        start_server(f"--batch-dir={tmp_path / 'file'}")
+@pytest.mark.usefixtures("server")
+def test_a_directory_has_one_router(start_server: StartServer, batch_dir: Path) -> None:
+    file = batch_dir / "batches.db"
+    for path, said in ((batch_dir, "another router uses"), (file, "--batch-dir")):
+        with pytest.raises(AssertionError, match=said):
+            start_server(f"--batch-dir={path}")

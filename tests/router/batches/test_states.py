@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from router.batches.storage.states import CANCELLABLE, FOLLOWERS, BatchState
 from router.batches.storage.store import BatchStore, NewFile, Result, StoreFailed, read_results
 
-VALUES = {
-    "key": "k",
-    "endpoint": "/v1/completions",
-    "input_file_id": "file-0",
-    "completion_window": "24h",
-    "created_at": 1,
-    "expires_at": 2,
-}
+VALUES: dict[str, Any] = {"key": "k", "endpoint": "/v1/completions", "input_file_id": "file-0"}
+VALUES |= {"completion_window": "24h", "created_at": 1, "expires_at": 2}
 
 
 @pytest.fixture
@@ -38,6 +32,10 @@ def added(store: BatchStore, name: str = "batch_0") -> int:
 
 def file(name: str) -> NewFile:
     return NewFile(name, "k", "out.jsonl", "batch_output", 1, 1, 2**40)
+
+
+def result(number: int, pick: random.Random) -> Result:
+    return Result(number, pick.randrange(9), pick.random() < 0.5, b"x", output_tokens=1)
 
 
 def test_every_state_leads_to_an_end() -> None:
@@ -66,10 +64,7 @@ def test_a_batch_goes_only_where_it_may_and_no_line_counts_twice(
                 assert moved == (wanted in FOLLOWERS[state])
                 state = wanted if moved else state
             case "results":
-                some = [
-                    Result(number, pick.randrange(9), pick.random() < 0.5, b"x", output_tokens=1)
-                    for _ in range(pick.randrange(4))
-                ]
+                some = [result(number, pick) for _ in range(pick.randrange(4))]
                 store.add_results(some)
                 if not state.has_ended:
                     for one in some:
@@ -83,11 +78,8 @@ def test_a_batch_goes_only_where_it_may_and_no_line_counts_twice(
                 state = BatchState.COMPLETED if state == "finalizing" else BatchState.CANCELLED
                 store.finish(number, state, [("output_file_id", file("file-out"))])
         row: Any = store.batch(number)
-        assert row["state"] == state.value
-        assert (row["completed"], row["failed"]) == (
-            sum(ended.values()),
-            len(ended) - sum(ended.values()),
-        )
+        assert row["state"] == state.value and row["completed"] == sum(ended.values())
+        assert row["failed"] == len(ended) - sum(ended.values())
         assert list(store.lines_done(number)) == ([] if state.has_ended else sorted(ended))
         if state.has_ended:
             assert row[state.time_field] and row["output_file_id"] == "file-out"

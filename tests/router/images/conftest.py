@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -34,14 +35,10 @@ def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def seeing(server: Server, vision_dir: Path) -> Iterator[ScriptedEngine]:
     """An engine of a model that takes images, and says two tokens."""
+    model: dict[str, Any] = {"vision": VISION, "vocab_size": 512, "context_length": 2048}
+    script = [ord("h"), ord("i"), 2]
     engine = ScriptedEngine(
-        server.address,
-        vision_dir,
-        vision=VISION,
-        vocab_size=512,
-        context_length=2048,
-        max_sequences=8,
-        script=lambda submit: [ord("h"), ord("i"), 2],
+        server.address, vision_dir, max_sequences=8, script=lambda submit: script, **model
     )
     server.wait_ready()
     yield engine

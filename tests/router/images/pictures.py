@@ -45,14 +45,9 @@ def data_url(content: bytes, kind: str = "image/png") -> str:
 
 def png_header(width: int, height: int, *, depth: int = 8, colour: int = 2) -> bytes:
     """Return a PNG that says it has so many pixels, and has none."""
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)),
-            _chunk(b"IDAT", zlib.compress(b"\0" * 64)),
-            _chunk(b"IEND", b""),
-        )
-    )
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    pixels = _chunk(b"IDAT", zlib.compress(b"\0" * 64))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + _chunk(b"IEND", b"")
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
@@ -75,10 +70,8 @@ def bad_pictures() -> Iterator[tuple[str, str]]:
             cut = whole[: max(1, len(whole) * part // 48)]
             yield data_url(cut), "image"
         for at in range(12, 24):  # damage in the header
-            yield (
-                data_url(whole[:at] + b"\xff\xff\xff\xff" + whole[at + 4 : len(whole) // 2]),
-                "image",
-            )
+            damaged = whole[:at] + b"\xff\xff\xff\xff" + whole[at + 4 : len(whole) // 2]
+            yield data_url(damaged), "image"
     for width, height in ((60_000, 60_000), (2**31 - 1, 1), (1, 2**31 - 1), (100_000, 100_000)):
         yield data_url(png_header(width, height)), "pixels"
     for depth, colour in ((16, 2), (16, 0), (8, 6), (1, 0), (8, 3)):
@@ -90,48 +83,29 @@ def bad_pictures() -> Iterator[tuple[str, str]]:
     yield data_url(bytes(gif)), "pixels"
     yield data_url(png_header(0, 10)), "image"
     svg = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
+    zeros = b"\0" * 64
+    unreadable = [b"\0", b"II*\0" + zeros, b"BM" + zeros, b"\0\0\0\x18ftypheic" + zeros]
+    unreadable += [b"<!doctype html><p>no", *(encoded(photo, f) for f in ("BMP", "TIFF", "ICO"))]
     for other, word in (
-        (b"", "empty"),
-        (b"\0", "cannot be read"),
-        (svg, "SVG"),
-        (b"<svg/>", "SVG"),
-        (b"%PDF-1.7\n", "PDF"),
-        (b"II*\0" + b"\0" * 64, "cannot be read"),
-        (b"BM" + b"\0" * 64, "cannot be read"),
-        (b"<!doctype html><p>no", "cannot be read"),
+        *((each, "cannot be read") for each in unreadable),
+        *((b"", "empty"), (svg, "SVG"), (b"<svg/>", "SVG"), (b"%PDF-1.7\n", "PDF")),
         (b"\x89PNG\r\n\x1a\n", "image"),
-        (encoded(photo, "BMP"), "cannot be read"),
-        (encoded(photo, "TIFF"), "cannot be read"),
-        (encoded(photo, "ICO"), "cannot be read"),
-        (b"\0\0\0\x18ftypheic" + b"\0" * 64, "cannot be read"),
     ):
         yield data_url(other), word
     good = in_base64(encoded(photo))
-    for url, word in (
-        ("data:,hello", "base64"),
-        ("data:image/png,hello", "base64"),
-        ("data:image/png;base64,!!!!", "base64"),
-        ("data:image/png;base64,äöü", "base64"),
-        (f"data:text/plain;base64,{good}", "not an image type"),
-        (f"data:application/pdf;base64,{good}", "PDF"),
-        ("data:" + "x" * 1000, "base64"),
-        (good, "URL"),
-        ("", "URL"),
-    ):
-        yield url, word
+    for rest in (",hello", "image/png,hello", "image/png;base64,!!!!", "image/png;base64,äöü"):
+        yield f"data:{rest}", "base64"
+    yield "data:" + "x" * 1000, "base64"
+    yield f"data:text/plain;base64,{good}", "not an image type"
+    yield f"data:application/pdf;base64,{good}", "PDF"
+    yield good, "URL"
+    yield "", "URL"
 
 
 def forbidden_urls(port: int) -> list[str]:
     """Return URLs that no server may ask, most of them of a server on loopback at ``port``."""
     hosts = ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]")
     own = [f"{scheme}://{host}:{port}/x.png" for scheme in ("http", "https") for host in hosts]
-    return [
-        *own,
-        "https://169.254.169.254/latest/meta-data",
-        "https://10.0.0.1/x.png",
-        "file:///etc/passwd",
-        "ftp://127.0.0.1/x",
-        f"https://user@localhost:{port}/",
-        "//localhost/x.png",
-        "https://",
-    ]
+    others = ["https://169.254.169.254/latest/meta-data", "https://10.0.0.1/x.png", "https://"]
+    others += ["file:///etc/passwd", "ftp://127.0.0.1/x", "//localhost/x.png"]
+    return [*own, *others, f"https://user@localhost:{port}/"]

@@ -88,9 +88,7 @@ def test_a_process_that_died_has_the_time_of_a_start_again(
     assert process.prepare(job, IMAGE).answer.reason is None
 
 
-def test_an_image_that_takes_too_long_ends_the_process(
-    process: DecoderProcess, job: DecodeJob
-) -> None:
+def test_a_slow_image_ends_the_process(process: DecoderProcess, job: DecodeJob) -> None:
     os.kill(started(process, job), signal.SIGSTOP)
     with pytest.raises(DecoderLost) as lost:
         process.prepare(job, IMAGE)
@@ -113,18 +111,14 @@ def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
     assert process.prepare(job, IMAGE).answer.digest == expected
 
 
-def test_an_image_that_needs_too_much_memory_is_refused(
-    process: DecoderProcess, job: DecodeJob
-) -> None:
+def test_an_image_of_too_much_memory_is_refused(process: DecoderProcess, job: DecodeJob) -> None:
     allowed = DecodeJob(folder=job.folder, vision=VISION, max_pixels=2**40, is_base64=False)
     answer, _ = process.prepare(allowed, png_header(60_000, 60_000))
     assert answer.reason in ("memory", "damaged")
     assert process.prepare(job, IMAGE).answer.reason is None
 
 
-def test_a_model_without_a_processor_is_said_to_have_none(
-    process: DecoderProcess, tmp_path: Path
-) -> None:
+def test_a_model_without_a_processor_is_an_error(process: DecoderProcess, tmp_path: Path) -> None:
     job = DecodeJob(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
     answer, _ = process.prepare(job, IMAGE)
     assert answer.is_fault_of_server and answer.text

@@ -62,10 +62,6 @@ def test_the_cache_drops_what_was_used_least_lately() -> None:
     assert cache.get("a") is images["a"]
     cache.put("c", images["c"])
     cache.put("large", prepared(2000))
-    assert [cache.get(name) for name in ("a", "b", "c", "large")] == [
-        images["a"],
-        None,
-        images["c"],
-        None,
-    ]
+    kept = [images["a"], None, images["c"], None]
+    assert [cache.get(name) for name in ("a", "b", "c", "large")] == kept
     assert cache.used_bytes == 800

@@ -55,9 +55,7 @@ def test_the_bytes_that_a_tokenizer_puts_around_a_text_are_left_out(vision_dir: 
     assert not {0, 1, 2} & set(prepared.expansion)
 
 
-def test_a_picture_that_the_processor_does_not_take_is_refused_in_one_line(
-    vision_dir: Path,
-) -> None:
+def test_a_picture_that_a_processor_does_not_take_is_refused_in_one_line(vision_dir: Path) -> None:
     processor = load_processor(vision_dir, VISION)
     with pytest.raises(ImageUnusable) as refused:
         processor.prepare(plain(0, 16))
@@ -80,14 +78,9 @@ def test_files_that_are_no_processor_are_refused(tmp_path: Path) -> None:
 
 def test_what_a_processor_puts_around_a_picture_is_left_to_the_prompt(tmp_path: Path) -> None:
     folder = make_vision_model("gemma3", tmp_path / "gemma3")
-    vision = Vision(
-        model_type="gemma3",
-        placeholder="<start_of_image>",
-        placeholder_id=VOCAB_SIZE,
-        image_token_id=VOCAB_SIZE + 1,
-        before="\n\n",
-        after="\n\n",
-    )
+    tokens: dict[str, Any] = {"placeholder_id": VOCAB_SIZE, "image_token_id": VOCAB_SIZE + 1}
+    tokens |= {"placeholder": "<start_of_image>", "before": "\n\n", "after": "\n\n"}
+    vision = Vision(model_type="gemma3", **tokens)
     prepared = load_processor(folder, vision).prepare(plain(32, 16))
     assert prepared.expansion == [VOCAB_SIZE, *[VOCAB_SIZE + 1] * 16, VOCAB_SIZE + 2]
 

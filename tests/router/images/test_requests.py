@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from shared.wire import Submit, check_images
@@ -16,7 +17,8 @@ from tests.router.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("seeing")
 RED = encoded(picture("red"))
-BLUE = encoded(picture("blue"), "JPEG")
+BLUE_URL = data_url(encoded(picture("blue"), "JPEG"), "image/jpeg")
+LARGE_URL = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
 TOKENS = 12
 """The embeddings of one of these pictures."""
 IMAGE_URL = {"type": "image_url", "image_url": {"url": data_url(RED)}}
@@ -61,8 +63,9 @@ BLOCK_TURNS = [
     {"role": "user", "content": [RESULT]},
 ]
 OLLAMA_TURN = {"role": "user", "content": "a", "images": [in_base64(RED)]}
+ONE = [{"role": "user", "content": [IMAGE_URL]}]
 BODIES: list[tuple[str, dict[str, Any], int]] = [
-    (CHAT, {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, 1),
+    (CHAT, {"messages": ONE}, 1),
     (CHAT, {"messages": CHAT_TURNS}, 3),
     (RESPONSES, {"input": ITEMS}, 2),
     (MESSAGES, {"max_tokens": 4, "messages": BLOCK_TURNS}, 3),
@@ -74,12 +77,7 @@ BODIES: list[tuple[str, dict[str, Any], int]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "images"), BODIES)
 def test_images_reach_the_engine(
-    server: Server,
-    seeing: ScriptedEngine,
-    path: str,
-    body: dict[str, Any],
-    images: int,
-    stream: bool,
+    server: Server, seeing: ScriptedEngine, path: str, body: Any, images: int, stream: bool
 ) -> None:
     ok(server.client.post(path, json={**body, "stream": stream}))
     submit = seen(seeing)
@@ -90,17 +88,17 @@ def test_images_reach_the_engine(
 
 
 def test_the_tokens_of_images_count(server: Server, seeing: ScriptedEngine, ask: Ask) -> None:
-    answer = ok(ask(data_url(RED), data_url(BLUE, "image/jpeg")))
-    length = len(seen(seeing).token_ids)
-    assert answer.json()["usage"]["prompt_tokens"] == length
-    content = [IMAGE_BLOCK, {"type": "text", "text": "x"}]
-    message = {"messages": [{"role": "user", "content": content}]}
-    counted = server.client.post("/v1/messages/count_tokens", json=message).json()
-    assert counted["input_tokens"] > TOKENS
-    content[0] = IMAGE_URL
-    tokenized = server.client.post("/tokenize", json=message).json()
+    answer = ok(ask(data_url(RED), BLUE_URL))
+    assert answer.json()["usage"]["prompt_tokens"] == len(seen(seeing).token_ids)
+
+    def count(path: str, image: dict[str, Any]) -> Any:
+        content = [image, {"type": "text", "text": "x"}]
+        return server.post(path, messages=[{"role": "user", "content": content}]).json()
+
+    counted = count("/v1/messages/count_tokens", IMAGE_BLOCK)
+    tokenized = count("/tokenize", IMAGE_URL)
     assert tokenized["tokens"].count(IMAGE_TOKEN) == TOKENS
-    assert tokenized["count"] == counted["input_tokens"]
+    assert tokenized["count"] == counted["input_tokens"] > TOKENS
 
 
 def test_a_prompt_that_images_make_too_long_is_refused(ask: Ask) -> None:
@@ -115,11 +113,11 @@ def test_text_that_spells_out_a_placeholder_is_no_image(seeing: ScriptedEngine, 
 
 
 def test_images_are_in_the_order_of_the_messages(seeing: ScriptedEngine, ask: Ask) -> None:
-    assert ask(data_url(RED)).status_code == 200
+    ok(ask(data_url(RED)))
     red = seen(seeing).images[0].digest
-    assert ask(data_url(BLUE, "image/jpeg"), data_url(RED)).status_code == 200
-    digests = [one.digest for one in seen(seeing).images]
-    assert digests[1] == red != digests[0]
+    ok(ask(BLUE_URL, data_url(RED)))
+    blue, last = (one.digest for one in seen(seeing).images)
+    assert last == red != blue
 
 
 def test_a_new_attempt_sends_all_again(seeing: ScriptedEngine, ask: Ask) -> None:
@@ -134,8 +132,7 @@ def test_a_new_attempt_sends_all_again(seeing: ScriptedEngine, ask: Ask) -> None
     before = seeing.behaviour.script
     seeing.behaviour.script, seeing.behaviour.skip_token = script, True
     try:
-        answer = ask(data_url(RED), data_url(BLUE, "image/jpeg"))
-        seeing.behaviour.skip_token = False
+        answer = ask(data_url(RED), BLUE_URL)
     finally:
         seeing.behaviour.script, seeing.behaviour.skip_token = before, False
     submits = [each for each in seeing.got(Submit) if each.request_id == calls[0].request_id]
@@ -144,62 +141,52 @@ def test_a_new_attempt_sends_all_again(seeing: ScriptedEngine, ask: Ask) -> None
     assert all(each == frames[0] for each in frames) and len(frames[0]) >= 2
 
 
-def test_a_later_turn_has_the_images_of_earlier_responses(
-    server: Server, seeing: ScriptedEngine
-) -> None:
-    first = server.client.post(
-        "/v1/responses", json={"input": [{"role": "user", "content": [INPUT_IMAGE]}]}
-    ).json()
+def test_a_later_turn_has_images_of_earlier_ones(server: Server, seeing: ScriptedEngine) -> None:
+    first = server.post(RESPONSES, input=[{"role": "user", "content": [INPUT_IMAGE]}]).json()
     body = {"input": "And now?", "previous_response_id": first["id"]}
-    assert server.client.post("/v1/responses", json=body).status_code == 200
+    ok(server.client.post(RESPONSES, json=body))
     assert len(seen(seeing).images) == 1
-    ok(server.client.post("/v1/responses", json={**body, "truncation": "auto"}))
-    items = server.client.get(f"/v1/responses/{first['id']}/input_items").json()
+    ok(server.client.post(RESPONSES, json={**body, "truncation": "auto"}))
+    items = server.client.get(f"{RESPONSES}/{first['id']}/input_items").json()
     assert items["data"][0]["content"][0]["image_url"] == data_url(RED)
 
 
 def test_a_prepared_image_is_kept_for_the_next_request(server: Server, ask: Ask) -> None:
-    name = "prepared_image_hits_total"
-    url = data_url(encoded(picture((1, 2, 3))))
-    before = server.metric(name)
+    before = server.metric("prepared_image_hits_total")
     for _ in range(3):
-        assert ask(url).status_code == 200
-    assert server.metric(name) - before == 2
+        ok(ask(data_url(encoded(picture((1, 2, 3))))))
+    assert server.metric("prepared_image_hits_total") - before == 2
 
 
 def test_a_body_with_images_may_be_larger_than_one_of_text(server: Server, ask: Ask) -> None:
     large = encoded(picture(size=(600, 400)), "BMP")
     assert ask(data_url(large)).status_code == 400  # no BMP, but not too large
-    text = ask(text="a" * 200_000)
-    assert text.status_code == 413
-    assert "images" in text.json()["error"]["message"]
-    values = json.dumps({"messages": [[]] * 60_000, "x": "y" * 100_000})
-    answer = server.client.post(
-        "/v1/chat/completions", content=values, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == 413
-    assert server.client.post("/v1/completions", json={"prompt": "a" * 200_000}).status_code == 413
+    assert "images" in error_of(ask(text="a" * 200_000), 413)["message"]
+    values = server.post(CHAT, messages=[[]] * 60_000, x="y" * 100_000)
+    for answer in (values, server.complete("a" * 200_000)):
+        assert answer.status_code == 413
 
 
-def test_lines_of_batches_give_memory_of_images_back(server: Server, ask: Ask) -> None:
-    url = data_url(RED)
-    assert ask(url).status_code == 200
+@pytest.fixture
+def kept(server: Server, seeing: ScriptedEngine, ask: Ask) -> Iterator[None]:
+    """Check that a test gives memory of images back."""
+    ok(ask(data_url(RED)))
+    ok(ask(LARGE_URL))
     kept = server.metric("image_memory_bytes ")
-    body = {"model": "tiny", "messages": [{"role": "user", "content": [IMAGE_URL]}]}
-    path = "/v1/chat/completions"
-    batch = BatchClient(server.url).run(
-        [line(str(number), path, **body, max_tokens=4) for number in range(3)], endpoint=path
-    )
+    yield
+    eventually(lambda: server.metric("image_memory_bytes ") == kept)
+
+
+@pytest.mark.usefixtures("kept")
+def test_lines_of_batches_give_memory_of_images_back(server: Server) -> None:
+    lines = [line(str(n), CHAT, model="tiny", messages=ONE, max_tokens=4) for n in range(3)]
+    batch = BatchClient(server.url).run(lines, endpoint=CHAT)
     assert batch.request_counts.completed == 3
-    eventually(lambda: server.metric("image_memory_bytes ") == kept)
 
 
-def test_memory_of_images_is_given_back(server: Server, ask: Ask) -> None:
-    url = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
-    assert ask(url).status_code == 200
-    kept = server.metric("image_memory_bytes ")
-    assert ask(url, "data:image/png;base64,AAAA").status_code == 400
-    eventually(lambda: server.metric("image_memory_bytes ") == kept)
+@pytest.mark.usefixtures("kept")
+def test_memory_of_images_is_given_back(ask: Ask) -> None:
+    assert ask(LARGE_URL, "data:image/png;base64,AAAA").status_code == 400
 
 
 def test_the_model_is_said_to_see(server: Server) -> None:
@@ -209,12 +196,11 @@ def test_the_model_is_said_to_see(server: Server) -> None:
 
 
 def test_a_context_of_ollama_without_its_images_is_an_error(server: Server) -> None:
-    body = {"model": "tiny", "stream": False, "prompt": "a"}
-    first = ok(
-        server.client.post("/api/generate", json={**body, "images": [in_base64(RED)]})
-    ).json()
-    assert IMAGE_TOKEN in first["context"]
-    answer = server.client.post("/api/generate", json={**body, "context": first["context"]})
+    def ask(**fields: Any) -> httpx.Response:
+        return server.post("/api/generate", model="tiny", stream=False, prompt="a", **fields)
+
+    context = ok(ask(images=[in_base64(RED)])).json()["context"]
+    assert IMAGE_TOKEN in context
+    answer = ask(context=context)
     assert answer.status_code == 400 and "'context' contains no images" in answer.json()["error"]
-    plain = ok(server.client.post("/api/generate", json=body)).json()
-    ok(server.client.post("/api/generate", json={**body, "context": plain["context"]}))
+    ok(ask(context=ok(ask()).json()["context"]))

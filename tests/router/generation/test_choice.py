@@ -32,23 +32,17 @@ class InterruptedTokens(list[int]):
 
 
 def choice_of(sequence: RemoteSequence, text: IncrementalDetokenizer, reply: Any) -> Choice:
+    nothing: dict[str, Any] = {"aligner": None, "echo": None, "prompt_text_tokens": [1]}
     return Choice(
-        0,
-        sequence,
-        text,
-        reply,
-        prompt_text_tokens=[1],
+        *(0, sequence, text, reply),
         stop=RemoteSequence.end,
         prompt_logprobs_source=sequence,
-        aligner=None,
-        echo=None,
+        **nothing,
     )
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_thread_never_reads_the_stop_token_as_text(
-    loaded: Any, vocabulary: Vocabulary, alone: bool
-) -> None:
+def test_a_stop_token_is_never_text(loaded: Any, vocabulary: Vocabulary, alone: bool) -> None:
     sequence = RemoteSequence(make_submit("r", max_tokens=9), EVERYBODY, lambda: None)
     choice = choice_of(sequence, IncrementalDetokenizer(vocabulary.decoder()), PlainReplyParser())
     sequence.output_token_ids = tokens = InterruptedTokens()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.tokens.decoders import LineDecoder
 from router.tokens.detokenizer import IncrementalDetokenizer, StopScanner
 from router.tokens.vocabulary import Vocabulary
+from tests.router.tiny_tokenizer import sentencepiece
 
 
 def scanned(pieces: list[str], stops: list[str]) -> str:
@@ -32,9 +33,7 @@ def cut_by_hand(text: str, stops: list[str]) -> str:
     st.lists(st.text("abc🌍日", min_size=1, max_size=4), min_size=1, max_size=3),
     st.data(),
 )
-def test_the_cut_does_not_depend_on_the_pieces_of_the_text(
-    text: str, stops: list[str], data: st.DataObject
-) -> None:
+def test_cuts_do_not_depend_on_pieces(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert scanned(pieces, stops) == cut_by_hand(text, stops)
@@ -75,35 +74,21 @@ def read(stream: IncrementalDetokenizer, ids: list[int]) -> str:
     return "".join(map(stream.feed, ids)) + stream.finish()
 
 
-class _SentencePiece:
-    """What is asked of a tokenizer of SentencePiece's kind."""
-
-    pieces = ("\u2581", "\u2581a", "b", "<0xF0>", "<0x9F>", "<0x8C>", "<0x8D>", "<0x41>", "\u65e5")
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [self.pieces[each] for each in ids]
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [self.pieces.index(text.replace(" ", "\u2581"))]
-
-    @property
-    def detokenizer(self) -> Any:
-        from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
-
-        return SPMStreamingDetokenizer(self)
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return Vocabulary(sentencepiece(tmp_path_factory.mktemp("spm")))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_text_is_the_bytes_of_its_tokens(
-    kind: str, vocabulary: Vocabulary, data: st.DataObject
+def test_text_is_its_tokens_bytes(
+    kind: str, vocabulary: Vocabulary, spm: Vocabulary, data: st.DataObject
 ) -> None:
-    known = vocabulary if kind == "bpe" else Vocabulary(_SentencePiece())
-    ids = data.draw(st.lists(st.integers(0, 300 if kind == "bpe" else 9), max_size=12))
+    known, tokens = vocabulary, st.integers(0, 300)
+    if kind == "spm":
+        known, tokens = spm, st.one_of(st.integers(250, 265), st.integers(3, 300))
+    ids = data.draw(st.lists(tokens, max_size=12))
     stream = IncrementalDetokenizer(known.decoder())
     whole = b"".join(map(known.token_bytes, ids)).decode(errors="replace")
     assert read(stream, ids) == whole.removeprefix(" ")
@@ -120,9 +105,7 @@ def test_text_is_that_of_mlx_lm(text: str, loaded: Any, vocabulary: Vocabulary) 
 
 
 @pytest.mark.parametrize("byte", [b" ", b"\x80", b"\xf0"])
-def test_a_token_is_shown_at_once_however_often_it_comes(
-    byte: bytes, vocabulary: Vocabulary
-) -> None:
+def test_a_repeated_token_is_shown_at_once(byte: bytes, vocabulary: Vocabulary) -> None:
     """mlx-lm's detokenizer keeps single spaces and what is no character back, and goes through all
     of it with each token."""
     (token,) = (each for each in range(300) if vocabulary.token_bytes(each) == byte)

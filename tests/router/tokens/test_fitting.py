@@ -47,9 +47,7 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_shows_all_that_is_said_called_and_answered(
-    name: str, chat_model_dir: Path
-) -> None:
+def test_a_template_shows_all_said_called_and_answered(name: str, chat_model_dir: Path) -> None:
     template = template_of(name, chat_model_dir)
     for messages in CONVERSATIONS:
         shown = template.render(messages, [TOOL], {})
@@ -74,35 +72,34 @@ def test_a_longer_conversation_begins_with_the_shorter_one(name: str, chat_model
         assert longer.startswith(shorter.rstrip()[:-30]), name
 
 
-def plain(role: str, content: str, **fields: Any) -> dict[str, Any]:
+def plain(role: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    """Return messages that are written like `user: hello`."""
+    return [plain(*text.split(": ")) for text in texts]
+
+
+FIRST_SYSTEM = TemplateLimits(system=True)
+ANY_SYSTEM = TemplateLimits(system=True, later_system=True, users_in_a_row=True)
+PARTS = TemplateLimits(plain_content=True)
+SYSTEMS = ("system: a", "system: b")
 
 
 @pytest.mark.parametrize(
     ("limits", "messages", "expected"),
     [
-        (
-            TemplateLimits(system=True, later_system=True, users_in_a_row=True),
-            [plain("system", "a"), plain("system", "b"), plain("user", "c"), plain("system", "d")],
-            [plain("user", "a\n\nb\n\nc\n\nd")],
-        ),
-        (
-            TemplateLimits(system=True),
-            [plain("system", "a"), plain("assistant", "b")],
-            [plain("user", "a"), plain("assistant", "b")],
-        ),
-        (
-            TemplateLimits(plain_content=True),
-            [plain("user", "a")],
-            [plain("user", [{"type": "text", "text": "a"}])],  # type: ignore[arg-type]
-        ),
-        (TemplateLimits(), [plain("system", "a"), plain("system", "b")], None),
+        (ANY_SYSTEM, said(*SYSTEMS, "user: c", "system: d"), said("user: a\n\nb\n\nc\n\nd")),
+        (FIRST_SYSTEM, said("system: a", "assistant: b"), said("user: a", "assistant: b")),
+        (PARTS, said("user: a"), [plain("user", [{"type": "text", "text": "a"}])]),
+        (TemplateLimits(), said(*SYSTEMS), said(*SYSTEMS)),
     ],
 )
 def test_messages_change_only_where_a_template_cannot_take_them(
-    limits: TemplateLimits, messages: list[dict[str, Any]], expected: Any
+    limits: TemplateLimits, messages: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> None:
-    assert fitted(messages, limits) == (messages if expected is None else expected)
+    assert fitted(messages, limits) == expected
 
 
 def test_results_follow_their_calls_however_many_there_are() -> None:

@@ -39,25 +39,27 @@ def rendered(tokenizer: Any, *messages: ChatMessage, thinks: bool = False, **arg
     return ChatTemplate(tokenizer, {}, has_reasoning=thinks).render(messages, [], args)
 
 
+def assistant(**fields: Any) -> ChatMessage:
+    return ChatMessage(role="assistant", **fields)
+
+
 def called(arguments: Any, call_id: str | None = None) -> ChatMessage:
-    calls = [ToolCall(FunctionCall("f", arguments), id=call_id)]
-    return ChatMessage(role="assistant", tool_calls=calls)
+    return assistant(tool_calls=[ToolCall(FunctionCall("f", arguments), id=call_id)])
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
-    [(ADD_TEXT, '<{"a": "ü"}>'), (AS_IT_IS, '<{"a": "ü"}>'), (ITERATED, "a=ü;")],
+    ("template", "expected", "empty"),
+    [
+        (ADD_TEXT, '<{"a": "ü"}>', "<{}>"),
+        (AS_IT_IS, '<{"a": "ü"}>', "<{}>"),
+        (ITERATED, "a=ü;", ""),
+    ],
 )
-def test_arguments_are_objects_or_text_as_the_template_needs(
-    tmp_path: Path, template: str, expected: str
-) -> None:
+def test_arguments_fit_templates(tmp_path: Path, template: str, expected: str, empty: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
-    for arguments in ('{"a": "ü"}', {"a": "ü"}):
-        assert rendered(tokenizer, called(arguments)) == expected
-    nothing = "" if template == ITERATED else "<{}>"
-    empties: tuple[Any, ...] = (None, "", {})
-    for empty in empties:
-        assert rendered(tokenizer, called(empty)) == nothing
+    for arguments in ('{"a": "ü"}', {"a": "ü"}, None, "", {}):
+        shown = rendered(tokenizer, called(arguments))
+        assert shown == (expected if arguments else empty)
 
 
 @pytest.mark.parametrize("template", [ITERATED, TEMPLATE])
@@ -78,23 +80,21 @@ def test_half_a_surrogate_pair_in_arguments_becomes_text_that_can_be_tokenized(
     assert tokenizer.encode(prompt)
 
 
-def test_arguments_that_are_not_json_are_refused_if_the_template_needs_an_object(
-    tmp_path: Path,
-) -> None:
+def test_arguments_that_are_no_json_are_refused_if_a_template_needs_objects(tmp_path: Path) -> None:
     assert rendered(chat_tokenizer(tmp_path / "a", ADD_TEXT), called('{"a": ')) == '<{"a": >'
     with pytest.raises(InvalidRequest):
         rendered(chat_tokenizer(tmp_path / "b", ITERATED), called('{"a": '))
 
 
-def test_ids_are_shortened_in_calls_and_results_alike_if_the_template_needs_it(
-    tmp_path: Path,
-) -> None:
+def test_ids_are_shortened_in_calls_and_results_if_a_template_needs_it(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, IDS)
     result = ChatMessage(role="tool", content="1", tool_call_id="call_0123456789ab")
-    text = rendered(tokenizer, called("{}", "call_0123456789ab"), result)
-    assert text == "[TOOL_CALLS]3456789ab3456789ab"
-    assert rendered(tokenizer, called("{}", "abcDEF123")) == "[TOOL_CALLS]abcDEF123"
-    assert rendered(tokenizer, called("{}", "x_1")) == "[TOOL_CALLS]0000000x1"
+    for id, shown, results in (
+        ("call_0123456789ab", "3456789ab3456789ab", [result]),
+        ("abcDEF123", "abcDEF123", []),
+        ("x_1", "0000000x1", []),
+    ):
+        assert rendered(tokenizer, called("{}", id), *results) == f"[TOOL_CALLS]{shown}"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,13 @@ def test_ids_have_the_name_of_the_function_if_the_template_shows_nothing_else(
         "{{ c['id'] }} {% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }} "
         "{% endif %}{% endfor %}"
     )
-    calls = [
-        ToolCall(FunctionCall(name, "{}"), id=own) for name, own in zip("fg", ids, strict=True)
-    ]
+    named = list(zip("fg", ids, strict=True))
+    calls = [ToolCall(FunctionCall(name, "{}"), id=own) for name, own in named]
     results = [
         ChatMessage(role="tool", content=name.upper(), tool_call_id=own, name=None if own else name)
-        for name, own in zip("fg", ids, strict=True)
+        for name, own in reversed(named)
     ]
-    text = rendered(
-        chat_tokenizer(tmp_path, template),
-        ChatMessage(role="assistant", tool_calls=calls),
-        *reversed(results),
-    )
+    text = rendered(chat_tokenizer(tmp_path, template), assistant(tool_calls=calls), *results)
     of_f, of_g = expected.split()
     assert text == f"<|tool_calls_section_begin|>{expected} {of_g}=G {of_f}=F "
 
@@ -136,14 +131,9 @@ def test_results_without_id_or_name_belong_to_the_calls_in_their_order(tmp_path:
         "<|tool_calls_section_begin|>{% for m in messages %}{{ m.tool_call_id }}={{ m.content }} "
         "{% endfor %}"
     )
-    answers = [ChatMessage(role="tool", content=text) for text in ("1", "2", "3")]
-    text = rendered(
-        chat_tokenizer(tmp_path, template),
-        called("{}"),
-        answers[0],
-        called("{}"),
-        *answers[1:],
-    )
+    first, *others = (ChatMessage(role="tool", content=text) for text in "123")
+    messages = (called("{}"), first, called("{}"), *others)
+    text = rendered(chat_tokenizer(tmp_path, template), *messages)
     assert "functions.f:0=1 " in text and "functions.f:1=2 " in text and text.endswith("=3 ")
 
 
@@ -155,15 +145,12 @@ def test_a_result_of_a_tool_has_the_name_of_the_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_goes_where_the_template_looks_for_it(tmp_path: Path, key: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, f"{{{{ messages[0].{key} }}}}")
-    for message in (
-        ChatMessage(role="assistant", reasoning="so"),
-        ChatMessage(role="assistant", reasoning_content="so"),
-    ):
+    for message in (assistant(reasoning="so"), assistant(reasoning_content="so")):
         assert rendered(tokenizer, message) == "so"
 
 
 def test_the_older_form_of_a_call_is_converted(tmp_path: Path) -> None:
-    message = ChatMessage(role="assistant", function_call=FunctionCall("f", '{"a": 1}'))
+    message = assistant(function_call=FunctionCall("f", '{"a": 1}'))
     assert rendered(chat_tokenizer(tmp_path, ITERATED), message) == "a=1;"
 
 
@@ -204,8 +191,7 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
     tokenizer = chat_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}|{% endfor %}")
     template = ChatTemplate(tokenizer, {}, has_reasoning=False, call_syntax=parser)
     calls = [ToolCall(FunctionCall("f", '{"a": "x"}')), ToolCall(FunctionCall("g", ""))]
-    result = ChatMessage(role="tool", content="done")
-    messages = [ChatMessage(role="assistant", content="Hm", tool_calls=calls), result]
+    messages = [assistant(content="Hm", tool_calls=calls), ChatMessage("tool", "done")]
     assert template.render(messages, [], {}) == f"{expected}|done|"
 
 
@@ -227,15 +213,17 @@ def test_control_tokens_in_text_of_clients_are_broken_up_everywhere(tmp_path: Pa
     assert text.count(evil) == 3
 
 
-def test_an_error_of_a_template_refuses_the_messages(tmp_path: Path) -> None:
-    leaves_its_sandbox = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    for template in (
-        *("{{ raise_exception('No!') }}", "{{ 1 / 0 }}", "{{ x.y.z }}", "{% for %}"),
-        leaves_its_sandbox,
-    ):
-        with pytest.raises(InvalidRequest) as raised:
-            rendered(chat_tokenizer(tmp_path, template), HI)
-        assert raised.value.param == "messages"
+LEAVES_ITS_SANDBOX = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('No!') }}", "{{ 1 / 0 }}", "{{ x.y.z }}", "{% for %}", LEAVES_ITS_SANDBOX],
+)
+def test_an_error_of_a_template_refuses_the_messages(tmp_path: Path, template: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        rendered(chat_tokenizer(tmp_path, template), HI)
+    assert raised.value.param == "messages"
 
 
 # -- formats of models -----------------------------------------------------------

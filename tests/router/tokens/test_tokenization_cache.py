@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ from tokenizers import Tokenizer
 
 from router.tokens import tokenization_cache
 from router.tokens.tokenization_cache import LengthCheck, TokenizationCache, common_prefix_length
-from tests.router.chat_tokenizer import write_chat_tokenizer
 
+CHAT_MODEL = True
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
 
 
@@ -20,19 +18,16 @@ def asked(question: str) -> str:
     return BEGIN + question + END + BEGIN
 
 
-class Fixture:
+class CountingCache(TokenizationCache):
     """A cache with a real tokenizer. It counts the characters that are encoded."""
 
     def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
         self.tokenizer = tokenizer
         self.encoded = 0
         added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
-        self.cache = TokenizationCache(added, self._raw, self._encode, **options)
+        super().__init__(added, lambda token: self.text([token]).encode(), self._counted, **options)
 
-    def _raw(self, token: int) -> bytes:
-        return self.tokenizer.decode([token], skip_special_tokens=False).encode()
-
-    def _encode(self, text: str, check_length: LengthCheck | None) -> list[int]:
+    def _counted(self, text: str, check_length: LengthCheck | None) -> list[int]:
         self.encoded += len(text)
         found = self.tokenizer.encode(text, add_special_tokens=False)
         if check_length is not None:
@@ -50,45 +45,41 @@ class Fixture:
 
     def answer(self, question: str, text: str, scope: str = "s") -> list[int]:
         """Have a prompt answered; return its tokens with those of the reply."""
-        prompt, output = self.cache.tokenize(scope, asked(question)), self.reply(text)
-        self.cache.extend(scope, prompt, output)
+        prompt, output = self.tokenize(scope, asked(question)), self.reply(text)
+        self.extend(scope, prompt, output)
         return [*prompt, *output]
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
-def make(**options: int) -> tuple[Fixture, TokenizationCache]:
-    with tempfile.TemporaryDirectory() as directory:
-        fixture = Fixture(write_chat_tokenizer(Path(directory)), **options)
-    return fixture, fixture.cache
+@pytest.fixture
+def cache(tokenizer: Tokenizer) -> CountingCache:
+    return CountingCache(tokenizer)
 
 
-def test_a_prompt_continues_with_the_tokens_of_the_reply() -> None:
-    fixture, cache = make()
-    known = fixture.answer("hello", "hello")
-    encoded = fixture.encoded
+def test_a_prompt_continues_with_the_tokens_of_the_reply(cache: CountingCache) -> None:
+    known = cache.answer("hello", "hello")
+    encoded = cache.encoded
     following = asked("hello") + "hello" + END + BEGIN + "more"
     tokens = cache.tokenize("s", following)
     assert tokens[: len(known)] == known
-    assert fixture.text(tokens) == following
-    assert fixture.encoded - encoded <= len(END + BEGIN + "more")
+    assert cache.text(tokens) == following
+    assert cache.encoded - encoded <= len(END + BEGIN + "more")
     comparison = cache.comparison("s", tokens)
     assert comparison.common_tokens == comparison.earlier_tokens == len(known)
     assert comparison.earlier_token is None
 
 
-def test_text_that_was_changed_is_not_continued() -> None:
-    fixture, cache = make()
-    fixture.answer("hello", "hello")
+def test_text_that_was_changed_is_not_continued(cache: CountingCache) -> None:
+    cache.answer("hello", "hello")
     for reply in ("hell", "hello ", "help", "", "hello<|im_start|>"):
         text = asked("hello") + reply + END
-        assert cache.tokenize("s", text) == fixture.ids(text)
+        assert cache.tokenize("s", text) == cache.ids(text)
 
 
-def test_a_prompt_that_is_too_long_is_not_remembered_and_nothing_is_forgotten() -> None:
-    fixture, cache = make()
-    fixture.answer("hello", "hello")
+def test_a_prompt_that_is_too_long_changes_nothing(cache: CountingCache) -> None:
+    cache.answer("hello", "hello")
     following = asked("hello") + "hello" + END + BEGIN + "more" + END
     length = len(cache.tokenize("s", following))
     longer = following + BEGIN + "and more"
@@ -101,33 +92,30 @@ def test_a_prompt_that_is_too_long_is_not_remembered_and_nothing_is_forgotten() 
         with pytest.raises(ValueError):
             cache.tokenize(scope, longer, check)
     assert len(cache) == 1
-    encoded = fixture.encoded
+    encoded = cache.encoded
     assert len(cache.tokenize("s", following, check)) == length
-    assert fixture.encoded - encoded < len(following) / 2
+    assert cache.encoded - encoded < len(following) / 2
 
 
-def test_an_unknown_reply_or_scope_changes_nothing() -> None:
-    fixture, cache = make()
+def test_an_unknown_reply_or_scope_changes_nothing(cache: CountingCache) -> None:
     prompt = cache.tokenize("s", asked("hello"))
     cache.extend("s", [1, 2, 3], [4])
-    cache.extend("other", prompt, fixture.reply("hello"))
+    cache.extend("other", prompt, cache.reply("hello"))
     text = asked("hello") + "hello" + END
-    assert cache.tokenize("s", text) == fixture.ids(text)
+    assert cache.tokenize("s", text) == cache.ids(text)
     assert cache.comparison("other", prompt).earlier_tokens == 0
 
 
-def test_half_a_character_at_the_end_of_a_reply_is_not_continued() -> None:
-    fixture, cache = make()
-    cache.extend("s", cache.tokenize("s", asked("x")), fixture.ids("日")[:2])
+def test_half_a_character_at_the_end_of_a_reply_is_not_continued(cache: CountingCache) -> None:
+    cache.extend("s", cache.tokenize("s", asked("x")), cache.ids("日")[:2])
     for reply in ("日", "\ufffd", ""):
         text = asked("x") + reply + END
-        assert cache.tokenize("s", text) == fixture.ids(text)
+        assert cache.tokenize("s", text) == cache.ids(text)
 
 
-def test_the_choices_of_one_prompt_can_all_be_continued() -> None:
-    fixture, cache = make()
+def test_the_choices_of_one_prompt_can_all_be_continued(cache: CountingCache) -> None:
     prompt = cache.tokenize("s", asked("x"))
-    outputs = {reply: fixture.reply(reply) for reply in ("hello", "world", "")}
+    outputs = {reply: cache.reply(reply) for reply in ("hello", "world", "")}
     for output in outputs.values():
         cache.extend("s", prompt, output)
     for reply, output in outputs.items():
@@ -135,16 +123,16 @@ def test_the_choices_of_one_prompt_can_all_be_continued() -> None:
         assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
 
 
-def test_scopes_share_nothing() -> None:
-    fixture, cache = make()
-    known = {scope: fixture.answer("x", "hello", scope) for scope in ("a", "b", "c")}
+def test_scopes_share_nothing(cache: CountingCache) -> None:
+    known = {scope: cache.answer("x", "hello", scope) for scope in ("a", "b", "c")}
     for scope in ("c", "a", "b"):
         tokens = cache.tokenize(scope, asked("x") + "hello" + END)
         assert tokens[: len(known[scope])] == known[scope]
 
 
-def test_a_prompt_is_compared_to_few_of_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make()[1]
+def test_a_prompt_is_compared_to_few_of_many_entries(
+    cache: CountingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(300):
         cache.tokenize("s", f"{BEGIN}you are{BEGIN}{number:03}")
     compared: list[Any] = []
@@ -160,22 +148,22 @@ def test_a_prompt_is_compared_to_few_of_many_entries(monkeypatch: pytest.MonkeyP
     assert len(cache) == 300  # the one that it continues is dropped
 
 
-def test_memory_is_bounded_and_the_oldest_entry_is_dropped_first() -> None:
-    fixture, cache = make(max_bytes=6000)
+def test_memory_is_bounded_and_the_oldest_entry_is_dropped_first(tokenizer: Tokenizer) -> None:
+    cache = CountingCache(tokenizer, max_bytes=6000)
     for number in range(50):
         cache.tokenize("s", BEGIN + str(number) * 20 + END)
     assert 1 < len(cache) < 10
     last = cache.tokenize("s", BEGIN + "49" * 20 + END + "x")
     assert cache.comparison("s", last).common_tokens > 1
     huge = cache.tokenize("s", BEGIN + "h" * 5000)
-    assert fixture.text(huge) == BEGIN + "h" * 5000
+    assert cache.text(huge) == BEGIN + "h" * 5000
     assert len(cache) == 0
 
 
-def test_random_conversations_keep_their_text() -> None:
+def test_random_conversations_keep_their_text(tokenizer: Tokenizer) -> None:
     """A prompt keeps its text when conversations branch, are cut, and are continued."""
     draw = random.Random(11)
-    fixture, cache = make(max_bytes=100_000)
+    cache = CountingCache(tokenizer, max_bytes=100_000)
     words = ("hello", " wor", "ld", "é", "日", "🌍", "\n", "<think>", "</think>")
     pieces = [*words, END, BEGIN, "<|im"]
     texts = [BEGIN]
@@ -185,9 +173,9 @@ def test_random_conversations_keep_their_text() -> None:
         text = known[: draw.randrange(len(known) + 1)] if draw.random() < 0.3 else known
         text = BEGIN + text.removeprefix(BEGIN) + "".join(draw.choices(pieces, k=3))
         tokens = cache.tokenize("s", text)
-        assert fixture.text(tokens) == text
-        kept += tokens != fixture.ids(text)
+        assert cache.text(tokens) == text
+        kept += tokens != cache.ids(text)
         reply = "".join(draw.choices(pieces, k=draw.randrange(4)))
-        cache.extend("s", tokens, fixture.reply(reply))
+        cache.extend("s", tokens, cache.reply(reply))
         texts.append((text + reply + END)[-2000:] if len(text) > 4000 else text + reply + END)
     assert kept > 25

@@ -42,9 +42,7 @@ def test_the_prompt_describes_the_tools(name: str, chat_model_dir: Path) -> None
     assert "path" in shown
 
 
-def test_a_template_that_shows_no_tools_gets_them_in_the_system_message(
-    chat_model_dir: Path,
-) -> None:
+def test_a_template_without_tools_gets_them_in_the_system_message(chat_model_dir: Path) -> None:
     text = rendered(chat_model_dir, NO_TOOLS, SYSTEM, USER, call_syntax="deepseek_v31")
     begin, end = text.split("## Tools")
     assert begin == "<system>SYSTEM-1\n\n"

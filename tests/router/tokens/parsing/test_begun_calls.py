@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -115,9 +116,7 @@ def pythonic(calls: str) -> str:
         ("pythonic", pythonic("get_weather(a=open('x'), b=1)"), [{"a": "open('x')", "b": 1}]),
     ],
 )  # fmt: skip
-def test_arguments_end_outside_of_strings_and_brackets(
-    parser: str, written: str, calls: list[object], size: int
-) -> None:
+def test_arguments_end_outside_of_strings(parser: str, written: str, calls: Any, size: int) -> None:
     part = read(written, format_of(parser), size=size)
     assert (named(part.calls), part.text) == ([("get_weather", each) for each in calls], "")
 
@@ -174,9 +173,7 @@ def call_of(arguments: str, end: str = "\n</tool_call>") -> str:
         (call_of('{"city": "x'), '{"city": "x\\n</tool_call>'),
     ],
 )
-def test_slips_are_mended_and_other_arguments_stay_as_they_are(
-    written: str, arguments: object, size: int
-) -> None:
+def test_slips_are_mended_and_the_rest_is_kept(written: str, arguments: object, size: int) -> None:
     part = read(written, format_of("json_tools"), size=size)
     assert (named(part.calls), part.text) == ([("get_weather", arguments)], "")
 

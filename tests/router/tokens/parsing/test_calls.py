@@ -82,9 +82,7 @@ TAG = "]<]minimax[>["
         ({"type": "number"}, "-1e999", "-1e999"),
     ],
 )
-def test_arguments_of_minimax_have_the_types_of_the_schema(
-    schema: Any, written: str, read: object
-) -> None:
+def test_minimaxs_arguments_have_the_schemas_types(schema: Any, written: str, read: object) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
     text = f'<invoke name="f"><a>{written}</a></invoke>'.replace("<", TAG + "<")
     syntax = syntax_named("minimax_m3")

@@ -26,27 +26,26 @@ MARKERS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
 )
-WEATHER = FunctionDefinition(
-    name="get_weather",
-    strict=True,
-    parameters={
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"$ref": "#/$defs/days"},
-            "unit": {"enum": ["C", "F"]},
-        },
-        "$defs": {"days": {"type": "integer"}},
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    },
-)
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"$ref": "#/$defs/days"},
+    "unit": {"enum": ["C", "F"]},
+}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": PROPERTIES}
+SCHEMA |= {"$defs": {"days": {"type": "integer"}}, "required": ["city", "days"]}
+SCHEMA |= {"additionalProperties": False}
+WEATHER = FunctionDefinition(name="get_weather", strict=True, parameters=SCHEMA)
 NOTHING = FunctionDefinition(name="nothing")
 FUNCTIONS = [WEATHER, NOTHING]
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
          for f in FUNCTIONS]  # fmt: skip
 
-LISTED = '[{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}]'
+ARGUMENTS = '{"city": "B<", "days": 3}'
+OBJECT = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+PAIRS = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
 
 
 def dsml(block: str) -> str:
@@ -59,27 +58,21 @@ def dsml(block: str) -> str:
 
 
 CALLS = {
-    "json": '{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}',
-    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}\n'
-    "</tool_call>",
-    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "B<", "days": 3}',
+    "json": OBJECT,
+    "json_tools": f"<tool_call>\n{OBJECT}\n</tool_call>",
+    "mistral": f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}",
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-    '{"city": "B<", "days": 3}',
+    + ARGUMENTS,
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-    '<|tool_call_argument_begin|>{"city": "B<", "days": 3}<|tool_call_end|>'
-    "<|tool_calls_section_end|>",
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json'
-    ' type="object"<|sep|>{"city": "B<", "days": 3}<|close|>json<|sep|><|close|>call<|sep|>'
+    f' type="object"<|sep|>{ARGUMENTS}<|close|>json<|sep|><|close|>call<|sep|>'
     "<|close|>tools<|sep|>",
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nB<\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-    "glm47": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-    "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
-    "<longcat_arg_value>B<</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
-    "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
+    "glm47": PAIRS,
+    "laguna": PAIRS,
+    "longcat": PAIRS.replace("tool_call", "longcat_tool_call").replace("arg_", "longcat_arg_"),
     "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">B<'
     '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
     "minicpm5": '<function name="get_weather"><param name="city">B<</param>'
@@ -87,15 +80,15 @@ CALLS = {
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>B<</parameter>\n"
     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    '```json\n{"city": "B<", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-    '{"city": "B<", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v32": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
-    "granite": f"<|tool_call|>{LISTED}",
-    "jamba": f"<tool_calls>{LISTED}</tool_calls>",
-    "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>",
-    "phi4_mini": f"<|tool_call|>{LISTED}<|/tool_call|>",
+    "granite": f"<|tool_call|>[{OBJECT}]",
+    "jamba": f"<tool_calls>[{OBJECT}]</tool_calls>",
+    "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
+    "phi4_mini": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
 }
 
 
@@ -107,13 +100,8 @@ class Checker:
             self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=MARKERS)
         added = json.loads(self.tokenizer.to_str())["added_tokens"]
         # "[ARGS]" is not special here, so that both kinds occur.
-        self.tokens = ControlTokens(
-            {
-                each["content"]: each["id"]
-                for each in added
-                if each["special"] or each["content"][0] == "<"
-            }
-        )
+        control = [each for each in added if each["special"] or each["content"][0] == "<"]
+        self.tokens = ControlTokens({each["content"]: each["id"] for each in control})
         size = self.tokenizer.get_vocab_size()
         self._guide = LLTokenizer(self.tokenizer.to_str(), n_vocab=size, eos_token=[1])
 
@@ -145,15 +133,8 @@ def test_a_grammar_accepts_the_calls_that_its_parser_reads(checker: Checker, par
     assert checker.accepts(grammar, call)
     part = read(call, format_of(parser), tools=TOOLS)
     assert named(part.calls) == [("get_weather", {"city": "B<", "days": 3})]
-    for wrong in (
-        "",
-        "Well. " + call,
-        call[:-3],
-        call.replace("get_weather", "get_time"),
-        call.replace("3", "three"),
-        call.replace("3", "3.5"),
-        call.replace("days", "hours"),
-    ):
+    changes = (("get_weather", "get_time"), ("3", "three"), ("3", "3.5"), ("days", "hours"))
+    for wrong in ("", "Well. " + call, call[:-3], *(call.replace(*each) for each in changes)):
         assert not checker.accepts(grammar, wrong), wrong
 
 
@@ -192,13 +173,15 @@ def takes(checker: Checker, parameters: Any, arguments: str, *, strict: bool | N
     return checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
 
 
-def test_unknown_keywords_of_a_schema_are_ignored_unless_the_function_is_strict(
-    checker: Checker,
-) -> None:
+def test_unknown_keywords_of_a_schema_are_ignored_unless_it_is_strict(checker: Checker) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": 1}}}}
     assert takes(checker, odd, '{"x": [2]}', strict=False)
     with pytest.raises(AssertionError, match="contains"):
         takes(checker, odd, '{"x": [2]}', strict=True)
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"properties": properties}
 
 
 @pytest.mark.parametrize(
@@ -206,12 +189,8 @@ def test_unknown_keywords_of_a_schema_are_ignored_unless_the_function_is_strict(
     [
         (None, "{}", '{"x": 1}'),
         ({"type": "object", "properties": {}}, "{}", '{"x": 1}'),
-        ({"properties": {"a": {"type": "integer"}}}, '{"a": 3}', '{"a": 3, "b": 4}'),
-        (
-            {"properties": {"a": {"properties": {"b": {"type": "null"}}}}},
-            '{"a": {"b": null}}',
-            '{"a": {"b": null, "c": 1}}',
-        ),
+        (of(a={"type": "integer"}), '{"a": 3}', '{"a": 3, "b": 4}'),
+        (of(a=of(b={"type": "null"})), '{"a": {"b": null}}', '{"a": {"b": null, "c": 1}}'),
     ],
 )
 def test_only_arguments_that_the_schema_names_are_accepted(
@@ -225,30 +204,24 @@ def test_only_arguments_that_the_schema_names_are_accepted(
     "schema",
     [
         {"type": "object"},
-        {"properties": {}, "additionalProperties": True},
-        {"properties": {"a": True}, "patternProperties": {"^b": {"type": "integer"}}},
-        {"properties": {"a": True}, "required": ["b"]},
-        {"properties": {"a": True}, "allOf": [{"properties": {"b": True}, "required": ["b"]}]},
-        {"properties": {}, "minProperties": 1},
+        of() | {"additionalProperties": True},
+        of(a=True) | {"patternProperties": {"^b": {"type": "integer"}}},
+        of(a=True) | {"required": ["b"]},
+        of(a=True) | {"allOf": [of(b=True) | {"required": ["b"]}]},
+        of() | {"minProperties": 1},
     ],
 )
-def test_other_arguments_are_accepted_if_the_schema_allows_them(
-    checker: Checker, schema: dict[str, Any]
-) -> None:
+def test_other_arguments_are_accepted_if_the_schema_allows(checker: Checker, schema: Any) -> None:
     assert takes(checker, {"type": "object", **schema}, '{"b": 1}')
 
 
 @pytest.mark.parametrize("inner", [{"required": True}, {"required": [["b"]]}, {"enum": 5}])
-def test_a_schema_that_makes_no_sense_is_for_the_compiler_to_refuse(
-    checker: Checker, inner: dict[str, Any]
-) -> None:
-    odd = {"type": "object", "properties": {"a": {"properties": {"b": {}}, **inner}}}
-    function = FunctionDefinition(name="f", parameters=odd)
-    for template in ("json", "qwen3_coder"):
-        written = calls_grammar(
-            CALL_TEMPLATES[template], [function], checker.tokens, parallel=False
-        )
-        assert next(iter(inner)) in written
+@pytest.mark.parametrize("parser", ["json", "qwen3_coder"])
+def test_a_senseless_schema_is_for_the_compiler(checker: Checker, parser: str, inner: Any) -> None:
+    odd = {"type": "object", **of(a=of(b={}) | inner)}
+    function, template = FunctionDefinition(name="f", parameters=odd), CALL_TEMPLATES[parser]
+    written = calls_grammar(template, [function], checker.tokens, parallel=False)
+    assert next(iter(inner)) in written
 
 
 def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:

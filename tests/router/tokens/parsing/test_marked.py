@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import mlx_lm.tool_parsers
 import pytest
+from mlx_lm.chat_templates import muse_spark
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import EVERYBODY
@@ -48,6 +49,26 @@ def format_of(parser: str) -> ReplyFormat:
     return ReplyFormat(THINK, JSON if parser == "json" else syntax_named(parser))
 
 
+def pieces_of(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def read_with(reply: MarkedReplyParser, pieces: list[str], *, cut: bool = False) -> ReplyDelta:
+    """Parse a reply that comes in ``pieces``."""
+    parts = [*map(reply.feed, pieces), reply.finish(cut=cut)]
+    calls: list[CallDelta] = []
+    for call in (call for part in parts for call in part.calls):
+        if call.number == len(calls):
+            calls.append(call)
+        else:
+            assert call.number == len(calls) - 1 and call.name is call.id is None
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
+    ids = {call.id for call in calls}
+    assert len(ids) == len(calls) and None not in ids
+    reasoning, text = "".join(p.reasoning for p in parts), "".join(p.text for p in parts)
+    return ReplyDelta(reasoning, text, tuple(calls))
+
+
 def read(
     written: str,
     format: ReplyFormat,
@@ -60,21 +81,7 @@ def read(
 ) -> ReplyDelta:
     """Parse ``written`` in pieces of ``size`` characters."""
     reply = MarkedReplyParser(format, state or format.initial_state, tools, single_call=single_call)
-    pieces = (written[start : start + size] for start in range(0, len(written), size))
-    parts = [reply.feed(piece) for piece in pieces]
-    parts.append(reply.finish(cut=cut))
-    calls: list[CallDelta] = []
-    for call in (call for part in parts for call in part.calls):
-        if call.number == len(calls):
-            calls.append(call)
-        else:
-            assert call.number == len(calls) - 1 and call.name is call.id is None
-            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + call.arguments)
-    return ReplyDelta(
-        "".join(part.reasoning for part in parts),
-        "".join(part.text for part in parts),
-        tuple(calls),
-    )
+    return read_with(reply, pieces_of(written, size), cut=cut)
 
 
 def named(calls: Iterable[CallDelta]) -> list[tuple[str | None, Any]]:
@@ -93,48 +100,32 @@ def sizes(written: str) -> list[int]:
     return [1, 2, 3, 5, 7, 16, len(written)]
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+EACH_REPLY = pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+
+
+@EACH_REPLY
 def test_calls_do_not_depend_on_the_pieces_of_a_reply(reply: Reply) -> None:
-    for size in sizes(reply.written):
-        part = read(reply.written, format_of(reply.parser), size=size)
+    written, format = reply.written, format_of(reply.parser)
+    halves = [[written[:end], written[end:]] for end in range(len(written))]
+    for pieces in (*(pieces_of(written, size) for size in sizes(written)), *halves):
+        part = read_with(MarkedReplyParser(format, format.initial_state, TOOLS), pieces)
         assert named(part.calls) == reply.calls
         assert part.text == reply.text
-        assert len({call.id for call in part.calls}) == len(part.calls)
-        assert [call.number for call in part.calls] == list(range(len(part.calls)))
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
-def test_calls_do_not_depend_on_where_a_reply_is_divided(reply: Reply) -> None:
-    format = format_of(reply.parser)
-    for end in range(len(reply.written)):
-        parser = MarkedReplyParser(format, format.initial_state, TOOLS)
-        first, second = reply.written[:end], reply.written[end:]
-        parts = [parser.feed(first), parser.feed(second), parser.finish()]
-        assert "".join(part.text for part in parts) == reply.text
-        calls = [call for part in parts for call in part.calls]
-        texts = [
-            "".join(call.arguments for call in calls if call.number == number)
-            for number in range(len(reply.calls))
-        ]
-        names = [call.name for call in calls if call.name is not None]
-        assert list(zip(names, map(json.loads, texts), strict=True)) == reply.calls
-
-
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+@EACH_REPLY
 def test_reasoning_before_calls_is_separate(reply: Reply) -> None:
-    if reply.parser == "harmony":
-        written, reasoning = reply.written, "Weather, so I ask."
-    else:
-        written = "<think>\nLet me <see>.\n\nOk\n</think>\n\n" + reply.written
-        reasoning = "Let me <see>.\n\nOk"
+    written, reasoning, text = reply.written, "Weather, so I ask.", reply.text
+    if reply.parser != "harmony":
+        written = f"<think>\nLet me <see>.\n\nOk\n</think>\n\n{written}"
+        reasoning, text = "Let me <see>.\n\nOk", text.lstrip()
     for size in sizes(written):
         part = read(written, format_of(reply.parser), size=size)
-        assert part.reasoning == reasoning
+        assert (part.reasoning, part.text) == (reasoning, text)
         assert named(part.calls) == reply.calls
-        assert part.text == (reply.text if reply.parser == "harmony" else reply.text.lstrip())
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+@EACH_REPLY
 def test_the_work_of_parsing_is_known_before(reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much is done on the event loop as it says, and the rest on a thread."""
     parsed: list[str] = []
@@ -146,8 +137,7 @@ def test_the_work_of_parsing_is_known_before(reply: Reply, monkeypatch: pytest.M
     monkeypatch.setattr(marked, "parse_calls", no_calls)
     format = format_of(reply.parser)
     parser = MarkedReplyParser(format, format.initial_state, TOOLS)
-    for start in range(0, len(reply.written), 7):
-        piece = reply.written[start : start + 7]
+    for piece in pieces_of(reply.written, 7):
         expected = parser.parse_work(len(piece))
         parser.feed(piece)
         for text in parsed:
@@ -169,17 +159,16 @@ def test_text_that_is_not_a_call_stays_text(parser: str, written: str) -> None:
         assert read(written, format_of(parser), size=size) == ReplyDelta("", written)
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+@EACH_REPLY
 def test_without_tools_there_are_no_calls(reply: Reply) -> None:
     if reply.parser in ("harmony", "kimi_k3"):
         return
     for size in (1, len(reply.written)):
-        assert read(reply.written, format_of(reply.parser), size=size, tools=[]).text == (
-            reply.written
-        )
+        part = read(reply.written, format_of(reply.parser), size=size, tools=[])
+        assert part.text == reply.written
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+@EACH_REPLY
 def test_a_reply_cut_short_has_calls_that_were_complete_or_had_begun(reply: Reply) -> None:
     for end in range(0, len(reply.written), 3):
         part = read(reply.written[:end], format_of(reply.parser), size=9, cut=True)
@@ -263,9 +252,7 @@ def test_half_a_surrogate_pair_in_arguments_is_escaped() -> None:
         ("<think>a</think><think>b</think>c", ReplyState.NORMAL, ReplyDelta("ab", "c")),
     ],
 )  # fmt: skip
-def test_reasoning_is_between_its_markers(
-    written: str, state: ReplyState, expected: ReplyDelta
-) -> None:
+def test_markers_enclose_reasoning(written: str, state: ReplyState, expected: ReplyDelta) -> None:
     for size in sizes(written + "."):
         assert read(written, format_of("json_tools"), size=size, state=state) == expected
 
@@ -295,23 +282,20 @@ def test_messages_with_headers_are_separated() -> None:
 
 
 def test_mlx_lms_own_response_formats_are_followed() -> None:
-    from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
-
     transitions = {
         ReplyState(state): tuple(Marker(text, ReplyState(to)) for text, to in edges)
-        for state, edges in RESPONSE_FORMAT["transitions"].items()
+        for state, edges in muse_spark.RESPONSE_FORMAT["transitions"].items()
     }
     format = ReplyFormat(None, syntax_named("muse_spark"), transitions, ReplyState.HEADER)
+    (call,) = (reply for reply in REPLIES if reply.parser == "muse_spark")
     written = (
         "to=self<|message|>Let me see.<|eom|><|start|>assistant to=user<|message|>One moment."
-        "<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>"
-        '<atem:invoke name="get_weather"><atem:parameter name="city">Berlin</atem:parameter>'
-        "</atem:invoke></atem:function_calls>"
+        f"<|eom|><|start|>assistant to=get_weather<|message|>{call.written}"
     )
     for size in sizes(written):
         part = read(written, format, size=size)
         assert (part.reasoning, part.text) == ("Let me see.", "One moment.")
-        assert named(part.calls) == [("get_weather", {"city": "Berlin"})]
+        assert named(part.calls) == call.calls
 
 
 @pytest.mark.parametrize(
@@ -334,8 +318,8 @@ def test_text_that_mlx_lms_parsers_are_slow_with_is_not_a_call(parser: str, writ
 
 def test_a_run_of_whitespace_takes_linear_time() -> None:
     trimmer, started = WhitespaceTrimmer(), time.process_time()
-    shown = [trimmer.feed(piece) for piece in ["a", *[" "] * 400_000, "b"]]
-    assert "".join(shown) == "a" + " " * 400_000 + "b"
+    shown = "".join(trimmer.feed(piece) for piece in ["a", *[" "] * 400_000, "b"])
+    assert shown == "a" + " " * 400_000 + "b"
     assert time.process_time() - started < 5
 
 
@@ -350,8 +334,9 @@ PIECES = (
 
 def answers(
     tokenizer: Any, written: str, stops: list[str], step: int, format: ReplyFormat
-) -> tuple[OutputDelta, str]:
-    """Return the answer to ``written``, generated in steps of ``step`` tokens, and how it ended."""
+) -> tuple[str, str, Any, str]:
+    """Return text, reasoning and calls of the answer to ``written``, generated in steps of ``step``
+    tokens, and how it ended."""
     ids = tokenizer.encode(written, add_special_tokens=False)
     sequence = RemoteSequence(make_submit("r", max_tokens=len(ids)), EVERYBODY, lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
@@ -362,47 +347,36 @@ def answers(
         if not sequence.done:
             own = ids[start : start + step]
             finish: Any = "stop" if start + step >= len(ids) else None
-            sequence.apply(
-                Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish), 0.0
-            )
+            delta = Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
+            sequence.apply(delta, 0.0)
         pieces.append(choice.advance())
     if not ids:
         sequence.end()
-    pieces.append(choice.advance())
-    return OutputDelta.join(pieces), str(choice.finish_reason)
-
-
-def without_ids(answer: tuple[OutputDelta, str]) -> tuple[Any, ...]:
-    piece, finish = answer
-    return piece.text, piece.reasoning, named(piece.calls), finish
+    whole = OutputDelta.join([*pieces, choice.advance()])
+    return whole.text, whole.reasoning, named(whole.calls), str(choice.finish_reason)
 
 
 def test_streams_and_full_answers_are_equal_for_random_text(loaded: Any) -> None:
-    draw = random.Random(5)
+    draw, format = random.Random(5), format_of("json_tools")
     for _ in range(200):
         written = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         start = draw.randrange(len(written))
         stop = written[start : start + draw.randrange(1, 5)]
         for stops in ([], [stop], [stop, "🌍\n"]):
-            whole = answers(loaded, written, stops, 1000, format_of("json_tools"))
+            whole = answers(loaded, written, stops, 1000, format)
             for step in (1, 2, 5):
-                streamed = answers(loaded, written, stops, step, format_of("json_tools"))
-                assert without_ids(streamed) == without_ids(whole)
+                assert answers(loaded, written, stops, step, format) == whole
             if "<think>" not in written:
                 shown = written.removeprefix(" ")  # mlx-lm's detokenizers begin without a space
                 ends = [(shown.find(s) + len(s), len(s)) for s in stops if s in shown]
                 end, stopped = min(ends, default=(len(shown), 0))
-                assert whole[0].text == shown[: end - stopped]
+                assert whole[0] == shown[: end - stopped]
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
-def test_streams_and_full_answers_are_equal_with_a_stop_string_anywhere(
-    loaded: Any, reply: Reply
-) -> None:
-    format = format_of(reply.parser)
+@EACH_REPLY
+def test_streams_equal_full_answers_with_a_stop_string_anywhere(loaded: Any, reply: Reply) -> None:
     for start in range(0, len(reply.written) - 3, 2):
-        stops = [reply.written[start : start + 3]]
-        whole = answers(loaded, reply.written, stops, 10_000, format)
-        streamed = answers(loaded, reply.written, stops, 1, format)
-        assert without_ids(streamed) == without_ids(whole)
-        assert whole[1] in ("stop", "tool_calls")
+        given = (loaded, reply.written, [reply.written[start : start + 3]])
+        whole = answers(*given, 10_000, format_of(reply.parser))
+        assert answers(*given, 1, format_of(reply.parser)) == whole
+        assert whole[-1] in ("stop", "tool_calls")

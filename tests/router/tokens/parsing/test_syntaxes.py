@@ -18,18 +18,11 @@ HERE = Path(__file__).parents[1] / "templates"
 @pytest.mark.parametrize(
     ("name", "parser"),
     [
-        ("deepseek-r1", "deepseek_v3"),
-        ("deepseek-r1-llama", "deepseek_v3"),
-        ("deepseek-v3.1", "deepseek_v31"),
-        ("devstral", "mistral"),
-        ("gemma-3", ""),
-        ("glm-4.6", "glm47"),
-        ("granite-3.3", "granite"),
-        ("kimi-k2", "kimi_k2"),
-        ("llama-3", ""),
-        ("mistral-small-3.2", "mistral"),
-        ("qwen3", "json_tools"),
-        ("qwen3-coder", "qwen3_coder"),
+        *((name, "deepseek_v3") for name in ("deepseek-r1", "deepseek-r1-llama")),
+        *((name, "mistral") for name in ("devstral", "mistral-small-3.2")),
+        *((name, "") for name in ("gemma-3", "llama-3")),
+        *(("deepseek-v3.1", "deepseek_v31"), ("glm-4.6", "glm47"), ("granite-3.3", "granite")),
+        *(("kimi-k2", "kimi_k2"), ("qwen3", "json_tools"), ("qwen3-coder", "qwen3_coder")),
     ],
 )
 def test_a_published_template_has_its_parser(tmp_path: Path, name: str, parser: str) -> None:

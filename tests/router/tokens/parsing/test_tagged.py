@@ -15,34 +15,16 @@ from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import syntax_named
 from tests.router.tokens.parsing.test_marked import format_of
 
-PROPERTIES = {
-    "text": {"type": "string"},
-    "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    "either": {"type": ["string", "null"]},
-    "choice": {"enum": ["1", "2"]},
-    "named": {"$ref": "#/$defs/Named"},
-    "count": {"type": "integer"},
-    "share": {"type": "number"},
-    "flag": {"type": "boolean"},
-    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-    "list": {"type": "array", "items": {"type": "string"}},
-    "object": {"type": "object"},
-    "unknown": {},
-}
+STRING, NULL = {"type": "string"}, {"type": "null"}
+PROPERTIES: dict[str, Any] = {"text": STRING, "choice": {"enum": ["1", "2"]}, "unknown": {}}
+PROPERTIES |= {"named": {"$ref": "#/$defs/Named"}, "list": {"type": "array", "items": STRING}}
+PROPERTIES |= {"optional": {"anyOf": [STRING, NULL]}, "either": {"type": ["string", "null"]}}
+PROPERTIES |= {"count": {"type": "integer"}, "share": {"type": "number"}}
+PROPERTIES |= {"flag": {"type": "boolean"}, "object": {"type": "object"}}
+PROPERTIES |= {"maybe": {"anyOf": [{"type": "integer"}, NULL]}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"Named": {"type": "string"}}}
 TOOLS = with_plain_properties(
-    [
-        {
-            "type": "function",
-            "function": {
-                "name": "edit",
-                "parameters": {
-                    "type": "object",
-                    "properties": PROPERTIES,
-                    "$defs": {"Named": {"type": "string"}},
-                },
-            },
-        }
-    ]
+    [{"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}}]
 )
 WRITTEN = {name: each for name, each in CALL_TEMPLATES.items() if each.argument} | {
     "muse_spark": CallTemplate(
@@ -84,31 +66,18 @@ def read(parser: str, text: str) -> list[Any]:
 
 @pytest.mark.parametrize("parser", WRITTEN)
 def test_text_stays_as_it_was_written(parser: str) -> None:
-    texts = {
-        "text": "    if a < b:\n        return\n",
-        "optional": "true",
-        "either": "12",
-        "choice": "1",
-        "named": "null",
-    }
+    code = "    if a < b:\n        return\n"
+    texts = {"optional": "true", "either": "12", "choice": "1", "named": "null"}
     for whitespace in (" ", "\t", "\n\n", "\n", ""):
-        arguments = texts | {"text": whitespace + texts["text"] + whitespace}
+        arguments = {"text": whitespace + code + whitespace, **texts}
         found = read(parser, written(parser, arguments))
         assert found == [arguments] * len(found)
 
 
 @pytest.mark.parametrize("parser", WRITTEN)
 def test_other_values_have_the_types_of_the_schema(parser: str) -> None:
-    values = {
-        "count": 3,
-        "share": 0.5,
-        "flag": True,
-        "maybe": None,
-        "optional": None,
-        "list": ["1", "a\n"],
-        "object": {"a": "b"},
-        "unknown": {"a": [1]},
-    }
+    values: dict[str, Any] = {"count": 3, "share": 0.5, "flag": True, "maybe": None}
+    values |= {"optional": None, "list": ["1", "a\n"], "object": {"a": "b"}, "unknown": {"a": [1]}}
     text = written(parser, {key: json.dumps(value) for key, value in values.items()}, is_text=False)
     found = read(parser, text)
     assert found == [values] * len(found)
@@ -116,21 +85,13 @@ def test_other_values_have_the_types_of_the_schema(parser: str) -> None:
 
 @pytest.mark.parametrize("parser", [name for name in WRITTEN if "deepseek" not in name])
 def test_values_of_another_type_are_read_as_far_as_they_mean_one_thing(parser: str) -> None:
-    arguments = {
-        "flag": "False",
-        "count": "4.0",
-        "maybe": "many",
-        "list": "('a', 'b')",
-        "either": "None",
-        "text": "None",
+    values: dict[str, tuple[str, Any]] = {
+        "flag": ("False", False),
+        "count": ("4.0", 4),
+        "maybe": ("many", "many"),
+        "list": ("('a', 'b')", ["a", "b"]),
+        "either": ("None", None),
+        "text": ("None", "None"),
     }
-    found = read(parser, written(parser, arguments))
-    expected = {
-        "flag": False,
-        "count": 4,
-        "maybe": "many",
-        "list": ["a", "b"],
-        "either": None,
-        "text": "None",
-    }
-    assert found == [expected] * len(found)
+    found = read(parser, written(parser, {key: text for key, (text, _) in values.items()}))
+    assert found == [{key: value for key, (_, value) in values.items()}] * len(found)

@@ -6,6 +6,7 @@ A path names a field as in error messages: ``messages[0].content``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -45,11 +46,9 @@ def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | li
     """Return a message's content: text, joined with ``separator``, or a list if there
     are images."""
     found: list[str | SentImage] = []
-    for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += separator + part
-        else:
-            found.append(part)
+    for kind, group in groupby(parts, type):
+        together = list(group)
+        found += [separator.join(map(str, together))] if kind is str else together
     if not any(isinstance(part, SentImage) for part in found):
         return "".join(part for part in found if isinstance(part, str))
     return [ContentPart("text", part) if isinstance(part, str) else part for part in found]

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import BinaryIO, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -106,14 +107,14 @@ class FileEndpoints:
 
     async def content(self, request: Request) -> Response:
         row = await self._find(request)
+        path = self._directory.path(row["id"])
         try:
-            path = self._directory.path(row["id"])
-            file = await self._directory.read(lambda: path.open("rb"))
+            await self._directory.read(path.stat)
         except OSError as error:
             raise storage_failed(error) from None
         headers = {"content-length": str(row["bytes"])}
         return StreamingResponse(
-            self._pieces(file), headers=headers, media_type="application/octet-stream"
+            self._pieces(path), headers=headers, media_type="application/octet-stream"
         )
 
     async def delete(self, request: Request) -> Response:
@@ -136,12 +137,13 @@ class FileEndpoints:
         row = await self._run(lambda store: store.find_file(key, file_id))
         return required(row, "file", file_id)
 
-    async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
-        try:
-            while piece := await self._directory.read(partial(file.read, _PIECE_BYTES)):
-                yield piece
-        finally:
-            file.close()
+    async def _pieces(self, path: Path) -> AsyncIterator[bytes]:
+        """Yield the content of a file. It is opened for each piece, because clients that do not
+        read could otherwise use up the descriptors of this process."""
+        start = 0
+        while piece := await self._directory.read(partial(_read_piece, path, start)):
+            start += len(piece)
+            yield piece
 
     # -- uploads ---------------------------------------------------------------
 
@@ -211,6 +213,12 @@ class FileEndpoints:
 
     async def _run(self, work: Callable[[BatchStore], _Result]) -> _Result:
         return await run_store(self._context, work)
+
+
+def _read_piece(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(_PIECE_BYTES)
 
 
 def file_object(row: Row) -> FileObject:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from router.errors import InvalidRequest
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.sequences.remote_texts import RemoteTexts, Rows
@@ -24,6 +25,8 @@ from shared.wire import Encode
 PIECE_TEXTS = 64
 PIECE_TOKENS = 8192
 PIECES_AT_ONCE = 4
+MAX_NUMBERS = 2**22
+"""Of all vectors of a request: in JSON, 80 MB."""
 
 _Text = tuple[tuple[int, ...], int]
 """Token ids, and the position where the second text of a pair begins."""
@@ -65,12 +68,19 @@ async def encode(
     queue = router.dispatcher.queue_of(replicas)
     router.admission.check_queue(replicas, queue, tenant, priority=priority, new=1)
     places = await router.work.run(tenant.name, lambda: _places(prepare()), size)
+    num_texts, width = sum(map(len, places.values())), _width(model)
+    if num_texts * width > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"{num_texts} vectors of {width} numbers are too many for one request: send at most "
+            f"{MAX_NUMBERS // width} texts.",
+            param="input",
+        )
     num_tokens = sum(len(ids) * len(numbers) for (ids, _), numbers in places.items())
     await router.rate_limits.admit_prompt(tenant, num_tokens, caller.limits_left)
     distinct = sorted(
         places, key=lambda text: len(text[0])
     )  # the texts of a piece have similar lengths
-    rows: Rows = np.empty((sum(map(len, places.values())), _width(model)), np.float32)
+    rows: Rows = np.empty((num_texts, width), np.float32)
     async for numbers, found in _rows_of(router, model, caller, priority, distinct):
         for number, row in zip(numbers, found, strict=True):
             rows[places[distinct[number]]] = row

@@ -177,8 +177,7 @@ class Router:
         """Refuse new requests and end those in flight with the error ``message``."""
         self.draining = True
         self.ending.set()
-        count = self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down"))
-        if count:
+        if count := self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down")):
             self.shutdown_clean = False
             logger.warning("%d sequences were cancelled", count)
 
@@ -261,6 +260,8 @@ class Router:
         if replicas is None and name is not None and (found := self.adapters.find(name)):
             (replicas, adapter), names = found, found.listed.names
         if replicas is None:
+            if tenant.background and name in self.registry.left_names:  # a line of a batch waits
+                raise not_ready("its engines have left")
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
             raise not_ready(

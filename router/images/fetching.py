@@ -31,6 +31,7 @@ WAIT_S = 30.0
 """How long an image may wait for others to be fetched."""
 _HTTPS = 443
 _READ_BYTES = 65536
+_MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63  # of DNS
 _MAX_URL_CHARS = 8192
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")
@@ -131,7 +132,7 @@ class ImageFetcher:
         """Return the parsed URL. Raises `NotFetched` if it is not allowed."""
         try:
             parts = urlsplit(url[: _MAX_URL_CHARS + 1])
-            host = (parts.hostname or "").encode("idna").decode().lower().removesuffix(".")
+            host = _ascii_host(parts.hostname or "")
             path = (parts.path or "/").encode("ascii").decode()
             path += f"?{parts.query.encode('ascii').decode()}" if parts.query else ""
             port = parts.port
@@ -170,6 +171,17 @@ class ImageFetcher:
             return await _ask(reader, writer, target, max_bytes)
         finally:
             writer.transport.abort()
+
+
+def _ascii_host(name: str) -> str:
+    """Return ``name`` as DNS has it. Raises UnicodeError.
+
+    Its length is checked first: encoding a label takes time by the square of its length."""
+    if len(name) > _MAX_HOST_CHARS or any(
+        len(label) > _MAX_LABEL_CHARS for label in name.split(".")
+    ):
+        raise UnicodeError("the name of a host is too long")
+    return name.encode("idna").decode().lower().removesuffix(".")
 
 
 async def _ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -50,40 +51,45 @@ class OllamaEmbed:
         async with cancel_on_disconnect(receive):
             model = await text_model(router, name, caller, "embed")
             load_s = time.monotonic() - began
-            found = None
-            if body.texts:
-                found = await self._embed(model, caller, body, size)
-        keep(router, body, name, caller.tenant)
-        tokens = 0 if found is None else found.num_tokens
-        state["audit"] = {
-            "model": model.names[0],
-            "prompt_tokens": tokens,
-            "texts": len(body.texts),
-        }
-        figures = OllamaEmbeddings(
-            model=body.model,
-            embeddings=[],
-            total_duration=int((time.monotonic() - began) * 1e9),
-            load_duration=int(load_s * 1e9),
-            prompt_eval_count=tokens,
-        )
-        written = partial(_written, body, found, figures)
-        numbers = 0 if found is None else found.rows.size
-        pieces = await router.work.run(caller.tenant.name, lambda: list(written()), numbers * 4)
-        await send_json(send, pieces, ())
+            async with contextlib.AsyncExitStack() as stack:
+                found = None
+                if body.texts:
+                    admitted = router.admit(caller.tenant, model, caller.limits_left)
+                    await stack.enter_async_context(admitted)
+                    found = await self._embed(model, caller, body, size)
+                keep(router, body, name, caller.tenant)
+                tokens = 0 if found is None else found.num_tokens
+                state["audit"] = {
+                    "model": model.names[0],
+                    "prompt_tokens": tokens,
+                    "texts": len(body.texts),
+                }
+                figures = OllamaEmbeddings(
+                    model=body.model,
+                    embeddings=[],
+                    total_duration=int((time.monotonic() - began) * 1e9),
+                    load_duration=int(load_s * 1e9),
+                    prompt_eval_count=tokens,
+                )
+                written = partial(_written, body, found, figures)
+                numbers = 0 if found is None else found.rows.size
+                pieces = await router.work.run(
+                    caller.tenant.name, lambda: list(written()), numbers * 4
+                )
+                # Within the limit of concurrent requests, because it is large.
+                await send_json(send, pieces, ())
 
     async def _embed(self, model: Model, caller: Caller, body: _Body, size: int) -> EncodedTexts:
-        async with self._router.admit(caller.tenant, model, caller.limits_left):
-            return await embed_texts(
-                self._router,
-                model,
-                caller,
-                body.texts,
-                name_of=lambda number: numbered(body.texts_field, number, len(body.texts)),
-                dimensions=body.dimensions,
-                truncate=body.truncate is not False,
-                size=size,
-            )
+        return await embed_texts(
+            self._router,
+            model,
+            caller,
+            body.texts,
+            name_of=lambda number: numbered(body.texts_field, number, len(body.texts)),
+            dimensions=body.dimensions,
+            truncate=body.truncate is not False,
+            size=size,
+        )
 
 
 def _written(body: _Body, found: EncodedTexts | None, figures: OllamaEmbeddings) -> Iterator[bytes]:

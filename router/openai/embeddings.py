@@ -177,8 +177,9 @@ class Embeddings:
                     lambda: list(_written(found, name, body.encoding_format)),
                     found.rows.size * 4,
                 )
-        state["audit"] = audit(model, found)
-        await send_json(send, answer, ())
+                state["audit"] = audit(model, found)
+                # Within the limit of concurrent requests, because it is large.
+                await send_json(send, answer, ())
 
 
 def audit(model: Model, found: EncodedTexts) -> dict[str, object]:

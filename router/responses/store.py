@@ -123,7 +123,7 @@ class StoredResponse:
         ]
         start = 0
         if after is not None:
-            ids = (turn.item_ids[index] for turn, index in places)
+            ids = (turn.item_id(index) for turn, index in places)
             start = next((number for number, each in enumerate(ids, 1) if each == after), 0)
             if not start:
                 raise InvalidRequest(f"There is no item '{after}'.", param="after")
@@ -142,6 +142,11 @@ class StoredResponse:
     @property
     def item_ids(self) -> list[str | None]:
         return self.input_ids + self.output_ids
+
+    def item_id(self, index: int) -> str | None:
+        """Return one of `item_ids`."""
+        num_input = len(self.input_ids)
+        return self.input_ids[index] if index < num_input else self.output_ids[index - num_input]
 
     def new_items(self) -> list[Raw]:
         """Return the items of this turn, parallel to `item_ids`."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
 
@@ -18,7 +20,13 @@ import msgspec
 
 from router.batches.jobs.context import BatchContext
 from router.batches.jobs.line_job import LineJob, LineSource
-from router.batches.jobs.lines import FoundLine, check_file, parse_line, read_line, read_lines
+from router.batches.jobs.lines import (
+    InvalidLine,
+    check_file,
+    parse_line,
+    read_line,
+    read_lines,
+)
 from router.batches.jobs.records import not_run
 from router.batches.objects import BatchError, BatchErrors
 from router.batches.storage.states import BatchState
@@ -29,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _AGAIN_AFTER_BUG_S = 30.0
+_UNREADABLE_AFTER = 10
+"""Number of attempts to read the input of a batch that ends, before it ends without the errors of
+its remaining lines."""
 _LOOK_S = 30.0
 """Interval for checking whether a batch has expired. The event loop's own clock may stop while
 the machine sleeps."""
@@ -59,6 +70,7 @@ class BatchJob:
         self._endpoint: str = row["endpoint"]
         self._path = context.directory.path(row["input_file_id"])
         self._max_body_bytes = context.settings.max_request_bytes
+        self._unreadable = 0  # failed attempts to read the input of a batch that ends
         self._ending = asyncio.Event()
         self._stop_reading = threading.Event()
 
@@ -78,12 +90,15 @@ class BatchJob:
             except (StoreFailed, OSError, sqlite3.Error) as error:
                 context.metrics.batch_store_errors.inc()
                 logger.warning("%s is waiting for its disk: %s", self._id, error)
-                await asyncio.sleep(_AGAIN_S)
+                await self._wait(_AGAIN_S)
             except Exception:  # an internal error: its batch can still be cancelled, and expires
                 logger.exception("%s failed and is retried", self._id)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(context.stopping.wait(), _AGAIN_AFTER_BUG_S)
+                await self._wait(_AGAIN_AFTER_BUG_S)
             await context.refresh()
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._context.stopping.wait(), seconds)
 
     async def _step(self, row: Row) -> None:
         is_lost = await self._context.directory.read(self._is_input_lost)
@@ -96,8 +111,7 @@ class BatchJob:
             case BatchState.VALIDATING:
                 await self._check()
             case BatchState.IN_PROGRESS if is_lost:
-                outcome = BatchState.FAILED.value
-                await self._advance(BatchState.FINALIZING, outcome=outcome, errors=_LOST)
+                await self._fail()
             case BatchState.IN_PROGRESS:
                 await self._run_lines(row)
             case BatchState.CANCELLING:
@@ -118,6 +132,11 @@ class BatchJob:
 
     async def _expire(self) -> None:
         await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
+
+    async def _fail(self) -> None:
+        """End the batch because its input, or the end of it, no longer exists."""
+        outcome = BatchState.FAILED.value
+        await self._advance(BatchState.FINALIZING, outcome=outcome, errors=_LOST)
 
     async def _advance(self, state: BatchState, **columns: object) -> None:
         """Set the ``state`` of the batch, unless it was cancelled in the meantime."""
@@ -160,15 +179,20 @@ class BatchJob:
             ending.cancel()
             has_fed = feeding.done()
             gone.set()
-            await feeding  # or its error; the next step checks which lines have ended
-        if not has_fed and not self._ending.is_set():
+            num_fed = await feeding  # or its error; the next step checks which lines have ended
+        if self._ending.is_set():
+            return
+        if not has_fed:
             await self._expire()
+        elif not num_fed:
+            await self._fail()
 
-    async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
-        """Run each line that is not ``done``. Return when all started lines have ended, which is
-        soon once ``gone`` is set."""
+    async def _feed(self, done: array[int], gone: asyncio.Event) -> int:
+        """Run each line that is not ``done``. Return their number when all started lines have
+        ended, which is soon once ``gone`` is set."""
         context = self._context
-        lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
+        lines = self._unfinished(done)
+        num_fed = 0
         slots = asyncio.Semaphore(context.settings.max_batch_requests)
         running: set[asyncio.Task[None]] = set()
         failures: list[BaseException] = []
@@ -183,12 +207,13 @@ class BatchJob:
             while not gone.is_set() and not failures:
                 some = self._sources(await context.directory.read(partial(_take, lines)))
                 if not some:
-                    return
+                    break
                 _, used = await context.directory.run(lambda store: store.use_of(self._key))
                 for number, source in some:
                     await slots.acquire()
                     if gone.is_set():
-                        return
+                        return num_fed
+                    num_fed += 1
                     line = LineJob(context, self._number, number, source, self._endpoint, self._key)
                     is_full = used > context.max_bytes
                     task = asyncio.create_task(line.run(gone, is_full=is_full))
@@ -199,6 +224,7 @@ class BatchJob:
                 await asyncio.wait(running)
             if failures:  # otherwise the next step would run these lines again at once
                 raise failures[0]
+        return num_fed
 
     def _sources(self, lines: Lines) -> list[tuple[int, LineSource]]:
         """Return how each of ``lines`` gets its content. A large line is read again later, because
@@ -206,23 +232,43 @@ class BatchJob:
         return [
             (
                 number,
-                raw
-                if len(raw) <= INLINE_SIZE
-                else partial(read_line, self._path, start, self._max_body_bytes),
+                raw if len(raw) <= INLINE_SIZE else partial(read_line, self._path, start),
             )
             for number, start, raw in lines
         ]
 
     async def _end_lines(self, code: str) -> None:
-        """Set an error for each line without a result."""
+        """Set an error for each line without a result, as far as the input can be read."""
         directory = self._context.directory
         done = await directory.run(lambda store: store.lines_done(self._number))
-        lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
+        lines = self._unfinished(done)
         async with self._context.checking:
-            while some := await directory.read(partial(_take, lines, _WRITE_LINES)):
-                make = partial(_ended, self._number, some, code)
-                results = await directory.read(make)
+            while some := await self._read_input(partial(_take, lines, _WRITE_LINES)):
+                results = await directory.read(partial(_ended, self._number, some, code))
                 await directory.run(methodcaller("add_results", results))
+
+    async def _read_input(self, take: Callable[[], Lines]) -> Lines:
+        """Return some lines; none if the input could not be read too often."""
+        try:
+            return await self._context.directory.read(take)
+        except OSError as error:
+            self._unreadable += 1
+            if self._unreadable < _UNREADABLE_AFTER:
+                raise
+            logger.error("%s ends, but its input cannot be read: %s", self._id, error)
+            return []
+
+    def _unfinished(self, done: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the lines except those numbered in ``done``, which is sorted. Lines that are longer
+        than the limit, which may have been larger when the file was checked, are refused when they
+        run."""
+        size = self._path.stat().st_size
+        place = 0
+        for number, start, raw in read_lines(self._path, size):
+            if place < len(done) and done[place] == number:
+                place += 1
+            elif raw:  # a file that was checked has few blank lines
+                yield number, start, raw
 
     # -- files -----------------------------------------------------------------
 
@@ -230,6 +276,7 @@ class BatchJob:
         context = self._context
         files = [("output_file_id", True, "output"), ("error_file_id", False, "error")]
         made: list[tuple[str, NewFile]] = []
+        await context.directory.read(partial(self._check_room, row["result_bytes"]))
         try:
             for column, ok, name in files:
                 file_id = context.directory.new_id()
@@ -248,6 +295,12 @@ class BatchJob:
             context.directory.discard(*(new.id for _, new in made))
             raise
 
+    def _check_room(self, size_bytes: int) -> None:
+        """Raise OSError if the disk has no room for files of this size: trying it would fill the
+        disk again and again."""
+        if shutil.disk_usage(self._path.parent).free < size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def _write_file(self, file_id: str, ok: bool) -> int:
         """Write a file of results; return its size. An empty one is deleted."""
         directory, size = self._context.directory, 0
@@ -265,18 +318,6 @@ class BatchJob:
         return size
 
 
-def _unfinished(
-    lines: Iterator[FoundLine], done: Sequence[int]
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the lines except those numbered in ``done``, which is sorted."""
-    place = 0
-    for number, start, raw in lines:
-        if place < len(done) and done[place] == number:
-            place += 1
-        elif raw:  # a validated file has no line that is too long, and few blank ones
-            yield number, start, raw
-
-
 def _take(lines: Iterator[tuple[int, int, bytes]], most: int = _READ_LINES) -> Lines:
     """Return the next lines, none at the end."""
     found: Lines = []
@@ -290,7 +331,11 @@ def _take(lines: Iterator[tuple[int, int, bytes]], most: int = _READ_LINES) -> L
 
 
 def _ended(batch: int, lines: Lines, code: str) -> list[Result]:
-    return [
-        not_run(batch, number, parse_line(raw).custom_id, code, _ENDS[code])
-        for number, _, raw in lines
-    ]
+    return [not_run(batch, number, _custom_id(raw), code, _ENDS[code]) for number, _, raw in lines]
+
+
+def _custom_id(raw: bytes) -> str:
+    try:
+        return parse_line(raw).custom_id
+    except InvalidLine:  # the file was damaged after its check
+        return ""

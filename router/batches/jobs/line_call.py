@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,9 @@ from router.errors import (
     TooManyRequests,
     Unavailable,
 )
+from router.fleet.sequences.timeouts import LOST
 from router.fleet.tenants.tenant import Tenant
+from router.tokens.work_pool import INLINE_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +40,13 @@ class LineAnswer(NamedTuple):
 class TryAgain(Exception):
     """There is no capacity or no engine for the line now."""
 
-    def __init__(self, error: ApiError) -> None:
+    def __init__(self, error: ApiError, request_id: str) -> None:
         super().__init__(error.message)
         self.after_s = error.retry_after_s or 1.0
+        self.has_lost_engine = error.code == LOST
+        lost = EngineLost("The engines that ran this line were lost.")
+        self.last_answer = LineAnswer(lost.status, request_id, lost.body())
+        """If the line has lost so many engines that it is not tried again."""
 
 
 class _Body(Struct, frozen=True):
@@ -82,10 +89,10 @@ async def call(
     except (EngineLost, RequestCancelled) as error:  # the line may have crashed two engines
         return LineAnswer(error.status, request_id, error.body())
     except (TooManyRequests, Unavailable) as error:
-        raise TryAgain(error) from None
+        raise TryAgain(error, request_id) from None
     except ApiError as error:
         if models_may_come and isinstance(error, ModelNotFound):
-            raise TryAgain(error) from None
+            raise TryAgain(error, request_id) from None
         return LineAnswer(error.status, request_id, error.body())
     except ClientDisconnected:
         raise
@@ -93,7 +100,11 @@ async def call(
         logger.exception("a line of a batch raised an exception (%s)", request_id)
         failure = InternalError()
         return LineAnswer(failure.status, request_id, failure.body())
-    return LineAnswer(200, request_id, b"".join(parts))
+    size = sum(map(len, parts))
+    join = partial(b"".join, parts)
+    return LineAnswer(
+        200, request_id, join() if size <= INLINE_SIZE else await asyncio.to_thread(join)
+    )
 
 
 def _streams(body: bytes) -> bool:

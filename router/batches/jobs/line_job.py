@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -12,10 +13,11 @@ import msgspec
 
 from router.batches.jobs.context import BatchContext
 from router.batches.jobs.line_call import LineAnswer, TryAgain, call
-from router.batches.jobs.lines import InputLine, parse_line
+from router.batches.jobs.lines import InputLine, InvalidLine, parse_line
 from router.batches.jobs.records import answered, not_run
 from router.batches.storage.store import Result
 from router.errors import ClientDisconnected, InternalError, Unauthorized
+from router.fleet.sequences.losses import MAX_GONE
 from router.tokens.work_pool import INLINE_SIZE
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,10 @@ class LineJob:
         ``is_full``: its key has no space for an answer."""
         context = self._context
         try:
-            result = await self._result(gone, is_full=is_full)
+            try:
+                result = await self._result(gone, is_full=is_full)
+            except InvalidLine as error:  # the file was damaged after its check
+                result = not_run(self._batch, self._number, "", "invalid_line", str(error))
             if result is not None and await context.writer.write(result):
                 await context.refresh()
         finally:
@@ -58,7 +63,7 @@ class LineJob:
             custom_id = (await self._line()).custom_id
             self._count(507)
             return not_run(self._batch, self._number, custom_id, "storage_full", message)
-        tries = 0
+        tries = losses = 0
         while await self._take_place(gone):
             try:
                 return await self._run_once(gone)
@@ -68,6 +73,9 @@ class LineJob:
                 TryAgain
             ) as error:  # it holds the line's content, which is not kept while waiting
                 after_s = error.after_s
+                losses += error.has_lost_engine
+                if losses >= MAX_GONE:  # the line may be the cause
+                    return await self._record((await self._line()).custom_id, error.last_answer)
             self._give_back()  # a model that is unavailable must not take capacity from others
             tries += 1
             wait_s = min(max(after_s, 2.0 ** min(tries, 10) / 4), _LONGEST_WAIT_S)
@@ -76,9 +84,11 @@ class LineJob:
 
     async def _run_once(self, gone: asyncio.Event) -> Result:
         line = await self._line()
-        answer = await self._answer(line, gone)
+        return await self._record(line.custom_id, await self._answer(line, gone))
+
+    async def _record(self, custom_id: str, answer: LineAnswer) -> Result:
         self._count(answer.status)
-        make = partial(answered, self._batch, self._number, line.custom_id)
+        make = partial(answered, self._batch, self._number, custom_id)
         small = len(answer.body) <= INLINE_SIZE
         try:
             whole = partial(make, *answer)
@@ -93,7 +103,9 @@ class LineJob:
     async def _line(self) -> InputLine:
         source = self._source
         if isinstance(source, bytes):
-            return parse_line(source)
+            with contextlib.suppress(InvalidLine):  # a thread has a stack for deeper nesting
+                return parse_line(source)
+            return await self._context.directory.read(partial(parse_line, source))
         return await self._context.directory.read(lambda: parse_line(source()))
 
     async def _answer(self, line: InputLine, gone: asyncio.Event) -> LineAnswer:

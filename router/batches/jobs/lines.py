@@ -81,25 +81,29 @@ def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
                 blank += 1
 
 
-def read_line(path: Path, start: int, max_body_bytes: int) -> bytes:
+def read_line(path: Path, start: int) -> bytes:
     """Return the line that begins at ``start``, like `read_lines`. Raises OSError."""
     with path.open("rb") as file:
         file.seek(start)
-        return _stripped(file.readline(max_body_bytes + _ENVELOPE_BYTES + 1), start)
+        return _stripped(file.readline(), start)
 
 
 def _stripped(line: bytes, start: int) -> bytes:
     return (line if start else line.removeprefix(_BOM)).strip()
 
 
+class InvalidLine(ValueError):
+    """A line is not a request; the message is the reason."""
+
+
 def parse_line(raw: bytes) -> InputLine:
-    """Return a line. Raises ValueError with the reason if it is invalid."""
+    """Return a line. Raises `InvalidLine`."""
     try:
         return msgspec.json.decode(raw, type=InputLine)
     except msgspec.ValidationError as error:
-        raise ValueError(f"This is not a batch request: {error}.") from None
+        raise InvalidLine(f"This is not a batch request: {error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"This is not a line of JSON in UTF-8: {error}.") from None
+        raise InvalidLine(f"This is not a line of JSON in UTF-8: {error}.") from None
 
 
 def check_file(

@@ -23,6 +23,8 @@ class ModelVersions:
         self._on_replaced = on_replaced
         self.current: dict[str, ModelReplicas] = {}
         self._others: list[ModelReplicas] = []
+        self.left_names: set[str] = set()
+        """Names of models whose engines have all left once."""
 
     @property
     def all(self) -> list[ModelReplicas]:
@@ -71,6 +73,7 @@ class ModelVersions:
 
     def drop(self, version: ModelReplicas) -> None:
         """Forget a version without engines."""
+        self.left_names.update(version.names)
         if self.current.get(version.id) is version:
             del self.current[version.id]
         else:

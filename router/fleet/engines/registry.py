@@ -82,8 +82,8 @@ class Registry:
         self._files_asked_at: dict[str, float] = {}
         self._load_tasks: set[asyncio.Task[None]] = set()
         self._versions = ModelVersions(listener.on_model_replaced)
-        self.models = self._versions.current
-        """By name: the versions for new requests."""
+        self.models = self._versions.current  # by name: the versions for new requests
+        self.left_names = self._versions.left_names
 
     def find_engine(self, peer: bytes) -> Engine | None:
         return self._engines.get(peer)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from router.errors import ApiError, EngineLost, GenerationTimeout, Unavailable
 from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 
+LOST = "lost"
+"""Code of the error of a line of a batch that an engine has lost, and no other engine has taken."""
+
 
 def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError | None:
     """Return the reason why a sequence must end at ``now`` (from ``time.monotonic``), if any.
 
-    ``loaded_on_demand``: its model has no engine, but will get one. Lines of batches wait until
-    their batch expires, because others go first.
+    ``loaded_on_demand``: its model has no engine, but will get one.
     """
     settings, sequence = entry.model.settings, entry.sequence
-    if sequence.tenant.background:
-        return None
     is_waiting = sequence.state is RemoteRequestState.WAITING
+    no_engine_s = settings.restart_wait_s
+    if loaded_on_demand:
+        no_engine_s = settings.first_token_timeout_s
+    if sequence.tenant.background:
+        return _to_try_again(entry, now, no_engine_s) if is_waiting else None
     if sequence.first_token_at is None:
         limit_s = settings.first_token_timeout_s
         if now - sequence.arrived_at > limit_s:
@@ -26,15 +31,30 @@ def overdue(entry: InFlight, now: float, *, loaded_on_demand: bool) -> ApiError 
         if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
             return GenerationTimeout(f"No further token was generated within {limit_s:g} s.")
     if is_waiting:
-        for_adapters = sequence.names_adapter
-        unready_s = entry.model.unready_for_s(now, for_adapters=for_adapters)
-        waited_s = min(now - sequence.queued_at, unready_s)
-        limit_s = settings.restart_wait_s
-        if loaded_on_demand:
-            limit_s = settings.first_token_timeout_s
-        if waited_s > limit_s:
-            return engine_lost(limit_s) if sequence.losses else _no_engine(limit_s, for_adapters)
+        waited_s = min(now - sequence.queued_at, _unready_s(entry, now))
+        if waited_s > no_engine_s:
+            if sequence.losses:
+                return engine_lost(no_engine_s)
+            return _no_engine(no_engine_s, sequence.names_adapter)
     return None
+
+
+def _to_try_again(entry: InFlight, now: float, limit_s: float) -> Unavailable | None:
+    """Return the reason why a line of a batch, which is in the queue, must leave its place to lines
+    for other models, and be tried again, if there is one. It has no other timeouts."""
+    sequence = entry.sequence
+    if now - sequence.queued_at <= limit_s:
+        return None
+    if _unready_s(entry, now) > limit_s:
+        code = LOST if sequence.losses else "no_engine_ready"
+        return _no_engine(limit_s, sequence.names_adapter, code)
+    if not sequence.num_output_tokens:
+        return Unavailable(f"No row was free for {limit_s:g} s.", code="no_free_row")
+    return None
+
+
+def _unready_s(entry: InFlight, now: float) -> float:
+    return entry.model.unready_for_s(now, for_adapters=entry.sequence.names_adapter)
 
 
 def engine_lost(wait_s: float) -> EngineLost:
@@ -47,10 +67,10 @@ def not_ready(reason: str) -> Unavailable:
     )
 
 
-def _no_engine(waited_s: float, for_adapters: bool) -> Unavailable:
+def _no_engine(waited_s: float, for_adapters: bool, code: str = "no_engine_ready") -> Unavailable:
     kind = "that takes adapters " if for_adapters else ""
     return Unavailable(
         f"No engine of this model {kind}became ready within {waited_s:g} s.",
-        code="no_engine_ready",
+        code=code,
         retry_after_s=waited_s,
     )

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Sequence
 
 _PORT = re.compile(r":\d*$")
+MAX_NAME_CHARS = 253
+"""Of DNS. The endings of longer names would take memory by the square of their length."""
 
 
 class AllowedHosts:
@@ -36,6 +38,8 @@ class AllowedHosts:
         if name.startswith("["):
             return _is_address(name[1:].partition("]")[0])
         name = _PORT.sub("", name).removesuffix(".")
+        if len(name) > MAX_NAME_CHARS:
+            return False
         if "." not in name or name.endswith(".localhost") or _is_address(name):
             return True
         endings = {name[at:] for at, letter in enumerate(name) if letter == "."}

@@ -184,15 +184,20 @@ def _systems(messages: list[_Json], limits: TemplateLimits) -> list[_Json]:
 def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
     """Return ``messages`` with each message of the second role merged into a preceding message of
     the first role."""
-    found: list[_Json] = []
+    runs: list[list[_Json]] = []
     for message in messages:
-        before = found[-1] if found else {"role": ""}
-        if (before["role"], message["role"]) == roles:
-            texts = filter(None, (before["content"], message["content"]))
-            found[-1] = {**before, "content": PARAGRAPH_BREAK.join(texts)}
+        if runs and (runs[-1][0]["role"], message["role"]) == roles:
+            runs[-1].append(message)
         else:
-            found.append(message)
-    return found
+            runs.append([message])
+    return [_joined(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _joined(run: list[_Json]) -> _Json:
+    """Return the first message of ``run`` with the texts of all. They are joined at once: one after
+    the other would take time by the square of their number."""
+    texts = filter(None, (message["content"] for message in run))
+    return {**run[0], "content": PARAGRAPH_BREAK.join(texts)}
 
 
 def _as_text(message: _Json) -> _Json:

@@ -154,6 +154,69 @@ def test_a_lost_engine_costs_no_line(own: Server) -> None:
     assert_each_line_once(client, client.wait(batch))
 
 
+def test_lines_of_a_model_that_is_away_leave_their_places_to_others(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(
+        f"--batch-dir={tmp_path}", "--restart-wait-s=0.5", "--max-batch-requests=2"
+    )
+    engine = held(server)
+    client = BatchClient(server.url)
+    batch = batch_of(client)
+    eventually(has_submitted(engine, 2))
+    engine.leave()
+    server.join(TEXT, name="engine-1", model="other")
+    other = [line(f"r{number}", model="other", max_tokens=30) for number in range(LINES)]
+    assert_each_line_once(client, client.run(other))
+    time.sleep(1)  # the version without engines is forgotten
+    assert client.api.batches.retrieve(batch.id).status == "in_progress"
+    server.start_engine(TEXT, name="engine-2")
+    assert_each_line_once(client, client.wait(batch, 90))
+
+
+def test_lines_that_wait_for_a_row_leave_their_places_to_those_of_an_idle_model(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(
+        f"--batch-dir={tmp_path}", "--restart-wait-s=0.5", "--max-batch-requests=2"
+    )
+    busy = server.join(TEXT, max_sequences=1, hold_tokens_after=2)
+    client = BatchClient(server.url)
+    with server.client.stream(
+        "POST", "/v1/completions", json={"prompt": "hello", "stream": True, "max_tokens": 30}
+    ):
+        eventually(has_submitted(busy, 1))
+        batch = batch_of(client)
+        server.start_engine(TEXT, name="engine-1", model="other")
+        other = [line(f"r{number}", model="other", max_tokens=30) for number in range(LINES)]
+        assert_each_line_once(client, client.run(other))
+        assert client.completed(batch) == 0
+    busy.behaviour.hold_tokens_after = None
+    assert_each_line_once(client, client.wait(batch, 90))
+
+
+def test_a_line_larger_than_a_limit_that_was_lowered_is_refused_alone(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(f"--batch-dir={tmp_path}")
+    lines = [line("large", prompt="x" * 30_000), line("small", max_tokens=30)]
+    batch = BatchClient(server.url).create(lines)
+    client = BatchClient(server.url)
+    client.wait(batch, states=("in_progress",))
+    assert server.stop() == 0
+    server = start_server(f"--batch-dir={tmp_path}", "--max-request-bytes=20000")
+    client = BatchClient(server.url)
+    server.start_engine(TEXT)
+    done = client.wait(batch)
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == (
+        "completed",
+        1,
+        1,
+    )
+    (failed,) = client.lines(done.error_file_id)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("large", 413)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
 def test_a_full_disk_holds_lines_up_and_loses_none(own: Server, tmp_path: Path) -> None:
     engine, client, batch = half_done(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 import time
@@ -92,6 +93,83 @@ async def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
     assert found["state"] == end.value
     assert (found["errors"] is not None) == (end is BatchState.FAILED)
     assert found["error_file_id"] is None
+
+
+async def advanced(
+    directory: BatchDirectory, row: Any, *states: BatchState, total: int = 2
+) -> None:
+    for state in states:
+        await directory.run(lambda store: store.advance(row["number"], state, total=total))  # noqa: B023
+
+
+async def ended(directory: BatchDirectory, row: Any) -> Any:
+    """Run the batch to its end, and return its row."""
+    async with asyncio.timeout(10):
+        await BatchJob(context_of(directory), row).run()
+    return await row_of(directory, row["number"])
+
+
+@in_loop
+async def test_a_batch_whose_input_has_lost_its_end_ends_with_what_it_has(
+    directory: BatchDirectory,
+) -> None:
+    row = await begun(directory)
+    await advanced(directory, row, BatchState.IN_PROGRESS, total=3)
+    results = [Result(row["number"], number, True, b"answer\n") for number in (1, 2)]
+    await directory.run(lambda store: store.add_results(results))
+    found = await ended(directory, row)
+    assert found["state"] == "failed" and "input_file_lost" in found["errors"]
+    assert directory.path(found["output_file_id"]).read_bytes() == b"answer\n" * 2
+
+
+@pytest.mark.parametrize("fault", ["damaged", "unreadable"])
+@in_loop
+async def test_a_cancelled_batch_ends_whatever_its_input_has_become(
+    directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
+    row = await begun(directory)
+    await advanced(directory, row, BatchState.IN_PROGRESS, BatchState.CANCELLING)
+    if fault == "damaged":
+        path = directory.path("file-0")
+        path.write_bytes(path.read_bytes().replace(b'"custom_id": "b"', b'"custom_id\xff'))
+    else:
+
+        def fail(*_: object) -> Any:
+            raise OSError(errno.EIO, "a bad sector")
+
+        monkeypatch.setattr("router.batches.jobs.job.read_lines", fail)
+    found = await ended(directory, row)
+    assert found["state"] == "cancelled"
+    if fault == "damaged":
+        lines = directory.path(found["error_file_id"]).read_text().splitlines()
+        assert [json.loads(each)["custom_id"] for each in lines] == ["a", ""]
+
+
+@in_loop
+async def test_results_are_written_only_where_there_is_room_for_all(
+    directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
+    free = 6
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    made: list[str] = []
+    write = BatchJob._write_file
+
+    def counted(job: BatchJob, name: str, ok: bool) -> int:
+        made.append(name)
+        return write(job, name, ok)
+
+    monkeypatch.setattr(BatchJob, "_write_file", counted)
+    row = await begun(directory)
+    await advanced(directory, row, BatchState.IN_PROGRESS)
+    results = [Result(row["number"], number, True, b"answer\n") for number in (1, 2)]
+    await directory.run(lambda store: store.add_results(results))
+    running = asyncio.create_task(ended(directory, row))
+    await asyncio.sleep(0.2)
+    assert not made and not running.done()
+    free = 10**9
+    assert (await running)["state"] == "completed" and len(made) == 2
 
 
 @in_loop

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +36,21 @@ def test_a_file_is_kept_as_it_is(batches: BatchClient) -> None:
     for again in (batches.api.files.retrieve, batches.api.files.content, batches.api.files.delete):
         with pytest.raises(openai.NotFoundError):
             again(made.id)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_download_that_nobody_reads_holds_no_file_open(
+    batches: BatchClient, server: Server, batch_dir: Path
+) -> None:
+    file_id = batches.upload(b"x" * 1_900_000)
+    with ExitStack() as stack:
+        for _ in range(3):
+            url = f"{batches.api.base_url}files/{file_id}/content"
+            stack.enter_context(httpx.stream("GET", url))
+        time.sleep(0.2)
+        open_files = map(os.readlink, Path(f"/proc/{server.process.pid}/fd").iterdir())
+        assert not [each for each in open_files if "/files/" in each]
+    assert batches.api.files.content(file_id).read() == b"x" * 1_900_000
 
 
 def test_names_on_the_disk_are_the_servers_own(batches: BatchClient, batch_dir: Path) -> None:

@@ -74,6 +74,7 @@ OWN_NAMES = (
 )
 OTHER_NAMES = (
     *("internal.example.evil.com", "rebound.evil.com:8000", "127.0.0.1.evil.com", "example.com"),
+    "a" + "." * 60_000,  # its endings would take 2 GB
 )
 
 

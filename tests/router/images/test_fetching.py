@@ -121,6 +121,8 @@ def test_a_redirect_is_followed_to_allowed_hosts_only(certificate: Path) -> None
         *("https://pictures.example:1/a", "https://127.0.0.1/a", "https://[/"),
         *("https://pictures.example/a b", "https://pictures.example/a\x7f"),
         *("https://other.example\x00.pictures.example/a", "https://" + "a" * 9000),
+        "https://" + "".join(map(chr, range(0x4E00, 0x6D00))) + "/",  # IDNA would take 20 s
+        "https://" + "a" * 64 + ".pictures.example/",
     ],
 )
 def test_other_urls_are_not_asked(certificate: Path, url: str) -> None:

@@ -116,6 +116,14 @@ def test_results_follow_their_calls_however_many_there_are() -> None:
     assert found[3]["tool_calls"] == [calls[1]] and len(found) == 1 + 3 * count
 
 
+def test_many_messages_in_a_row_are_joined_at_once() -> None:
+    messages = [plain("user", "\U0001f600"), *([plain("user", "x" * 60)] * 17_000)]
+    began = time.monotonic()
+    (found,) = fitted(messages, TemplateLimits(users_in_a_row=True))
+    assert time.monotonic() - began < 3
+    assert found["content"] == "\n\n".join(each["content"] for each in messages)
+
+
 def test_results_without_ids_follow_calls_without_ids_in_order() -> None:
     calls = [{"function": {"name": name, "arguments": {}}} for name in "fgh"]
     results = [plain("tool", content) for content in ("1", "2")]

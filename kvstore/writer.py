@@ -18,6 +18,7 @@ from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
 
 _RETRY_PAUSE_S = 0.1
+_MAX_RETRY_PAUSE_S = 1.0
 _IDLE_INTERVALS = 5
 """Flush intervals between two flushes while there is nothing to write."""
 _NAME_TAKEN = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
@@ -177,7 +178,7 @@ class Writer:
             if failure.errno in DISK_FULL or self._stopping:
                 break
             if attempt < self._max_retries:
-                time.sleep(_RETRY_PAUSE_S * 2**attempt)
+                time.sleep(min(_RETRY_PAUSE_S * 2**attempt, _MAX_RETRY_PAUSE_S))
         health.failed(failure)
         code = errno.errorcode.get(failure.errno or 0, str(failure))
         return self._drop(f"{health.reason} ({code})", log=False)

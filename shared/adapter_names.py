@@ -42,14 +42,16 @@ class DecisionTable:
 
     def next(self, name: str, adapter: AdapterRef | None) -> AdapterDecision:
         """Return the decision that assigns ``name`` to ``adapter``, or to none, from now on."""
-        known = max((each.version for each in self._by_name.values()), default=0)
-        version = max(1 + known, _now_us())
+        known = self._by_name.get(name)
+        version = max(1 + (0 if known is None else known.version), _now_us())
         return AdapterDecision(name=name, adapter=adapter, version=version)
 
     def merge(self, decisions: Iterable[AdapterDecision]) -> bool:
         """Merge a peer's decisions, except those that no correct peer sends. Return whether any
         is new."""
-        before, latest = dict(self._by_name), _now_us() + _AHEAD_US
+        # A clock, such as ours at an earlier decision, may have been set back.
+        known = (each.version + 1 for each in self._by_name.values())
+        before, latest = dict(self._by_name), max(_now_us() + _AHEAD_US, *known, 0)
         for each in decisions:
             if not (is_sound(each) and 0 < each.version <= latest):
                 continue

@@ -88,6 +88,16 @@ class EnginePool:
         enough = sum(known) <= OVERLAP_SHARE * self.total_bytes
         return self.fits(model) or (len(known) == len(sizes) and enough)
 
+    def fits_instead_of(self, model: FleetModel, old: ManagedChild) -> bool:
+        """Return whether an engine of ``model`` fits once ``old`` and all retiring engines have
+        exited."""
+        staying = sum(
+            size
+            for child, size in self._budgets.items()
+            if child is not old and child.retired_until is None
+        )
+        return staying + model.budget_bytes <= self.total_bytes
+
     def bytes_of(self, model: FleetModel) -> int:
         """Return the memory of the engines that serve ``model``."""
         return sum(self._budgets[child] for child in model.engines)

@@ -87,6 +87,8 @@ class EngineFleet:
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
         """From now on serve ``entries`` and the pulled models: load new models, unload removed
         ones, restart changed ones."""
+        for model in self._models:
+            model.retry()  # what was missing may be there now
         taken = {name for entry in entries for name in entry.names}
         self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
         self._settings = settings
@@ -299,7 +301,11 @@ class EngineFleet:
         """Unload the least recently used models, so that ``model`` fits."""
         pool = self._pool
         pinned = [each for each in self._models if each.entry.pinned and each is not model]
-        kept = sum(each.budget_bytes * len(each.engines) for each in pinned)
+        # A model that is restarted, or has more engines for a while, is counted without these.
+        kept = sum(
+            each.budget_bytes * min(len(each.engines), each.entry.settings.engines)
+            for each in pinned
+        )
         if kept + model.budget_bytes > pool.total_bytes:
             model.trouble = (
                 f"it needs {model.budget_bytes / 1e9:.2f} GB of memory, but pinned models use "

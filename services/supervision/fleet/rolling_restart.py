@@ -58,7 +58,7 @@ class RollingRestart:
         elif self._new is not None and self._new.is_ready:
             self._finish(self._model)
         elif self._new is None and self._old is not None and self._pool.has_ended(self._old):
-            self._new = self._pool.start(self._model)
+            self._start(self._model, self._old)
 
     def _begin_next(self) -> None:
         while self._queue:
@@ -66,11 +66,19 @@ class RollingRestart:
             if old not in model.engines:
                 continue
             self._model, self._old = model, old
-            if self._pool.fits_for_a_while(model):
+            if self._pool.fits_for_a_while(model) and self._pool.fits_instead_of(model, old):
                 self._new = self._pool.start(model)
             else:
                 self._pool.retire(model, [old])
             return
+
+    def _start(self, model: FleetModel, old: ManagedChild) -> None:
+        """Start the new engine once there is room: its model may need more memory than before."""
+        if self._pool.fits(model):
+            self._new = self._pool.start(model)
+        elif not self._pool.fits_instead_of(model, old):
+            model.awaits_memory = True
+            self._stop("there is no memory for its new settings, so it is loaded on demand")
 
     def _finish(self, model: FleetModel) -> None:
         """Drain the old engine once the new one is ready. The next replacement begins when it has

@@ -144,6 +144,28 @@ def test_without_memory_for_both_the_old_engine_drains_first() -> None:
     assert run.log == ["-a-1", ".a-1", "+a-1"]
 
 
+def test_a_model_whose_new_settings_do_not_fit_is_loaded_on_demand() -> None:
+    run = FleetRun.settled(3 * GB, entry("a"), entry("b", 1.5))
+    run.log.clear()
+    run.fleet.reconfigure(run.settings, [entry("a", 2), entry("b", 1.5)])
+    run.settle()
+    assert run.log == ["-a-0", ".a-0"] and run.states == {"a": "unloaded", "b": "ready"}
+    run.settle(a=(1, 0.0), b=(0, 9.0))
+    assert run.states == {"a": "ready", "b": "unloaded"}
+
+
+def test_a_model_requested_while_a_pinned_one_is_restarted_is_loaded_afterwards() -> None:
+    run = FleetRun.settled(2 * GB, entry("a", pinned=True), entry("b", idle_unload_s=1.0))
+    run.pass_time(100.0)
+    run.settle(b=(0, 100.0))
+    assert run.states == {"a": "ready", "b": "unloaded"}
+    run.fleet.restart("a")
+    run.fleet.update()  # both engines of a
+    run.router.state.facts = {"models": {"a": (0, 1.0), "b": (1, 0.0)}}
+    run.settle(b=(1, 0.0))
+    assert run.states == {"a": "ready", "b": "ready"}
+
+
 def test_a_restart_ends_where_the_new_engine_cannot_start() -> None:
     run = FleetRun.settled(3 * GB, entry("a", engines=2))
     run.fleet.restart("a")
@@ -199,6 +221,17 @@ def test_a_model_that_cannot_be_loaded_is_broken_until_a_restart_and_the_others_
     assert run.reason("b") == "there is no model at /nowhere/b"
     assert run.ended_with is None
     run.fleet.restart("b")
+    run.settle()
+    assert run.states == {"a": "ready", "b": "ready"}
+
+
+def test_the_same_configuration_read_again_tries_a_broken_model_again() -> None:
+    entries = [entry("a"), entry("b")]
+    run = FleetRun(2 * GB, entries)
+    run.child("b-0").gave_up = "there is no model at /nowhere/b"
+    run.settle()
+    assert run.states == {"a": "ready", "b": "broken"}
+    run.fleet.reconfigure(run.settings, entries)
     run.settle()
     assert run.states == {"a": "ready", "b": "ready"}
 

@@ -42,5 +42,5 @@ def is_lost_device(error: BaseException) -> bool:
 
 def takes_too_long(error: BaseException) -> bool:
     """Return whether the GPU was stopped because one of its operations took seconds."""
-    words = ("impacting interactivity", "timeout")
+    words = ("impacting interactivity", "timeout", "0000000e:")  # the code of the first
     return is_device_failure(error) and any(word in str(error).lower() for word in words)

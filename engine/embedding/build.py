@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from engine.backend import graphs
 from engine.backend.graphs import Unsupported
+from engine.backend.settling import compute
 from engine.batch import device
 from engine.batch.cpu import decoder
 from engine.batch.cpu.layers import CPUPrecision
@@ -170,6 +171,7 @@ def _load_decoder(checkpoint: TextCheckpoint) -> Any:
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"cannot load the model in {checkpoint.path}: {reason}") from error
+    compute(model)  # also constants: if the first pass computed them and failed, they stay wrong
     return model
 
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backend.settling import is_lost_device
 from engine.embedding.texts import Job, Text, TextQueue
 from engine.io.inbox import Inbox, InboxMessage, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
@@ -92,6 +93,7 @@ class EmbeddingCore:
         """Time of overtaking passes, minus the time of the overtaken one since."""
         self._token_s = _FIRST_GUESS_S
         self._draining = False
+        self._lost_devices = 0  # passes in a row that a lost device did not compute
         self._stats = wire.EngineStats()
 
     def run(self) -> None:
@@ -217,6 +219,9 @@ class EmbeddingCore:
         except Exception as error:
             logger.exception("a pass of %d texts failed", len(one.texts))
             self._open.remove(one)
+            self._lost_devices = self._lost_devices + 1 if is_lost_device(error) else 0
+            if self._lost_devices > 1:
+                raise RuntimeError("the device accepts no more work") from error
             self._on_failed(one, f"{type(error).__name__}: {error}")
             return
         finally:
@@ -231,6 +236,7 @@ class EmbeddingCore:
             self._lead_s = 0.0
 
     def _finish(self, one: _Pass, rows: Rows) -> None:
+        self._lost_devices = 0
         tokens = one.tokens
         new_token_s = max(one.seconds, 1e-6) / tokens
         weight = min(0.5, tokens / 512)  # a pass of few tokens takes long per token

@@ -184,8 +184,8 @@ class BatchedExecutor(Executor):
         left -= {*_slab_ids(plan.decodes), *(slot.slab_id for slot in changed)}
         step.unsent += [self._slabs[number].contents for number in sorted(left)]
         with self._stopwatch.computing():
-            step.unsent += self._save(plan, lambda slot: slot not in changed, step.failed)
-        if step.unsent and step.ahead and step.piece is None:
+            step.unsent_kept += self._save(plan, lambda slot: slot not in changed, step.failed)
+        if (step.unsent or step.unsent_kept) and step.ahead and step.piece is None:
             self._wait_for_slabs()
             slabs = [self._slabs[number] for number in _slab_ids(plan.decodes)]
             # The first layers are sent separately: the device starts while the rest is dispatched.
@@ -224,7 +224,7 @@ class BatchedExecutor(Executor):
         piece = None
         with self._stopwatch.computing():
             for saved in self._save(plan, changed.__contains__, failed):
-                piece = self._line.send(saved)
+                piece = self._line.send(saved, kept=True)
         self._export(exports, self._line.piece)
         return piece
 

@@ -42,16 +42,24 @@ class DeviceLine:
         self.piece: Piece | None = None
         """The piece not waited for yet."""
         self._marker: mx.array | None = None
+        self._kept: list[Any] = []
 
     def send(
-        self, arrays: Sequence[Any], *, holds_slabs: bool = True, since: float | None = None
+        self,
+        arrays: Sequence[Any],
+        *,
+        holds_slabs: bool = True,
+        kept: bool = False,
+        since: float | None = None,
     ) -> Piece:
         """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight, or as a piece that
         is done. Raises: RuntimeError, if it waits.
 
-        ``holds_slabs``: whether they are arrays of slabs, or depend on them. A new piece is
-        timed from ``since``, when the host started to build it: the time that the device waited
-        for it counts too."""
+        ``holds_slabs``: whether they are arrays of slabs, or depend on them. ``kept``: whether they
+        are kept for long; `wait` then waits for each, because an array that nobody waits for keeps
+        an event of the device, of which there is a limited number. A new piece is timed from
+        ``since``, when the host started to build it: the time that the device waited for it counts
+        too."""
         started = time.perf_counter() if since is None else since
         if self._waits:
             compute(arrays)
@@ -63,6 +71,7 @@ class DeviceLine:
         # to one of `arrays` might prevent a slab from being written in place.
         self._marker = mx.zeros(1, mx.int32)
         mx.async_eval(arrays, self._marker)
+        self._kept += arrays if kept else ()
         return self.piece
 
     def wait(self) -> None:
@@ -70,8 +79,10 @@ class DeviceLine:
         device could not compute it."""
         if self.piece is not None:
             compute(self._marker)
+            mx.eval(self._kept)
             self.piece.elapsed_s = self._clock.elapsed_s(self.piece.started)
             self.piece = self._marker = None
+            self._kept.clear()
 
     def abandon(self) -> None:
         """Wait until nothing is in flight, whatever became of it. An error that nobody has seen
@@ -82,6 +93,7 @@ class DeviceLine:
             with suppress(RuntimeError):
                 mx.synchronize()
             self.piece = self._marker = None
+            self._kept.clear()
 
     def wait_for_slabs(self) -> None:
         """Wait until slabs can be written in place."""

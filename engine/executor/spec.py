@@ -94,11 +94,12 @@ def attention_score_bytes(model: Any, layout: Layout, batch_class: type[RaggedBa
     """Return an estimate of the bytes of attention scores that one token of a chunk has for each
     position before it. Windows are short, so layers with one do not count if only their window is
     attended to."""
+    is_capped = any(fields.get("attn_logit_softcapping") for fields in _arguments(model))
     sizes = [
         int(layer.dtype.size)
         for layer in layout.layers
         if (layer.window is None or not batch_class.has_rings)
-        and not (layer.key_dim == layer.value_dim and layer.key_dim in FUSED_HEAD_DIMS)
+        and (is_capped or layer.key_dim != layer.value_dim or layer.key_dim not in FUSED_HEAD_DIMS)
     ]
     heads = _largest(list(_arguments(model)), "num_attention_heads", "n_heads", "n_head")
     kv_heads = max((layer.kv_heads for layer in layout.layers), default=0)

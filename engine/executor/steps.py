@@ -111,6 +111,7 @@ class BatchedStep(PendingStep):
     prefill: Prefill
     decoded: DecodeOutput | None = None
     unsent: list[list[Any]] = field(default_factory=list)  # to dispatch before the chunks
+    unsent_kept: list[list[mx.array]] = field(default_factory=list)  # blocks and snapshots
     save_chunks: Callable[[], Piece | None] = lambda: None
     """Saves and exports what the chunks computed."""
     piece: Piece | None = None  # with the decodes
@@ -183,9 +184,11 @@ class BatchedStep(PendingStep):
         return () if guesses is None else guesses.read(len(self.plan.decodes))
 
     def _send_decodes(self) -> None:
-        unsent, self.unsent = self.unsent, []
-        for arrays in unsent:
+        for arrays in self.unsent:
             self.line.send(arrays)
+        for arrays in self.unsent_kept:
+            self.line.send(arrays, kept=True)
+        self.unsent, self.unsent_kept = [], []
 
     def _build_last_pass(self) -> None:
         """Build all chunks, so that failures are known, and dispatch all passes except the last.

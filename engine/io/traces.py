@@ -35,6 +35,10 @@ class SequenceTraces:
             name = "sequence" if isinstance(message, wire.Submit) else "texts"
             span = self._tracing.begin(name, message.traceparent)
             self._traced[message.request_id] = _Traced(span, message.attempt)
+        elif isinstance(message, wire.Abort):  # nothing is sent for it
+            traced = self._traced.get(message.request_id)
+            if traced is not None and message.attempt in (None, traced.attempt):
+                self._end(message.request_id, traced.attempt, {"mlx_lm_server.aborted": True}, "")
 
     def on_sent(self, messages: Sequence[wire.Message]) -> None:
         if not self._traced:

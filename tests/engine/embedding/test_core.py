@@ -92,6 +92,20 @@ def test_a_text_that_fails_fails_alone() -> None:
     assert engine.status.live == []
 
 
+def test_an_engine_whose_device_accepts_no_more_work_ends() -> None:
+    engine = Engine()
+
+    def compute(texts: Sequence[Text]) -> Generator[None, None, Rows]:
+        yield
+        raise RuntimeError("[METAL] Command buffer execution failed: Ignored (for causing errors)")
+
+    engine.model.compute = compute  # type: ignore[method-assign]
+    (failed,) = engine.run(encode("a", [5]))
+    assert "Ignored" in failed.error
+    with pytest.raises(RuntimeError, match="no more work"):
+        engine.run(encode("b", [6]))
+
+
 @pytest.mark.parametrize(
     ("texts", "later", "order", "passes"),
     [

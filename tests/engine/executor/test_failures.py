@@ -206,6 +206,25 @@ def test_chunks_are_shorter_after_one_that_took_too_long_for_the_device(
     assert whole.ends["long"].finish == "length", whole.ends["long"].error
 
 
+def test_chunks_are_not_shorter_after_a_decode_that_took_too_long(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = "[METAL] Command buffer execution failed: Internal Error (0000000e:Internal)."
+    dispatch, failures = whole.executor.dispatch, [2]
+
+    def limited(plan: Plan) -> PendingStep:
+        if plan.decodes and not plan.chunks and not plan.stretches and failures[0]:
+            failures[0] -= 1
+            raise RuntimeError(interrupted)
+        return dispatch(plan)
+
+    whole.renew(False)
+    monkeypatch.setattr(whole.executor, "dispatch", limited)
+    whole.submit("a", prompts()[0], 4)
+    whole.run()
+    assert whole.ends["a"].finish == "error" and interrupted in (whole.ends["a"].error or "")
+
+
 def unsupported(model: Any) -> None:
     raise UnsupportedLayout("of a kind that slots cannot hold")
 

@@ -287,7 +287,10 @@ class EngineCore:
             for store in outputs.stores:
                 if not self._store.store(*store):
                     self._scheduler.on_not_stored(store.hash, is_snapshot=store.is_state)
-            self._store.touch(outputs.touches, outputs.state_touches)
+            for chain in outputs.touches:
+                self._store.touch(chain)
+            for state in outputs.state_touches:
+                self._store.touch([], [state])
         self._emit_s += time.perf_counter() - started
 
     def _cache_event(

@@ -56,6 +56,13 @@ STORE_LIMIT = StoreRoom(256, 256 * 1024 * 1024)
 """What an engine has on the way to the kvstore at most."""
 
 
+class Cancellation:
+    """Whether a fetch is cancelled: its result is not used, so no more files need be read. Set by
+    the scheduler, and read by threads of the kvstore's client."""
+
+    is_set = False
+
+
 class FoundState(NamedTuple):
     """A fetched state."""
 

@@ -28,6 +28,7 @@ class Packing:
 
     def __init__(self, parts: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
         self._parts = tuple(parts)
+        self._host_types = tuple(str(dtype).rpartition(".")[2] for _, dtype in self._parts)
         self._stretches: list[slice] = []
         end = 0
         for shape, dtype in self._parts:
@@ -58,10 +59,8 @@ class Packing:
     def host_views(self, packed: HostArray) -> list[HostArray]:
         """Return the arrays in ``packed`` as NumPy arrays. Raises TypeError for
         unsupported types."""
-        return [
-            packed[stretch].view(str(dtype).rpartition(".")[2]).reshape(shape)
-            for (shape, dtype), stretch in zip(self._parts, self._stretches, strict=True)
-        ]
+        parts = zip(self._parts, self._host_types, self._stretches, strict=True)
+        return [packed[its].view(dtype).reshape(shape) for (shape, _), dtype, its in parts]
 
     def from_payload(self, payload: Payload) -> mx.array:
         """Return a copy of ``payload`` in one buffer, evaluated.

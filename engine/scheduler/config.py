@@ -56,6 +56,12 @@ class SchedulerConfig:
     prefix_cache: bool = True  # False for models whose KV cannot be divided into blocks
     store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"
+    max_insert_bytes: int = 64 * 1024 * 1024
+    """Max size of what one plan inserts from the kvstore: streams wait while it is copied, and
+    until then it is in memory twice."""
+    max_restored_blocks: int | None = None
+    """Max number of blocks that one plan copies into slots, because streams wait for it; None: no
+    limit. It does not apply to models that cannot continue after each block."""
     look_ahead: bool = True  # plan one step before the result of the previous one is known
     vocab_size: int = 2**31
     eos_token_ids: tuple[int, ...] = ()  # tokens that grammars end with

@@ -36,8 +36,8 @@ class Memory:
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
         self.slots = SlotTable()
         self.fetch_reservations: dict[Sequence, int] = {}
-        """Blocks fetched or being fetched from the kvstore, by sequence without a slot. A state
-        counts as the number of blocks of its size."""
+        """Blocks being fetched from the kvstore, or fetched and not inserted yet, by sequence. A
+        state counts as the number of blocks of its size."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.pass_bytes = 0  # activations of passes in progress
         self.evictions: list[Evict] = []
@@ -133,6 +133,11 @@ class Memory:
         if left:
             self.fetch_reservations[seq] = left
         return left
+
+    def drop_fetch(self, seq: Sequence) -> None:
+        """Drop what was fetched for ``seq``, and release its memory."""
+        seq.fetch.drop()
+        self.release_fetch(seq)
 
     def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
         """Like `add_block`, for a block fetched for ``seq``, in the memory reserved for it."""
@@ -322,7 +327,7 @@ class Memory:
 
         Empty slabs are freed first, then large numbers of unused rows at the end of slabs, then the
         least recently used blocks and snapshots, then all unused rows at the end of slabs, then
-        reservations for fetches of waiting sequences.
+        reservations for fetches of the last sequences.
         """
         fetch_bytes = sum(self.fetch_reservations.values()) * self._config.block_bytes
         reclaimable_bytes = self._free_rows_bytes() + self._cached_bytes() + fetch_bytes
@@ -339,9 +344,7 @@ class Memory:
             self.evict_oldest(self.blocks if blocks_first else self.snapshots)
         self._shrink(size_bytes, worth_it=False)
         while self.ledger.shortfall(size_bytes) > 0:
-            last = max(self.fetch_reservations, key=lambda seq: seq.order)
-            last.fetch.drop()
-            self.release_fetch(last)
+            self.drop_fetch(max(self.fetch_reservations, key=lambda seq: seq.order))
         return True
 
     def _pool_of(self, block: Block) -> BlockPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine.plan import Payload, StateSearch
+from engine.plan import Cancellation, Payload, StateSearch
 from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 
@@ -15,7 +15,8 @@ class Fetch(NamedTuple):
 
     ticket: int
     hashes: list[bytes]  # of consecutive blocks
-    states: StateSearch | None = None  # for models with recurrent state
+    states: StateSearch | None  # for models with recurrent state
+    cancellation: Cancellation
 
 
 class Store(NamedTuple):
@@ -34,8 +35,10 @@ class Outputs:
     deltas: list[wire.Delta] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
-    touches: list[bytes] = field(default_factory=list)  # hashes of stored blocks that were used
-    state_touches: list[bytes] = field(default_factory=list)  # the same of snapshots
+    touches: list[list[bytes]] = field(default_factory=list)
+    """Hashes of blocks that were used, each list a part of a chain. The kvstore touches those of a
+    list up to the first that it lacks."""
+    state_touches: list[bytes] = field(default_factory=list)  # of snapshots, which are separate
     cache_added: list[bytes] = field(default_factory=list)
     cache_removed: list[bytes] = field(default_factory=list)
     """Net changes to the set of hashes from which sequences may start."""

@@ -227,11 +227,10 @@ class Scheduler:
         sequence that was running alone both times ends with ``reason`` as its error. Returns
         False if the steps were for no sequence: the next would raise again."""
         running = self.sequences.with_slot()
-        for_ended = any(step.by_slot or step.saved for step in self._in_flight)
-        for_ended |= bool(self.sequences.leaving)
+        for_ended = any(s.by_slot or s.saved for s in self._in_flight) or self.sequences.leaving
         if out_of_memory:
             self.memory.ran_out()
-        is_shorter = too_long and self._policy.shorten()
+        is_shorter = too_long and any(s.stretch for s in self._in_flight) and self._policy.shorten()
         self._in_flight.clear()
         self._meter.clear()
         self.planner.prefilling.clear()
@@ -246,7 +245,7 @@ class Scheduler:
         self._counters.preemptions += len(running)
         if len(running) == 1 and not is_shorter:
             self._count_failure(running[0], reason)
-        return bool(running) or for_ended
+        return bool(running or for_ended)
 
     def take_outputs(self) -> Outputs:
         """Return the messages since the last call."""
@@ -353,7 +352,7 @@ class Scheduler:
         """End ``seq``. Its computed blocks stay cached."""
         self._prefix_cache.touch_computed(seq)
         self._prefix_cache.snapshot_policy.publish_trailing(seq)
-        self.memory.release_fetch(seq)
+        self.memory.drop_fetch(seq)
         self.sequences.finish(seq)
 
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
@@ -379,6 +378,7 @@ class Scheduler:
             self.planner.prefilling.passes.drop(seq)
             if seq.slot is not None and seq.status is not Status.FINISHED:
                 self.sequences.vacate(seq)
+                self.memory.drop_fetch(seq)
                 seq.reset()
                 self.sequences.enqueue(seq, Status.PREEMPTED)
 

@@ -50,14 +50,15 @@ class StepMeter:
         if step.ends:
             self._measure_ends(step, result.elapsed_s)
         elif is_apart and rows:
-            self._chunk_policy.observe_decodes(result.elapsed_s)
+            if not step.fills_memory:
+                self._chunk_policy.observe_decodes(result.elapsed_s)
             self._time_share.decoded(result.elapsed_s)
         if of_prompts is not None and not result.chunks_apart:
-            self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=not step.makes_slabs)
+            self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=not step.fills_memory)
         elif of_prompts is not None:
             self._unmeasured[step.number] = of_prompts
         if rows:
-            elapsed_s = result.elapsed_s if is_apart else None
+            elapsed_s = result.elapsed_s if is_apart and not step.fills_memory else None
             self._drafting.observe_step(step.decodes, step.guessing, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):

@@ -24,7 +24,7 @@ from engine.io.store.client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
 from engine.parallel.leader import LeadingExecutor
-from engine.plan import Payload, Plan, StateSearch, StoreRoom
+from engine.plan import Cancellation, Payload, Plan, StateSearch, StoreRoom
 from engine.replica.build import build_replica
 from engine.replica.grammars import tokenizer_spec_of
 from engine.replica.speculation import make_speculator
@@ -181,7 +181,11 @@ class Whole:
         return stats.sources
 
     def fetch(
-        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        states: StateSearch | None,
+        cancellation: Cancellation,
     ) -> None:
         """Answer a fetch from ``stored``, in place of the kvstore; it has no states."""
         found = list(takewhile(lambda block: block in self.stored, hashes))
@@ -195,7 +199,7 @@ class Whole:
     def room(self) -> StoreRoom:
         return StoreRoom(256, 2**28)
 
-    def touch(self, hashes: Sequence[bytes], states: Sequence[bytes]) -> None:
+    def touch(self, hashes: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
         """Do nothing: what is stored here has no order of use."""
 
     def send(self, messages: Sequence[wire.Message]) -> None:

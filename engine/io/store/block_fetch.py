@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.plan import Cancellation
 from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
 
 Payload = tuple[memoryview, ...]
@@ -32,7 +33,8 @@ class BlockFetch:
     hashes: tuple[bytes, ...]
     on_done: Callable[[list[Payload]], None]
     """Called once, on the IO thread, with the result, starting at the first hash."""
-    deadline: float  # in time.monotonic(); postponed whenever a block has been read
+    cancellation: Cancellation | None = None
+    deadline: float = 0.0  # in time.monotonic(); later if blocks of any fetch are being read
     get_ticket: int = 0  # ticket of the current `wire.Get`
     payloads: list[Payload] = field(default_factory=list)
     """Verified blocks, starting at the first hash. Written by the IO thread only."""
@@ -60,8 +62,11 @@ class FetchReply:
         return self.fetch.hashes[self._first + index]
 
     def wants(self, index: int) -> bool:
-        """Return False if block ``index`` need not be read, because it would follow a bad one."""
-        return not self.fetch.is_done and index < self._first_bad
+        """Return False if block ``index`` need not be read, because it would follow a bad one or
+        nobody waits for it."""
+        cancellation = self.fetch.cancellation
+        is_cancelled = cancellation is not None and cancellation.is_set
+        return not (self.fetch.is_done or is_cancelled) and index < self._first_bad
 
     def add(self, index: int, payload: Payload | None) -> bool:
         """Record the payload of block ``index``, None for a bad one; True if it was the last."""

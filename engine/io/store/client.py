@@ -22,15 +22,15 @@ from typing import Literal
 import zmq
 
 from engine.io.store import block_fetch
-from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payload, WrongLayout
+from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payload
 from engine.io.store.block_puts import BlockPuts
+from engine.io.store.block_reader import BlockReader
 from engine.io.store.questions import Question, Questions
 from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats, StoreCounters
 from engine.io.store.store_socket import StoreSocket
-from engine.plan import FoundState, StateSearch, StoreRoom
+from engine.plan import Cancellation, FoundState, StateSearch, StoreRoom
 from shared import wire
-from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
 from shared.network.curve import EngineKeyFiles
 
@@ -81,6 +81,7 @@ class StoreClient:
         self._counters = StoreCounters()
         self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
         self._warnings = RateLimitedLogger(logger)
+        self._reader = BlockReader(pool, self._warnings, self._on_bad_block, self._on_reply)
         self._socket = StoreSocket(context, endpoint, keys)
         self.socket = self._socket.dealer
         self.sockets = (self.socket,)
@@ -95,21 +96,27 @@ class StoreClient:
         return self._session == "ready" and not self._unresponsive
 
     def fetch(
-        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        states: StateSearch | None = None,
+        cancellation: Cancellation | None = None,
     ) -> None:
         """Fetch the longest run of verified blocks starting at the first hash and, with ``states``,
         the last state that they reach; in that case only the blocks up to a state.
 
         ``on_fetched`` gets their payloads; there are none if the kvstore is unavailable."""
         if states is not None:
-            search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
+            search = StatePrefixFetch(
+                self, ticket, tuple(hashes), states, self._on_fetched, cancellation
+            )
             self._post(search.start)
             return
 
         def done(payloads: list[Payload]) -> None:
             self._on_fetched(ticket, payloads, None)
 
-        self._post(lambda: self.get_blocks(hashes, done))
+        self._post(lambda: self.get_blocks(hashes, done, cancellation))
 
     def store(
         self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
@@ -134,7 +141,8 @@ class StoreClient:
         return self._puts.num_under_way
 
     def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
-        """Tell the kvstore that blocks (a chain from its start) and states are in use."""
+        """Tell the kvstore that blocks, and states, are in use: those of each up to the first that
+        it lacks."""
         for kind, hashes in ((self._blocks, blocks), (self._states, states)):
             if hashes:
                 self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
@@ -152,9 +160,11 @@ class StoreClient:
         with suppress(Empty):
             while True:
                 self._actions.get_nowait()()
+        read_until = self._reader.last_read_at + self._timeout_s
         for fetch in [*self._waiting, *self._requested.values(), *self._reading]:
-            if now >= fetch.deadline:
-                self._unresponsive = self._unresponsive or fetch not in self._reading
+            is_read = fetch in self._reading
+            if now >= max(fetch.deadline, read_until if is_read else 0.0):
+                self._unresponsive = self._unresponsive or not is_read
                 self._give_up(fetch)
         self._unresponsive = self._questions.expire(now) or self._unresponsive
         self._puts.expire(now)
@@ -294,17 +304,16 @@ class StoreClient:
             on_done,
         )
 
-    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
-        self._get(self._blocks, hashes, on_done)
+    def get_blocks(
+        self,
+        hashes: Sequence[bytes],
+        on_done: Callable[[list[Payload]], None],
+        cancellation: Cancellation | None = None,
+    ) -> None:
+        self._request(BlockFetch(self._blocks, tuple(hashes), on_done, cancellation))
 
     def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
-        self._get(self._states, [hash], on_done)
-
-    def _get(
-        self, kind: FileKind, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]
-    ) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        self._request(BlockFetch(kind, tuple(hashes), on_done, deadline))
+        self._request(BlockFetch(self._states, (hash,), on_done))
 
     def _ask(self, make: Callable[[int], Question], on_done: Callable[[int | None], None]) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -317,6 +326,7 @@ class StoreClient:
     def _request(self, fetch: BlockFetch) -> None:
         """Request all blocks that ``fetch`` still lacks."""
         rest = list(fetch.hashes[len(fetch.payloads) :])
+        fetch.deadline = time.monotonic() + self._timeout_s
         if not rest or self._unresponsive or self._session == "away":
             self._finish(fetch)
         elif self._session != "ready":
@@ -332,7 +342,6 @@ class StoreClient:
             ticket = next(self._tickets)
             self._requested[ticket] = fetch
             fetch.get_ticket = ticket
-            fetch.deadline = time.monotonic() + self._timeout_s
             if not self._send(wire.Get(ticket=ticket, namespace=fetch.kind.namespace, hashes=rest)):
                 self._give_up(fetch)
 
@@ -347,26 +356,15 @@ class StoreClient:
             return
         self._reading.add(fetch)
         fetch.deadline = time.monotonic() + self._timeout_s
-        reply = FetchReply(fetch, sources, may_be_cut=message.paths is None)
-        for index in range(len(sources)):
-            self._pool.submit(self._read_block, reply, index)
+        self._reader.read(FetchReply(fetch, sources, may_be_cut=message.paths is None))
 
-    def _read_block(self, reply: FetchReply, index: int) -> None:
-        """Read and verify one block of ``reply``. Runs on the pool."""
-        payload: Payload | None = None
-        if reply.wants(index):
-            hash, kind = reply.hash_of(index), reply.fetch.kind
-            try:
-                payload = block_fetch.read_block(reply.sources[index], hash, kind)
-            except WrongLayout as error:
-                self._warnings.warning("ignored a block of another engine: %s", error)
-            except (OSError, BlockFileError) as error:
-                self._warnings.warning("a bad block: %s", error)
-                self._post_if_ready(wire.Corrupt(namespace=kind.namespace, hash=hash))
-                self._counters.add(corrupt=1)
-        reply.fetch.deadline = time.monotonic() + self._timeout_s
-        if reply.add(index, payload):
-            self._post(lambda: self._on_reply_read(reply))
+    def _on_bad_block(self, reply: FetchReply, index: int) -> None:
+        namespace = reply.fetch.kind.namespace
+        self._post_if_ready(wire.Corrupt(namespace=namespace, hash=reply.hash_of(index)))
+        self._counters.add(corrupt=1)
+
+    def _on_reply(self, reply: FetchReply) -> None:
+        self._post(lambda: self._on_reply_read(reply))
 
     def _on_reply_read(self, reply: FetchReply) -> None:
         """Finish the fetch, or request the rest of its blocks."""

@@ -26,7 +26,7 @@ from engine.io.store.rank_messages import Answer, StoreState, ToRank
 from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats
 from engine.parallel.plans import StoredName, rank_name
-from engine.plan import FoundState, StateSearch, StoreRoom
+from engine.plan import Cancellation, FoundState, StateSearch, StoreRoom
 from shared.network.curve import KeyPair
 
 CONNECTING_S = 5.0
@@ -48,7 +48,11 @@ class EngineStore(Protocol):
     @property
     def num_stores_under_way(self) -> int: ...
     def fetch(
-        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        states: StateSearch | None,
+        cancellation: Cancellation,
     ) -> None: ...
     def store(
         self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
@@ -111,8 +115,14 @@ class GroupStore:
         return self._own.num_stores_under_way + others
 
     def fetch(
-        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        states: StateSearch | None = None,
+        cancellation: Cancellation | None = None,
     ) -> None:
+        """A cancelled fetch is read to its end: each rank reads its own files."""
+
         def done(payloads: list[Payload]) -> None:
             self._on_fetched(ticket, payloads, None)
 
@@ -197,7 +207,12 @@ class GroupStore:
         self._send_to_all(rank_messages.FindState(ticket, list(hashes)))
         self._own.find_state(hashes, lambda found: self._add_answer(ticket, found))
 
-    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+    def get_blocks(
+        self,
+        hashes: Sequence[bytes],
+        on_done: Callable[[list[Payload]], None],
+        cancellation: Cancellation | None = None,
+    ) -> None:
         self._get(hashes, False, on_done)
 
     def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:

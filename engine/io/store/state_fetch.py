@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.io.store.block_fetch import Payload
-from engine.plan import FoundState, StateSearch
+from engine.plan import Cancellation, FoundState, StateSearch
 
 
 class PrefixSource(Protocol):
@@ -22,7 +22,12 @@ class PrefixSource(Protocol):
     def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
         """Fetch one state."""
 
-    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+    def get_blocks(
+        self,
+        hashes: Sequence[bytes],
+        on_done: Callable[[list[Payload]], None],
+        cancellation: Cancellation | None = None,
+    ) -> None:
         """Fetch a run of blocks."""
 
 
@@ -41,8 +46,10 @@ class StatePrefixFetch:
         hashes: Sequence[bytes],
         states: StateSearch,
         on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+        cancellation: Cancellation | None = None,
     ) -> None:
         self._source = source
+        self._cancellation = cancellation
         self._ticket = ticket
         self._hashes = hashes
         self._states = states
@@ -91,6 +98,6 @@ class StatePrefixFetch:
             self._on_fetched(self._ticket, payloads, state)
 
         if missing:
-            self._source.get_blocks(missing, done)
+            self._source.get_blocks(missing, done, self._cancellation)
         else:
             done([])

@@ -51,8 +51,9 @@ class InFlightStep:
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     ends: list[PlannedChunk] = field(default_factory=list)  # that its decodes compute
     ends_owing_s: float | None = None  # as in `PlannedStretch`
-    makes_slabs: bool = False
-    """Whether it waits for new memory, so that its time says little about the next ones."""
+    fills_memory: bool = False
+    """Whether it waits for new memory or for bytes to be copied into it, so that its time says
+    little about the next ones."""
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
@@ -108,6 +109,11 @@ class PlanBuilder:
         self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
         self.step.restored.setdefault(seq, []).extend(blocks)
         self.step.by_slot[slot] = seq
+
+    @property
+    def num_restored(self) -> int:
+        """Number of blocks that are copied into slots."""
+        return sum(len(restore.block_ids) for restore in self.restores)
 
     def copy(self, seq: Sequence, source: Sequence, end: int) -> None:
         """Copy the positions of ``source`` from ``seq.num_computed_tokens`` to ``end``."""
@@ -217,5 +223,6 @@ class PlanBuilder:
         memory.forget_changes()
         if not any(operations.values()):
             return None
-        self.step.makes_slabs = bool(operations["new_slabs"] or operations["resized_slabs"])
+        filled = ("new_slabs", "resized_slabs", "inserts")
+        self.step.fills_memory = any(operations[name] for name in filled)
         return plan.Plan(step=self.step.number, **operations), self.step

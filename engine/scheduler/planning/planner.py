@@ -176,8 +176,6 @@ class Planner:
             self._sequences.set_status(seq, Status.PREFILLING)
             self._prefix_cache.restore(seq, builder)
             self._snapshot_policy.choose_positions(seq)
-            seq.fetch.drop()
-            self._memory.release_fetch(seq)
 
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Preempt a background sequence, if there is one, to free a slot for ``seq``. Its blocks
@@ -209,6 +207,7 @@ class Planner:
                 self._next_ticket,
                 seq.block_hashes[cached : cached + room],
                 self._snapshot_policy.search(seq, usable, cached, cached + room),
+                seq.fetch.cancellation,
             )
         )
         self._sequences.start_loading(seq, self._next_ticket)
@@ -224,7 +223,7 @@ class Planner:
                 continue
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
                 self._prefix_cache.restore(seq, builder)
-                if is_one_ready:
+                if is_one_ready and not seq.is_restoring:
                     self._prefix_cache.copy_running(seq, builder, Status.READY)
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
@@ -386,6 +385,7 @@ class Planner:
         builder.changed = builder.changed or bool(leaving)
         self._sequences.leaving = staying
         for seq in builder.preempted:
+            self._memory.drop_fetch(seq)
             seq.reset()
             self._sequences.enqueue(seq, Status.PREEMPTED)
 

@@ -88,7 +88,11 @@ class Prefilling:
         """Add a stretch of a pass to ``builder``, if there are prompts to compute."""
         prefilling = self._sequences.ordered(Status.PREFILLING)
         limits = self._prefix_cache.snapshot_policy.prefill_limits(prefilling)
-        candidates = [seq for seq in prefilling if seq in limits or self.passes.of(seq) is not None]
+        candidates = [
+            seq
+            for seq in prefilling
+            if not seq.is_restoring and (seq in limits or self.passes.of(seq) is not None)
+        ]
         claimed = self._claimed()
         while candidates:
             seq = self._first(candidates)
@@ -130,7 +134,7 @@ class Prefilling:
         if not self._config.decodes_ends:
             return False
         table = self._sequences
-        prefilling = table.ordered(Status.PREFILLING)
+        prefilling = [seq for seq in table.ordered(Status.PREFILLING) if not seq.is_restoring]
         candidates = [seq for seq in prefilling if self._is_decodable_end(seq)]
         rows = self._config.max_batch_size - table.count(Status.READY, Status.DECODING)
         if not candidates or not self._is_decodable_end(self._first(prefilling)):

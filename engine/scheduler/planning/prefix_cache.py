@@ -35,19 +35,25 @@ class PrefixCache:
         self._memory = memory
         self._outputs = outputs
         self._counters = counters
+        self._max_inserts = max(1, config.max_insert_bytes // config.block_bytes)
+        ends_anywhere = not (config.reuses_states or config.whole_picture_tokens)
+        self._max_restored = config.max_restored_blocks if ends_anywhere else None
         self.snapshot_policy = SnapshotPolicy(config, memory)
         self._whole_pictures = WholePictures(config)
 
     def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Copy cached blocks into the slot of ``seq``, starting where its computed part ends. If
-        the model has recurrent state, they end at the last snapshot among them."""
+        the model has recurrent state, they end at the last snapshot among them.
+
+        The blocks fetched from the kvstore are inserted first, as many as a plan may insert and
+        restore. If more are left, ``seq`` is restoring (`Sequence.is_restoring`): call this again
+        for the next plan."""
         size = self._config.block_size
         first = seq.num_computed_tokens // size
         end = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
         fetched_end = self._insert_fetched_state(seq, first, end, builder)
         end = self.snapshot_policy.restorable_end(seq, first, end)
-        known = len(builder.inserts)
-        blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
+        blocks = self._pin_blocks(seq, first, end if self._config.keeps_kv else first, builder)
         if self._config.keeps_kv:
             end = self.snapshot_policy.restorable_end(seq, first, first + len(blocks))
             end = max(first, self._whole_pictures.restorable_blocks(seq, end))
@@ -55,8 +61,7 @@ class PrefixCache:
         if end == first:
             return
         seq.num_computed_tokens = first * size  # a whole block is better than a copied part
-        new = {insert.block_id for insert in builder.inserts[known:]}
-        inserted = sum(block.id in new for block in blocks[: end - first])
+        inserted = sum(number in seq.fetch.inserted for number in range(first, end))
         if end == fetched_end and not self._config.keeps_kv:
             inserted = end - first
         if blocks:
@@ -67,7 +72,7 @@ class PrefixCache:
         self._counters.cached_ssd_tokens += ssd
         if self._config.uses_store:
             if self._config.keeps_kv:
-                self._outputs.touches.extend(seq.block_hashes[first:end])
+                self._outputs.touches.append(seq.block_hashes[first:end])
             if self._config.reuses_states:
                 self._outputs.state_touches.append(seq.block_hashes[end - 1])
         seq.advance(end * size)
@@ -171,20 +176,34 @@ class PrefixCache:
 
     def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
         """Return the blocks of ``seq`` from ``first`` to ``end``, pinned, up to the first gap.
-        Blocks that came from the kvstore are inserted."""
+        Blocks that came from the kvstore are inserted. If the plan has no room for more, the rest
+        is left for later plans; otherwise what is left of the fetch is dropped."""
         blocks: list[Block] = []
+        room = self._max_restored
+        seq.fetch.has_more_cached = False
         for number in range(first, end):
             block = self._memory.blocks.get(seq.block_hashes[number])
+            if room is not None and builder.num_restored + len(blocks) >= room:
+                seq.fetch.has_more_cached = block is not None
+                if seq.is_restoring:
+                    return blocks
+                break
             if block is not None:
                 self._memory.blocks.pin(block)
+                seq.fetch.payloads.pop(number, None)
             elif number in seq.fetch.payloads:
+                if len(builder.inserts) >= self._max_inserts:
+                    return blocks
+                payload = seq.fetch.payloads.pop(number)
                 block = self._memory.add_fetched_block(seq.block_hashes[number], seq)
                 if block is None:
                     break
-                builder.insert(block, seq.fetch.payloads[number])
+                builder.insert(block, payload)
+                seq.fetch.inserted.add(number)
             else:
                 break
             blocks.append(block)
+        self._memory.drop_fetch(seq)
         return blocks
 
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from engine.plan import Payload, Slot
+from engine.plan import Cancellation, Payload, Slot
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from engine.speculation.sequence_drafts import SequenceDrafts
@@ -50,15 +50,20 @@ class SequenceFetch:
 
     requested: bool = False
     first_block: int = 0  # number of the first block that was asked for
-    payloads: dict[int, Payload] = field(default_factory=dict)  # blocks received, by block number
+    payloads: dict[int, Payload] = field(default_factory=dict)
+    """Blocks received and not inserted yet, by block number."""
+    inserted: set[int] = field(default_factory=set)  # numbers of the blocks that were inserted
     first_state: int = 0  # number of the first block after which a state was searched
     state_end: int = 0  # number of blocks before the received state
     state: Payload | None = None
+    has_more_cached: bool = False  # whether the last plan had no room for all cached blocks
+    cancellation: Cancellation = field(default_factory=Cancellation)
 
     def drop(self) -> None:
-        """Discard what was received."""
+        """Discard what was received, and do not receive more."""
         self.payloads.clear()
         self.state = None
+        self.cancellation.is_set = True
 
 
 @dataclass(slots=True)
@@ -202,6 +207,12 @@ class Sequence:
     def num_savable_blocks(self) -> int:
         """Number of full blocks whose KV is in the slot and whose tokens are known."""
         return min(self.num_computed_tokens, len(self.token_ids)) // self.block_size
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether later plans restore more of its prefix: until then it computes nothing. Only for
+        a sequence that holds a slot."""
+        return bool(self.fetch.payloads) or self.fetch.has_more_cached
 
     @property
     def held_slot(self) -> Slot:

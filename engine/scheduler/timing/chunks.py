@@ -35,6 +35,10 @@ _DECODE_MIN_GROWTH = 1.02
 MAX_TOKENS = 1024
 """Max tokens of a chunk on a CPU, where longer ones are not faster (`bench prompts`). A GPU is
 faster with longer chunks; there the executor sets the limit (`engine.executor.base`)."""
+GPU_KERNEL_SCORES = 2048 * 65536
+"""Max attention scores of a head in a chunk on a GPU, tokens times positions before them: macOS
+stops an operation that takes seconds. 2,048 tokens at 64k ran on an M2 Ultra, at 128k they did not
+(mlx#3302)."""
 MIN_TOKENS = 64
 SHARED_TOKENS = 256
 """Max total tokens of prompts in one pass on a CPU. A larger pass takes as long as one after the
@@ -74,6 +78,7 @@ class ChunkPolicy:
         self._max_tokens = max_tokens
         self._shared_tokens = GPU_SHARED_TOKENS if on_gpu else SHARED_TOKENS
         self._min_unit_s = GPU_MIN_UNIT_S if on_gpu else MIN_UNIT_S
+        self._kernel_scores = GPU_KERNEL_SCORES if on_gpu else None
         self.layers = layers
         self._alone_layer_s = EXPERTS_LAYER_S if has_experts else 0.0
         self._base_s = 3e-3
@@ -140,6 +145,13 @@ class ChunkPolicy:
         tokens)."""
         whole_s = self.pass_s + sum(self.predict_s(start, tokens) for start, tokens in chunks)
         return whole_s / self.layers
+
+    def max_kernel_tokens(self, start: int) -> float:
+        """Return the max tokens of a chunk from ``start`` whose attention is not too long for one
+        operation of the device."""
+        if self._kernel_scores is None:
+            return math.inf
+        return (math.sqrt(start**2 + 4 * self._kernel_scores) - start) / 2
 
     def observe_decodes(self, elapsed_s: float) -> None:
         """Learn from a step with decodes only."""
@@ -213,7 +225,8 @@ class ChunkBudget:
         The first call never returns 0."""
         if not self._width:
             least = self._whole_blocks(min(self.first_tokens, self._tokens))
-            most = min(remaining, max(self._tokens, self._min_tokens))
+            tokens = int(min(self._tokens, self._policy.max_kernel_tokens(start)))
+            most = min(remaining, max(tokens, self._min_tokens))
             tokens = max(self._fit_to_time(start, most), min(most, least))
             tokens = self._end_at_block(start, self._even(tokens, remaining), remaining)
             self._width = max(tokens, MIN_TOKENS)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from engine.io.store import block_fetch, block_puts
 from engine.io.store.block_fetch import FileKind
+from engine.plan import Cancellation
 from shared import wire
 from tests.engine.io.storing_engine import STATES, TIMEOUT_S, StoringEngine
 from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
@@ -279,6 +281,31 @@ def test_a_payload_that_cannot_be_sent_is_dropped_alone(engine: StoringEngine) -
     assert engine.client.store(hash_of(2), [strided])
     wait_until(lambda: engine.client.stats.drops == 1)
     engine.store(3)
+
+
+def test_a_short_fetch_does_not_wait_for_a_long_one_nor_does_any_become_a_miss(
+    engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.keep(*range(60))
+    read = block_fetch.read_block
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return read(*arguments)
+
+    monkeypatch.setattr(block_fetch, "read_block", slow)
+    wanted = {9001: range(60), 9002: range(60), 9003: range(2)}
+    cancelled = Cancellation()
+    cancelled.is_set = True
+    engine.client.fetch(9000, [hash_of(number) for number in range(60)], None, cancelled)
+    for ticket, numbers in wanted.items():
+        engine.client.fetch(ticket, [hash_of(number) for number in numbers])
+    wait_until(lambda: 9003 in engine.answers and 9000 in engine.answers)
+    assert 9001 not in engine.answers
+    assert engine.answers[9000] == [[]], "nothing of it was read"
+    wait_until(lambda: 9001 in engine.answers and 9002 in engine.answers)
+    for ticket, numbers in wanted.items():
+        assert engine.answers[ticket] == [[payload_of(number) for number in numbers]]
 
 
 def test_a_touched_chain_outlives_others(tmp_path: Path, socket_dir: Path) -> None:

@@ -13,7 +13,7 @@ from engine.io.inbox import BlocksFetched, Inbox
 from engine.io.store.block_fetch import Payload
 from engine.io.store.client import StoreClient
 from engine.io.store.state_fetch import StatePrefixFetch
-from engine.plan import StateSearch, StoreRoom
+from engine.plan import Cancellation, StateSearch, StoreRoom
 from tests.engine.replica.test_state_prefixes import KINDS, Observed
 from tests.engine.whole import random_tokens
 
@@ -38,10 +38,16 @@ class MemoryStore:
         whole.core._store = cast(StoreClient, self)
         self.inbox = whole.core._inbox
 
-    def fetch(self, ticket: int, hashes: list[bytes], states: StateSearch | None) -> None:
+    def fetch(
+        self,
+        ticket: int,
+        hashes: list[bytes],
+        states: StateSearch | None,
+        cancellation: Cancellation,
+    ) -> None:
         assert states is not None
         answer = lambda *fetched: self.inbox.put(BlocksFetched(*fetched))  # noqa: E731
-        StatePrefixFetch(self, ticket, hashes, states, answer).start()
+        StatePrefixFetch(self, ticket, hashes, states, answer, cancellation).start()
 
     def store(self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool) -> bool:
         kept = self.states if is_state else self.blocks
@@ -51,7 +57,7 @@ class MemoryStore:
     def room(self) -> StoreRoom:
         return StoreRoom(256, 2**28)
 
-    def touch(self, blocks: Sequence[bytes], states: Sequence[bytes]) -> None:
+    def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
         assert all(block in self.blocks for block in blocks)
 
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
@@ -64,7 +70,12 @@ class MemoryStore:
     def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
         on_done([self.states[hash]])
 
-    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+    def get_blocks(
+        self,
+        hashes: Sequence[bytes],
+        on_done: Callable[[list[Payload]], None],
+        cancellation: Cancellation | None = None,
+    ) -> None:
         on_done([self.blocks[hash] for hash in hashes])
 
 

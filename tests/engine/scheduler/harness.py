@@ -179,7 +179,7 @@ class Engine:
 
     def answer_store(self) -> None:
         """Answer the oldest fetch with the stored blocks up to the first that is missing."""
-        ticket, hashes, states = self.fetches.popleft()
+        ticket, hashes, states, _ = self.fetches.popleft()
         run = list(takewhile(self.stored.__contains__, hashes))
         state = None if states is None else self._find_state(states, len(run))
         if states is not None:

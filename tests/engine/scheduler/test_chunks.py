@@ -205,6 +205,21 @@ def test_a_gpu_gets_longer_chunks_within_the_same_time() -> None:
     assert tokens < MAX_TOKENS and policy.predict_s(0, tokens) <= STREAMING_TARGET_S
 
 
+@pytest.mark.parametrize("fixed", [None, 8192])
+def test_a_chunk_of_a_gpu_is_shorter_after_a_long_prefix(fixed: int | None) -> None:
+    """macOS stops an operation that takes seconds."""
+    policy = ChunkPolicy(16, fixed, 8192, has_experts=True, layers=30, on_gpu=True)
+    if fixed is None:
+        learn(policy, 1e-3, 0.0)
+
+    def longest(start: int) -> int:
+        return policy.budget(streaming=False).take(start, 100_000)
+
+    assert longest(0) > 4096 and longest(64_000) <= 2048 and longest(128_000) <= 1100
+    on_cpu = ChunkPolicy(16, 8192, 8192)
+    assert on_cpu.budget(streaming=False).take(128_000, 100_000) == 8192
+
+
 @pytest.mark.parametrize(
     ("batches_chunks", "scored", "most"), [(True, None, 2), (False, None, 1), (True, 0, 1)]
 )

@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan import Exported
 from engine.scheduler.timing.chunks import ChunkPolicy
-from tests.engine.scheduler.harness import SHARED, Engine, config, request
+from tests.engine.scheduler.harness import BLOCK_BYTES, SHARED, Engine, config, request
 
 
 def with_stored(length: int, **changes: Any) -> Engine:
@@ -209,6 +209,50 @@ def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
     assert (stats.cached_ram_tokens_total, stats.cached_ssd_tokens_total) == (48, 48)
 
 
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_long_prefix_comes_from_the_kvstore_in_parts_while_streams_run(look_ahead: bool) -> None:
+    engine = with_stored(100, max_insert_bytes=3 * BLOCK_BYTES, look_ahead=look_ahead)
+    stream = engine.stream(request("stream", [7] * 9, max_tokens=40))
+    before = len(engine.plans)
+    long = engine.submit(request("long", SHARED))
+    engine.finish(long, stream)
+    inserting = [plan for plan in engine.plans[before:] if plan.inserts]
+    assert [len(plan.inserts) for plan in inserting] == [3] * 8
+    assert sum(bool(plan.decodes) for plan in inserting) >= 7, "the stream goes on"
+    assert not any(plan.chunks for plan in inserting[:-1]), "nothing of it is computed"
+    assert long.cached == (0, 96)
+
+
+def test_a_long_prefix_is_copied_in_parts_while_streams_run() -> None:
+    engine = Engine(config(blocks=300, max_restored_blocks=5))
+    engine.serve(request("before", SHARED))
+    stream = engine.stream(request("stream", [7] * 9, max_tokens=40))
+    before = len(engine.plans)
+    long = [engine.submit(request(name, SHARED)) for name in "ab"]
+    engine.finish(*long, stream)
+    restoring = [plan for plan in engine.plans[before:] if plan.restores]
+    copied = [sum(len(each.block_ids) for each in plan.restores) for plan in restoring]
+    assert max(copied) == 5 and sum(copied) == 48
+    assert all(plan.decodes for plan in restoring if not plan.chunks), "the stream goes on"
+    assert [client.cached for client in long] == [(96, 0)] * 2
+
+
+@pytest.mark.parametrize("how", ["abort", "raise"])
+def test_what_ends_while_its_prefix_is_inserted_leaves_nothing_reserved(how: str) -> None:
+    engine = with_stored(100, max_insert_bytes=BLOCK_BYTES)
+    client = engine.submit(request("a", SHARED))
+    engine.run_until(lambda: len(engine.plans) == 5)
+    assert engine.scheduler.memory.fetch_reservations
+    if how == "abort":
+        engine.scheduler.abort("a")
+        engine.run()
+    else:
+        engine.executor.fail_next_step = True
+        engine.finish(client)
+    assert not engine.scheduler.memory.fetch_reservations
+    engine.assert_nothing_left()
+
+
 def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,7 +286,7 @@ def test_a_fetch_begins_where_the_cached_prefix_ends() -> None:
     engine.store_answers = False
     engine.submit(request("b", SHARED[:41]))
     engine.schedule()
-    ((_, hashes, _),) = engine.fetches
+    ((_, hashes, *_),) = engine.fetches
     assert len(hashes) == 5
     assert not any(block_hash in engine.cached for block_hash in hashes)
 
@@ -277,12 +321,23 @@ def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> No
     assert engine.scheduler.stats().used_blocks == 12
     engine.submit(request("second", [7] * 90, max_tokens=8))
     engine.schedule()
-    (_, hashes, _), (_, rest, _) = engine.fetches
+    (_, hashes, *_), (_, rest, *_) = engine.fetches
     assert (len(hashes), len(rest)) == (12, 20), "no more is asked for than there is room"
     engine.scheduler.abort("first")
     engine.scheduler.abort("second")
     engine.run()
     assert engine.scheduler.stats().used_blocks == 0
+
+
+def test_a_fetch_that_nobody_waits_for_any_more_is_cancelled() -> None:
+    engine = with_stored(50)
+    engine.store_answers = False
+    engine.submit(request("a", SHARED[:50]))
+    engine.schedule()
+    (*_, cancellation) = engine.fetches[0]
+    assert not cancellation.is_set
+    engine.scheduler.abort("a")
+    assert cancellation.is_set
 
 
 def test_running_sequences_take_the_room_of_blocks_fetched_for_waiting_ones() -> None:

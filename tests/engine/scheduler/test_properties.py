@@ -42,6 +42,8 @@ CONFIGS = st.fixed_dictionaries(
         "prefix_cache": st.sampled_from([True, True, True, False]),
         "store_enabled": st.booleans(),
         "store_policy": st.sampled_from(["evict_only", "write_through"]),
+        "max_insert_bytes": st.sampled_from([1, 2 * BLOCK_BYTES, 2**26]),
+        "max_restored_blocks": st.sampled_from([None, 1, 3]),
         "look_ahead": st.booleans(),
         "layers": st.sampled_from([1, 2, 5, 30]),
         "pass_token_bytes": st.sampled_from([0, 30]),

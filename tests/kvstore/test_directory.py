@@ -34,14 +34,6 @@ def test_an_invalid_block_key_never_becomes_a_path(namespace: str, hash: bytes) 
         BlockKey.checked(namespace, hash)
 
 
-def test_a_second_owner_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    first = BlockDirectory(tmp_path)
-    with pytest.raises(DirectoryInUse):
-        BlockDirectory(tmp_path)
-    first.close()
-    BlockDirectory(tmp_path).close()
-
-
 def test_a_disk_that_became_read_only_can_be_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

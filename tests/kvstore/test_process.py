@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,20 +14,9 @@ import zmq
 
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
 from shared.supervisor_link import LINK_VARIABLE
-from tests.e2e.process import Process as OtherProcess
-from tests.e2e.process import running_process
 from tests.kvstore.blocks import file_of, wait_until
 from tests.kvstore.process import Process
 from tests.kvstore.test_server import Engine
-
-Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -40,30 +27,41 @@ def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
     process.end()
 
 
+Begin = Callable[..., Engine]
+
+
+@pytest.fixture
+def begin(kvstore: Process) -> Iterator[Begin]:
+    """Return a function that starts the kvstore with flags, and returns an engine of it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def begin(*flags: str) -> Engine:
+        kvstore.start(*flags)
+        return Engine(context, kvstore.endpoint)
+
+    yield begin
+    context.destroy(linger=0)
+
+
 def test_sigterm_writes_what_is_queued_and_leaves_nothing_behind(
-    kvstore: Process, context: Context
+    kvstore: Process, begin: Begin
 ) -> None:
-    kvstore.start()
-    engine = Engine(context, kvstore.endpoint)
+    engine = begin()
     for number in range(100):
         assert engine.put(number, 200_000).stored
     assert kvstore.stop() == 0
     assert not kvstore.socket_path.exists()
     assert not list(kvstore.directory.glob("nonce-*"))
-    kvstore.start()
-    assert Engine(context, kvstore.endpoint).has(*range(100)) == 100
+    assert begin().has(*range(100)) == 100
 
 
-def test_kill_9_under_load_leaves_only_whole_blocks(kvstore: Process, context: Context) -> None:
-    for round_ in range(2):
-        kvstore.start()
-        engine = Engine(context, kvstore.endpoint)
-        first = 1000 * round_
+def test_kill_9_under_load_leaves_only_whole_blocks(kvstore: Process, begin: Begin) -> None:
+    for first in (0, 1000):
+        engine = begin()
         for number in range(first, first + 60):
             engine.put(number, 300_000)
         kvstore.kill()
-    kvstore.start()
-    engine = Engine(context, kvstore.endpoint)
+    engine = begin()
     wait_until(lambda: not engine.stats().indexing)
     wait_until(lambda: list((kvstore.directory / "tmp").iterdir()) == [])
     paths = list(kvstore.directory.glob("*/rank_0/*/*.safetensors"))
@@ -83,24 +81,6 @@ def test_a_second_kvstore_is_refused_with_one_line(kvstore: Process, socket_dir:
     assert kvstore.stop() == 0
 
 
-def test_a_second_server_gets_a_directory_beside_the_default(
-    tmp_path: Path, socket_dir: Path
-) -> None:
-    def kvstore(name: str) -> AbstractContextManager[OtherProcess]:
-        address = f"--kvstore-socket=ipc://{socket_dir}/{name}"
-        return running_process(
-            "services.processes.kvstore", address, "--disk-reserve-gb=0", HOME=str(tmp_path)
-        )
-
-    with kvstore("a") as a, kvstore("b") as b:
-        first = a.wait_for(r"storing blocks in (\S+)")[1]
-        second = b.wait_for(r"storing blocks in (\S+)")[1]
-    assert sorted((first, second)) == [
-        f"{tmp_path}/.cache/mlx-lm-server/kv-cache",
-        f"{tmp_path}/.cache/mlx-lm-server/kv-cache-2",
-    ]
-
-
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, socket_dir: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     refused = Process(tmp_path / "file", socket_dir / "kvstore").run()
@@ -113,19 +93,6 @@ def test_a_kvstore_started_alone_needs_a_socket(kvstore: Process) -> None:
     refused = kvstore.run()
     assert refused.returncode == EXIT_USAGE
     assert refused.stderr.count("\n") == 1 and "--kvstore-socket" in refused.stderr
-
-
-def test_bytes_that_are_not_zeromq_do_no_harm(kvstore: Process, context: Context) -> None:
-    kvstore.start()
-    rng = random.Random(3)
-    for _ in range(30):
-        with socket.socket(socket.AF_UNIX) as raw:
-            raw.connect(str(kvstore.socket_path))
-            try:
-                raw.sendall(rng.randbytes(rng.randrange(1, 2000)))
-            except OSError:
-                pass  # it closed the connection
-    assert Engine(context, kvstore.endpoint).put(1).stored
 
 
 def test_the_kvstore_heartbeats_and_ends_with_its_supervisor(kvstore: Process) -> None:
@@ -155,12 +122,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("durability", ["best_effort", "persistent"])
 def test_the_tier_shrinks_on_a_full_disk_and_grows_again(
-    small_disk: Path, kvstore: Process, context: Context, durability: str
+    small_disk: Path, kvstore: Process, begin: Begin, durability: str
 ) -> None:
-    kvstore.start("--ssd-durability", durability)
+    engine = begin("--ssd-durability", durability)
     filler = small_disk / "filler"
     filler.write_bytes(bytes(1_100_000))
-    engine = Engine(context, kvstore.endpoint)
     for number in range(12):
         engine.put(number, 300_000)
     wait_until(lambda: engine.stats().writes_total == 12)
@@ -179,10 +145,9 @@ def test_the_tier_shrinks_on_a_full_disk_and_grows_again(
 
 
 def test_the_tier_leaves_the_reserve_to_others(
-    small_disk: Path, kvstore: Process, context: Context
+    small_disk: Path, kvstore: Process, begin: Begin
 ) -> None:
-    kvstore.start("--disk-reserve-gb", "0.001")
-    engine = Engine(context, kvstore.endpoint)
+    engine = begin("--disk-reserve-gb", "0.001")
     for number in range(12):
         engine.put(number, 100_000)
     wait_until(lambda: engine.stats().writes_total == 12)
@@ -200,9 +165,8 @@ def small_disk_free(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def test_the_size_limit_holds_under_load(kvstore: Process, context: Context) -> None:
-    kvstore.start("--ssd-max-size-gb", "0.001")
-    engine = Engine(context, kvstore.endpoint)
+def test_the_size_limit_holds_under_load(kvstore: Process, begin: Begin) -> None:
+    engine = begin("--ssd-max-size-gb", "0.001")
     for number in range(100):
         engine.put(number, 50_000)
     wait_until(lambda: engine.stats().writes_total == 100)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -298,35 +297,6 @@ def test_a_reported_block_is_verified_and_quarantined(running: Running) -> None:
     wait_until(lambda: engine.stats().corrupt_total == 1)
     assert not path.exists()
     assert engine.has(1) == 0 and engine.has(2) == 1
-
-
-def test_rubbish_is_counted_and_dropped(running: Running) -> None:
-    rng = random.Random(5)
-    engine = running.engine()
-    for _ in range(200):
-        engine.socket.send_multipart(
-            [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 5))]
-        )
-    header = wire.encode(wire.Has(ticket=1, namespace=NAMESPACE, hashes=[hash_of(1)]))[0]
-    for position in range(len(header)):
-        engine.socket.send(bytes(header[:position]))
-    nonsense: list[tuple[wire.Message, list[bytes]]] = [
-        (wire.Has(ticket=1, namespace="../..", hashes=[hash_of(1)]), []),
-        (wire.Get(ticket=1, namespace=NAMESPACE, hashes=[b"short"]), []),
-        (wire.Put(ticket=1, namespace=NAMESPACE, hash=hash_of(1)), []),
-        (wire.Put(ticket=1, namespace=NAMESPACE, hash=hash_of(1)), [b"two", b"files"]),
-        (wire.Put(ticket=1, namespace="/etc", hash=hash_of(1)), [b"x"]),
-        (wire.Touch(namespace="..", hashes=[]), []),
-        (wire.Corrupt(namespace="..", hash=hash_of(1)), []),
-        (wire.Locate(protocol=99), []),
-        (wire.Ping(router_id="lost its way"), []),
-    ]
-    for message, payload in nonsense:
-        engine.send(message, *payload)
-    expected = 200 + len(header) + len(nonsense) - 1  # a touch of no blocks is valid
-    # Nothing of it was answered: the next answer to this engine is the one that it wants.
-    assert engine.stats().dropped_messages_total == expected
-    assert engine.put(1).stored
 
 
 def test_an_engine_that_leaves_before_its_reply_does_no_harm(running: Running) -> None:

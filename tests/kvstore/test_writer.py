@@ -28,6 +28,13 @@ class WritingTier(Tier):
         self._writers.append(Writer(on or self.store, **options))
         return self._writers[-1], Outcomes()
 
+    def start_and_write(self, **options: Any) -> tuple[Writer, Outcomes]:
+        """Start a writer, which has written block 0."""
+        writer, outcomes = self.start(**options)
+        assert writer.offer(outcomes.put(0)) == ""
+        wait_until(lambda: outcomes == {0: ""})
+        return writer, outcomes
+
     def close(self) -> None:
         self.disk.may_write.set()
         for writer in self._writers:
@@ -112,22 +119,16 @@ def test_best_effort_does_not_retry(tier: WritingTier) -> None:
     assert "EIO" in outcomes[1]  # a second try would have worked
 
 
-@pytest.mark.parametrize(
-    ("code", "state"),
-    [
-        (errno.ENOSPC, "full"),
-        (errno.EDQUOT, "full"),
-        (errno.EROFS, "read_only"),
-        (errno.EIO, "failing"),
-    ],
-)
+STATES = {errno.ENOSPC: "full", errno.EDQUOT: "full"}
+STATES |= {errno.EROFS: "read_only", errno.EIO: "failing"}
+
+
+@pytest.mark.parametrize(("code", "state"), STATES.items())
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
     tier: WritingTier, caplog: pytest.LogCaptureFixture, code: int, state: str, persistent: bool
 ) -> None:
-    writer, outcomes = tier.start(persistent=persistent, max_retries=0)
-    writer.offer(outcomes.put(0))
-    wait_until(lambda: outcomes == {0: ""})
+    writer, outcomes = tier.start_and_write(persistent=persistent, max_retries=0)
     tier.disk.always = OSError(code, "it fails")
     with caplog.at_level(logging.WARNING):
         writer.offer(outcomes.put(1))
@@ -151,18 +152,12 @@ def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
 def test_a_vanished_directory_is_one_log_line_and_is_created_again(
     tier: WritingTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, outcomes = tier.start(flush_interval_s=0.05)
-    writer.offer(outcomes.put(0))
-    wait_until(lambda: outcomes == {0: ""})
+    writer, outcomes = tier.start_and_write(flush_interval_s=0.05)
     with caplog.at_level(logging.WARNING):
-        aside = tier.directory.root.with_name("aside")
-        tier.directory.root.rename(aside)
-        wait_until(
-            lambda: tier.store.stats().state == "gone" or (tier.directory.root / "lock").exists()
-        )
-        wait_until(
-            lambda: tier.store.stats().state == "ok" and (tier.directory.root / "lock").exists()
-        )
+        lock = tier.directory.root / "lock"
+        tier.directory.root.rename(tier.directory.root.with_name("aside"))
+        wait_until(lambda: tier.store.stats().state == "gone" or lock.exists())
+        wait_until(lambda: tier.store.stats().state == "ok" and lock.exists())
         assert tier.store.has([key_of(0)]) == 0
         assert tier.store.stats().blocks == 0
         writer.offer(outcomes.put(1))
@@ -176,9 +171,7 @@ def test_a_vanished_directory_is_one_log_line_and_is_created_again(
 def test_a_directory_on_a_disk_that_is_not_mounted_is_not_created_elsewhere(
     tier: WritingTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, outcomes = tier.start(flush_interval_s=0.05)
-    writer.offer(outcomes.put(0))
-    wait_until(lambda: outcomes == {0: ""})
+    writer, outcomes = tier.start_and_write(flush_interval_s=0.05)
     monkeypatch.setattr(tier.directory, "_device", -7)  # what is below now is another disk
     aside = tier.directory.root.with_name("aside")
     tier.directory.root.rename(aside)

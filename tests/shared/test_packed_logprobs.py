@@ -33,18 +33,15 @@ def sent(logprobs: PackedLogprobs) -> PackedLogprobs:
     return found
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_they_arrive_as_they_were(count: int) -> None:
-    found = sent(packed(SCORES[:count]))
-    assert len(found) == count
-    assert list(found) == SCORES[:count]
-    assert list(found.after(2)) == SCORES[2:count]
+WITHOUT_ALTERNATIVES = [TokenLogprobs(chosen=-float(n)) for n in range(3)]
 
 
-def test_positions_may_have_no_alternatives() -> None:
-    scores = [TokenLogprobs(chosen=-1.0), TokenLogprobs(chosen=-2.0)]
-    assert list(sent(packed(scores))) == scores
-    assert list(sent(packed(scores)).after(1)) == scores[1:]
+@pytest.mark.parametrize("scores", [[], SCORES[:1], SCORES, WITHOUT_ALTERNATIVES], ids=len)
+def test_they_arrive_as_they_were(scores: list[TokenLogprobs]) -> None:
+    found = sent(packed(scores))
+    assert len(found) == len(scores)
+    assert list(found) == scores
+    assert list(found.after(2)) == scores[2:]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ and cost no request more than a little."""
 
 Refusal = Callable[..., str]
 TWO_RANKS = "--distributed-mode ring --num-local-ranks 2"
+JACCL, DRAFTS = "--distributed-mode jaccl", "--spec-decode draft --draft-model-path x"
 
 
 @pytest.fixture
@@ -229,12 +230,9 @@ def test_drafts_are_the_default_and_can_be_turned_off() -> None:
         ("--engine-socket 'tcp://*:5555'", "--engine-socket: * is another machine"),
         ("--num-local-ranks 2", "--num-local-ranks: requires --distributed"),
         ("--distributed-mode ring", "--distributed-mode: requires --num-local-ranks or"),
+        (f"{JACCL} --distributed-hostfile /none", "--distributed-hostfile: /none cannot be read"),
         (
-            "--distributed-mode jaccl --distributed-hostfile /none",
-            "--distributed-hostfile: /none cannot be read",
-        ),
-        (
-            "--distributed-mode jaccl --num-local-ranks 2",
+            f"{JACCL} --num-local-ranks 2",
             "--num-local-ranks: jaccl connects ranks on different machines",
         ),
         (
@@ -243,20 +241,11 @@ def test_drafts_are_the_default_and_can_be_turned_off() -> None:
         ),
         (f"{TWO_RANKS} --adapter-path x", "--adapter-path: adapters cannot be split"),
         (f"{TWO_RANKS} --max-adapters 2", "--max-adapters: adapters cannot be split"),
-        (
-            f"{TWO_RANKS} --spec-decode draft --draft-model-path x",
-            "--draft-model-path: not supported",
-        ),
+        (f"{TWO_RANKS} {DRAFTS}", "--draft-model-path: not supported"),
         ("--spec-decode draft", "--spec-decode: draft requires --draft-model-path"),
-        (
-            "--draft-model-path x --spec-decode none",
-            "--draft-model-path: has no effect without",
-        ),
+        ("--draft-model-path x --spec-decode none", "--draft-model-path: has no effect without"),
         ("--draft-model-path x --spec-decode ngram", "--draft-model-path: has no effect without"),
-        (
-            "--draft-model-path x --spec-decode draft --draft-context-len 513",
-            "--draft-context-len: 513 is greater than 512",
-        ),
+        (f"{DRAFTS} --draft-context-len 513", "--draft-context-len: 513 is greater than 512"),
     ],
 )
 def test_an_invalid_value_is_one_line_that_names_the_flag(

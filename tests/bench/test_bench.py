@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,13 +14,16 @@ from bench.primitives import count_primitives, fused_functions
 from bench.router import alone as router
 from bench.serving import host_time
 from bench.side import SIDES, side
-from tests.tiny_models import make_tiny
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model("llama"))
 
 
 @pytest.mark.parametrize("name", SIDES)
-def test_a_side_answers_each_call_with_seconds(name: str, tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
-    with side(name, str(tmp_path)) as one:
+def test_a_side_answers_each_call_with_seconds(name: str, model: str) -> None:
+    with side(name, model) as one:
         assert one.call("prefill", 32, 16) > 0
         assert one.call("decode", [20, 20], 2) > 0
         assert one.call("generate", [40, 7], 2) > 0
@@ -27,9 +31,8 @@ def test_a_side_answers_each_call_with_seconds(name: str, tmp_path: Path) -> Non
             assert one.call("read") > 0
 
 
-def test_the_same_steps_are_measured_with_the_same_bits_and_without(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
-    with side("ours", str(tmp_path), module="bench.engine.same_bits") as one:
+def test_the_same_steps_are_measured_with_the_same_bits_and_without(model: str) -> None:
+    with side("ours", model, module="bench.engine.same_bits") as one:
         for call in (("steps", 2, 20, 2), ("chunks", 16, 16, 2)):
             assert one.call(*call) > 0
             assert one.call("shortest", True) > 0 and one.call("shortest", False) > 0
@@ -80,9 +83,9 @@ for lengths, width in (([40] * 8, 1), ([40, 9] * 4, 1), ([40] * 8, 16), ([40, 9]
 """
 
 
-def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(tmp_path: Path) -> None:
+def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(model: str) -> None:
     """In a process of its own: other tests put operations for CPUs in the place of mlx-lm's."""
-    command = [sys.executable, "-c", _COUNTS, str(make_tiny("llama", tmp_path))]
+    command = [sys.executable, "-c", _COUNTS, model]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     steps = [map(float, line.split()) for line in ended.stdout.splitlines()]
     assert len(steps) == 4  # decodes and chunks of 8 rows, even and uneven
@@ -93,11 +96,10 @@ def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(tmp_path: Path) -> None
 
 
 def test_the_router_is_measured_beside_a_bare_application(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_tiny("llama", tmp_path)
     load = router.Load(streams=12, engines=3, models=2, rate=100, seconds=1, settle_s=0.1)
-    ((ours, bare),) = router.measure(tmp_path, load, runs=1)
+    ((ours, bare),) = router.measure(Path(model), load, runs=1)
     # Both have sent tokens at some rate, and it has cost something: no more, beside other tests.
     for one in (ours, bare):
         assert one.tokens > 0 and one.cpu_s > 0 and one.memory_mb > 10
@@ -131,9 +133,8 @@ def test_a_measurement_that_is_killed_leaves_no_server_behind(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_page_about_a_gpu_is_right_on_a_cpu_that_computes_as_one(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
-    command = [sys.executable, "-m", "bench", "metal", "--runs=1", f"--model={tmp_path}"]
+def test_the_page_about_a_gpu_is_right_on_a_cpu_that_computes_as_one(model: str) -> None:
+    command = [sys.executable, "-m", "bench", "metal", "--runs=1", f"--model={model}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "look-ahead: True" in done.stdout
@@ -142,8 +143,7 @@ def test_the_page_about_a_gpu_is_right_on_a_cpu_that_computes_as_one(tmp_path: P
     assert len(speeds) == 10 and all(float(ratio) > 0 for ratio in speeds)
 
 
-def test_a_wrong_engine_is_found(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
+def test_a_wrong_engine_is_found(model: str) -> None:
     broken = """
 import sys
 from engine.backend.blas import load_fast_blas
@@ -157,7 +157,7 @@ write = GPUBatch.write
 GPUBatch.write = lambda batch, layer, *new: write(batch, layer, *(mx.roll(a, 1, 0) for a in new))
 metal(sys.argv[1], 1)
 """
-    command = [sys.executable, "-c", broken, str(tmp_path)]
+    command = [sys.executable, "-c", broken, model]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "**WRONG: logits differ by " in done.stdout

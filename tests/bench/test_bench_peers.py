@@ -20,7 +20,7 @@ from bench.peers.environments import (
 from services.commands.bench.report import LoadReport
 from services.measuring.answers import StreamedAnswer
 from services.measuring.load import LoadRecord
-from services.measuring.measures import level_of
+from tests.services.benchmark.reports import made_level, made_report
 
 
 @pytest.fixture
@@ -42,27 +42,7 @@ def report(label: str, tokens: int, error: str | None = None) -> LoadReport:
     answer = StreamedAnswer(times=[0.5, 1.5], completion_tokens=tokens, has_usage=True)
     records = [LoadRecord("", answer)]
     records += [LoadRecord("", StreamedAnswer(error=error))] if error else []
-    found = level_of(
-        records,
-        [],
-        concurrency=1,
-        request_rate=None,
-        cancelled=0,
-        duration_s=2.0,
-        limits={},
-    )
-    return LoadReport(
-        url="",
-        model="m",
-        label=label,
-        endpoint="chat",
-        workload="fixed",
-        options={},
-        seed=0,
-        started="",
-        version="",
-        levels=[found],
-    )
+    return made_report(made_level(*records, concurrency=1), label=label)
 
 
 def test_pairs_that_are_whole_are_written(peer: Peer, tmp_path: Path) -> None:

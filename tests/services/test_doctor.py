@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,91 +27,70 @@ from tests.commands import ROOT, TIMEOUT_S, run_command
 _LINUX = sys.platform == "linux"
 
 
+Found = Iterator[tuple[str, str, str]]
+"""What is broken, the check that has to find it, and in which words."""
+
+
+@dataclass
 class BrokenMachine:
     """A folder with what is broken, and the flags and variables that lead there."""
 
-    def __init__(self, root: Path, good_model: Path, stack: ExitStack) -> None:
-        self.root, self._good = root, good_model
-        self.flags: list[str] = ["--host=127.0.0.1"]
-        self.environment: dict[str, str] = {}
-        self._stack = stack
+    root: Path
+    good_model: Path
+    stack: ExitStack
+    flags: list[str] = field(default_factory=lambda: ["--host=127.0.0.1"])
+    environment: dict[str, str] = field(default_factory=dict)
 
-    def break_everything(self) -> dict[str, tuple[str, str]]:
-        """Return, for each thing that is broken, the check that has to find it, and in which
-        words."""
-        return {
-            "port taken": self._port(),
-            "a server uses the folder of blocks": self._blocks(),
-            "less room on the disk than is to stay free": self._disk(),
-            "hub's cache is not writable": self._hub(),
-            **({"responses cannot be written": self._responses()} if _LINUX else {}),
-            "socket in use": self._socket(),
-            "secret key readable by others": self._keys(),
-            "certificate is none": self._certificate(),
-            "another machine cannot be reached": self._hosts(),
-            **({"ONNX Runtime is missing": self._onnx_runtime()} if _LINUX else {}),
-            **self._models(),
-        }
+    def break_everything(self) -> list[tuple[str, str, str]]:
+        return [*self._addresses(), *self._places(), *self._programs(), *self._models()]
 
-    def _port(self) -> tuple[str, str]:
-        taken = self._stack.enter_context(listener.listen("127.0.0.1", 0))
+    def _addresses(self) -> Found:
+        taken = self.stack.enter_context(listener.listen("127.0.0.1", 0))
         port = taken.getsockname()[1]
         taken.close()  # what takes it answers nothing, not even a connection
-        other = self._stack.enter_context(socket.socket())
+        other = self.stack.enter_context(socket.socket())
         other.bind(("127.0.0.1", port))
         other.listen()
         other.settimeout(0)
         self.flags.append(f"--port={port}")
-        return "http", f"--port: {port} is in use"
+        yield "port taken", "http", f"--port: {port} is in use"
 
-    def _blocks(self) -> tuple[str, str]:
-        self._stack.callback(BlockDirectory(self.root / "blocks").close)
-        self.flags.append(f"--ssd-cache-dir={self.root / 'blocks'}")
-        return "SSD cache", "a running server uses"
-
-    def _disk(self) -> tuple[str, str]:
-        self.flags.append("--disk-reserve-gb=1e9")
-        return "SSD cache", "no blocks will be written"
-
-    def _hub(self) -> tuple[str, str]:
-        (self.root / "file").touch()
-        self.environment["HF_HOME"] = str(self.root / "file" / "below")
-        return "model cache", "is not a folder"
-
-    def _responses(self) -> tuple[str, str]:
-        """Where nobody can write, and access rights allow root to."""
-        self.flags.append("--response-store-dir=/proc/responses")
-        return "responses", "/proc is not writable (No such file or directory)"
-
-    def _socket(self) -> tuple[str, str]:
         path = self.root / "engines"
-        other = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        other = self.stack.enter_context(socket.socket(socket.AF_UNIX))
         other.bind(str(path))
         other.listen()
         self.flags.append(f"--engine-socket=ipc://{path}")
-        return "engine-socket", "a running process uses"
+        yield "socket in use", "engine-socket", "a running process uses"
 
-    def _keys(self) -> tuple[str, str]:
         create_pair(self.root / "keys", "server")
         (self.root / "keys" / "server.secret").chmod(0o644)
         self.flags.append(f"--curve-dir={self.root / 'keys'}")
-        return "keys", "can be read by other users"
+        yield "secret key readable by others", "keys", "can be read by other users"
 
-    def _certificate(self) -> tuple[str, str]:
         for name in ("certfile", "keyfile"):
             (self.root / name).write_text("no PEM")
             self.flags.append(f"--ssl-{name}={self.root / name}")
-        return "TLS", "--ssl-certfile"
+        yield "certificate is none", "TLS", "--ssl-certfile"
 
-    def _onnx_runtime(self) -> tuple[str, str]:
-        missing = self.root / "packages"
-        missing.mkdir()
-        (missing / "onnxruntime.py").write_text("raise ImportError('no onnxruntime here')")
-        self.environment["PYTHONPATH"] = f"{missing}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        return "ONNX Runtime", "no onnxruntime here"
+    def _places(self) -> Found:
+        self.stack.callback(BlockDirectory(self.root / "blocks").close)
+        self.flags.append(f"--ssd-cache-dir={self.root / 'blocks'}")
+        yield "a server uses the folder of blocks", "SSD cache", "a running server uses"
 
-    def _hosts(self) -> tuple[str, str]:
-        """An ssh that fails as one does without a network, in the place of the machine's."""
+        self.flags.append("--disk-reserve-gb=1e9")
+        yield "less room on the disk than is to stay free", "SSD cache", "no blocks will be written"
+
+        (self.root / "file").touch()
+        self.environment["HF_HOME"] = str(self.root / "file" / "below")
+        yield "hub's cache is not writable", "model cache", "is not a folder"
+
+        if _LINUX:  # where nobody can write, and access rights allow root to
+            self.flags.append("--response-store-dir=/proc/responses")
+            words = "/proc is not writable (No such file or directory)"
+            yield "responses cannot be written", "responses", words
+
+    def _programs(self) -> Found:
+        # An ssh that fails as one does without a network, in the place of the machine's.
         programs = self.root / "programs"
         programs.mkdir()
         (programs / "ssh").write_text("#!/bin/sh\necho 'ssh: no route to host' >&2; exit 255\n")
@@ -119,12 +99,21 @@ class BrokenMachine:
         hosts = [{"ssh": name, "ips": ["192.0.2.1"]} for name in ("here", "elsewhere")]
         (self.root / "hosts.json").write_text(json.dumps(hosts))
         self.flags.append(f"--distributed-hostfile={self.root / 'hosts.json'}")
-        return "hosts", "cannot use elsewhere: ssh: no route to host"
+        words = "cannot use elsewhere: ssh: no route to host"
+        yield "another machine cannot be reached", "hosts", words
 
-    def _models(self) -> dict[str, tuple[str, str]]:
+        if _LINUX:
+            missing = self.root / "packages"
+            missing.mkdir()
+            (missing / "onnxruntime.py").write_text("raise ImportError('no onnxruntime here')")
+            path = f"{missing}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+            self.environment["PYTHONPATH"] = path
+            yield "ONNX Runtime is missing", "ONNX Runtime", "no onnxruntime here"
+
+    def _models(self) -> Found:
         half, corrupt, cut = (self.root / name for name in ("half", "corrupt", "cut"))
         for path in (half, corrupt, cut):
-            shutil.copytree(self._good, path)
+            shutil.copytree(self.good_model, path)
         index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
         (half / INDEX).write_text(json.dumps(index))
         (corrupt / "config.json").write_text('{"model_type": "lla')
@@ -132,41 +121,30 @@ class BrokenMachine:
         os.truncate(cut / "model.safetensors", size // 2)
         text = "".join(f'[[model]]\npath = "{path}"\n' for path in (half, corrupt, cut))
         text += '[[model]]\nid = "gone/"\n'
-        text += f'[[model]]\nid = "large"\npath = "{self._good}"\nmemory-gb = 0.000001\n'
+        text += f'[[model]]\nid = "large"\npath = "{self.good_model}"\nmemory-gb = 0.000001\n'
         (self.root / "server.toml").write_text(text)
         self.flags.append(f"--config={self.root / 'server.toml'}")
-        return {
-            "half downloaded": ("model", "1 of 2 weight files are missing: model-00002"),
-            "corrupt config": ("model", "config.json is not valid JSON"),
-            "cut file of weights": (
-                "model",
-                f"model.safetensors is truncated: {size // 2} of {size}",
-            ),
-            "no such model": ("model", "folder gone/ does not exist"),
-            "too little memory": ("model memory", "do not fit in 0.0 GB"),
-        }
-
-
-@pytest.fixture
-def broken(
-    socket_dir: Path, tiny_model: Callable[..., Path]
-) -> Iterator[tuple[BrokenMachine, dict[str, tuple[str, str]]]]:
-    with ExitStack() as stack:
-        made = BrokenMachine(socket_dir, tiny_model("llama"), stack)
-        yield made, made.break_everything()
+        yield "half downloaded", "model", "1 of 2 weight files are missing: model-00002"
+        yield "corrupt config", "model", "config.json is not valid JSON"
+        words = f"model.safetensors is truncated: {size // 2} of {size}"
+        yield "cut file of weights", "model", words
+        yield "no such model", "model", "folder gone/ does not exist"
+        yield "too little memory", "model memory", "do not fit in 0.0 GB"
 
 
 def test_each_broken_set_up_is_found_with_a_remedy(
-    broken: tuple[BrokenMachine, dict[str, tuple[str, str]]],
+    socket_dir: Path, tiny_model: Callable[..., Path]
 ) -> None:
     """All at once, in one run of the command as a user starts it."""
-    machine, expected = broken
-    done = run_command("doctor", "--json", *machine.flags, **machine.environment)
+    with ExitStack() as stack:
+        machine = BrokenMachine(socket_dir, tiny_model("llama"), stack)
+        expected = machine.break_everything()
+        done = run_command("doctor", "--json", *machine.flags, **machine.environment)
     assert done.returncode == 1 and done.stdout, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     bad = [each for each in found if each["verdict"] == "BAD"]
-    for what, (name, words_in_text) in expected.items():
-        own = [each for each in bad if each["name"] == name and words_in_text in each["text"]]
+    for what, name, words in expected:
+        own = [each for each in bad if each["name"] == name and words in each["text"]]
         assert len(own) == 1, f"{what} in {bad}"
         assert own[0]["remedy"], what
     assert len(bad) == len(expected) >= 13, bad
@@ -233,11 +211,8 @@ def test_files_that_are_no_models_are_told_apart(
     assert problems(tiny_model("llama")) == []
     assert problems(tmp_path / "none") == [f"{tmp_path / 'none'} is not a folder"]
     assert problems(tmp_path) == [
-        *(
-            "config.json is missing",
-            "there are no model*.safetensors files",
-            "there is no tokenizer",
-        )
+        *("config.json is missing", "there are no model*.safetensors files"),
+        "there is no tokenizer",
     ]
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")

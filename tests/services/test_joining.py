@@ -20,6 +20,7 @@ from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 
 FIRST, SECOND = "tcp://127.0.0.1:5555", "ipc:///run/second"
+FAR = "--engine-socket=tcp://10.0.0.9:5"
 
 
 def specs_of(directory: Path, *flags: str) -> list[ChildSpec]:
@@ -74,16 +75,8 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     ("flags", "code", "line"),
     [
         ([], 2, "--engine-socket is required: the address of the router to join"),
-        (
-            ["--engine-socket=tcp://10.0.0.9:5"],
-            2,
-            "10.0.0.9 is another machine, which requires --cu",
-        ),
-        (
-            ["--engine-socket=tcp://10.0.0.9:5", "--curve-dir=/nowhere"],
-            78,
-            "--curve-dir: cannot read /nowhere/engine.key",
-        ),
+        ([FAR], 2, "10.0.0.9 is another machine, which requires --cu"),
+        ([FAR, "--curve-dir=/nowhere"], 78, "--curve-dir: cannot read /nowhere/engine.key"),
     ],
 )
 def test_what_is_missing_is_one_line(

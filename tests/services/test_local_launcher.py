@@ -17,6 +17,7 @@ import pytest
 from services.supervision.launcher import ChildSpec
 from services.supervision.local_launcher import LocalLauncher, LocalProcess
 from services.supervision.output import LogCollector
+from tests.conftest import eventually
 from tests.e2e.server import is_running
 
 CHILD = (
@@ -29,7 +30,6 @@ SPARE = (
     "order = json.loads(os.read(int(link), 65536)); os.environ.update(order['environment']);"
     f"os.execv(sys.executable, [sys.executable, '-c', {CHILD!r}, *order['arguments']])"
 )
-PATIENCE_S = 40.0
 
 
 def spec(name: str, spare: str = SPARE) -> ChildSpec:
@@ -41,46 +41,58 @@ def spec(name: str, spare: str = SPARE) -> ChildSpec:
     )
 
 
+class Launches:
+    """A launcher that has a spare process ten seconds after a start, and what it has started."""
+
+    def __init__(self) -> None:
+        self.launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
+        self.started: list[LocalProcess] = []
+
+    def start(self, spec: ChildSpec, now: float) -> LocalProcess:
+        self.started.append(self.launcher.start(spec, now=now))
+        return self.started[-1]
+
+    def spare(self, now: float) -> int | None:
+        """Return the spare process that there is from a time on."""
+        self.launcher.keep_spare(now)
+        return self.launcher.spare_pid
+
+
 @pytest.fixture
-def started() -> Iterator[list[LocalProcess]]:
-    processes: list[LocalProcess] = []
-    yield processes
-    for process in processes:
+def launches() -> Iterator[Launches]:
+    made = Launches()
+    yield made
+    for process in made.started:
         process.end()
 
 
 def facts(process: LocalProcess) -> Any:
     """Return what the child says of itself."""
-    deadline = time.monotonic() + PATIENCE_S
-    while process.state.phase != "ready":
-        assert time.monotonic() < deadline
+
+    def is_ready() -> bool:
         process.refresh(time.monotonic())
-        time.sleep(0.01)
+        return process.state.phase == "ready"
+
+    eventually(is_ready)
     return process.state.facts
 
 
-def test_a_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> None:
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
-    started.append(launcher.start(spec("a"), now=100.0))
-    launcher.keep_spare(109.0)
-    assert launcher.spare_pid is None
-    launcher.keep_spare(110.0)
-    spare = launcher.spare_pid
-    launcher.keep_spare(111.0)
-    assert spare is not None and launcher.spare_pid == spare
-    started.append(launcher.start(spec("b"), now=112.0))
-    found = facts(started[1])
+def test_a_spare_process_becomes_the_next_child(launches: Launches) -> None:
+    first = launches.start(spec("a"), now=100.0)
+    assert launches.spare(109.0) is None
+    spare = launches.spare(110.0)
+    assert spare is not None and launches.spare(111.0) == spare
+    second = launches.start(spec("b"), now=112.0)
+    found = facts(second)
     assert (found["pid"], found["words"], found["name"]) == (spare, ["b", "--flag"], "b")
-    assert started[1].spec.name == "b"
-    assert facts(started[0])["pid"] != spare
-    launcher.keep_spare(121.0)
-    assert launcher.spare_pid is None  # the next one is due ten seconds after this start
+    assert second.spec.name == "b"
+    assert facts(first)["pid"] != spare
+    assert launches.spare(121.0) is None, "the next one is due ten seconds after this start"
 
 
 def test_without_a_thread_for_its_output_a_child_is_not_started(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, launches: Launches
 ) -> None:
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=0)
     children: list[subprocess.Popen[bytes]] = []
 
     def popen(*arguments: Any, **fields: Any) -> subprocess.Popen[bytes]:
@@ -94,56 +106,42 @@ def test_without_a_thread_for_its_output_a_child_is_not_started(
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr("threading.Thread.start", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
-        launcher.start(spec("a"), now=100.0)
+        launches.start(spec("a"), now=100.0)
     assert children[0].returncode == -signal.SIGKILL
 
 
-def test_a_stopped_spare_process_becomes_the_next_child(started: list[LocalProcess]) -> None:
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
-    started.append(launcher.start(spec("a"), now=100.0))
-    launcher.keep_spare(110.0)
-    spare = launcher.spare_pid
+def test_a_stopped_spare_process_becomes_the_next_child(launches: Launches) -> None:
+    launches.start(spec("a"), now=100.0)
+    spare = launches.spare(110.0)
     assert spare is not None
     os.kill(spare, signal.SIGSTOP)
-    started.append(launcher.start(spec("b"), now=112.0))
-    assert facts(started[1])["pid"] == spare
+    assert facts(launches.start(spec("b"), now=112.0))["pid"] == spare
 
 
-def test_a_spare_that_has_ended_is_not_used(started: list[LocalProcess]) -> None:
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
+def test_a_spare_that_has_ended_is_not_used(launches: Launches) -> None:
     broken = spec("a", spare="raise SystemExit(1)")
-    started.append(launcher.start(broken, now=100.0))
-    launcher.keep_spare(110.0)
-    pid = launcher.spare_pid
-    assert pid is not None
-    deadline = time.monotonic() + PATIENCE_S
-    while launcher.spare_pid is not None:
-        assert time.monotonic() < deadline
-        launcher.keep_spare(111.0)
-    launcher.keep_spare(170.0)
-    assert launcher.spare_pid is None  # it would end again
-    started.append(launcher.start(broken, now=171.0))
-    assert facts(started[1])["words"] == ["a", "--flag"]
+    launches.start(broken, now=100.0)
+    assert launches.spare(110.0) is not None
+    eventually(lambda: launches.spare(111.0) is None)
+    assert launches.spare(170.0) is None, "it would end again"
+    assert facts(launches.start(broken, now=171.0))["words"] == ["a", "--flag"]
 
 
-def test_no_spare_is_left_at_the_end(started: list[LocalProcess]) -> None:
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=10)
-    started.append(launcher.start(spec("a"), now=100.0))
-    launcher.keep_spare(110.0)
-    pid = launcher.spare_pid
+def test_no_spare_is_left_at_the_end(launches: Launches) -> None:
+    launches.start(spec("a"), now=100.0)
+    pid = launches.spare(110.0)
     assert pid is not None and is_running(pid)
-    launcher.close()
+    launches.launcher.close()
     with pytest.raises(ProcessLookupError):  # nobody has to wait for it any more
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 10.0])
-def test_only_children_that_may_have_a_spare_get_one(
-    started: list[LocalProcess], after_s: float
-) -> None:
-    """``0`` means that the server wants none."""
-    launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=after_s)
-    kind = replace(spec("a"), spare=()) if after_s else spec("a")
-    started.append(launcher.start(kind, now=100.0))
-    launcher.keep_spare(1000.0)
-    assert launcher.spare_pid is None
+def test_a_child_that_may_have_no_spare_gets_none(launches: Launches) -> None:
+    launches.start(replace(spec("a"), spare=()), now=100.0)
+    assert launches.spare(1000.0) is None
+
+
+def test_a_server_that_wants_no_spare_has_none(launches: Launches) -> None:
+    launches.launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=0.0)
+    launches.start(spec("a"), now=100.0)
+    assert launches.spare(1000.0) is None

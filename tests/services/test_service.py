@@ -96,13 +96,13 @@ def section(unit: Path) -> dict[str, str]:
 
 
 FLAGS = ["--model", "demo", "--port", "8123", "--drain-timeout-s", "60"]
+COMMAND = [sys.executable, "-P", "-m", "mlx_lm_server", "serve", *FLAGS]
 
 
 def test_a_unit_restarts_the_server_after_faults_and_lets_it_drain(site: Site) -> None:
     assert service.main(["install", *FLAGS], "linux") == 0
     found = section(site.unit)
-    command = [sys.executable, "-P", "-m", "mlx_lm_server", "serve", *FLAGS]
-    assert shlex.split(found["ExecStart"]) == command
+    assert shlex.split(found["ExecStart"]) == COMMAND
     assert found["Restart"] == "on-failure"
     assert found["RestartPreventExitStatus"] == "2 78"
     assert found["KillMode"] == "mixed"
@@ -133,14 +133,7 @@ def test_an_agent_restarts_the_server_after_faults_and_lets_it_drain(site: Site)
     assert service.main(["install", "--env", "HF_TOKEN=secret", *FLAGS], "darwin") == 0
     found = plistlib.loads(site.plist.read_bytes())
     assert found["Label"] == "mlx-lm-server"
-    assert found["ProgramArguments"] == [
-        sys.executable,
-        "-P",
-        "-m",
-        "mlx_lm_server",
-        "serve",
-        *FLAGS,
-    ]
+    assert found["ProgramArguments"] == COMMAND
     assert found["EnvironmentVariables"] == {"PYTHONPATH": python_path(), "HF_TOKEN": "secret"}
     assert found["KeepAlive"] == {"SuccessfulExit": False} and found["RunAtLoad"]
     assert found["ExitTimeOut"] > 60
@@ -150,14 +143,10 @@ def test_an_agent_restarts_the_server_after_faults_and_lets_it_drain(site: Site)
 
 
 def test_the_command_of_a_service_is_this_program(site: Site) -> None:
-    assert service.main(["install", *FLAGS], "darwin") == 0
-    command = plistlib.loads(site.plist.read_bytes())["ProgramArguments"]
-    source = str(Path(__file__).parents[2])
+    """Also in the home directory, where it is started."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [*command[:4], "--version"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": source},
+        [*COMMAND[:4], "--version"], capture_output=True, text=True, env=environment
     )
     assert done.stdout.startswith("mlx-lm-server "), done.stderr
 

@@ -21,7 +21,7 @@ from services.supervision.launcher import ChildSpec
 from services.supervision.managed_child import Limits, ManagedChild, describe_exit
 from shared.exits import EXIT_CONFIG, EXIT_OK
 from tests.conftest import eventually
-from tests.e2e.server import is_running
+from tests.e2e.server import cpu_s, is_running, ps
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -115,11 +115,6 @@ def start(begin: Start) -> Start:
     return start
 
 
-def is_stopped(pid: int) -> bool:
-    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return shown.stdout.startswith("T")
-
-
 def wait_until_gone(pid: int) -> None:
     eventually(lambda: not is_running(pid))
 
@@ -148,7 +143,7 @@ def test_a_killed_child_leaves_no_stopped_process_of_its_group(begin: Start) -> 
     (helper,) = server.journal("helper")
     os.kill(child.pid, signal.SIGKILL)
     server.wait_for_starts(2)
-    eventually(lambda: not is_running(helper.pid))
+    wait_until_gone(helper.pid)
 
 
 def test_pauses_before_restarts_grow_while_a_child_keeps_failing(begin: Start) -> None:
@@ -190,29 +185,12 @@ def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_whi
     assert "c was killed by SIGKILL; restarting it in 0.1 s" in log
 
 
-def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
-    server = start("a:serve:0", silence_s=1.5)
-    (first,) = server.journal()
-    os.kill(first.pid, signal.SIGSTOP)
-    server.wait_for_starts(2)
-    assert not is_running(first.pid)
-
-
 def test_a_stopped_child_ends_by_itself_when_it_is_told_to(start: Start) -> None:
     server = start("a:serve:0")
     os.kill(server.child("a").pid, signal.SIGSTOP)
     code, _, log = server.stop()
     assert code == EXIT_OK and "killed" not in log
     assert [entry.name for entry in server.journal("end")] == ["a"]
-
-
-def test_a_stopped_child_does_not_survive_a_killed_supervisor(start: Start) -> None:
-    server = start("a:serve:0")
-    pid = server.child("a").pid
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: is_stopped(pid))
-    server.process.kill()
-    wait_until_gone(pid)
 
 
 def test_a_child_that_never_heartbeats_is_killed_after_a_longer_time(begin: Start) -> None:
@@ -230,10 +208,15 @@ def test_a_supervisor_that_was_suspended_does_not_kill_its_children(start: Start
     assert len(server.journal()) == 1
 
 
-def test_a_killed_supervisor_leaves_no_processes_and_no_run_directory(start: Start) -> None:
-    server = start("a:serve:0", "b:stubborn:1")
+def test_a_killed_supervisor_leaves_no_run_directory_and_no_child_not_even_a_stopped_one(
+    start: Start,
+) -> None:
+    server = start("a:serve:0", "b:stubborn:1", "c:serve:2")
     assert server.run_dir.is_dir()
     (server.run_dir / "socket").touch()
+    stopped = server.child("c").pid
+    os.kill(stopped, signal.SIGSTOP)
+    eventually(lambda: ps("-o", "stat=", "-p", str(stopped)).startswith("T"))
     server.process.kill()
     for entry in server.journal():
         wait_until_gone(entry.pid)
@@ -260,11 +243,6 @@ def test_waiting_for_the_last_child_to_stop_takes_no_processor(start: Start) -> 
     time.sleep(1)
     assert cpu_s(server.process.pid) - before_s < 0.5
     server.stop()
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:

@@ -9,11 +9,12 @@ import statistics
 import pytest
 
 from services.commands.bench.options import ServeOptions, read_options
-from services.commands.bench.report import LoadReport, text_of
+from services.commands.bench.report import text_of
 from services.measuring.answers import StreamedAnswer
 from services.measuring.load import JoinRecord, LoadRecord, arrival_gaps, longest_gap
-from services.measuring.measures import Distribution, Level, Limits, is_good, level_of, tpot_s
+from services.measuring.measures import Distribution, is_good, tpot_s
 from services.measuring.workloads import Asking, TokenRange, conversations
+from tests.services.benchmark.reports import made_level, made_report
 
 
 def answer(*times: float, tokens: int | None = None, **fields: object) -> StreamedAnswer:
@@ -23,20 +24,6 @@ def answer(*times: float, tokens: int | None = None, **fields: object) -> Stream
     for name, value in fields.items():
         setattr(found, name, value)
     return found
-
-
-def level(
-    *records: LoadRecord, joins: tuple[JoinRecord, ...] = (), limits: Limits | None = None
-) -> Level:
-    return level_of(
-        records,
-        joins,
-        concurrency=2,
-        request_rate=None,
-        cancelled=0,
-        duration_s=2.0,
-        limits=limits or {},
-    )
 
 
 def test_percentiles_lie_between_values() -> None:
@@ -69,7 +56,7 @@ def test_a_level_counts_completed_requests_and_names_the_others() -> None:
         LoadRecord("later", answer(0.1, error="HTTP 429 queue_full", detail="try later")),
         LoadRecord("later", answer(error="HTTP 429 queue_full", detail="and again")),
     ]
-    found = level(*records, limits={"ttft": 200.0})
+    found = made_level(*records, limits={"ttft": 200.0})
     assert (found.completed, found.failed) == (2, 2)
     assert found.errors == {"HTTP 429 queue_full": 2}
     assert found.details == {"HTTP 429 queue_full": "try later"}
@@ -165,19 +152,7 @@ def test_wrong_flags_are_named(
 def test_a_table_shows_errors_joins_and_groups() -> None:
     joined = JoinRecord([0.2, 0.4], answer(1.0), answer(1.5))
     records = (LoadRecord("joiner", answer(1.5, 1.6)), LoadRecord("", answer(error="no token")))
-    report = LoadReport(
-        url="http://h",
-        model="m",
-        label="m",
-        endpoint="chat",
-        workload="long-join",
-        options={},
-        seed=1,
-        started="",
-        version="",
-        levels=[level(*records, joins=(joined,))],
-    )
-    text = text_of(report)
+    text = text_of(made_report(made_level(*records, joins=[joined]), workload="long-join"))
     assert "load 2: 1 failed with no token" in text
     assert "2        300              400  1500               1000" in text
     assert "joiner" in text

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,18 @@ import pytest
 from services.commands import cli
 from services.commands.bench import step
 from services.commands.bench.report import LoadReport, read_report
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, llama_server
 
 KEY = "secret"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serving(tiny_model("llama"), "--max-batch-size=4", f"--api-key={KEY}") as server:
-        yield server
+server = llama_server("--max-batch-size=4", f"--api-key={KEY}")
 
 
 @pytest.fixture
 def url(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLX_LM_SERVER_API_KEY", KEY)
-    return f"http://127.0.0.1:{server.port}"
+    return server.url
 
 
 def bench(tmp_path: Path, url: str, *argv: str, code: int = 0) -> LoadReport:

@@ -17,7 +17,9 @@ from tests.services.fleet.runner import FleetRun, entry
 GB = 10**9
 
 
-def one_model() -> FleetRun:
+@pytest.fixture
+def run() -> FleetRun:
+    """A fleet of one model, with memory for two more."""
     return FleetRun.settled(3 * GB, entry("a"))
 
 
@@ -43,8 +45,7 @@ def pulled(run: FleetRun, name: str) -> None:
     run.settle()
 
 
-def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> None:
-    run = one_model()
+def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted(run: FleetRun) -> None:
     ask(run, "pull", "me/b")
     run.job_processes[0].messages.append({"completed": 5, "total": 10})
     run.fleet.update()
@@ -66,8 +67,7 @@ def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> Non
     assert run.jobs["me/b"]["kind"] == "delete" and run.jobs["me/b"]["state"] == "done"
 
 
-def test_a_failed_download_serves_nothing_and_says_why() -> None:
-    run = one_model()
+def test_a_failed_download_serves_nothing_and_says_why(run: FleetRun) -> None:
     ask(run, "pull", "me/b")
     finish(run, 1, reason="the disk is full")
     job = run.jobs["me/b"]
@@ -80,8 +80,7 @@ def test_a_failed_download_serves_nothing_and_says_why() -> None:
     assert "its process" in run.jobs["me/b"]["reason"]
 
 
-def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
-    run = one_model()
+def test_one_download_is_for_all_and_so_many_run_at_once(run: FleetRun) -> None:
     for number in range(MAX_AT_ONCE):
         for _ in range(2):
             ask(run, "pull", f"me/{number}")
@@ -94,14 +93,12 @@ def test_one_download_is_for_all_and_so_many_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["b", "/etc/passwd", "../x", "a/b/c", "http://x/y", ""])
-def test_only_names_of_the_hub_are_pulled(name: str) -> None:
-    run = one_model()
+def test_only_names_of_the_hub_are_pulled(run: FleetRun, name: str) -> None:
     ask(run, "pull", name)
     assert run.jobs[name]["state"] == "refused" and not run.job_processes
 
 
-def test_only_what_was_pulled_is_deleted() -> None:
-    run = one_model()
+def test_only_what_was_pulled_is_deleted(run: FleetRun) -> None:
     ask(run, "delete", "a")
     assert "configured model" in run.jobs["a"]["reason"] and not run.job_processes
     assert run.states == {"a": "ready"}
@@ -179,8 +176,7 @@ def test_a_model_is_not_loaded_while_it_is_deleted() -> None:
     assert run.log == ["+me-b-0"], "it was not deleted after all"
 
 
-def test_a_download_just_after_a_cancelled_one_is_a_new_one() -> None:
-    run = one_model()
+def test_a_download_just_after_a_cancelled_one_is_a_new_one(run: FleetRun) -> None:
     ask(run, "pull", "me/b")
     ask(run, "cancel pull", "me/b")
     assert run.jobs["me/b"]["state"] == "cancelled"
@@ -195,11 +191,10 @@ def test_a_download_just_after_a_cancelled_one_is_a_new_one() -> None:
 
 
 def test_a_path_of_this_machine_is_not_pulled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: FleetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "me" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    run = one_model()
     ask(run, "pull", "me/b")
     assert "path" in run.jobs["me/b"]["reason"] and not run.job_processes
 
@@ -247,24 +242,21 @@ def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory() -> N
     assert run.log == ["+a-1", "-a-0", ".a-0", "+b-0"]
 
 
-def test_a_model_is_not_deleted_while_it_is_pulled_again() -> None:
-    run = one_model()
+def test_a_model_is_not_deleted_while_it_is_pulled_again(run: FleetRun) -> None:
     pull(run, "me/b")
     ask(run, "pull", "me/b")
     ask(run, "delete", "me/b")
     assert run.jobs["me/b"]["kind"] == "pull" and "me/b" in run.states
 
 
-def test_no_more_results_are_kept_than_a_message_holds() -> None:
-    run = one_model()
+def test_no_more_results_are_kept_than_a_message_holds(run: FleetRun) -> None:
     for number in range(3 * model_jobs.MAX_KEPT):
         ask(run, "pull", f"{number}" + "x" * 500)
     assert len(run.jobs) <= model_jobs.MAX_KEPT + 1
     assert len(json.dumps(run.router.told[-1])) < 256 * 1024
 
 
-def test_results_are_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one_model()
+def test_results_are_told_for_a_while(run: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(run, "pull", "b")
     assert run.jobs
     monkeypatch.setattr(model_jobs, "KEPT_S", -1.0)

@@ -10,6 +10,7 @@ import pytest
 
 from services.processes.awake import RELEASE_S, Awake
 from tests.conftest import eventually
+from tests.e2e.server import is_running
 
 
 class Machine:
@@ -32,14 +33,6 @@ class Machine:
 
     def _lines(self) -> list[str]:
         return self._log.read_text().splitlines() if self._log.exists() else []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_it_stays_awake_from_the_first_request_until_a_while_after_the_last(

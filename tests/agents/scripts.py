@@ -31,51 +31,38 @@ def _codex(project: str) -> Tools:
     def run(command: str) -> Call:
         return Call("exec_command", {"cmd": command})
 
+    def delegate(prompt: str) -> list[Call]:
+        return [Call("multi_agent_v1__spawn_agent", {"message": prompt}), run("sleep 4")]
+
     return Tools(
         lambda name: run(f"cat {name}"),
         lambda name, old, new: run(f"sed -i 's/{old}/{new}/' {name}"),
         run,
-        lambda prompt: [
-            Call("multi_agent_v1__spawn_agent", {"message": prompt}),
-            run("sleep 4"),
-        ],
+        delegate,
     )
 
 
 def _claude(project: str) -> Tools:
+    helper = {"subagent_type": "general-purpose", "run_in_background": False}
     return Tools(
         lambda name: Call("Read", {"file_path": f"{project}/{name}"}),
         lambda name, old, new: Call(
             "Edit", {"file_path": f"{project}/{name}", "old_string": old, "new_string": new}
         ),
         lambda command: Call("Bash", {"command": command, "description": "Run it"}),
-        lambda prompt: [
-            Call(
-                "Agent",
-                {
-                    "description": "Look around",
-                    "prompt": prompt,
-                    "subagent_type": "general-purpose",
-                    "run_in_background": False,
-                },
-            )
-        ],
+        lambda prompt: [Call("Agent", {"description": "Look around", "prompt": prompt, **helper})],
     )
 
 
 def _opencode(project: str) -> Tools:
+    helper = {"subagent_type": "general"}
     return Tools(
         lambda name: Call("read", {"filePath": f"{project}/{name}"}),
         lambda name, old, new: Call(
             "edit", {"filePath": f"{project}/{name}", "oldString": old, "newString": new}
         ),
         lambda command: Call("bash", {"command": command, "description": "Run it"}),
-        lambda prompt: [
-            Call(
-                "task",
-                {"description": "Look around", "prompt": prompt, "subagent_type": "general"},
-            )
-        ],
+        lambda prompt: [Call("task", {"description": "Look around", "prompt": prompt, **helper})],
     )
 
 
@@ -159,7 +146,7 @@ AGENTS = (
     Agent(
         "claude",
         "@anthropic-ai/claude-code",
-        lambda task: _claude_arguments(task),
+        _claude_arguments,
         lambda task: _claude_arguments(task, "--continue"),
         {"DISABLE_AUTOUPDATER": "1"},
         _claude,

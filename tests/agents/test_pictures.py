@@ -85,6 +85,5 @@ def check(agent: Agent, found: Path, server: Server, private: Path) -> None:
     for colour in ("green", "yellow"):
         file = private / "project" / f"{colour[0]}.png"
         coloured(colour, 3_000_000).save(file)
-        url = f"http://127.0.0.1:{server.port}"
-        code, printed = trial.work(url, SHOWN[agent.name](file.name))
+        code, printed = trial.work(server.url, SHOWN[agent.name](file.name))
         assert code == 0 and colour in printed, printed

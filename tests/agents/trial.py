@@ -95,16 +95,8 @@ class Trial:
     def _command(self, url: str, arguments: Sequence[str]) -> list[str]:
         if self.agent.from_pypi:
             return [str(self._found / self.agent.name), "--model", "openai/actor", *arguments]
-        start = [
-            sys.executable,
-            "-m",
-            "services.commands.cli",
-            "agent",
-            self.agent.name,
-            "--url",
-            url,
-        ]
-        return [*start, *arguments]
+        start = [sys.executable, "-m", "services.commands.cli", "agent", self.agent.name]
+        return [*start, "--url", url, *arguments]
 
     def _environment(self, url: str) -> dict[str, str]:
         return {
@@ -123,17 +115,15 @@ class Trial:
         server = self._server
         self.lay_out(BEFORE)
         process = self._start(recorder.url, self.agent.arguments(ENDLESS))
+        aborts = partial(server.metric, "mlx_lm_server_aborts_total")
         try:
-            server.wait_until(lambda: server.sequences_in_flight() > 0, _TASK_S, "no answer begins")
-            before = _generated(server)
-            server.wait_until(lambda: _generated(server) > before + 20, 60, "no tokens come")
-        except AssertionError as error:
-            return str(error)
-        finally:
-            _kill(process)
-        try:
+            try:
+                server.wait_until(lambda: server.sequences_in_flight() > 0, _TASK_S, "no answer")
+                before = _generated(server)
+                server.wait_until(lambda: _generated(server) > before + 20, 60, "no tokens come")
+            finally:
+                _kill(process)
             server.wait_until(lambda: server.sequences_in_flight() == 0, 60, "an answer goes on")
-            aborts = partial(server.metric, "mlx_lm_server_aborts_total")
             server.wait_until(lambda: aborts() > 0, 10, "nothing was cancelled")
         except AssertionError as error:
             return str(error)

@@ -127,8 +127,7 @@ def _try_chats(
         serving(model, *flags) as server,
         serving(make_caller(private / "caller"), *flags) as second,
     ):
-        os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{second.port}"
-        server.client.headers["authorization"] = f"Bearer {KEY}"
+        os.environ["CLIENT_CALLER"] = second.url
         rows = [row for same in by_run(clients) for row in _try(same, root, server, model)]
         return rows, _standard_tests(root, server, model) if has_tests else {}
 
@@ -143,8 +142,7 @@ def _try_embeddings(root: Path, private: Path, model: Path, only: str) -> list[R
     with config.open("a") as file:
         file.write(f'[[model]]\nid = "{SERVED}"\npath = "{model}"\n')
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
-        os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{server.port}"
-        server.client.headers["authorization"] = f"Bearer {KEY}"
+        os.environ["CLIENT_CALLER"] = server.url
         return [
             row
             for client in clients
@@ -232,7 +230,7 @@ def environment_of(server: Server) -> dict[str, str]:
     """Return the variables that scenarios read."""
     return os.environ | {
         "PYTHONPATH": str(SCRIPTS),
-        "CLIENT_URL": f"http://127.0.0.1:{server.port}",
+        "CLIENT_URL": server.url,
         "CLIENT_KEY": KEY,
         "CLIENT_MODEL": SERVED,
         "CLIENT_ALIAS": ALIAS,

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SCENARIOS = ("chat", "stream", "tools", "structured", "errors", "cancel")
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,16 @@ class Client:
     """A client at a pinned version, with one of its APIs."""
 
     name: str
-    packages: tuple[str, ...]
-    """Of pip or npm, the client first."""
+    installed: str
+    """The packages of pip or npm, the client first."""
     script: str
-    api: str = "/v1/chat/completions"
+    api: str = CHAT
     prefix: str = ""
     """Begins the names of the scenarios of ``api``."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return tuple(self.installed.split())
 
     @property
     def is_node(self) -> bool:
@@ -30,97 +36,57 @@ class Client:
         return self.packages[0].replace("==", "@").rpartition("@")[2]
 
 
-_OPENAI = ("openai==3.54.0",)
-_OPEN_WEBUI = ("open-webui==0.12.4", "playwright==1.65.2", "torch==2.13.0")
+_OPENAI, _LITELLM = "openai==3.54.0", "litellm==1.106.2 mcp"
+_LANGCHAIN, _LANGCHAIN_ANTHROPIC = "langchain-openai==1.7.3", "langchain-anthropic==1.7.7"
+_OPEN_WEBUI = "open-webui==0.12.4 playwright==1.65.2 torch==2.13.0"
 """It needs some PyTorch. Other releases may bring several GB for GPUs."""
+_LLAMA_INDEX = "llama-index-llms-ollama==0.11.0"
+_LLAMA_INDEX_EMBEDDINGS = "llama-index-embeddings-openai-like==0.4.0"
+_AI_SDK = "@ai-sdk/openai-compatible@3.0.92 ai@7.0.173 zod@4.6.7"
 CLIENTS = (
     Client("openai (Python)", _OPENAI, "openai_python.py"),
-    Client("openai (Python)", _OPENAI, "openai_python.py", "/v1/responses", "responses_"),
-    Client("anthropic (Python)", ("anthropic==2.12.0",), "anthropic_python.py", "/v1/messages"),
-    Client("langchain-openai", ("langchain-openai==1.7.3",), "with_langchain.py"),
-    Client(
-        "langchain-anthropic",
-        ("langchain-anthropic==1.7.7",),
-        "with_langchain.py",
-        "/v1/messages",
-    ),
-    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py"),
-    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py", "/v1/messages", "messages_"),
-    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py", "/api/chat", "ollama_"),
-    Client("ollama (Python)", ("ollama==0.6.3",), "ollama_python.py", "/api/chat"),
-    Client(
-        "langchain-ollama", ("langchain-ollama==1.1.0",), "with_langchain_ollama.py", "/api/chat"
-    ),
-    Client(
-        "llama-index-llms-ollama",
-        ("llama-index-llms-ollama==0.11.0",),
-        "with_llama_index_ollama.py",
-        "/api/chat",
-    ),
-    Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "with_pydantic_ai.py"),
-    Client("instructor", ("instructor==1.17.0",), "with_instructor.py"),
-    Client("llm", ("llm==0.36",), "with_llm.py"),
-    Client(
-        "lm-eval", ("lm-eval[api]==0.4.13", "transformers"), "with_lm_eval.py", "/v1/completions"
-    ),
-    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", "/api/chat"),
-    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", "/v1/chat/completions", "openai_"),
-    Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs"),
-    Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs", "/v1/responses", "responses_"),
-    Client(
-        "@anthropic-ai/sdk (Node)",
-        ("@anthropic-ai/sdk@1.12.0",),
-        "anthropic_node.mjs",
-        "/v1/messages",
-    ),
-    Client("ollama (Node)", ("ollama@0.6.4",), "ollama_node.mjs", "/api/chat"),
-    Client(
-        "Vercel's AI SDK",
-        ("@ai-sdk/openai-compatible@3.0.92", "ai@7.0.173", "zod@4.6.7"),
-        "ai_sdk.mjs",
-    ),
+    Client("openai (Python)", _OPENAI, "openai_python.py", RESPONSES, "responses_"),
+    Client("anthropic (Python)", "anthropic==2.12.0", "anthropic_python.py", MESSAGES),
+    Client("langchain-openai", _LANGCHAIN, "with_langchain.py"),
+    Client("langchain-anthropic", _LANGCHAIN_ANTHROPIC, "with_langchain.py", MESSAGES),
+    Client("litellm", _LITELLM, "with_litellm.py"),
+    Client("litellm", _LITELLM, "with_litellm.py", MESSAGES, "messages_"),
+    Client("litellm", _LITELLM, "with_litellm.py", OLLAMA, "ollama_"),
+    Client("ollama (Python)", "ollama==0.6.3", "ollama_python.py", OLLAMA),
+    Client("langchain-ollama", "langchain-ollama==1.1.0", "with_langchain_ollama.py", OLLAMA),
+    Client("llama-index-llms-ollama", _LLAMA_INDEX, "with_llama_index_ollama.py", OLLAMA),
+    Client("pydantic-ai", "pydantic-ai-slim[openai]==2.68.0", "with_pydantic_ai.py"),
+    Client("instructor", "instructor==1.17.0", "with_instructor.py"),
+    Client("llm", "llm==0.36", "with_llm.py"),
+    Client("lm-eval", "lm-eval[api]==0.4.13 transformers", "with_lm_eval.py", "/v1/completions"),
+    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", OLLAMA),
+    Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", CHAT, "openai_"),
+    Client("openai (Node)", "openai@7.57.0", "openai_node.mjs"),
+    Client("openai (Node)", "openai@7.57.0", "openai_node.mjs", RESPONSES, "responses_"),
+    Client("@anthropic-ai/sdk (Node)", "@anthropic-ai/sdk@1.12.0", "anthropic_node.mjs", MESSAGES),
+    Client("ollama (Node)", "ollama@0.6.4", "ollama_node.mjs", OLLAMA),
+    Client("Vercel's AI SDK", _AI_SDK, "ai_sdk.mjs"),
 )
 
 EMBEDDING_SCENARIOS = ("embed", "rerank", "errors")
+_BOTH, _WEBUI_APIS = "/v1/embeddings, /v1/rerank", "/v1/embeddings, /api/embed, /v1/rerank"
 EMBEDDING_CLIENTS = (
-    Client("openai (Python)", _OPENAI, "vectors/openai_embeddings.py", "/v1/embeddings"),
+    Client("openai (Python)", _OPENAI, "vectors/openai_embeddings.py", EMBEDDINGS),
+    Client("langchain-openai", _LANGCHAIN, "vectors/langchain_embeddings.py", EMBEDDINGS),
+    Client("litellm", _LITELLM, "vectors/litellm_embeddings.py", _BOTH),
     Client(
-        "langchain-openai",
-        ("langchain-openai==1.7.3",),
-        "vectors/langchain_embeddings.py",
-        "/v1/embeddings",
+        *("llama-index-embeddings-openai-like", _LLAMA_INDEX_EMBEDDINGS),
+        *("vectors/llama_index_embeddings.py", EMBEDDINGS),
     ),
-    Client(
-        "litellm",
-        ("litellm==1.106.2", "mcp"),
-        "vectors/litellm_embeddings.py",
-        "/v1/embeddings, /v1/rerank",
-    ),
-    Client(
-        "llama-index-embeddings-openai-like",
-        ("llama-index-embeddings-openai-like==0.4.0",),
-        "vectors/llama_index_embeddings.py",
-        "/v1/embeddings",
-    ),
-    Client(
-        "chromadb",
-        ("chromadb==1.5.9", "openai==3.54.0"),
-        "vectors/chroma_embeddings.py",
-        "/v1/embeddings",
-    ),
-    Client(
-        "Open WebUI",
-        _OPEN_WEBUI,
-        "webui/documents.py",
-        "/v1/embeddings, /api/embed, /v1/rerank",
-    ),
-    Client("cohere", ("cohere==7.3.1",), "vectors/cohere_rerank.py", "/v2/rerank"),
+    Client("chromadb", f"chromadb==1.5.9 {_OPENAI}", "vectors/chroma_embeddings.py", EMBEDDINGS),
+    Client("Open WebUI", _OPEN_WEBUI, "webui/documents.py", _WEBUI_APIS),
+    Client("cohere", "cohere==7.3.1", "vectors/cohere_rerank.py", "/v2/rerank"),
 )
 """Those that ask for vectors and rankings, which other models make."""
 
 STANDARD_TESTS = Client(
     "langchain-tests",
-    ("langchain-tests==1.1.9", "langchain-openai==1.7.3", "pytest==9.2.0"),
+    f"langchain-tests==1.1.9 {_LANGCHAIN} pytest==9.2.0",
     "with_langchain_tests.py",
 )
 """LangChain's tests for chat models. Each test is a scenario."""

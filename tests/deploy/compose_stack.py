@@ -17,6 +17,10 @@ import httpx
 ROOT = Path(__file__).parents[2]
 BUILD_S, START_S, RECOVER_S = 900, 300, 120
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
+CAPITAL: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+}
 _OF_COMPOSE = ("COMPOSE_PROFILES", "MODEL", "MODELS", "PORT")
 
 KILL = """
@@ -99,11 +103,7 @@ class Stack:
 
     def capital(self, model: str = "demo") -> str:
         """Return the model's answer to a question whose answer is Paris."""
-        question = {"role": "user", "content": "What is the capital of France?"}
-        answer = self.client.post(
-            "/v1/chat/completions",
-            json={"model": model, "messages": [question], "temperature": 0},
-        )
+        answer = self.client.post("/v1/chat/completions", json={"model": model, **CAPITAL})
         assert answer.status_code == 200, answer.text
         text: str = answer.json()["choices"][0]["message"]["content"]
         return text

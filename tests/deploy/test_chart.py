@@ -26,6 +26,7 @@ CHART = ROOT / "deploy" / "helm" / "mlx-lm-server"
 SETS = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
 VERSIONS = ("1.29", "1.34")
 WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment")
+COMPONENT = "app.kubernetes.io/component"
 Objects = list[dict[str, Any]]
 
 
@@ -43,6 +44,12 @@ def render(values: Mapping[str, Any]) -> Objects:
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, Objects]:
     return {name: render(values_of(name)) for name in SETS}
+
+
+@pytest.fixture(params=SETS)
+def objects(rendered: dict[str, Objects], request: pytest.FixtureRequest) -> Objects:
+    """The objects of each value set in turn."""
+    return rendered[request.param]
 
 
 def pick(objects: Objects, kind: str) -> Objects:
@@ -63,12 +70,13 @@ def container_of(workload: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
+def labels_of(workload: dict[str, Any]) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
 def engines_of(objects: Objects) -> Objects:
-    label = "app.kubernetes.io/component"
-    stateful = pick(objects, "StatefulSet")
-    return [
-        one for one in stateful if one["spec"]["template"]["metadata"]["labels"][label] == "engine"
-    ]
+    return [one for one in pick(objects, "StatefulSet") if labels_of(one)[COMPONENT] == "engine"]
 
 
 def settings_of(workload: dict[str, Any]) -> Settings:
@@ -87,14 +95,13 @@ def test_five_value_sets_are_tried() -> None:
     assert SETS == ["gpu", "minimal", "node-store", "secured", "two-models"]
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_kubernetes_takes_all_objects(rendered: dict[str, Objects], name: str) -> None:
-    kinds = {one["kind"] for one in rendered[name]}
+def test_kubernetes_takes_all_objects(objects: Objects) -> None:
+    kinds = {one["kind"] for one in objects}
     wanted = {"StatefulSet", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     assert wanted <= kinds
-    names = [(one["kind"], one["metadata"]["name"]) for one in rendered[name]]
+    names = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(names) == len(set(names))
-    for one in rendered[name]:
+    for one in objects:
         if one["kind"] != "ServiceMonitor":  # not Kubernetes' own, and has no schema here
             for version in VERSIONS:
                 kubernetes_validate.validate(one, version, strict=True)
@@ -107,11 +114,8 @@ def test_the_schemas_find_mistakes() -> None:
         kubernetes_validate.validate(policy, VERSIONS[0], strict=True)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_server_takes_all_flags(
-    rendered: dict[str, Objects], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for workload in workloads(rendered[name]):
+def test_the_server_takes_all_flags(objects: Objects, capsys: pytest.CaptureFixture[str]) -> None:
+    for workload in workloads(objects):
         settings = settings_of(workload)
         assert settings.curve_dir == Path("/curve")
         grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -127,7 +131,7 @@ def test_engines_join_every_router(rendered: dict[str, Objects], name: str) -> N
     router = named(objects, "Deployment", "llm-mlx-lm-server-router")
     service = named(objects, "Service", "llm-mlx-lm-server-router-engines")["spec"]
     assert service["publishNotReadyAddresses"] is True and service["clusterIP"] == "None"
-    assert service["selector"].items() <= router["spec"]["template"]["metadata"]["labels"].items()
+    assert service["selector"].items() <= labels_of(router).items()
     assert settings_of(router).engine_socket == ("tcp://0.0.0.0:5555",)
     engines = engines_of(objects)
     models = values_of(name).get("models", [{"name": "demo", "model": "demo"}])
@@ -139,14 +143,12 @@ def test_engines_join_every_router(rendered: dict[str, Objects], name: str) -> N
         assert settings.served_model_name[0] == model["name"]
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_selectors_select_pods_of_the_release(rendered: dict[str, Objects], name: str) -> None:
-    objects = rendered[name]
-    pods = [one["spec"]["template"]["metadata"]["labels"] for one in workloads(objects)]
+def test_selectors_select_pods_of_the_release(objects: Objects) -> None:
+    pods = list(map(labels_of, workloads(objects)))
     for selector in selectors(objects):
         chosen = [labels for labels in pods if selector.items() <= labels.items()]
         assert chosen, selector
-        assert len({labels["app.kubernetes.io/component"] for labels in chosen}) == 1, selector
+        assert len({labels[COMPONENT] for labels in chosen}) == 1, selector
 
 
 def selectors(objects: Objects) -> Iterator[dict[str, str]]:
@@ -160,17 +162,15 @@ def selectors(objects: Objects) -> Iterator[dict[str, str]]:
             yield spec["podSelector"]["matchLabels"]
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_pods_are_probed_and_may_do_little(rendered: dict[str, Objects], name: str) -> None:
-    for workload in workloads(rendered[name]):
+def test_pods_are_probed_and_may_do_little(objects: Objects) -> None:
+    for workload in workloads(objects):
         pod = workload["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
         assert pod["enableServiceLinks"] is False
         for container in (*pod["initContainers"], *pod["containers"]):
             allowed = container["securityContext"]
-            assert allowed["readOnlyRootFilesystem"] and allowed["capabilities"] == {
-                "drop": ["ALL"]
-            }
+            assert allowed["readOnlyRootFilesystem"]
+            assert allowed["capabilities"] == {"drop": ["ALL"]}
             mounts = {mount["name"] for mount in container["volumeMounts"]}
             claims = workload["spec"].get("volumeClaimTemplates", ())
             volumes = {volume["name"] for volume in pod["volumes"]}
@@ -189,14 +189,10 @@ def test_a_router_waits_for_the_gates_of_a_load_balancer(rendered: dict[str, Obj
 
 def test_an_engine_gets_no_secret_of_the_server(rendered: dict[str, Objects]) -> None:
     for workload in workloads(rendered["node-store"]):
-        (volume,) = [
-            each
-            for each in workload["spec"]["template"]["spec"]["volumes"]
-            if each["name"] == "curve-secret"
-        ]
+        volumes = workload["spec"]["template"]["spec"]["volumes"]
+        (volume,) = [each for each in volumes if each["name"] == "curve-secret"]
         keys = {item["key"] for item in volume["secret"]["items"]}
-        labels = workload["spec"]["template"]["metadata"]["labels"]
-        is_engine = labels["app.kubernetes.io/component"] == "engine"
+        is_engine = labels_of(workload)[COMPONENT] == "engine"
         own = {"engine.key", "engine.secret", "server.key"}
         assert keys == (own if is_engine else {"server.key", "server.secret", "allowed"})
 
@@ -270,8 +266,7 @@ def test_only_engines_reach_the_sockets(rendered: dict[str, Objects]) -> None:
         for rule in policy["spec"]["ingress"]:
             if port in [each["port"] for each in rule["ports"]]:
                 (peer,) = rule["from"]
-                component_label = peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
-                assert component_label == "engine"
+                assert peer["podSelector"]["matchLabels"][COMPONENT] == "engine"
 
 
 @pytest.mark.parametrize(

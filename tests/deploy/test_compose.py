@@ -26,6 +26,7 @@ from tests.e2e.server import descendants
 docker = pytest.importorskip("docker", reason="the package docker is not installed")
 from tests.deploy.compose_stack import (  # noqa: E402
     BUILD_S,
+    CAPITAL,
     RECOVER_S,
     ROOT,
     START_S,
@@ -105,11 +106,7 @@ def test_the_three_containers_are_healthy_and_answer(stack: Stack) -> None:
 
 
 def test_an_answer_streams(stack: Stack) -> None:
-    request = {
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-        "stream": True,
-    }
+    request = {**CAPITAL, "stream": True}
     with stack.client.stream("POST", "/v1/chat/completions", json=request) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
@@ -248,9 +245,8 @@ def test_native_engines_and_their_kvstore_join_a_router_and_its_monitoring(mac: 
         assert eventually(lambda: len(stack.ready_engines()) == 1), stack.logs()
         (name,) = stack.ready_engines()
         assert name.startswith("native.")
-        assert [
-            one for _, one in descendants(engine.popen.pid) if "services.processes.kvstore" in one
-        ]
+        below = descendants(engine.popen.pid)
+        assert any("services.processes.kvstore" in command for _, command in below)
         body = {"prompt": "a b c d " * 40, "max_tokens": 4}
         answer = stack.client.post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4

@@ -8,13 +8,14 @@ import harness as h
 
 # Any: an answer without the part that a scenario reads fails the scenario.
 client: Any = anthropic.Anthropic(base_url=h.URL, api_key=h.KEY, max_retries=0)
-greedy = {"extra_body": {"temperature": 0}}  # newer releases have no such argument
+few: dict[str, Any] = {"model": h.MODEL, "max_tokens": 60}
+few["extra_body"] = {"temperature": 0}  # newer releases have no such argument
 asked = [{"role": "user", "content": h.QUESTION}]
 tool = {"name": "weather", "description": "Weather of a city", "input_schema": h.CITY_SCHEMA}
 
 
 def chat() -> None:
-    answer = client.messages.create(model=h.MODEL, max_tokens=20, messages=asked, **greedy)
+    answer = client.messages.create(messages=asked, **few)
     h.check(h.ANSWER in answer.content[0].text, answer)
     h.check(answer.stop_reason == "end_turn", answer)
     count = client.messages.count_tokens(model=h.MODEL, messages=asked).input_tokens
@@ -23,9 +24,7 @@ def chat() -> None:
 
 
 def stream() -> None:
-    with client.messages.stream(
-        model=h.MODEL, max_tokens=20, messages=asked, **greedy, system="Be brief."
-    ) as events:
+    with client.messages.stream(messages=asked, system="Be brief.", **few) as events:
         text = "".join(events.text_stream)
         message = events.get_final_message()
     h.check(text == message.content[0].text, message)
@@ -33,7 +32,7 @@ def stream() -> None:
 
 
 def tools() -> None:
-    fields = {"model": h.MODEL, "max_tokens": 60, "tools": [tool], **greedy}
+    fields = {"tools": [tool], **few}
     choice = {"type": "tool", "name": "weather"}
     first = client.messages.create(messages=asked, tool_choice=choice, **fields)
     call = next(block for block in first.content if block.type == "tool_use")
@@ -51,12 +50,8 @@ def tools() -> None:
 
 
 def structured() -> None:
-    answer = client.messages.create(
-        model=h.MODEL,
-        max_tokens=60,
-        messages=asked,
-        output_config={"format": {"type": "json_schema", "schema": h.CITY_SCHEMA}},
-    )
+    form = {"format": {"type": "json_schema", "schema": h.CITY_SCHEMA}}
+    answer = client.messages.create(messages=asked, output_config=form, **few)
     h.check(json.loads(answer.content[0].text)["city"] in h.CITIES, answer)
 
 

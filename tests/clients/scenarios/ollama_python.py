@@ -15,9 +15,7 @@ asked = [{"role": "user", "content": h.QUESTION}]
 def chat() -> None:
     answer = client.chat(h.MODEL, asked, options=FEW)
     h.check(h.ANSWER in answer.message.content and answer.done_reason == "stop", answer)
-    h.check(
-        answer.eval_count > 0 and answer.eval_duration > 0 and answer.total_duration > 0, answer
-    )
+    h.check(min(answer.eval_count, answer.eval_duration, answer.total_duration) > 0, answer)
     first = client.generate(h.MODEL + ":latest", h.QUESTION, options=FEW)
     h.check(h.ANSWER in first.response and first.context, first)
     again = client.generate(h.MODEL, "And of Italy?", options=FEW, context=first.context)
@@ -45,14 +43,10 @@ def tools() -> None:
         made = caller.chat(h.MODEL, question, tools=[h.weather], stream=is_streamed)
         messages = [part.message for part in made] if is_streamed else [made.message]
         (call,) = [call for message in messages for call in message.tool_calls or ()]
-        h.check(
-            call.function.name == "weather" and call.function.arguments == {"city": "Rome"}, call
-        )
-    result = {
-        "role": "tool",
-        "content": h.weather(**call.function.arguments),
-        "tool_name": call.function.name,
-    }
+        function = call.function
+        h.check(function.name == "weather" and function.arguments == {"city": "Rome"}, call)
+    result = {"role": "tool", "content": h.weather(**function.arguments)}
+    result["tool_name"] = function.name
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
     last = caller.chat(h.MODEL, [*question, reply, result], tools=[h.weather])
     h.check(last.message.content == "It is sunny.", last)

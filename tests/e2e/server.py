@@ -10,12 +10,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import pytest
 
 from tests.forked.process import FORKS_VARIABLE, ForkedProcess, start_process
 from tests.tiny_models import Kind
@@ -29,6 +31,11 @@ RESUMED = "mlx_lm_server_resumed_requests_total"
 HYBRID: Kind = "qwen3_5" if RANKS_VARIABLE in os.environ else "qwen3_next"
 """Layers with recurrent state and others. mlx-lm divides only the younger between ranks."""
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+CHECKED = {"_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
+"""Environment of engines that check their accounts after each step."""
 
 # Engines are told apart by their command lines, which one that was a spare process lacks.
 os.environ.setdefault("MLX_LM_SERVER_SPARE_ENGINE_AFTER_S", "0")
@@ -59,7 +66,11 @@ class Server:
         while not self._ready.wait(0.1):
             assert self.process.poll() is None, "the server ended:\n" + "\n".join(self.log)
             assert time.monotonic() < deadline, "not ready:\n" + "\n".join(self.log)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def pids(self, name: str = "") -> list[int]:
         """Return the processes below the supervisor whose command line contains ``name``."""
@@ -74,17 +85,25 @@ class Server:
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
 
-    def complete(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
-        fields.setdefault("temperature", 0)
-        response = self.post("/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
+    def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        response = self.post(path, **body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
+    def complete(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
+        fields = {"temperature": 0, "max_tokens": max_tokens, **fields}
+        return self.answer("/v1/completions", prompt=prompt, **fields)
+
+    def chat(self, content: Any, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
+        """Return the answer to a user's message, whose text is that of `content_of`."""
+        fields = {"temperature": 0, "max_tokens": max_tokens, **fields}
+        messages = [{"role": "user", "content": content}]
+        return self.answer("/v1/chat/completions", messages=messages, **fields)
+
     def text(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> str:
         """Return the text of a greedy completion."""
-        text: str = self.complete(prompt, max_tokens, **fields)["choices"][0]["text"]
-        return text
+        return content_of(self.complete(prompt, max_tokens, **fields))
 
     def stream(self, prompt: Any, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of a greedy completion, and ``{"done": True}`` if it ends."""
@@ -107,16 +126,25 @@ class Server:
         """Wait until a metric is over 0. Engines and the kvstore send theirs in heartbeats."""
         self.wait_until(lambda: self.metric(name) > 0, 60, name)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float = 90, what: str = "not in time"
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what}:\n" + "\n".join(self.log[-40:])
             time.sleep(0.05)
 
+    def engines(self) -> list[dict[str, Any]]:
+        """Return what `/health` says of the engines of all models."""
+        models = self.client.get("/health").json()["models"]
+        return [engine for model in models for engine in model["engines"]]
+
+    def ready_engines(self) -> list[str]:
+        return sorted(engine["name"] for engine in self.engines() if engine["ready"])
+
     def sequences_in_flight(self) -> int:
         """Return the number of sequences that the router has placed on engines."""
-        models = self.client.get("/health").json()["models"]
-        return sum(engine["sequences"] for model in models for engine in model["engines"])
+        return sum(engine["sequences"] for engine in self.engines())
 
     def is_ready(self) -> bool:
         try:
@@ -139,8 +167,8 @@ def private_directory() -> tempfile.TemporaryDirectory[str]:
 def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterator[Server]:
     """Run a server on a free port, stop it, and fail if any of its processes is left.
 
-    Without a ``model``, ``flags`` have to name a file that has some. All processes are forked
-    (`tests.forked.process`), unless ``TEST_FORKS`` is 0.
+    Without a ``model``, ``flags`` have to name a file that has some. The client has the first
+    ``--api-key``. All processes are forked (`tests.forked.process`), unless ``TEST_FORKS`` is 0.
     """
     with private_directory() as private:
         command = [] if model is None else ["--model", str(model)]
@@ -161,6 +189,9 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         server = Server(process)
         try:
             server.wait_ready()
+            if "--api-key" in flags:
+                key = flags[flags.index("--api-key") + 1]
+                server.client.headers["authorization"] = f"Bearer {key}"
             yield server
         finally:
             children = server.pids()
@@ -177,6 +208,23 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
 
 
+def llama_server(*flags: str, **environment: str) -> Any:
+    """Return a fixture for the tests of a module: a server of the tiny llama."""
+
+    @pytest.fixture(scope="module")
+    def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+        with serving(tiny_model("llama"), *flags, **environment) as running:
+            yield running
+
+    return server
+
+
+def at_once(ask: Callable[[Asked], Answer], asked: Collection[Asked]) -> list[Answer]:
+    """Return what ``ask`` returns for each of ``asked``, with a thread for each."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(ask, asked))
+
+
 def events_of(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream, and ``{"done": True}`` if it ends."""
     for line in answer.iter_lines():
@@ -186,10 +234,29 @@ def events_of(answer: httpx.Response) -> Iterator[dict[str, Any]]:
             yield {"done": True}
 
 
+def pieces(client: httpx.Client, **body: Any) -> Iterator[str]:
+    """Yield the pieces of a completion's text as they arrive. Fail if it does not end well."""
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        for event in events_of(answer):
+            if "done" in event:
+                return
+            assert "error" not in event, event
+            yield event["choices"][0]["text"]
+    raise AssertionError("the stream was cut")
+
+
 def cached_tokens(answer: dict[str, Any]) -> int:
     """Return how many tokens of the prompt were found."""
     tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
+
+
+def content_of(answer: dict[str, Any]) -> str:
+    """Return the text of the only choice of a `Server.chat` or a `Server.complete`."""
+    (choice,) = answer["choices"]
+    text: str = choice["message"]["content"] if "message" in choice else choice["text"]
+    return text
 
 
 def text_of(events: list[dict[str, Any]]) -> str:
@@ -216,19 +283,19 @@ def assert_retry(answer: httpx.Response, status: int, code: str) -> None:
     assert int(answer.headers["retry-after"]) >= 1
 
 
+def ps(*options: str) -> str:
+    """Return what the command `ps` prints of processes: nothing of those that have ended."""
+    return subprocess.run(["ps", *options], capture_output=True, text=True, check=False).stdout
+
+
 def descendants(root: int) -> list[tuple[int, str]]:
     """Return (pid, command line) of each process below ``root``."""
-    listing = subprocess.run(
-        ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     table: dict[int, tuple[int, str]] = {}
-    for line in listing.splitlines():
+    for line in ps("-A", "-ww", "-o", "pid=,ppid=,stat=,args=").splitlines():
         pid, parent, state, command = line.split(None, 3)
         if not state.startswith("Z"):
             table[int(pid)] = (int(parent), command)
+    assert table, "no processes are listed"
     found: list[tuple[int, str]] = []
     todo = [root]
     while todo:
@@ -242,14 +309,15 @@ def descendants(root: int) -> list[tuple[int, str]]:
 def is_running(pid: int) -> bool:
     """Return whether a process runs or is stopped. One that has ended does not, also while its
     parent, which may be a slow init, has not waited for it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-    ).stdout
+    state = ps("-o", "stat=", "-p", str(pid))
     return bool(state.strip()) and not state.startswith("Z")
+
+
+def cpu_s(*pids: int) -> float:
+    """Return the CPU seconds of processes so far, where there is /proc."""
+    lines = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+    ticks = [map(int, line.rpartition(")")[2].split()[11:13]) for line in lines]
+    return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_ended(pids: Sequence[int], timeout_s: float) -> None:

@@ -29,6 +29,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from engine.model.load import resolve
+from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
 from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
 from tests.e2e.server import Server, serving
@@ -125,13 +126,10 @@ class Watch:
             # Tokens of its own, so that none is cached.
             own = [random.randrange(3, 200) for _ in range(self._prompt_tokens or 0)]
             body = json.dumps({"prompt": own or "abc", "max_tokens": 2, "stream": True}).encode()
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {GOOD}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-                "Connection: close\r\n\r\n"
-            ).encode()
+            good = Attack(self._port, GOOD)  # it connects as an attack does, and means well
+            head = good.head("/v1/completions", len(body), "Connection: close")
             began = time.monotonic()
-            with socket.create_connection(("127.0.0.1", self._port), timeout=60) as client:
+            with good.connect() as client:
                 client.sendall(head + body)
                 found = b""
                 while b"data: " not in found:
@@ -223,7 +221,6 @@ def abused_server(
         model = make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
         flags = ("--chat-template", TEMPLATE, *flags)
     with serving(model, *FLAGS, *flags, TEST_FORKS="0") as server:  # its stalls are measured
-        server.client.headers["authorization"] = f"Bearer {GOOD}"
         yield server
 
 

@@ -65,30 +65,17 @@ def _raw(body: bytes, path: str = CHAT, *more: str) -> Abuse:
     return lambda attack: attack.post(path, body, *more)
 
 
-def _leave(body: dict[str, Any], after_s: float, path: str = COMPLETIONS) -> Abuse:
-    """Send a request, and close the connection before the answer."""
+def _leave(body: dict[str, Any], after_s: float, count: int = 1) -> Abuse:
+    """Send requests at once, and close the connection before the answer."""
     encoded = json.dumps(body).encode()
 
     def leave(attack: Attack) -> str:
         with attack.connect() as client:
-            client.sendall(attack.head(path, len(encoded)) + encoded)
+            client.sendall((attack.head(COMPLETIONS, len(encoded)) + encoded) * count)
             time.sleep(after_s)
         return "left"
 
     return leave
-
-
-def _pipeline(count: int, body: dict[str, Any]) -> Abuse:
-    """Send many requests at once, and close the connection."""
-    encoded = json.dumps(body).encode()
-
-    def pipeline(attack: Attack) -> str:
-        with attack.connect() as client:
-            client.sendall((attack.head(COMPLETIONS, len(encoded)) + encoded) * count)
-            time.sleep(0.05)
-        return "left"
-
-    return pipeline
 
 
 def _never_read(body: dict[str, Any]) -> Abuse:
@@ -228,8 +215,8 @@ def abuses() -> Mapping[str, Abuse]:
         ),
         "a flood of headers": _headers(5000),
         "long headers": _headers(50, "x" * 4000),
-        "a pipeline that is left": _pipeline(8, endless),
-        "a flood in one pipeline": _pipeline(1000, endless),
+        "a pipeline that is left": _leave(endless, 0.05, 8),
+        "a flood in one pipeline": _leave(endless, 0.05, 1000),
         "streams that are left": _leave(endless, 0.05),
         "streams that nobody reads": _never_read({**endless, "n": 8, "logprobs": 5}),
         **connection_abuses(),

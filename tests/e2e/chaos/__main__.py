@@ -51,7 +51,7 @@ from tests.e2e.chaos.site import (
     unmount,
 )
 from tests.e2e.chaos.stalls import StallWatch
-from tests.e2e.server import private_directory
+from tests.e2e.server import private_directory, ps
 from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
 from tests.e2e.soak.report import grows, print_line, thirds
 from tests.forked.process import FORKS_VARIABLE
@@ -312,10 +312,7 @@ class Chaos:
 
 def processes_with(text: str) -> list[str]:
     """Return the command lines of all processes that have ``text``."""
-    listing = subprocess.run(
-        ["ps", "-A", "-ww", "-o", "args="], capture_output=True, text=True, check=True
-    ).stdout
-    return [line for line in listing.splitlines() if text in line]
+    return [line for line in ps("-A", "-ww", "-o", "args=").splitlines() if text in line]
 
 
 def chaos(directory: Path, seconds: float, seed: int, pace: float, fault_pace: float) -> Chaos:

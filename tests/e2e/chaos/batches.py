@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import httpx
@@ -42,16 +42,16 @@ class Batches:
 
     async def run(self, pause_s: float) -> None:
         while not self.is_over:
-            try:
-                await self._one()
-            except BatchError as error:
-                self._judge.find(str(error))
+            await self._judged(self._one())
             await asyncio.sleep(pause_s)
+        await self._judged(self._wait_for_all())
+        await self._client.aclose()
+
+    async def _judged(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._wait_for_all()
+            await work
         except BatchError as error:
             self._judge.find(str(error))
-        await self._client.aclose()
 
     async def _one(self) -> None:
         """Raises: `BatchError`."""

@@ -141,15 +141,11 @@ def make_request(draw: random.Random, key: str, *, is_pipelined: bool) -> Reques
     draw.shuffle(lines)
     content = b"".join(_chunks(body, draw)) if is_chunked else body
     blank = draw.choice((b"", b"", b"\r\n"))
-    match draw.choice(("whole", "whole", "no key", "no path")):
-        case "whole":
-            status, text, path = 404, name, b"/v1/completions"
-            lines.append(b"Authorization: Bearer %s" % key.encode())
-        case "no key":
-            status, text, path = 401, "", b"/v1/completions"
-        case _:
-            status, text, path = 404, "", b"/no/such/path"
-            lines.append(b"Authorization: Bearer %s" % key.encode())
+    kind = draw.choice(("whole", "whole", "no key", "no path"))
+    status, text = 401 if kind == "no key" else 404, name if kind == "whole" else ""
+    path = b"/no/such/path" if kind == "no path" else b"/v1/completions"
+    if kind != "no key":
+        lines.append(b"Authorization: Bearer %s" % key.encode())
     head = blank + b"\r\n".join([b"POST %s HTTP/1.1" % path, *lines, b"", b""])
     if text or is_pipelined or draw.random() < 0.3:  # others are answered before their end
         return Request(head + content, b"", status, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,12 @@ from tests.e2e.fuzz.__main__ import (
 )
 from tests.e2e.fuzz.agents import fuzz_agents
 from tests.e2e.fuzz.framing import fuzz_framing
-from tests.e2e.server import serving
+from tests.e2e.server import Server, llama_server, serving
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_answers_to_generated_requests_match_the_openapi_document(
-    tmp_path: Path,
-) -> None:
+def test_answers_to_generated_requests_match_the_openapi_document(tmp_path: Path) -> None:
     with serving(None, "--config", str(models_file(tmp_path)), *FLAGS) as server:
         run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=12")
         assert run.returncode == 0, run.stdout + run.stderr
@@ -31,25 +29,22 @@ def test_answers_to_generated_requests_match_the_openapi_document(
         assert internal_errors(server) == []
 
 
-@pytest.mark.slow
-def test_requests_of_agents_are_answered_or_refused(tiny_model: Callable[..., Path]) -> None:
-    with serving(tiny_model("llama"), *FLAGS, "--skip-unsupported-content") as server:
-        server.client.headers["authorization"] = f"Bearer {KEY}"
-        reached, failed = fuzz_agents(server.client, 800, seed=3)
-        assert failed == []
-        assert internal_errors(server) == []
-        wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
-        wanted |= {"options", "format", "context"}
-        assert {name for name in wanted if reached[name] < 5} == set()
+server = llama_server(*FLAGS, "--skip-unsupported-content")
 
 
-@pytest.mark.slow
-def test_bodies_are_framed_as_they_are_sent(tiny_model: Callable[..., Path]) -> None:
-    with serving(tiny_model("llama"), *FLAGS) as server:
-        noted, wrong = fuzz_framing(server.port, KEY, 500, seed=4)
-        assert wrong == []
-        assert internal_errors(server) == []
-        server.client.headers["authorization"] = f"Bearer {KEY}"
-        server.wait_until(lambda: server.sequences_in_flight() == 0, 30, "no request is left")
+def test_requests_of_agents_are_answered_or_refused(server: Server) -> None:
+    reached, failed = fuzz_agents(server.client, 800, seed=3)
+    assert failed == []
+    assert internal_errors(server) == []
+    wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
+    wanted |= {"options", "format", "context"}
+    assert {name for name in wanted if reached[name] < 5} == set()
+
+
+def test_bodies_are_framed_as_they_are_sent(server: Server) -> None:
+    noted, wrong = fuzz_framing(server.port, KEY, 500, seed=4)
+    assert wrong == []
+    assert internal_errors(server) == []
+    server.wait_until(lambda: server.sequences_in_flight() == 0, 30, "no request is left")
     assert {"half a request", "pipelined requests", "a body after its answer"} <= noted.keys()
     assert len(noted) > 18, "each end was reached"

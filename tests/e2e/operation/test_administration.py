@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.commands import cli
-from tests.e2e.server import Server, cached_tokens, serving
+from tests.e2e.server import Server, cached_tokens, llama_server
 
 PROMPT = "one two three four " * 20
 
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = ("--admin-key", "boss", "--ssd-policy", "write_through")
-    with serving(tiny_model("llama"), *flags) as server:
-        yield server
+server = llama_server("--admin-key", "boss", "--ssd-policy", "write_through")
 
 
 def command(server: Server, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     capsys.readouterr()
-    asked = [f"--url=http://127.0.0.1:{server.port}", "--admin-key=boss", "--json"]
+    asked = [f"--url={server.url}", "--admin-key=boss", "--json"]
     assert cli.main([*words, *asked]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,21 @@ import httpx
 import pytest
 
 from tests.e2e.process import wait_until
-from tests.e2e.server import RESUMED, Server, descendants, serving, text_of, wait_ended
+from tests.e2e.server import (
+    CHECKED,
+    RESUMED,
+    Server,
+    descendants,
+    llama_server,
+    ps,
+    text_of,
+    wait_ended,
+)
 
 PATIENCE_S = 60.0
 """Generous, for a loaded machine: on a quiet one a killed process is replaced within 15 s."""
 
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serving(tiny_model("llama"), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
-        yield running
+server = llama_server(**CHECKED)
 
 
 def wait_recovered(server: Server, gone: int) -> None:
@@ -102,12 +105,11 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
     running = server.stream("abc", 400)
     events = [next(running)]
     (old,) = server.pids("services.processes.router")
-    url = server.client.base_url.join("/v1/completions")
 
     def ask(_: int) -> httpx.Response:
         """Ask on a connection of its own."""
         body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
-        return httpx.post(url, json=body, timeout=server.client.timeout)
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
     os.kill(old, signal.SIGTERM)
     with ThreadPoolExecutor(8) as pool:
@@ -121,11 +123,8 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
     wait_recovered(server, old)
 
 
-@pytest.fixture(scope="module")
-def spared(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    """A server with a spare process. The last test kills it."""
-    with serving(tiny_model("llama"), "--spare-engine-after-s", "0.1", TEST_FORKS="0") as running:
-        yield running
+spared = llama_server("--spare-engine-after-s", "0.1", TEST_FORKS="0")
+"""A server with a spare process. The last test kills it."""
 
 
 def spares(server: Server) -> list[int]:
@@ -145,27 +144,19 @@ def test_a_spare_process_takes_the_place_of_a_killed_engine(spared: Server) -> N
 
 
 def test_a_killed_supervisor_leaves_nothing_behind(spared: Server) -> None:
-    private = Path(next(iter(environment(spared.process.pid, "XDG_RUNTIME_DIR"))))
+    private = Path(environment(spared.process.pid, "XDG_RUNTIME_DIR"))
     spared.wait_until(lambda: len(spared.pids()) == 4, PATIENCE_S, "a spare process")
     children = spared.pids()
     spared.process.kill()
     spared.process.wait()
     wait_ended(children, PATIENCE_S)
-    wait_until(lambda: not left_sockets(private))
+    wait_until(lambda: not any(path.is_socket() for path in private.rglob("*")))
 
 
-def environment(pid: int, name: str) -> Iterator[str]:
-    """Yield the values of an environment variable of a process."""
-    shown = subprocess.run(
-        ["ps", "eww", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=True
-    ).stdout
-    for word in shown.split():
-        if word.startswith(f"{name}="):
-            yield word.partition("=")[2]
-
-
-def left_sockets(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if path.is_socket()]
+def environment(pid: int, name: str) -> str:
+    """Return the value of an environment variable of a process."""
+    words = ps("eww", "-p", str(pid), "-o", "args=").split()
+    return next(word for word in words if word.startswith(f"{name}=")).partition("=")[2]
 
 
 def test_a_client_that_disconnects_frees_its_sequences(server: Server) -> None:

@@ -121,47 +121,40 @@ def test_a_request_with_invalid_values_is_refused(
     assert refused.reason in ("invalid", "too_large")
 
 
-def sampling(**fields: Any) -> dict[str, wire.SamplingParams]:
-    return {"sampling": wire.SamplingParams(**{"seed": 1, "temperature": 1.0} | fields)}
+NONSENSE: dict[str, list[Any]] = {
+    "request_id": ["", "x" * 1_000_000],
+    "attempt": [-(2**63), 2**63],
+    "priority": [-(2**63), 2**63],
+    "min_tokens": [-1, 2**63],
+    "cache_salt": ["\x00" * 100_000],
+}
+NONSENSE_OF_SAMPLING: dict[str, list[Any]] = {
+    "temperature": [NAN, math.inf, -1.0, 1e-300, 1e300],
+    "top_p": [NAN, -1.0, 1e-300, 2.0],
+    "top_k": [-(2**63), 2**63],
+    "min_p": [NAN, math.inf, -1.0],
+    "seed": [-(2**63), 2**64 - 1],
+}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"request_id": ""},
-        {"request_id": "x" * 1_000_000},
-        {"attempt": -(2**63)},
-        {"attempt": 2**63},
-        {"priority": -(2**63)},
-        {"priority": 2**63},
-        {"min_tokens": 2**63},
-        {"min_tokens": -1},
-        {"min_tokens": 5, "stop_token_ids": list(range(320))},
-        {"min_tokens": 5, "stop_token_ids": [5] * 100_000},
-        {"cache_salt": "\x00" * 100_000},
-        sampling(temperature=NAN),
-        sampling(temperature=math.inf),
-        sampling(temperature=-1.0),
-        sampling(temperature=1e-300),
-        sampling(temperature=1e300),
-        sampling(top_p=NAN),
-        sampling(top_p=-1.0),
-        sampling(top_p=1e-300),
-        sampling(top_p=2.0),
-        sampling(top_k=-(2**63)),
-        sampling(top_k=2**63),
-        sampling(min_p=NAN),
-        sampling(min_p=math.inf),
-        sampling(min_p=-1.0),
-        sampling(seed=-(2**63)),
-        sampling(seed=2**64 - 1),
-    ],
-    ids=lambda fields: "-".join(fields),
-)
-def test_nonsensical_values_that_can_be_served_are_served(
-    router: FakeRouter, fields: dict[str, Any]
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsensical_values_that_can_be_served_are_served(router: FakeRouter, name: str) -> None:
+    for value in NONSENSE[name]:
+        assert router.run(**{name: value}) == 3, repr(value)[:99]
+
+
+@pytest.mark.parametrize("name", NONSENSE_OF_SAMPLING)
+def test_nonsensical_ways_of_sampling_choose_tokens(router: FakeRouter, name: str) -> None:
+    for value in NONSENSE_OF_SAMPLING[name]:
+        fields: dict[str, Any] = {"seed": 1, "temperature": 1.0, name: value}
+        assert router.run(sampling=wire.SamplingParams(**fields)) == 3, value
+
+
+@pytest.mark.parametrize("stop_token_ids", [list(range(320)), [5] * 100_000], ids=["all", "many"])
+def test_tokens_that_stop_do_not_come_before_the_least_number(
+    router: FakeRouter, stop_token_ids: list[int]
 ) -> None:
-    assert router.run(**fields) == 3
+    assert router.run(min_tokens=5, stop_token_ids=stop_token_ids) == 3
 
 
 def test_huge_max_tokens_end_with_the_context(router: FakeRouter) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import pytest
 from services.commands import keys
 from tests.conftest import unused_port
 from tests.e2e.process import Process, running_process, wait_until
-from tests.e2e.server import private_directory
+from tests.e2e.server import pieces, private_directory
 
 PATIENCE_S = 60.0
 LONG: dict[str, Any] = {
@@ -66,11 +65,7 @@ class RouterProcess:
         return text
 
     def stream(self) -> Iterator[str]:
-        """Yield the pieces of the text."""
-        with self.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line[6:])["choices"][0]["text"]
+        return pieces(self.client, **LONG)
 
 
 class KeyDirectories:

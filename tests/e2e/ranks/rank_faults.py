@@ -69,12 +69,10 @@ class RankFaults:
         found: list[int] = []
 
         def there() -> bool:
-            leaders, others = (
-                self._server.pids("services.processes.engine"),
-                self._server.pids("services.processes.rank"),
-            )
+            names = ("services.processes.engine", "services.processes.rank")
+            leaders, others = map(self._server.pids, names)
             found[:] = [*leaders, *others]
-            return len(leaders) == 1 and len(others) == 1
+            return len(leaders) == len(others) == 1
 
         self._server.wait_until(there, PATIENCE_S, "all ranks")
         return found

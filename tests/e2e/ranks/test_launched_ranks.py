@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ from tests.conftest import unused_port
 from tests.e2e.operation.test_faults import PATIENCE_S
 from tests.e2e.process import wait_until
 from tests.e2e.ranks.test_ranks import LONG, at_length
-from tests.e2e.ranks.test_remote_ranks import HOSTS
+from tests.e2e.ranks.test_remote_ranks import HOSTS, make_ssh
 from tests.e2e.server import Server, is_running, private_directory, text_of
 from tests.oracle import Oracle
 
@@ -156,10 +155,8 @@ def test_addresses_alone_are_refused_without_mlx_launch(
 def test_a_launcher_of_jaccl_gets_all_that_mlx_needs(
     tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, program, hosts = tmp_path / "ssh.log", tmp_path / "bin" / "ssh", tmp_path / "hosts.json"
-    program.parent.mkdir()
-    program.write_text(FAKE_SSH.format(log=log))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    log, hosts = tmp_path / "ssh.log", tmp_path / "hosts.json"
+    program = make_ssh(tmp_path, FAKE_SSH.format(log=log))
     envs = ["MLX_METAL_FAST_SYNCH=1"]  # as mlx.distributed_config writes it
     hosts.write_text(json.dumps({"backend": "jaccl", "envs": envs, "hosts": HOSTS}))
     for name in ("MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_METAL_FAST_SYNCH"):
@@ -179,11 +176,8 @@ def test_a_launcher_of_jaccl_gets_all_that_mlx_needs(
     assert own == dict(zip(names, ("0", "127.0.0.1:32323", "1"), strict=True))
     assert matrix == [[None, "rdma_en2"], ["rdma_en3", None]]
     call = log.read_text()
-    assert (
-        "-T -o BatchMode=yes" in call
-        and "mac2 exec " in call
-        and "services.processes.rank_keeper" in call
-    )
+    for words in ("-T -o BatchMode=yes", "mac2 exec ", "services.processes.rank_keeper"):
+        assert words in call
     job = msgspec.json.decode(sent.read_bytes(), type=RankJob)
     theirs = [job.environment[name] for name in names]
     assert theirs == ["1", "127.0.0.1:32323", "1"]

@@ -7,45 +7,43 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
+from tests.commands import run_command
 from tests.e2e.operation.test_faults import PATIENCE_S
 from tests.e2e.server import (
+    CHECKED,
     RANKS_VARIABLE,
     RESUMED,
     Server,
+    at_once,
     cached_tokens,
+    content_of,
+    cpu_s,
     is_running,
+    llama_server,
     serving,
     text_of,
 )
 from tests.oracle import Oracle
 
 RANKS = ("--distributed-mode", "ring", "--num-local-ranks", "2")
+DRAFTS = ("--spec-decode", "draft", "--draft-model-path", "demo")
 LONG = "the of and to in is that it was for on are as with they be at one have this"
 at_length = pytest.mark.skipif(RANKS_VARIABLE not in os.environ, reason="make test-ranks")
 
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serving(tiny_model("llama"), *RANKS, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
-        yield running
+server = llama_server(*RANKS, **CHECKED)
 
 
 def pids(server: Server) -> dict[str, int]:
     """Return the process of each rank."""
-    (leader,), (other,) = (
-        server.pids("services.processes.engine"),
-        server.pids("services.processes.rank"),
-    )
+    (leader,), (other,) = (server.pids(f"services.processes.{name}") for name in ("engine", "rank"))
     return {"rank 0": leader, "rank 1": other}
 
 
@@ -54,8 +52,7 @@ def test_texts_of_two_ranks_are_mlx_lms(server: Server, tiny_model: Callable[...
     prompts = ["abc", "hello there", LONG, f"{LONG} {LONG}"]
     oracle = Oracle(tiny_model("llama"))
     for _ in range(2):
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(server.complete, prompts, [40] * len(prompts)))
+        answers = at_once(lambda prompt: server.complete(prompt, 40), prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             oracle.check(oracle.tokenizer.encode(prompt), 40, answer["choices"][0]["text"])
     assert cached_tokens(answers[-1]) >= 32
@@ -64,11 +61,9 @@ def test_texts_of_two_ranks_are_mlx_lms(server: Server, tiny_model: Callable[...
 def test_rank_0_chooses_tokens_for_all(server: Server) -> None:
     """Draws, penalties, grammars and log-probabilities are its own; KV of the others follows."""
     drawn = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "ignore_eos": True}
-    first, second = (server.complete("abc", 60, **drawn) for _ in range(2))
-    assert first["choices"][0]["text"] == second["choices"][0]["text"]
-    assert server.complete("abc", 60, **drawn | {"seed": 4}) != first
-    bound = server.complete("abc", 40, guided_regex="(ab|cd){3}x")
-    assert re.fullmatch("(ab|cd){3}x", bound["choices"][0]["text"])
+    first, second = (server.text("abc", 60, **drawn) for _ in range(2))
+    assert first == second != server.text("abc", 60, **drawn | {"seed": 4})
+    assert re.fullmatch("(ab|cd){3}x", server.text("abc", 40, guided_regex="(ab|cd){3}x"))
     scored = server.complete("abc", 5, logprobs=2, ignore_eos=True)["choices"][0]["logprobs"]
     for chosen, top in zip(scored["token_logprobs"], scored["top_logprobs"], strict=True):
         assert chosen == pytest.approx(max(top.values()), abs=1e-4)
@@ -88,20 +83,13 @@ def test_an_idle_group_uses_no_cpu(server: Server) -> None:
     found = []
 
     def rests() -> bool:
-        before = cpu_s(server)
+        before = cpu_s(*pids(server).values())
         time.sleep(idle_s)
-        found.append((cpu_s(server) - before) / idle_s)
+        found.append((cpu_s(*pids(server).values()) - before) / idle_s)
         return found[-1] < (0.02 if idle_s > 2 else 0.05)
 
     server.wait_until(rests, PATIENCE_S + idle_s, "idle")
     print(f"idle for {idle_s:.0f} s: {100 * found[-1]:.2f} % of a core")  # noqa: T201
-
-
-def cpu_s(server: Server) -> float:
-    """Return the CPU seconds of all ranks so far."""
-    lines = [Path(f"/proc/{pid}/stat").read_text() for pid in pids(server).values()]
-    ticks = [map(int, line.rpartition(")")[2].split()[11:13]) for line in lines]
-    return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize(
@@ -148,12 +136,8 @@ def test_drafts_are_verified_on_all_ranks(tiny_model: Callable[..., Path]) -> No
 
 @at_length
 def test_the_demo_model_runs_on_three_ranks(demo_model: Path) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
     with serving("demo-fp32", *RANKS[:-1], "3") as server:
-        answer = server.post(
-            "/v1/chat/completions", messages=question, max_tokens=16, temperature=0
-        ).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert "Paris" in content_of(server.chat("What is the capital of France?"))
         assert len(server.pids("services.processes.rank")) == 2
 
 
@@ -171,18 +155,8 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
 @pytest.mark.parametrize(
     ("kind", "flags", "line", "code"),
     [
-        (
-            "llama",
-            ("--num-local-ranks", "3"),
-            "4 attention heads are not divisible by 3",
-            EXIT_CONFIG,
-        ),
-        (
-            "llama",
-            (*RANKS[2:], "--spec-decode", "draft", "--draft-model-path", "demo"),
-            "--draft-model-path: ",
-            EXIT_USAGE,
-        ),
+        ("llama", (RANKS[2], "3"), "4 attention heads are not divisible by 3", EXIT_CONFIG),
+        ("llama", (*RANKS[2:], *DRAFTS), "--draft-model-path: ", EXIT_USAGE),
         pytest.param(
             "gemma3", RANKS[2:], "does not support it for gemma3_text", EXIT_CONFIG, marks=at_length
         ),
@@ -193,13 +167,7 @@ def test_what_cannot_be_divided_ends_the_start_with_one_clear_line(
 ) -> None:
     """A rank that was left over would keep the output open."""
     path = str(tiny_model(kind))
-    command = ["-m", "mlx_lm_server", "--model", path, "--port", "0", "--no-ssd"]
-    run = subprocess.run(
-        [sys.executable, *command, "--distributed-mode", "ring", *flags],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S * 2,
-    )
+    run = run_command("--model", path, "--port", "0", "--no-ssd", *RANKS[:2], *flags)
     assert run.returncode == code, run.stderr
     assert line in run.stderr
     assert "Traceback" not in run.stderr
@@ -209,9 +177,9 @@ def restarted(model: Path, directory: Path, prompt: str) -> tuple[str, int]:
     """Return the answer of a new server with the files in ``directory``, and how many tokens of
     the prompt it found."""
     flags = ("--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
-    with serving(model, *RANKS, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+    with serving(model, *RANKS, *flags, **CHECKED) as server:
         answer = server.complete(prompt, 20)
-    return answer["choices"][0]["text"], cached_tokens(answer)
+    return content_of(answer), cached_tokens(answer)
 
 
 @at_length

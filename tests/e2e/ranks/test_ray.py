@@ -75,6 +75,9 @@ class RayNodes:
         (raylet,) = node.all_processes["raylet"]
         return [pid for pid, command in descendants(raylet.process.pid) if word in command]
 
+    def all_engines(self, word: str = ENGINE) -> list[int]:
+        return [pid for node in self.nodes() for pid in self.engines(node, word)]
+
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
@@ -93,19 +96,13 @@ def serving_on(nodes: RayNodes, *flags: str, model: Path | None = None) -> Itera
     cluster = ("--cluster", "ray", "--ray-address", nodes.address, "--engine-socket", address)
     with serving(model, *cluster, *flags) as server:
         yield server
-    left = [pid for node in nodes.nodes() for pid in nodes.engines(node) if is_running(pid)]
-    wait_ended(left, PATIENCE_S)
-
-
-def ready(server: Server) -> list[str]:
-    models = server.client.get("/health").json()["models"]
-    return sorted(e["name"] for model in models for e in model["engines"] if e["ready"])
+    wait_ended(nodes.all_engines(), PATIENCE_S)
 
 
 def wait_ready(server: Server, number: int) -> float:
     """Wait for a number of ready engines; return the seconds that it took."""
     began = time.monotonic()
-    server.wait_until(lambda: len(ready(server)) == number, PATIENCE_S, f"{number} engines")
+    server.wait_until(lambda: len(server.ready_engines()) == number, PATIENCE_S)
     return time.monotonic() - began
 
 
@@ -129,7 +126,7 @@ def test_engines_are_placed_on_all_nodes_and_again_when_one_is_lost(
         wait_ready(server, 3)
         print(f"\nthree engines placed and ready in {time.monotonic() - began:.1f} s")  # noqa: T201
         assert [len(nodes.engines(node)) for node in nodes.nodes()] == [1, 1, 1]
-        assert all(name.startswith("ray.engine-") for name in ready(server))
+        assert all(name.startswith("ray.engine-") for name in server.ready_engines())
         with streams(server, 6) as alone:
             expected = [future.result() for future in alone]
         lost = nodes.nodes()[-1]
@@ -188,13 +185,7 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
     file.write_text(CONFIG.format(**models))
     with serving_on(nodes, "--config", str(file)) as server:
         wait_ready(server, 2)
-        assert len(
-            [
-                pid
-                for node in nodes.nodes()
-                for pid in nodes.engines(node, "services.processes.rank")
-            ]
-        )
+        assert nodes.all_engines("services.processes.rank")
         head = nodes.nodes()[0]
         assert not nodes.engines(head, "services.processes.rank"), "its label says where it may run"
         assert server.complete("a", model="divided")["usage"]["completion_tokens"] == 16
@@ -203,12 +194,12 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
             stop = began + PATIENCE_S
 
             def ask() -> None:
-                while len(ready(server)) < 3 and time.monotonic() < stop:
+                while len(server.ready_engines()) < 3 and time.monotonic() < stop:
                     server.complete("a", 200, model="scaled", ignore_eos=True)
 
             for future in [pool.submit(ask) for _ in range(8)]:
                 future.result()
-        assert len(ready(server)) == 3
+        assert len(server.ready_engines()) == 3
         print(f"\nanother engine for a queue in {time.monotonic() - began:.1f} s")  # noqa: T201
         wait_ready(server, 2)
         assert any("idle capacity: scaling from" in line for line in server.log)
@@ -226,7 +217,7 @@ def test_blocks_of_engines_elsewhere_are_kept_by_the_kvstore_of_this_machine(
         wait_ready(server, 1)
         first = server.complete(prompt)
         server.wait_metric("mlx_lm_server_store_blocks")
-        (engine,) = [pid for node in nodes.nodes() for pid in nodes.engines(node)]
+        (engine,) = nodes.all_engines()
         os.kill(engine, signal.SIGKILL)  # with what it has in RAM
         server.wait_until(lambda: not is_running(engine), PATIENCE_S, "its end")
         wait_ready(server, 0)

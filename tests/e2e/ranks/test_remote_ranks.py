@@ -6,10 +6,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -55,14 +54,21 @@ def hostfile(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def ssh(tmp_path: Path) -> Iterator[Path]:
-    """Return the file in which each call of ``ssh`` is a line. It runs here what is for there."""
-    log, program = tmp_path / "ssh.log", tmp_path / "bin" / "ssh"
+def make_ssh(folder: Path, script: str) -> Path:
+    """Write an ``ssh`` of our own, in a directory for PATH."""
+    program = folder / "bin" / "ssh"
     program.parent.mkdir()
-    program.write_text(FAKE_SSH.format(log=log))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    yield log
+    program.write_text(script)
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Path:
+    """Return the file in which each call of ``ssh`` is a line. It runs here what is for there."""
+    log = tmp_path / "ssh.log"
+    make_ssh(tmp_path, FAKE_SSH.format(log=log))
+    return log
 
 
 def path_with(ssh: Path) -> str:
@@ -94,11 +100,8 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
         (call,) = ssh.read_text().splitlines()
         assert "BatchMode=yes" in call and " mac2 exec " in call and "rank_keeper" in call
-        for rank, number in (
-            ("services.processes.rank_keeper", signal.SIGKILL),
-            ("engine", signal.SIGKILL),
-        ):
-            lose(server, rank, number)
+        for name in ("rank_keeper", "engine"):
+            lose(server, name)
     far = tmp_path / "ssd-engine-0-rank-1"
     own, theirs = (
         sorted(path.name for path in each.rglob("*.safetensors")) for each in (far.parent, far)
@@ -118,15 +121,14 @@ def test_a_cable_that_delays_every_packet_changes_no_text() -> None:
     assert far_ms > 0.9 * 5 * 5, "two layers of two sums, and that of the token, wait for the cable"
 
 
-def lose(server: Server, name: str, number: int) -> None:
-    """Lose a process while it answers; the text goes on, and no process is left."""
+def lose(server: Server, name: str) -> None:
+    """Kill a process while it answers; the text goes on, and no process is left."""
     fields = {"temperature": 1.0, "seed": 5}
     expected = text_of(list(server.stream("abc", 150, **fields)))
-    (lost,) = server.pids(f"services.processes.{name}" if "." not in name else name)
     others = server.pids("services.processes.rank")
     running = server.stream("abc", 150, **fields)
     begun = [next(running) for _ in range(3)]
-    os.kill(lost, number)
+    lost = server.kill(name)
     server.wait_until(lambda: not any(map(is_running, [lost, *others])), PATIENCE_S, "the end")
     assert text_of([*begun, *running]) == expected
 

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.process import ROOT, Process, running_process, wait_until
+from tests.e2e.server import pieces
 
 PATIENCE_S = 60.0
 SECOND = ("ip", "netns", "exec", "second")
@@ -125,11 +126,7 @@ class Site:
         return float(found[1]) if found else 0.0
 
     def stream(self) -> Iterator[str]:
-        """Yield the pieces of the text. An error event fails."""
-        with self.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line[6:])["choices"][0]["text"]
+        return pieces(self.client, **LONG)
 
 
 def main(model: str, directory: str) -> None:

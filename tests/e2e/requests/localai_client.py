@@ -42,13 +42,9 @@ class LocalAi:
         """Call ``method``; PredictStream returns the stream."""
         path = f"/{messages.SERVICE}/{method}"
         message = messages.HealthMessage() if message is None else message
-        kind = "unary_stream" if method == "PredictStream" else "unary_unary"
-        make = getattr(self._channel, kind)
-        called = make(
-            path,
-            request_serializer=lambda given: given.SerializeToString(),
-            response_deserializer=_REPLIES[method].FromString,
-        )
+        is_stream = method == "PredictStream"
+        make = self._channel.unary_stream if is_stream else self._channel.unary_unary
+        called = make(path, type(message).SerializeToString, _REPLIES[method].FromString)
         return called(message, timeout=PATIENCE_S, metadata=self.metadata)
 
     def error(self, method: str, message: Any = None) -> tuple[str, str]:

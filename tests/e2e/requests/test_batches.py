@@ -38,7 +38,7 @@ def server(
 
 @pytest.fixture
 def client(server: Server) -> BatchClient:
-    return BatchClient(str(server.client.base_url).rstrip("/"))
+    return BatchClient(server.url)
 
 
 def assert_whole(server: Server, client: BatchClient, given: list[Body], done: object) -> None:
@@ -62,12 +62,9 @@ def test_killed_processes_lose_no_line_and_give_none_twice(
         except Exception:  # the router is being started
             return 0
 
-    for number, name in enumerate(
-        ("services.processes.router", "services.processes.engine", "services.processes.router")
-    ):
+    for number, name in enumerate(("router", "engine", "router")):
         server.wait_until(lambda least=5 + 15 * number: completed() >= least, 120, name)  # type: ignore[misc]
-        (pid,) = server.pids(name)
-        os.kill(pid, signal.SIGKILL)
+        server.kill(name)
     server.wait_until(lambda: completed() >= 50, 120, "the batch")
     server.wait_until(server.is_ready, 120, "ready")
     done = client.wait(batch, 120)

@@ -16,8 +16,6 @@ from tests.e2e.server import Server, serving
 from tests.stand_ins.collector import Collector, collecting
 from tests.text_models import make_text_model
 
-PATIENCE_S = 20.0
-
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Collector]]:
@@ -64,25 +62,18 @@ def test_a_text_does_not_wait_for_the_many_of_another_key(
     server, collector = traced
     requests = {"many": [[3 + number] + [5] * 511 for number in range(16)], "one": "this"}
     traces = {key: secrets.token_hex(16) for key in requests}
-    (engine,) = server.pids("services.processes.engine")
     with ThreadPoolExecutor() as pool:
-        os.kill(engine, signal.SIGSTOP)
+        engine = server.kill("engine", signal.SIGSTOP)
         try:
             answers = []
             for key, texts in requests.items():
                 parent = f"00-{traces[key]}-{secrets.token_hex(8)}-01"
                 answers.append(pool.submit(embed, server, key, texts, traceparent=parent))
-                server.wait_until(
-                    lambda: server.sequences_in_flight() == len(answers), PATIENCE_S, "texts"
-                )
+                server.wait_until(lambda: server.sequences_in_flight() == len(answers))
         finally:
             os.kill(engine, signal.SIGCONT)
         assert [answer.result().status_code for answer in answers] == [200, 200]
-    server.wait_until(
-        lambda: all("texts" in collector.trace(trace) for trace in traces.values()),
-        PATIENCE_S,
-        "spans of texts",
-    )
+    server.wait_until(lambda: all("texts" in collector.trace(trace) for trace in traces.values()))
     many, one = (collector.trace(trace)["texts"] for trace in traces.values())
     assert one.ended_ns < many.ended_ns
 
@@ -93,9 +84,7 @@ def test_a_trace_has_the_texts_in_the_engine(traced: tuple[Server, Collector]) -
     secret = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
     assert embed(server, "one", "xyzzy", **secret).status_code == 200
     names = {"POST /v1/embeddings", "texts"}
-    server.wait_until(
-        lambda: collector.trace(trace_id).keys() == names, PATIENCE_S, "spans of texts"
-    )
+    server.wait_until(lambda: collector.trace(trace_id).keys() == names)
     spans = collector.trace(trace_id)
     assert spans["texts"].parent_id == spans["POST /v1/embeddings"].span_id
     assert "mlx_lm_server.compute_s" in spans["texts"].attributes

@@ -27,6 +27,7 @@ MODELS = {
     "ranker": ("xlm_roberta_reranker", "auto"),
     "asked": ("qwen3_reranker", "rerank"),
 }
+ASKED: dict[str, Any] = {"model": "asked", "query": "what", "documents": ["this"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,14 @@ def state(server: Server, name: str) -> str:
 
 
 def vectors(server: Server, texts: Any, model: str = "bert", **fields: Any) -> Any:
-    answer = server.post("/v1/embeddings", model=model, input=texts, **fields)
-    assert answer.status_code == 200, answer.text
-    data = answer.json()["data"]
+    data = server.answer("/v1/embeddings", model=model, input=texts, **fields)["data"]
     assert [item["index"] for item in data] == list(range(len(data)))
     return np.array([item["embedding"] for item in data])
+
+
+def ranked(server: Server, path: str = "/v1/rerank", **fields: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = server.answer(path, **fields)["results"]
+    return results
 
 
 @pytest.mark.parametrize("model", ["bert", "qwen"])
@@ -73,7 +77,7 @@ def test_vectors_come_in_the_order_of_the_texts(server: Server, model: str) -> N
 
 def test_a_batch_embeds_too(server: Server) -> None:
     texts = ["this is", ["one", "of two"], "this " * 5000]
-    client = BatchClient(str(server.client.base_url).rstrip("/"))
+    client = BatchClient(server.url)
     url = "/v1/embeddings"
     given = [line(str(n), url, model="bert", input=text) for n, text in enumerate(texts)]
     done = client.run(given, endpoint=url)
@@ -88,9 +92,8 @@ def test_a_batch_embeds_too(server: Server) -> None:
 
 
 def test_base64_has_the_same_numbers(server: Server) -> None:
-    answer = server.post(
-        "/v1/embeddings", model="bert", input="this is", encoding_format="base64"
-    ).json()
+    fields = {"model": "bert", "input": "this is", "encoding_format": "base64"}
+    answer = server.answer("/v1/embeddings", **fields)
     numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     assert np.array_equal(numbers, vectors(server, "this is")[0].astype(np.float32))
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
@@ -111,7 +114,7 @@ def test_fewer_dimensions_are_the_first_ones_with_the_length_1(server: Server) -
 def test_ollamas_endpoints_give_the_same_vectors(server: Server) -> None:
     texts = ["this is", "of", "x " * MAX_TOKENS]
     wanted = vectors(server, texts, truncate=True).astype(np.float32)
-    found = server.post("/api/embed", model="bert:latest", input=texts).json()
+    found = server.answer("/api/embed", model="bert:latest", input=texts)
     assert np.array_equal(np.array(found["embeddings"], np.float32), wanted)
     assert found["model"] == "bert:latest" and found["prompt_eval_count"] == MAX_TOKENS + 9
     one = server.post("/api/embeddings", model="bert", prompt="of").json()
@@ -178,33 +181,27 @@ def test_a_model_for_something_else_is_refused_with_the_name_of_one_that_fits(
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 def test_documents_come_in_the_order_of_their_scores(server: Server, path: str) -> None:
     documents = ["this is", {"text": "that was"}, "of the", "x " * MAX_TOKENS]
-    answer = server.post(
-        path, model="ranker", query="what is", documents=documents, return_documents=True
-    )
-    assert answer.status_code == 200, answer.text
-    results = answer.json()["results"]
+    body = {"model": "ranker", "query": "what is", "documents": documents}
+    results = ranked(server, path, **body, return_documents=True)
     scores = [result["relevance_score"] for result in results]
     assert scores == sorted(scores, reverse=True)
     assert sorted(result["index"] for result in results) == [0, 1, 2, 3]
     by_index = {result["index"]: result for result in results}
     assert by_index[1]["document"] == {"text": "that was"}
-    best = server.post(path, model="ranker", query="what is", documents=documents, top_n=2).json()
-    assert [result["index"] for result in best["results"]] == [r["index"] for r in results[:2]]
-    pairs = server.post(
-        "/v1/score", model="ranker", text_1="what is", text_2=["this is", "that was", "of the"]
-    ).json()["data"]
+    best = ranked(server, path, **body, top_n=2)
+    assert [result["index"] for result in best] == [result["index"] for result in results[:2]]
+    texts = ["this is", "that was", "of the"]
+    pairs = server.answer("/v1/score", model="ranker", text_1="what is", text_2=texts)["data"]
     for pair in pairs:
         assert math.isclose(pair["score"], by_index[pair["index"]]["relevance_score"])
-    renamed = {"queries": "what is", "documents": ["this is", "that was", "of the"]}
-    assert server.post("/v1/score", model="ranker", **renamed).json()["data"] == pairs
+    renamed = server.answer("/v1/score", model="ranker", queries="what is", documents=texts)
+    assert renamed["data"] == pairs
 
 
 def test_a_decoder_ranks_by_the_answer_to_its_prompt(server: Server) -> None:
     def score(**fields: Any) -> float:
-        body = {"model": "asked", "query": "what", "documents": ["this"], **fields}
-        answer = server.post("/v1/rerank", **body)
-        assert answer.status_code == 200, answer.text
-        return float(answer.json()["results"][0]["relevance_score"])
+        (result,) = ranked(server, **ASKED, **fields)
+        return float(result["relevance_score"])
 
     assert 0 < score() < 1
     assert score(instruction="Find it.") != score()
@@ -236,23 +233,9 @@ def test_a_score_of_a_model_that_embeds_is_the_cosine(server: Server) -> None:
         assert refused.json()["error"]["param"] == name
     refused = server.post("/v1/score", model="ranker", queries=long, documents=["a"])
     assert refused.json()["error"]["param"] == "queries"
-    answer = server.post("/v1/score", model="bert", text_1="this", text_2=["that", "this"])
-    scores = [item["score"] for item in answer.json()["data"]]
+    answer = server.answer("/v1/score", model="bert", text_1="this", text_2=["that", "this"])
+    scores = [item["score"] for item in answer["data"]]
     assert np.allclose(scores, [first @ second, 1], atol=1e-5)
-
-
-def test_equal_texts_are_computed_once(server: Server) -> None:
-    before = computed_tokens(server)
-    assert len(vectors(server, ["is it as they have been"] * 500)) == 500
-    server.wait_until(lambda: computed_tokens(server) > before, 10, "figures of an engine")
-    assert computed_tokens(server) - before < 100
-
-
-def computed_tokens(server: Server) -> float:
-    """Return the tokens that the engine of ``bert`` has computed."""
-    name = 'mlx_lm_server_prefill_tokens_total{engine="bert-0"'
-    lines = server.client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def test_text_streams_while_texts_are_embedded(server: Server) -> None:
@@ -294,17 +277,15 @@ def test_a_client_that_leaves_frees_its_texts(server: Server) -> None:
             json={"model": "bert", "input": long_texts(900)},
             timeout=0.5,
         )
-    headers = {"authorization": "Bearer root"}
 
-    def is_free() -> bool:
-        found = server.client.get("/admin/requests", headers=headers).json()
-        return bool(found["total"] == 0)
+    def requests() -> int:
+        headers = {"authorization": "Bearer root"}
+        return int(server.client.get("/admin/requests", headers=headers).json()["total"])
 
-    server.wait_until(is_free, 20, "requests of a client that left")
+    server.wait_until(lambda: requests() == 0, 20, "requests of a client that left")
 
 
 def test_a_model_is_unloaded_when_idle_and_loaded_again(server: Server) -> None:
-    body = {"model": "asked", "query": "what", "documents": ["this"]}
-    before = server.post("/v1/rerank", **body).json()["results"]
+    before = ranked(server, **ASKED)
     server.wait_until(lambda: state(server, "asked") == "unloaded", 60, "unloading")
-    assert server.post("/v1/rerank", **body).json()["results"] == before
+    assert ranked(server, **ASKED) == before

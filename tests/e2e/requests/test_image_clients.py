@@ -7,14 +7,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import OpenAI
 
 from tests.e2e.requests.naming_model import COLOURS, QUESTION, in_png, make_naming_model
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, at_once, content_of, serving
 from tests.vision_models import needs_mlx_vlm
 
 if TYPE_CHECKING:  # its import takes two seconds, in every process that collects tests
@@ -50,14 +49,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def openai(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def anthropic(server: Server) -> Anthropic:
     from anthropic import Anthropic
 
-    return Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize("colour", COLOURS)
@@ -66,42 +65,32 @@ def test_a_colour_is_named_in_each_api(
 ) -> None:
     data = in_base64(colour)
     chat: Any = [{"role": "user", "content": [image_url(data), ASKED]}]
-    whole = openai.chat.completions.create(model="tiny", messages=chat, max_tokens=8, **GREEDY)
+    fields: Any = {"model": "tiny", "messages": chat, "max_tokens": 8, **GREEDY}
+    whole = openai.chat.completions.create(**fields)
     assert whole.choices[0].message.content == colour
-    chunks = openai.chat.completions.create(
-        model="tiny", messages=chat, max_tokens=8, stream=True, **GREEDY
-    )
+    chunks = openai.chat.completions.create(stream=True, **fields)
     assert "".join(each.choices[0].delta.content or "" for each in chunks) == colour
 
     shown = {"type": "input_image", "image_url": image_url(data)["image_url"]["url"]}
     given: Any = [{"role": "user", "content": [shown, {"type": "input_text", "text": QUESTION}]}]
-    events: Any = list(
-        openai.responses.create(
-            model="tiny", input=given, max_output_tokens=8, stream=True, **GREEDY
-        )
-    )
+    fields = {"model": "tiny", "input": given, "max_output_tokens": 8, **GREEDY}
+    events: Any = list(openai.responses.create(stream=True, **fields))
     written = [each.delta for each in events if each.type == "response.output_text.delta"]
     assert "".join(written) == colour
     assert whole.usage is not None
     assert events[-1].response.usage.input_tokens == whole.usage.prompt_tokens
 
     blocks: Any = [{"role": "user", "content": [image_block(data), ASKED]}]
-    with anthropic.messages.stream(
-        model="tiny", messages=blocks, max_tokens=8, extra_body=GREEDY
-    ) as stream:
+    fields = {"model": "tiny", "messages": blocks, "max_tokens": 8, "extra_body": GREEDY}
+    with anthropic.messages.stream(**fields) as stream:
         message = stream.get_final_message()
     assert "".join(each.text for each in message.content if each.type == "text") == colour
     counted = anthropic.messages.count_tokens(model="tiny", messages=blocks)
     assert counted.input_tokens == whole.usage.prompt_tokens
 
-    ollama = server.client.post(
-        "/api/chat",
-        json={
-            "model": "tiny",
-            "messages": [{"role": "user", "content": QUESTION, "images": [data]}],
-            "options": {"num_predict": 8, "temperature": 0},
-        },
-    )
+    asked = [{"role": "user", "content": QUESTION, "images": [data]}]
+    options = {"num_predict": 8, "temperature": 0}
+    ollama = server.post("/api/chat", model="tiny", messages=asked, options=options)
     lines = [json.loads(line) for line in ollama.text.splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == colour
 
@@ -110,14 +99,9 @@ def test_pictures_that_are_asked_about_at_once_keep_their_colours(server: Server
     asked = [(colour, in_base64(colour, 2_000_000 + n)) for n in range(3) for colour in COLOURS]
 
     def named(data: str) -> str:
-        messages = [{"role": "user", "content": [image_url(data), ASKED]}]
-        body = {"messages": messages, "max_tokens": 8, **GREEDY}
-        found = server.post("/v1/chat/completions", **body)
-        return str(found.json()["choices"][0]["message"]["content"])
+        return content_of(server.chat([image_url(data), ASKED], 8))
 
-    with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(named, [data for _, data in asked]))
-    assert answers == [colour for colour, _ in asked]
+    assert at_once(named, [data for _, data in asked]) == [colour for colour, _ in asked]
 
 
 def test_a_second_turn_finds_the_picture(openai: OpenAI) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, cached_tokens, events_of, serving
+from tests.e2e.server import Server, at_once, cached_tokens, content_of, events_of, serving
 from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
@@ -43,15 +40,7 @@ def asked(*parts: int | str, scale: int = 1) -> list[dict[str, Any]]:
 
 def answer(server: Server, messages: list[dict[str, Any]], tokens: int = 12) -> dict[str, Any]:
     body = {"messages": messages, "max_tokens": tokens, "logprobs": True, **GREEDY}
-    found = server.post("/v1/chat/completions", **body)
-    assert found.status_code == 200, found.text
-    whole: dict[str, Any] = found.json()
-    return whole
-
-
-def text_of(found: dict[str, Any]) -> str:
-    text: str = found["choices"][0]["message"]["content"]
-    return text
+    return server.answer("/v1/chat/completions", **body)
 
 
 def scores(found: dict[str, Any]) -> list[float]:
@@ -75,14 +64,14 @@ def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
     first = answer(server, asked("what is ", 1, " here?"))
     server.wait_metric(ENCODED)
     again = answer(server, asked("what is ", 1, " here?"))
-    assert (text_of(again), scores(again)) == (text_of(first), scores(first))
+    assert (content_of(again), scores(again)) == (content_of(first), scores(first))
     assert cached_tokens(again) >= first["usage"]["prompt_tokens"] - 4
     other = answer(server, asked("what is ", 2, " here?"))
     assert cached_tokens(other) < first["usage"]["prompt_tokens"] // 2
     server.wait_until(lambda: server.metric(ENCODED) == 2, PATIENCE_S, "2 encoded")
     turn = [
         *asked("what is ", 1, " here?"),
-        {"role": "assistant", "content": text_of(first)},
+        {"role": "assistant", "content": content_of(first)},
         {"role": "user", "content": "and now?"},
     ]
     assert cached_tokens(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
@@ -94,9 +83,8 @@ def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
 def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> None:
     before, asks = server.metric(ENCODED), asked("what is ", 77, " here?")
     shown = server.metric(SHOWN)
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: answer(server, asks), range(8)))
-    assert len({text_of(each) for each in answers}) == 1
+    answers = at_once(lambda _: answer(server, asks), range(8))
+    assert len({content_of(each) for each in answers}) == 1
     server.wait_until(lambda: server.metric(SHOWN) == shown + 8, PATIENCE_S, "8 shown")
     assert server.metric(ENCODED) == before + 1
 
@@ -106,16 +94,15 @@ def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> 
 )
 def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4, scale=FAMILIES[model.name].scale)
-    expected = text_of(answer(server, messages, 300))
+    expected = content_of(answer(server, messages, 300))
     body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
-    (pid,) = server.pids("services.processes.engine")
     text = ""
     with server.client.stream("POST", "/v1/chat/completions", json=body) as streamed:
         for number, event in enumerate(events_of(streamed)):
             choices = event.get("choices", ())
             text += "".join(one["delta"].get("content") or "" for one in choices)
             if number == 3:
-                os.kill(pid, signal.SIGKILL)
+                server.kill("engine")
     assert text == expected
     server.wait_until(server.is_ready, PATIENCE_S, "ready")
 
@@ -129,5 +116,5 @@ def test_after_a_restart_pictures_come_from_the_ssd(tmp_path: Path) -> None:
     with serving(model, *flags, **CHECKED) as server:
         after = answer(server, messages)
         assert cached_tokens(after) >= after["usage"]["prompt_tokens"] - 4
-        assert (text_of(after), scores(after)) == (text_of(before), scores(before))
+        assert (content_of(after), scores(after)) == (content_of(before), scores(before))
         assert server.metric(ENCODED) == 0

@@ -14,7 +14,7 @@ import pytest
 
 from services.localai.messages import Message, ModelOptions, PredictOptions
 from tests.e2e.requests.localai_client import PATIENCE_S, LocalAi, localai
-from tests.e2e.server import Server, serving, wait_ended
+from tests.e2e.server import Server, llama_server, wait_ended
 
 TOOL = {
     "type": "function",
@@ -31,17 +31,12 @@ TOOL = {
 SCHEMA = {"enum": ["yes", "no"], "type": "string"}
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serving(tiny_model("llama"), "--api-key", "sk-1") as running:
-        running.client.headers["Authorization"] = "Bearer sk-1"
-        yield running
+server = llama_server("--api-key", "sk-1")
 
 
 @pytest.fixture(scope="module")
 def backend(server: Server) -> Iterator[LocalAi]:
-    url = f"http://127.0.0.1:{server.port}"
-    with localai("--url", url, token="secret", MLX_LM_SERVER_API_KEY="sk-1") as running:
+    with localai("--url", server.url, token="secret", MLX_LM_SERVER_API_KEY="sk-1") as running:
         loaded = running.call("LoadModel", ModelOptions(Model="any", Options=["xtc_threshold:0.1"]))
         assert loaded.success, loaded.message
         yield running
@@ -66,80 +61,44 @@ def whole(replies: Any) -> tuple[str, str, list[tuple[str, str]], Any]:
     return content, reasoning, [(name, text) for name, text in calls.values()], last
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+SAMPLED = {"Temperature": 0.7, "TopP": 0.9, "TopK": 50, "MinP": 0.01, "Seed": 5}
+OF_SAMPLED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 5}
+ENDLESS, OF_ENDLESS = {"IgnoreEOS": True}, {"ignore_eos": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({}, {"temperature": 0}),
+    "greedy": ({}, {}),
     "sampled": (
-        {
-            "Temperature": 0.7,
-            "TopP": 0.9,
-            "TopK": 50,
-            "MinP": 0.01,
-            "Seed": 5,
-            "Penalty": 1.1,
-            "Repeat": 32,
-        },
-        {
-            "temperature": 0.7,
-            "top_p": 0.9,
-            "top_k": 50,
-            "min_p": 0.01,
-            "seed": 5,
-            "repetition_penalty": 1.1,
-            "repetition_context_size": 32,
-        },
+        SAMPLED | {"Penalty": 1.1, "Repeat": 32},
+        OF_SAMPLED | {"repetition_penalty": 1.1, "repetition_context_size": 32},
     ),
     "penalties and biases": (
-        {
-            "FrequencyPenalty": 0.5,
-            "PresencePenalty": 0.3,
-            "LogitBias": '{"70": 4}',
-            "IgnoreEOS": True,
-        },
-        {
-            "temperature": 0,
-            "frequency_penalty": 0.5,
-            "presence_penalty": 0.3,
-            "logit_bias": {"70": 4},
-            "ignore_eos": True,
-        },
+        ENDLESS | {"FrequencyPenalty": 0.5, "PresencePenalty": 0.3, "LogitBias": '{"70": 4}'},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3, "logit_bias": {"70": 4}} | OF_ENDLESS,
     ),
-    "stop": (
-        {"StopPrompts": ["e", "t"], "IgnoreEOS": True},
-        {"stop": ["e", "t"], "temperature": 0},
-    ),
+    "stop": ({"StopPrompts": ["e", "t"], "IgnoreEOS": True}, {"stop": ["e", "t"]}),
     "log-probabilities": (
         {"Logprobs": 1, "TopLogprobs": 2},
-        {"logprobs": True, "top_logprobs": 2, "temperature": 0},
+        {"logprobs": True, "top_logprobs": 2},
     ),
     "thinking": (
         {"Metadata": {"enable_thinking": "true", "chat_template_kwargs": '{"a": 1}'}},
-        {"enable_thinking": True, "chat_template_kwargs": {"a": 1}, "temperature": 0},
+        {"enable_thinking": True, "chat_template_kwargs": {"a": 1}},
     ),
     "tools": (
         {"Tools": json.dumps([TOOL]), "ToolChoice": "required"},
-        {"tools": [TOOL], "tool_choice": "required", "temperature": 0},
+        {"tools": [TOOL], "tool_choice": "required"},
     ),
-    "schema": (
-        {"Grammar": json.dumps(SCHEMA)},
-        {
-            "temperature": 0,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": SCHEMA},
-            },
-        },
-    ),
+    "schema": ({"Grammar": json.dumps(SCHEMA)}, {"response_format": FORM}),
 }
+"""What LocalAI asks for, and what does the same in a chat completion, greedy by default."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_chat_completions(server: Server, backend: LocalAi, case: str) -> None:
     options, fields = CASES[case]
     content = "Where is it?"
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 24, **fields}
-    answer = server.post("/v1/chat/completions", xtc_threshold=0.1, **body)
-    assert answer.status_code == 200, answer.text
-    choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+    answer = server.chat(content, 24, xtc_threshold=0.1, **fields)
+    choice, usage = answer["choices"][0], answer["usage"]
     message = choice["message"]
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     expected = (
@@ -162,8 +121,7 @@ def test_answers_are_those_of_chat_completions(server: Server, backend: LocalAi,
 def test_prompts_that_localai_made_itself_are_completed_as_they_are(
     server: Server, backend: LocalAi
 ) -> None:
-    body = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "logprobs": 1}
-    answer = server.post("/v1/completions", xtc_threshold=0.1, **body).json()["choices"][0]
+    answer = server.complete("abc", 12, logprobs=1, xtc_threshold=0.1)["choices"][0]
     reply = backend.call("Predict", PredictOptions(Prompt="abc", Tokens=12, Logprobs=1))
     assert reply.message.decode() == answer["text"]
     given = json.loads(reply.logprobs)["content"]

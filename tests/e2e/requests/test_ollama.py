@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,7 @@ def running(server: Server) -> dict[str, Any]:
 
 def generate(server: Server, model: str, **fields: Any) -> dict[str, Any]:
     body = {"prompt": "abc", "stream": False, "raw": True, "options": {"num_predict": 4}, **fields}
-    answer = server.post("/api/generate", model=model, **body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return server.answer("/api/generate", model=model, **body)
 
 
 def pull(server: Server, name: str) -> list[dict[str, Any]]:
@@ -103,20 +101,24 @@ def test_what_cannot_be_pulled_says_why(server: Server) -> None:
     assert {"status": "success"} in pull(server, "own"), "it is there already"
 
 
-def begin_and_leave(server: Server, hub: Hub) -> None:
-    """Begin a download that cannot go on, and close the connection."""
+@contextmanager
+def stuck_download(server: Server, hub: Hub) -> Iterator[Iterator[str]]:
+    """Begin a download that cannot go on, yield the lines of its answer, and leave."""
     hub.is_open.clear()
-    url = str(server.client.base_url.join("/api/pull"))
-    with httpx.stream("POST", url, json={"model": MODEL}) as answer:
+    body = {"model": MODEL}
+    with httpx.stream("POST", f"{server.url}/api/pull", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         assert json.loads(next(lines)) == {"status": "pulling manifest"}
         server.wait_until(lambda: bool(server.pids("model_job")), PATIENCE_S, "a download")
+        yield lines
 
 
 def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path) -> None:
-    begin_and_leave(server, hub)
+    with stuck_download(server, hub):
+        pass
     server.wait_until(lambda: not server.pids("model_job"), PATIENCE_S, "it was cancelled")
-    begin_and_leave(server, hub)
+    with stuck_download(server, hub):
+        pass
     hub.is_open.set()
     assert pull(server, f"{MODEL}:latest")[-1] == {"status": "success"}
 
@@ -148,12 +150,9 @@ def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path
 
 
 def test_a_download_that_is_killed_is_an_error(server: Server, hub: Hub, home: Path) -> None:
-    hub.is_open.clear()
-    url = str(server.client.base_url.join("/api/pull"))
-    with httpx.stream("POST", url, json={"model": MODEL}, timeout=60) as answer:
-        server.wait_until(lambda: bool(server.pids("model_job")), PATIENCE_S, "a download")
+    with stuck_download(server, hub) as lines:
         (pid,) = server.pids("model_job")
         os.kill(pid, signal.SIGKILL)
-        *_, last = answer.iter_lines()
+        *_, last = lines
     hub.is_open.set()
     assert "pull model: " in json.loads(last)["error"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,16 +12,12 @@ import jsonschema
 import pytest
 
 from bench.engine.schemas import Schema, Sizes, generate
-from tests.e2e.server import Server, events_of, serving
+from tests.e2e.server import CHECKED, Server, at_once, events_of, llama_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOW = {"type": "integer", "multipleOf": 9_999_991}  # takes minutes to compile
 
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serving(tiny_model("llama"), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
-        yield server
+server = llama_server(**CHECKED)
 
 
 def ask(server: Server, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
@@ -50,15 +43,13 @@ def test_answers_are_valid_against_their_schemas(server: Server) -> None:
         text = text_of(ask(server, path, response_format=form, seed=number))
         jsonschema.validate(json.loads(text), schema)
 
-    with ThreadPoolExecutor(8) as clients:
-        list(clients.map(valid, enumerate(schemas)))
+    at_once(valid, list(enumerate(schemas)))
 
 
 def test_json_object_answers_are_objects(server: Server) -> None:
     """The length is not limited: only some of these answers end in time."""
     fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "max_tokens": 400}
-    with ThreadPoolExecutor(8) as clients:
-        found = list(clients.map(lambda seed: ask(server, seed=seed, **fields), range(8)))
+    found = at_once(lambda seed: ask(server, seed=seed, **fields), range(8))
     answers = [answer.json()["choices"][0] for answer in found]
     ended = [choice["text"] for choice in answers if choice["finish_reason"] == "stop"]
     assert ended and all(isinstance(json.loads(text), dict) for text in ended)
@@ -88,24 +79,17 @@ def test_answers_match_other_grammars(
 
 
 def test_grammars_work_with_several_choices_streams_and_log_probabilities(server: Server) -> None:
-    fields: dict[str, Any] = {
-        "guided_regex": "[a-z]{3}(-[0-9]{2}){2}",
-        "seed": 11,
-        "n": 3,
-        "logprobs": 2,
-    }
+    pattern = "[a-z]{3}(-[0-9]{2}){2}"
+    fields: dict[str, Any] = {"guided_regex": pattern, "seed": 11, "n": 3, "logprobs": 2}
     whole = ask(server, **fields).json()["choices"]
-    texts: dict[int, str] = {}
-    body = {"prompt": "x", "max_tokens": 900, "temperature": 1, "stream": True, **fields}
-    with server.client.stream("POST", COMPLETIONS, json=body) as stream:
-        for event in events_of(stream):
-            for choice in event.get("choices", ()):
-                index = choice["index"]
-                texts[index] = texts.get(index, "") + choice["text"]
-    assert [texts[index] for index in range(3)] == [choice["text"] for choice in whole]
-    assert len(set(texts.values())) == 3
+    texts = ["", "", ""]
+    for event in events_of(ask(server, stream=True, **fields)):
+        for choice in event.get("choices", ()):
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+    assert len(set(texts)) == 3
     for choice in whole:
-        assert re.fullmatch("[a-z]{3}(-[0-9]{2}){2}", choice["text"])
+        assert re.fullmatch(pattern, choice["text"])
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
@@ -154,11 +138,7 @@ def test_a_grammar_of_a_custom_tool_that_does_not_compile_is_a_400_with_the_plac
             "response_format.json_schema.schema",
             "type",
         ),
-        (
-            {"guided_json": {"enum": ["x" * 300_000]}},
-            "guided_json",
-            "limit",
-        ),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json", "limit"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -174,18 +154,12 @@ def test_a_grammar_that_does_not_compile_is_a_400_with_the_location(
 
 
 def test_a_grammar_that_takes_minutes_is_a_400_and_delays_no_other_request(server: Server) -> None:
-    answers: list[httpx.Response] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(ask(server, guided_json=SLOW)))
-        for _ in range(3)
-    ]
-    for client in clients:
-        client.start()
-    server.wait_until(lambda: server.sequences_in_flight() == 3, 30, "all three with the engine")
-    assert re.fullmatch("[0-9]{4}", text_of(ask(server, guided_regex="[0-9]{4}")))
-    assert ask(server, max_tokens=5).status_code == 200
-    assert not answers
-    for client in clients:
-        client.join(90)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, server, guided_json=SLOW) for _ in range(3)]
+        server.wait_until(lambda: server.sequences_in_flight() == 3, 30, "all with the engine")
+        assert re.fullmatch("[0-9]{4}", text_of(ask(server, guided_regex="[0-9]{4}")))
+        assert ask(server, max_tokens=5).status_code == 200
+        assert not any(each.done() for each in asked)
+        answers = [each.result(90) for each in asked]
     assert [answer.status_code for answer in answers] == [400] * 3
     assert all("takes longer" in answer.json()["error"]["message"] for answer in answers)

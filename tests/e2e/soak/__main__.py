@@ -13,13 +13,12 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, ps, serving
 from tests.e2e.soak.load import ANSWER_TOKENS, Load
 from tests.e2e.soak.report import GROWTH_BYTES, MORE_FILES, Report, grows, print_line
 
@@ -93,10 +92,7 @@ class Watch:
         """Record the resident memory of each process, until cancelled."""
         while True:
             pids = ",".join(map(str, self.names))
-            listing = subprocess.run(
-                ["ps", "-o", "pid=,rss=", "-p", pids], capture_output=True, text=True, check=False
-            ).stdout
-            for line in listing.splitlines():
+            for line in ps("-o", "pid=,rss=", "-p", pids).splitlines():
                 pid, kilobytes = map(int, line.split())
                 self._report.memory[self.names[pid]].append(kilobytes * 1024)
             await asyncio.sleep(SAMPLE_EVERY_S)
@@ -128,9 +124,8 @@ class Watch:
 def leftovers(server: Server) -> dict[str, float]:
     """Return what an idle server should not have: requests, queue entries, held memory."""
     left = {name: server.metric(name) for name in IDLE_METRICS}
-    health = server.client.get("/health").json()
-    left["requests"] = health["requests"]
-    left["in engines"] = sum(e["sequences"] for m in health["models"] for e in m["engines"])
+    left["requests"] = server.client.get("/health").json()["requests"]
+    left["in engines"] = server.sequences_in_flight()
     return {name: value for name, value in left.items() if value}
 
 

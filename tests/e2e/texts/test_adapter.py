@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, cached_tokens, serving
+from tests.e2e.server import Server, cached_tokens, content_of, serving
 from tests.oracle import Oracle
 from tests.tiny_models import make_adapter
 
@@ -17,7 +17,7 @@ PROMPT = "it is that they have this one on the way to be at"
 def complete(server: Server) -> tuple[str, int]:
     """Return the text for `PROMPT` and the number of its cached tokens."""
     answer = server.complete(PROMPT, 24, ignore_eos=True)
-    return answer["choices"][0]["text"], cached_tokens(answer)
+    return content_of(answer), cached_tokens(answer)
 
 
 def wait_stored(server: Server) -> None:

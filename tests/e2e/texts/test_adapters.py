@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from tests.e2e.server import Server, assert_error, serving, text_of
+from tests.e2e.server import Server, assert_error, at_once, serving, text_of
 from tests.oracle import Oracle
 from tests.router.batches.conftest import BatchClient, line
 from tests.tiny_models import make_adapter
@@ -62,13 +61,11 @@ def served(
 
 def test_requests_with_different_adapters_run_together_and_each_is_right(served: Served) -> None:
     assert_error(served.server.post("/v1/completions", model="base:c", prompt="a"), 404)
-    with ThreadPoolExecutor(2) as threads:  # loaded twice at once
-        list(threads.map(served.load, "cc"))
+    at_once(served.load, "cc")  # loaded twice
     assert_error(served.change("load", name="e", path=str(served.model)), 400)
     assert_error(served.change("load", name="base", path=str(served.paths["c"])), 400)
     names = ["base", "a", "base:b", "c"] * 3
-    with ThreadPoolExecutor(len(names)) as threads:
-        texts = list(threads.map(served.text, names))
+    texts = at_once(served.text, names)
     for name, found in zip(names, texts, strict=True):
         served.check(name, found)
     assert len(set(texts)) == 4
@@ -77,13 +74,9 @@ def test_requests_with_different_adapters_run_together_and_each_is_right(served:
 
 
 def test_a_line_of_a_batch_names_an_adapter(served: Served) -> None:
-    client, names = BatchClient(str(served.server.client.base_url).rstrip("/")), ("base:a", "base")
-    body: dict[str, Any] = {
-        "prompt": PROMPT,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    client, names = BatchClient(served.server.url), ("base:a", "base")
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS}
+    body |= {"temperature": 0, "ignore_eos": True}
     batch = client.create([line(name, model=name, **body) for name in names])
     done = client.lines(client.wait(batch, 90).output_file_id)
     texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in done}
@@ -112,7 +105,7 @@ def test_adapters_of_an_administrator_survive_kills_of_the_engine_and_of_the_rou
     served.server.kill("engine")
     assert served.text("c") == before
     served.server.kill("router")
-    served.server.wait_until(lambda: served.server.is_ready(), 60, "the router")
+    served.server.wait_until(served.server.is_ready, 60, "the router")
     served.server.wait_until(lambda: "base:c" in served.names(), 30, "the adapter's name")
     assert served.text("c") == before
     assert served.change("unload", name="c").status_code == 200

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import agent_transcript as transcript
-from tests.e2e.server import HYBRID, Server, serving
+from tests.e2e.server import HYBRID, Server, assert_error, serving
 from tests.router.chat_tokenizer import TEMPLATE
 from tests.tiny_models import Kind, make_tiny
 
@@ -63,7 +63,7 @@ def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Pat
     replies = transcript.replies()
 
     def ask(number: int, body: dict[str, Any]) -> dict[str, Any]:
-        answer = server.post(
+        return server.answer(
             "/v1/chat/completions",
             **body,
             structured_outputs={"choice": [replies[number]]},
@@ -72,9 +72,6 @@ def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Pat
             temperature=1,
             seed=number,
         )
-        assert answer.status_code == 200, answer.text
-        body_of_answer: dict[str, Any] = answer.json()
-        return body_of_answer
 
     with serving(make_agent(HYBRID, tmp_path / "hybrid"), *FLAGS) as server:
         played = transcript.play(ask, TURNS)
@@ -82,25 +79,16 @@ def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Pat
 
 
 def test_a_forced_tool_call_has_valid_arguments(llama: Server) -> None:
-    messages = [{"role": "user", "content": "hi"}]
     named = {"type": "function", "function": {"name": "add"}}
     for seed in range(4):
-        answer = llama.post(
-            "/v1/chat/completions",
-            messages=messages,
-            tools=[ADD],
-            tool_choice=named,
-            temperature=1,
-            seed=seed,
-            max_tokens=400,
-        ).json()
-        (choice,) = answer["choices"]
+        fields = {"tools": [ADD], "tool_choice": named, "temperature": 1, "seed": seed}
+        (choice,) = llama.chat("hi", 400, **fields)["choices"]
         assert choice["finish_reason"] == "tool_calls"
         (call,) = choice["message"]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
         assert arguments["sign"] in "+-" and isinstance(arguments["exact"], bool)
     bad = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+    messages = [{"role": "user", "content": "hi"}]
     answer = llama.post("/v1/chat/completions", messages=messages, tools=[tool])
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tools"
+    assert assert_error(answer, 400)["param"] == "tools"

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, cached_tokens, serving
+from tests.e2e.server import Server, at_once, cached_tokens, content_of, serving
 from tests.oracle import Oracle, oracle
 
 MAX_TOKENS = 12
@@ -66,12 +65,8 @@ def prompts(truth: Oracle) -> list[list[int]]:
 
 
 def test_the_capital_of_france_is_paris(server: Server) -> None:
-    answer = server.post(
-        "/v1/chat/completions",
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
-        temperature=0,
-    ).json()
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+    answer = server.chat("What is the capital of France?")
+    assert "Paris" in content_of(answer)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert cached_tokens(answer) == 0
 
@@ -86,8 +81,7 @@ def test_texts_are_mlx_lms_one_by_one_and_together_whatever_is_cached(
 
     one_by_one = range(8, len(prompts), 2)
     alone = [answer(prompts[number]) for number in one_by_one]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(answer, prompts))
+    together = at_once(answer, prompts)
     for prompt, (text, _) in zip(prompts, together, strict=True):
         truth.check(prompt, MAX_TOKENS, text)
     for number, (text, scores) in zip(one_by_one, alone, strict=True):
@@ -103,13 +97,13 @@ def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Orac
     for turn in range(6):
         texts.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
         prompt = truth.chat(*texts)
+        roles = ("user", "assistant") * len(texts)
         messages = [
-            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
         ]
-        answer = server.post(
-            "/v1/chat/completions", messages=messages, max_tokens=12, temperature=0
-        ).json()
-        text = answer["choices"][0]["message"]["content"]
+        fields = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        answer = server.answer("/v1/chat/completions", **fields)
+        text = content_of(answer)
         assert answer["usage"]["prompt_tokens"] == len(prompt)
         shared = 0
         while shared < min(len(prompt) - 1, len(computed)) and prompt[shared] == computed[shared]:
@@ -129,7 +123,7 @@ def test_an_example_prints_the_expected_output(server: Server, example: str) -> 
         pytest.skip("curl is not installed")
     result = subprocess.run(
         ["bash" if shell else sys.executable, str(EXAMPLES / example)],
-        env={**os.environ, "SERVER_URL": f"http://127.0.0.1:{server.port}"},
+        env={**os.environ, "SERVER_URL": server.url},
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,12 +6,9 @@ log-probability of each token has to be the same. So random texts need no ties.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +20,7 @@ from engine.backend import gpu_path
 from engine.cache.quantization import Precision
 from engine.proving.oracle import make_rounding_cache
 from router.tokens.vocabulary import Vocabulary
-from tests.e2e.server import RESUMED, Server, cached_tokens, serving
+from tests.e2e.server import RESUMED, Server, assert_error, at_once, cached_tokens, serving
 from tests.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
@@ -108,14 +105,11 @@ def test_answers_are_mlx_lms_with_prefixes_from_ram_and_ssd_and_an_engine_that_i
         truth.check(HEAD, Said.of(answer["choices"]), greedy=True)
     server.wait_metric("mlx_lm_server_store_writes_total")
     asked: list[dict[str, Any]] = [{}, SAMPLED, GRAMMAR]
-    prompts = [[*HEAD, 5 + i, 9] for i in range(len(asked))]
-    pairs = list(zip(prompts, asked, strict=True))
+    pairs = [([*HEAD, 5 + i, 9], fields) for i, fields in enumerate(asked)]
     running = [stream(server, prompt, **fields) for prompt, fields in pairs]
-    (pid,) = server.pids("services.processes.engine")
-    with ThreadPoolExecutor(len(asked)) as pool:
-        begun = list(pool.map(next, running))
-        os.kill(pid, signal.SIGKILL)
-        rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
+    begun = at_once(next, running)
+    server.kill("engine")
+    rest = at_once(list, running)
     assert server.metric(RESUMED) >= 1
     server.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
     for (prompt, fields), before, after in zip(pairs, begun, rest, strict=True):
@@ -134,8 +128,7 @@ def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth
         body = {"prompt": prompt, "max_tokens": 200, **ENDLESS}
         until = time.monotonic() + PATIENCE_S
         while True:  # as a server that is short of memory asks clients to
-            url = f"http://127.0.0.1:{server.port}/v1/completions"
-            answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
             if answer.status_code != 503 or time.monotonic() > until:
                 break
             assert answer.json()["error"]["code"] == "memory_pressure"
@@ -144,8 +137,7 @@ def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth
         assert answer.status_code == 200, answer.text
         return Said.of(answer.json()["choices"])
 
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(complete, prompts))
+    answers = at_once(complete, prompts)
     server.wait_metric("mlx_lm_server_preemptions_total")
     unevictable = "mlx_lm_server_kv_unevictable_bytes"
     server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
@@ -158,8 +150,7 @@ def test_max_kv_size_is_reported_and_enforced(server: Server) -> None:
     model = server.client.get("/v1/models").json()["data"][0]
     assert LONGEST in model.values()
     refused = server.post("/v1/completions", prompt=[5] * LONGEST, max_tokens=1)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert_error(refused, 400, "context_length_exceeded")
     cut = server.complete([5] * (LONGEST - 3), 50, ignore_eos=True)
     assert cut["usage"]["completion_tokens"] == 3
     assert cut["choices"][0]["finish_reason"] == "length"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import HYBRID, Server, cached_tokens, serving
+from tests.e2e.server import HYBRID, Server, cached_tokens, content_of, serving
 
 LETTERS = "QXZJ"
 """The tiny tokenizer has a token for each, and none for several of them."""
@@ -19,11 +19,6 @@ BLOCK = 16
 
 def complete(server: Server, prompt: str) -> dict[str, Any]:
     return server.complete(prompt, 40, guided_regex=f"[{LETTERS}]{{40}}")
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    text: str = answer["choices"][0]["text"]
-    return text
 
 
 def computed(answer: dict[str, Any]) -> int:
@@ -48,16 +43,16 @@ def test_after_a_restart_the_second_turn_of_a_hybrid_computes_only_what_is_new(
     prompt = "".join(pick.choice(LETTERS) for _ in range(200))
     flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
     with serving(model, "--no-ssd") as server:
-        turn = prompt + text_of(complete(server, prompt)) + NEW
-        expected = text_of(complete(server, turn))
+        turn = prompt + content_of(complete(server, prompt)) + NEW
+        expected = content_of(complete(server, turn))
     with serving(model, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
-        assert prompt + text_of(complete(server, prompt)) + NEW == turn
+        assert prompt + content_of(complete(server, prompt)) + NEW == turn
     blocks, states = sorted(files(tmp_path).values(), key=len, reverse=True)
     assert len(blocks) >= len(turn) // BLOCK - 1 and states
     with serving(model, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
         answer = complete(server, turn)
         assert computed(answer) <= BLOCK + len(NEW)
-        assert text_of(answer) == expected
+        assert content_of(answer) == expected
         server.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
     for path in files(tmp_path)[states[0].parents[2]]:  # of the second answer too
         data = bytearray(path.read_bytes())
@@ -66,5 +61,5 @@ def test_after_a_restart_the_second_turn_of_a_hybrid_computes_only_what_is_new(
     with serving(model, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
         answer = complete(server, turn)
         assert computed(answer) == answer["usage"]["prompt_tokens"]
-        assert text_of(answer) == expected
+        assert content_of(answer) == expected
         server.wait_metric("mlx_lm_server_store_corrupt_total")

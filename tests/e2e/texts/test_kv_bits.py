@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import cached_tokens, serving
+from tests.e2e.server import at_once, cached_tokens, serving
 from tests.e2e.texts.test_demo import HEAD
 from tests.oracle import Oracle, oracle
 
@@ -36,10 +35,8 @@ def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
     with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
-        cold = [first.complete(prompt, MAX_TOKENS, logprobs=1) for prompt in asked]
-        with ThreadPoolExecutor(3) as pool:
-            ask = partial(first.complete, max_tokens=MAX_TOKENS, logprobs=1)
-            ram = list(pool.map(ask, asked))
+        ask = partial(first.complete, max_tokens=MAX_TOKENS, logprobs=1)
+        cold, ram = list(map(ask, asked)), at_once(ask, asked)
         first.wait_until(lambda: len(files(tmp_path)) >= len(blocks), 60, "blocks on the SSD")
     sizes = {file.stat().st_size for file in files(tmp_path)}
     assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "more than 55 % of the bytes of a 16-bit type"

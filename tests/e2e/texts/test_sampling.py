@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from router.tokens.vocabulary import Vocabulary
-from tests.e2e.server import Server, cached_tokens, serving
+from tests.e2e.server import Server, at_once, cached_tokens, serving
 from tests.oracle import Oracle, oracle
 from tests.tiny_models import EOS, VOCAB_SIZE
 
@@ -97,8 +96,7 @@ def test_log_probabilities_are_the_models_own(running: Running) -> None:
     server, truth = running
     ids = biased(truth, PROMPT, 8)
     direct = logprobs_after(truth, PROMPT + ids)[len(PROMPT) - 1 :]
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 4, **ENDLESS}
-    found = server.post("/v1/completions", **body).json()["choices"][0]["logprobs"]
+    found = server.complete(PROMPT, 8, logprobs=4, **ENDLESS)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == pytest.approx(
         [direct[i, token].item() for i, token in enumerate(ids)], abs=CLOSE
     )
@@ -106,10 +104,10 @@ def test_log_probabilities_are_the_models_own(running: Running) -> None:
         best = mx.sort(direct[i])[-4:].tolist()
         assert sorted(alternatives.values())[-4:] == pytest.approx(best, abs=CLOSE)
     # Sampling parameters change which token is chosen, but not its reported probability.
-    body |= {"temperature": 1.3, "top_k": 30, "frequency_penalty": 1.0, "seed": 4, "n": 2}
-    for choice in server.post("/v1/completions", **body).json()["choices"]:
+    sampled = {"temperature": 1.3, "top_k": 30, "frequency_penalty": 1.0, "seed": 4, "n": 2}
+    first = direct[0].tolist()
+    for choice in server.complete(PROMPT, 8, logprobs=4, **ENDLESS, **sampled)["choices"]:
         found = choice["logprobs"]
-        first = direct[0].tolist()
         assert min(abs(found["token_logprobs"][0] - value) for value in first) < CLOSE
         assert sorted(found["top_logprobs"][0].values())[-4:] == pytest.approx(
             sorted(first)[-4:], abs=CLOSE
@@ -121,15 +119,8 @@ def test_a_chat_reports_the_log_probabilities_of_its_text(running: Running) -> N
     prompt = truth.chat("hello there")
     ids = biased(truth, prompt, 8)
     direct = logprobs_after(truth, prompt + ids)[len(prompt) - 1 :]
-    body = {
-        "messages": [{"role": "user", "content": "hello there"}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 3,
-        **ENDLESS,
-    }
-    choice = server.post("/v1/chat/completions", **body).json()["choices"][0]
+    answer = server.chat("hello there", 8, logprobs=True, top_logprobs=3, **ENDLESS)
+    (choice,) = answer["choices"]
     content = choice["logprobs"]["content"]
     said = b"".join(bytes(token["bytes"]) for token in content).decode(errors="replace")
     assert said.removeprefix(" ") == choice["message"]["content"].removeprefix(" ")
@@ -173,7 +164,7 @@ def test_a_text_sampled_with_every_parameter_does_not_depend_on_the_load(running
         "top_k": 50,
         "min_p": 0.001,
         "xtc_probability": 0.5,
-        "xtc_threshold": 0.02,
+        "xtc_threshold": 0.005,
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,
         "frequency_penalty": 0.2,
@@ -181,16 +172,13 @@ def test_a_text_sampled_with_every_parameter_does_not_depend_on_the_load(running
         **ENDLESS,
     }
     alone = server.text(PROMPT, 20, **ask)
-    with ThreadPoolExecutor(6) as pool:
-        others = [
-            pool.submit(server.complete, PROMPT[i:], 25, **{**ask, "seed": i, "top_k": i})
-            for i in range(1, 6)
-        ]
-        again = server.text(PROMPT, 20, **ask)
-        for other in others:
-            other.result()
-    assert again == alone
-    assert server.complete(PROMPT, 20, **{**ask, "xtc_probability": 0})["choices"][0] != alone
+
+    def complete(number: int) -> str:
+        own = {"seed": number, "top_k": number} if number else {}
+        return server.text(PROMPT[number:], 25 if number else 20, **ask | own)
+
+    assert at_once(complete, range(6))[0] == alone
+    assert server.text(PROMPT, 20, **ask | {"xtc_probability": 0}) != alone
 
 
 def test_min_tokens_ignore_eos_and_stop_tokens_determine_the_end(running: Running) -> None:

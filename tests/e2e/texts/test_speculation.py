@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.server import RESUMED, Server, serving, text_of
+from tests.e2e.server import (
+    CHECKED,
+    RESUMED,
+    Server,
+    at_once,
+    content_of,
+    llama_server,
+    serving,
+    text_of,
+)
 from tests.mtp_checkpoints import add_likely_head
 from tests.oracle import Oracle
 
@@ -19,11 +27,7 @@ SAMPLED = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
 ASKED: list[tuple[str, dict[str, Any]]] = [("abc", {}), ("of the of the", SAMPLED), ("to be", {})]
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = "--spec-decode ngram --no-spec-decode-dynamic".split()
-    with serving(tiny_model("llama"), *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
-        yield running
+server = llama_server("--spec-decode", "ngram", "--no-spec-decode-dynamic", **CHECKED)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +79,9 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
         assert usage["completion_tokens"] == TOKENS
         details = usage["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] == 0  # there was no prediction
-    question: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}]}
-    question |= {"max_tokens": 40, "temperature": 0}
-    answer = server.post("/v1/chat/completions", **question).json()
-    text = answer["choices"][0]["message"]["content"]
-    prediction = {"type": "content", "content": text}
-    again = server.post("/v1/chat/completions", **question, prediction=prediction).json()
-    assert again["choices"][0]["message"]["content"] == text
+    text = content_of(server.chat("abc", 40))
+    again = server.chat("abc", 40, prediction={"type": "content", "content": text})
+    assert content_of(again) == text
     assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     server.wait_until(lambda: set(sources(server)) == {"ngram", "prediction"}, 30, "beats")
     found = sources(server)
@@ -97,13 +97,12 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     source: str, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(source)
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        whole = list(pool.map(lambda asked: list(stream(server, *asked)), ASKED))
-        running = [stream(server, *asked) for asked in ASKED]
-        begun = [[next(events) for _ in range(3)] for events in running]
-        resumed = server.metric(RESUMED)
-        server.kill("engine")
-        rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
+    whole = at_once(lambda asked: list(stream(server, *asked)), ASKED)
+    running = [stream(server, *asked) for asked in ASKED]
+    begun = [[next(events) for _ in range(3)] for events in running]
+    resumed = server.metric(RESUMED)
+    server.kill("engine")
+    rest = at_once(list, running)
     assert server.metric(RESUMED) > resumed
     for before, first, later in zip(whole, begun, rest, strict=True):
         assert text_of(first + later) == text_of(before)

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.e2e.server import Server, events_of, serving
+from tests.e2e.server import Server, content_of, events_of, serving
 from tests.tiny_models import make_tiny
 
 PROMPTS = 80
@@ -42,12 +42,9 @@ class Question:
     fields: dict[str, Any]
 
     def ask(self, server: Server, **fields: Any) -> Reply:
-        answer = server.post(self.path, **self.fields, **fields)
-        assert answer.status_code == 200, answer.text
-        body = answer.json()
-        (choice,) = body["choices"]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return Reply(text, choice["finish_reason"], body["usage"]["completion_tokens"])
+        body = server.answer(self.path, **self.fields, **fields)
+        reason = body["choices"][0]["finish_reason"]
+        return Reply(content_of(body), reason, body["usage"]["completion_tokens"])
 
     def stream(self, server: Server, **fields: Any) -> Reply:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -88,6 +88,7 @@ class Dispatcher:
     def admit(self, model: ModelReplicas, sequences: Sequence[RemoteRequest]) -> None:
         queue = self._queues[model]
         for sequence in sequences:
+            sequence.is_alone = len(sequences) == 1
             self._in_flight[sequence.request_id] = InFlight(sequence, model)
             queue.push(sequence)
         self.place(model)

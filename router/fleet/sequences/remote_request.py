@@ -38,6 +38,8 @@ class RemoteRequest(ABC):
     """Raw frames sent with the message of each attempt."""
     computed_prompt_tokens: int | None = None
     """Prompt tokens that this attempt has computed or found, as far as known."""
+    is_alone = True
+    """Whether it is all of its request. Known once it is admitted."""
     usage: Usage | None = None
     first_token_at: float | None = None
     last_token_at = 0.0

@@ -48,7 +48,7 @@ def _to_try_again(entry: InFlight, now: float, limit_s: float) -> Unavailable | 
     if _unready_s(entry, now) > limit_s:
         code = LOST if sequence.losses else "no_engine_ready"
         return _no_engine(limit_s, sequence.names_adapter, code)
-    if not sequence.num_output_tokens:
+    if sequence.is_alone and not sequence.has_output:  # else the other parts would be lost
         return Unavailable(f"No row was free for {limit_s:g} s.", code="no_free_row")
     return None
 

@@ -195,6 +195,18 @@ def test_lines_that_wait_for_a_row_leave_their_places_to_those_of_an_idle_model(
     assert_each_line_once(client, client.wait(batch, 90))
 
 
+def test_a_line_whose_choices_run_one_after_the_other_is_not_begun_again(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(f"--batch-dir={tmp_path}", "--restart-wait-s=0.5")
+    engine = server.join(TEXT, max_sequences=1, step_s=0.3)
+    client = BatchClient(server.url)
+    done = client.run([line("a", n=3, max_tokens=30)])
+    (answer,) = client.lines(done.output_file_id)
+    assert [each["text"] for each in answer["response"]["body"]["choices"]] == [TEXT] * 3
+    assert len(engine.got(Submit)) == 3
+
+
 def test_a_line_larger_than_a_limit_that_was_lowered_is_refused_alone(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -47,18 +47,19 @@ class StepMeter:
             of_prompts = step.encoding._replace(size_bytes=0.0, is_last=False)
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
         is_apart = (result.chunks_apart or of_prompts is None) and not step.ends
+        is_typical = not step.fills_memory
         if step.ends:
             self._measure_ends(step, result.elapsed_s)
         elif is_apart and rows:
-            if not step.fills_memory:
+            if is_typical:
                 self._chunk_policy.observe_decodes(result.elapsed_s)
             self._time_share.decoded(result.elapsed_s)
         if of_prompts is not None and not result.chunks_apart:
-            self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=not step.fills_memory)
+            self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=is_typical)
         elif of_prompts is not None:
             self._unmeasured[step.number] = of_prompts
         if rows:
-            elapsed_s = result.elapsed_s if is_apart and not step.fills_memory else None
+            elapsed_s = result.elapsed_s if is_apart and is_typical else None
             self._drafting.observe_step(step.decodes, step.guessing, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):

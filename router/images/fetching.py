@@ -23,6 +23,7 @@ import h11
 
 from router.errors import Unavailable
 from router.places import Places
+from shared.network.host_names import MAX_LABEL_CHARS, MAX_NAME_CHARS, with_parents
 
 TIMEOUT_S = 10.0
 MAX_REDIRECTS = 3
@@ -31,7 +32,6 @@ WAIT_S = 30.0
 """How long an image may wait for others to be fetched."""
 _HTTPS = 443
 _READ_BYTES = 65536
-_MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63  # of DNS
 _MAX_URL_CHARS = 8192
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")
@@ -144,8 +144,7 @@ class ImageFetcher:
             raise NotFetched("has a URL that is not https:.", is_forbidden=True)
         if port not in (None, self._port) or parts.username is not None:
             raise NotFetched("has a URL with a port or a user name.", is_forbidden=True)
-        endings = {host[at:] for at, char in enumerate(host) if char == "."}
-        if not host or self._hosts.isdisjoint({host, "*", *endings}):
+        if not host or self._hosts.isdisjoint({"*", *with_parents(host)}):
             raise NotFetched(
                 "is on a host that --image-hosts does not allow.",
                 is_forbidden=True,
@@ -177,9 +176,8 @@ def _ascii_host(name: str) -> str:
     """Return ``name`` as DNS has it. Raises UnicodeError.
 
     Its length is checked first: encoding a label takes time by the square of its length."""
-    if len(name) > _MAX_HOST_CHARS or any(
-        len(label) > _MAX_LABEL_CHARS for label in name.split(".")
-    ):
+    longest = max(map(len, name.split(".")))
+    if len(name) > MAX_NAME_CHARS or longest > MAX_LABEL_CHARS:
         raise UnicodeError("the name of a host is too long")
     return name.encode("idna").decode().lower().removesuffix(".")
 

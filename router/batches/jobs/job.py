@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -32,6 +31,7 @@ from router.batches.objects import BatchError, BatchErrors
 from router.batches.storage.states import BatchState
 from router.batches.storage.store import NewFile, Result, Row, StoreFailed, read_results
 from router.tokens.work_pool import INLINE_SIZE
+from router.waiting import wait_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,11 @@ class BatchJob:
             except (StoreFailed, OSError, sqlite3.Error) as error:
                 context.metrics.batch_store_errors.inc()
                 logger.warning("%s is waiting for its disk: %s", self._id, error)
-                await self._wait(_AGAIN_S)
+                await wait_at_most(context.stopping, _AGAIN_S)
             except Exception:  # an internal error: its batch can still be cancelled, and expires
                 logger.exception("%s failed and is retried", self._id)
-                await self._wait(_AGAIN_AFTER_BUG_S)
+                await wait_at_most(context.stopping, _AGAIN_AFTER_BUG_S)
             await context.refresh()
-
-    async def _wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._context.stopping.wait(), seconds)
 
     async def _step(self, row: Row) -> None:
         is_lost = await self._context.directory.read(self._is_input_lost)

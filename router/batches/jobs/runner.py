@@ -9,6 +9,7 @@ from functools import partial
 from router.batches.jobs.context import BatchContext
 from router.batches.jobs.job import BatchJob
 from router.batches.storage.store import Row, StoreFailed
+from router.waiting import wait_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class BatchRunner:
             await self._resume()
             while not self._ending.is_set():
                 await self._remove_old()
-                await _wait(self._ending, _HOUSEKEEPING_S)
+                await wait_at_most(self._ending, _HOUSEKEEPING_S)
         finally:
             context.stopping.set()
             jobs = list(self._jobs.values())
@@ -70,7 +71,7 @@ class BatchRunner:
             except StoreFailed as error:
                 self._context.metrics.batch_store_errors.inc()
                 logger.warning("batches are waiting for their disk: %s", error)
-                await _wait(self._ending, _AGAIN_S)
+                await wait_at_most(self._ending, _AGAIN_S)
 
     async def _remove_old(self) -> None:
         context = self._context
@@ -84,10 +85,3 @@ class BatchRunner:
         except StoreFailed as error:
             context.metrics.batch_store_errors.inc()
             logger.warning("cannot delete old files of batches: %s", error)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        pass

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from router.batches.storage.directory import BatchDirectory
 from router.batches.storage.store import Result, StoreFailed
+from router.waiting import wait_at_most
 from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,4 @@ class ResultWriter:
                 logger.exception("cannot write results of batches")
             if self._stopping.is_set():
                 return False
-            try:
-                await asyncio.wait_for(self._stopping.wait(), _AGAIN_S)
-            except TimeoutError:
-                pass
+            await wait_at_most(self._stopping, _AGAIN_S)

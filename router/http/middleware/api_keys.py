@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 from dataclasses import replace
@@ -19,6 +18,7 @@ from router.http.middleware.key_file import (
     digest,
     read_tenants,
 )
+from router.waiting import wait_at_most
 from shared.logs import RateLimitedLogger
 from shared.settings import Settings
 from shared.watched_file import stamp
@@ -75,9 +75,7 @@ class ApiKeys:
         """
         seen = self._stamp
         while True:
-            with contextlib.suppress(TimeoutError):
-                poll_s = None if self._path is None else _POLL_S
-                await asyncio.wait_for(self._reload_asked.wait(), poll_s)
+            await wait_at_most(self._reload_asked, None if self._path is None else _POLL_S)
             found = await asyncio.to_thread(self._look)
             settled, seen = found == seen, found
             if self._reload_asked.is_set() or (settled and found != self._stamp):

@@ -11,9 +11,9 @@ import re
 import socket
 from collections.abc import Sequence
 
+from shared.network.host_names import MAX_NAME_CHARS, with_parents
+
 _PORT = re.compile(r":\d*$")
-MAX_NAME_CHARS = 253
-"""Of DNS. The endings of longer names would take memory by the square of their length."""
 
 
 class AllowedHosts:
@@ -42,8 +42,7 @@ class AllowedHosts:
             return False
         if "." not in name or name.endswith(".localhost") or _is_address(name):
             return True
-        endings = {name[at:] for at, letter in enumerate(name) if letter == "."}
-        return not self._names.isdisjoint({name, *endings})
+        return not self._names.isdisjoint(with_parents(name))
 
 
 def _is_address(text: str) -> bool:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import structs
@@ -25,6 +25,7 @@ from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Un
 from router.fleet.router import Router
 from router.http.status.figures import Point, ServerStatus
 from router.http.status.sampler import StatusSampler
+from router.waiting import wait_at_most
 
 MAX_VIEWERS = 32
 HISTORY_SAMPLES = 300
@@ -126,8 +127,7 @@ class StatusFeed:
         ending = self._router.ending
         while not ending.is_set():
             wait_s = self._sampled_at + EVERY_S - time.monotonic()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ending.wait(), max(0.0, wait_s))
+            await wait_at_most(ending, max(0.0, wait_s))
             try:
                 self._take(self._sampler.sample(len(self._viewers)))
             except Exception:

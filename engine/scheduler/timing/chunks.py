@@ -13,7 +13,7 @@ UNIT_PASSES = 2.0
 waits for it."""
 STREAMING_UNIT_PASSES = 1.0
 """The same while others wait for their next token."""
-MIN_UNIT_S = 0.015
+MIN_UNIT_S = 0.008
 """Min of the same in seconds: nobody notices such a wait."""
 GPU_MIN_UNIT_S = 0.03
 """The same on a GPU, which is slower with shorter chunks."""
@@ -54,11 +54,13 @@ class ChunkPolicy:
     regardless of their tokens. Each token then costs ``base`` seconds for the matmuls, and
     ``slope`` more for each token before it, for the attention. This line is fitted to the
     measured times of steps: least squares over chunks, weighted by their tokens, with decay. It
-    starts with the values of a slow CPU. As long as all chunks were at about the same position,
+    starts with the values of a slow CPU, or less if decodes are faster than that. As long as all chunks were at about the same position,
     the ratio of slope to base is assumed to be the initial one. All layers are assumed to cost
-    the same."""
+    the same, but the last one nothing: a chunk needs only its keys and values, unless it ends a
+    prompt."""
 
     _DECAY = 0.9
+    _INITIAL_BASE_S = 3e-3
     _INITIAL_SLOPE = 1 / 600
     _TRUSTED_SPREAD_TOKENS = 100.0
 
@@ -80,13 +82,14 @@ class ChunkPolicy:
         self._min_unit_s = GPU_MIN_UNIT_S if on_gpu else MIN_UNIT_S
         self._kernel_scores = GPU_KERNEL_SCORES if on_gpu else None
         self.layers = layers
+        self._costly_layers = max(layers - 1, 1)
         self._alone_layer_s = EXPERTS_LAYER_S if has_experts else 0.0
-        self._base_s = 3e-3
-        self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
         self.pass_s = 0.0
         # Weighted sums over chunks: of 1, position, position^2, cost, cost * position.
-        self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
+        self._sums = 5 * [0.0]
+        self._guess_tokens = float(MIN_TOKENS)  # weight of the initial guess in these sums
+        self._fit()
 
     def budget(self, *, streaming: bool, grouped: bool = False) -> ChunkBudget:
         """Return the budget shared by the chunks of a new pass. ``grouped``: no prompt of it would
@@ -98,7 +101,7 @@ class ChunkPolicy:
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self.layers > 1:
             layer_s = self.unit_s(streaming=streaming)
-            target_s = self.layers * (layer_s if streaming else max(layer_s, self._alone_layer_s))
+            target_s = self._costly_layers * (layer_s if streaming else max(layer_s, self._alone_layer_s))
         shared_tokens = self._max_tokens if grouped and not streaming else self._shared_tokens
         budget = ChunkBudget(self, target_s, self._max_tokens, self._block_size, shared_tokens)
         budget.evens = not streaming
@@ -144,7 +147,7 @@ class ChunkPolicy:
         """Return the predicted seconds of one layer of a pass with these ``chunks`` (start,
         tokens)."""
         whole_s = self.pass_s + sum(self.predict_s(start, tokens) for start, tokens in chunks)
-        return whole_s / self.layers
+        return whole_s / self._costly_layers
 
     def max_kernel_tokens(self, start: int) -> float:
         """Return the max tokens of a chunk from ``start`` whose attention is not too long for one
@@ -158,6 +161,7 @@ class ChunkPolicy:
         if elapsed_s > 0:
             self._decode_s += (0.2 if self._decode_s else 1.0) * (elapsed_s - self._decode_s)
             self.pass_s = min(elapsed_s, self.pass_s * _DECODE_MIN_GROWTH or elapsed_s)
+            self._fit()
 
     def observe_chunks(
         self,
@@ -179,10 +183,15 @@ class ChunkPolicy:
         seen = (tokens, tokens * position, tokens * position**2, spent_s, spent_s * position)
         kept = self._DECAY**share
         self._sums = [kept * old + share * new for old, new in zip(self._sums, seen, strict=True)]
+        self._guess_tokens *= kept
         self._fit()
 
     def _fit(self) -> None:
-        weight, *sums = self._sums
+        # A decode computes a token too, so none takes longer than that.
+        guess_s = min(self._INITIAL_BASE_S, self.pass_s or self._INITIAL_BASE_S)
+        tokens, *sums = self._sums
+        sums[2] += self._guess_tokens * guess_s
+        weight = tokens + self._guess_tokens
         position, square, cost_s, product = (value / weight for value in sums)
         assumed_s = cost_s * self._INITIAL_SLOPE / (1 + position * self._INITIAL_SLOPE)
         trust = self._TRUSTED_SPREAD_TOKENS**2

@@ -90,7 +90,7 @@ def test_no_chunk_of_a_prompt_is_much_shorter_than_the_others(prompt: int) -> No
 def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) -> None:
     policy = ChunkPolicy(16, max_tokens=100_000, layers=30)
     policy.observe_decodes(pass_s)
-    observe(policy, 20, 500, pass_s + 0.5)
+    observe(policy, 20, 500, pass_s + 0.1)
     wanted_s = max(UNIT_PASSES * pass_s, MIN_UNIT_S)
     assert policy.unit_s(streaming=False) == wanted_s
     tokens = policy.budget(streaming=False).take(0, 50_000)
@@ -126,12 +126,30 @@ def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None
 
 
 def test_a_layer_of_a_long_chunk_with_experts_takes_at_most_two_seconds() -> None:
-    policy = ChunkPolicy(16, max_tokens=8192, layers=4, has_experts=True)
+    policy = ChunkPolicy(16, max_tokens=8192, layers=5, has_experts=True)
     policy.observe_decodes(0.02)
     observe(policy, 20, 500, 1.0)  # 2 ms a token
     assert policy.budget(streaming=False).take(0, 2048) == 2048
     tokens = policy.budget(streaming=False).take(0, 50_000)
     assert 1.5 < policy.predict_layer_s([(0, tokens)]) <= 2.0
+
+
+def test_the_last_layer_of_a_chunk_costs_nothing() -> None:
+    one, two, thirty = (ChunkPolicy(16, layers=n) for n in (1, 2, 30))
+    chunks = [(5000, 900)]
+    assert one.predict_layer_s(chunks) == two.predict_layer_s(chunks)
+    assert two.predict_layer_s(chunks) == pytest.approx(29 * thirty.predict_layer_s(chunks))
+
+
+def test_before_chunks_are_measured_a_token_of_one_costs_at_most_a_decode() -> None:
+    policy = ChunkPolicy(16)
+    slow_s = policy.predict_s(0, 10)
+    policy.observe_decodes(1.0)
+    assert policy.predict_s(0, 10) == slow_s
+    policy.observe_decodes(1e-4)
+    assert policy.predict_s(0, 10) == pytest.approx(slow_s * 1e-4 / 3e-3)
+    observe(policy, 20, 500, 1.0)
+    assert policy.predict_s(0, 500) == pytest.approx(1.0, rel=0.1), "measured times count"
 
 
 def test_layers_are_measured_a_few_at_a_time() -> None:

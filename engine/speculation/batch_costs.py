@@ -78,7 +78,7 @@ class BatchCosts:
     def observe(self, rows: int, drafted: int, elapsed_s: float) -> None:
         """Learn from the time of a step of ``rows`` sequences with ``drafted`` drafts in total."""
         if drafted:  # one step that was delayed must not keep all others from drafts
-            if self._knows(rows, drafted):
+            if self.knows(rows, drafted):
                 slow_s = DOUBTFUL * self.predict_s(rows, drafted)
                 self._plain[rows].is_doubtful |= elapsed_s > slow_s
             elapsed_s = self._plausible_s(rows, drafted, elapsed_s)
@@ -163,10 +163,10 @@ class BatchCosts:
 
     def _plausible_s(self, rows: int, drafted: int, elapsed_s: float) -> float:
         """Return ``elapsed_s``, or less if something else must have delayed the step."""
-        most = OUTLIER if self._knows(rows, drafted) else UNKNOWN_OUTLIER
+        most = OUTLIER if self.knows(rows, drafted) else UNKNOWN_OUTLIER
         return min(elapsed_s, most * self.predict_s(rows, drafted) or elapsed_s)
 
-    def _knows(self, rows: int, drafted: int) -> bool:
+    def knows(self, rows: int, drafted: int) -> bool:
         """Return whether steps of this size were measured a few times."""
         costs = self._of_rows.get(rows)
         return costs is not None and costs.knows(1 + drafted)

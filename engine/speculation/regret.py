@@ -25,6 +25,9 @@ enough left for others."""
 MAX_SAVED_STEPS = 3.0
 """Max savings of a source that may pay for later drafts. A source that becomes wrong after
 hundreds of correct tokens thus stops as soon as any other."""
+GIVEN_BACK, MAX_GIVEN_STEPS = 0.1, 0.75
+"""Steps that a source that lost time may lose again for each of its unverified guesses that was
+right, and a sequence too, but only this many in total."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024
 """Number of tokens for which an overdrawn source proposes nothing. It doubles each time, and
 starts again once the source has saved time."""
@@ -38,6 +41,8 @@ class SequenceAccount:
     """Time that its tokens would have taken without drafts."""
     lost_s: float = 0.0
     """Negative if drafts saved time."""
+    given_s: float = 0.0
+    """Additional time that it may lose, because guesses that were not verified were right."""
 
     def step(self, plain_s: float, excess_s: float) -> None:
         """Record a step that would have taken ``plain_s``, and took ``excess_s`` longer."""
@@ -49,10 +54,20 @@ class SequenceAccount:
         self.without_s += steps * plain_s
         self.lost_s -= steps * plain_s
 
+    def guessed(self, right: int, plain_s: float) -> None:
+        """Record that the first ``right`` tokens of a guess that was not verified were right, in
+        steps of ``plain_s``."""
+        given_s = self.given_s + right * GIVEN_BACK * plain_s
+        self.given_s = min(given_s, MAX_GIVEN_STEPS * plain_s)
+
     def room_s(self, plain_s: float) -> float:
         """Return how much longer than ``plain_s`` the next step may take."""
         early_s = EARLY_STEPS * plain_s + EARLY_SHARE * self.without_s
-        return max(min(MAX_STEPS * plain_s, early_s), MAX_SHARE * self.without_s) - self.lost_s
+        return (
+            max(min(MAX_STEPS * plain_s, early_s), MAX_SHARE * self.without_s)
+            - self.lost_s
+            + self.given_s
+        )
 
 
 @dataclass(slots=True)
@@ -94,6 +109,13 @@ class SourceAccount:
     def is_silent(self, num_tokens: int) -> bool:
         """Return whether it proposes nothing at this number of tokens of the sequence."""
         return num_tokens < self.silent_until
+
+    def guessed(self, right: int, plain_s: float) -> None:
+        """Record that the first ``right`` tokens of a guess that was not verified were right, in
+        steps of ``plain_s``. Its silence ends if there are any."""
+        if right:
+            self.balance_s += min(right * GIVEN_BACK * plain_s, max(0.0, -self.balance_s))
+            self.silence, self.silent_until = FIRST_SILENCE, 0
 
     def begin_silence(self, num_tokens: int) -> None:
         """Record that its account cannot pay for a draft at this number of tokens."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.speculation.acceptance import AcceptanceRate
 from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.regret import SequenceAccount, SourceAccount
-from engine.speculation.source import DraftSource
+from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
 ASSUMED_RATE = 0.6
@@ -35,6 +35,8 @@ class SequenceDrafts:
     account: SequenceAccount = field(default_factory=SequenceAccount)
     accounts: dict[str, SourceAccount] = field(default_factory=dict)
     """Accounts of the sources, by name."""
+    guessed: dict[str, tuple[int, Proposal]] = field(default_factory=dict)
+    """By source, a guess that was not verified, and the number of tokens before it."""
 
     def account_of(self, source: str) -> SourceAccount:
         return self.accounts.setdefault(source, SourceAccount())

@@ -109,19 +109,21 @@ class Speculator:
         """Return the best guess for one sequence of a step, as far as its source's account can
         pay for it; None if there is none or its rate is too low."""
         limit = min(row.limit, self.options.tokens)
-        if limit < 1 or self._has_stopped(row):
+        if limit < 1:
             return None
         drafts, proposals = row.drafts, []
         drafts.predicted = ()
-        asked = (source for source in drafts.sources if not _is_silent(row, source))
+        self._check_guesses(row, num_rows)
+        has_stopped = self._has_stopped(row)
         # All are asked first: what is possible depends on what a grammar has seen by then.
-        for found in [self._ask(source, row, limit, num_rows) for source in asked]:
+        for found in [self._ask(source, row, limit, num_rows) for source in drafts.sources]:
             if found is None:
                 continue
             possible = possible_part(found, drafts.sources)
+            drafts.guessed[found.source] = len(row.tokens), possible
             if possible.source == PredictionSource.NAME:
                 drafts.predicted = possible.tokens
-            if (paid := self._paid(row, num_rows, possible)).tokens:
+            if not has_stopped and (paid := self._paid(row, num_rows, possible)).tokens:
                 proposals.append(paid)
         if len(proposals) < 2:
             return proposals[0] if proposals else None
@@ -196,11 +198,8 @@ class Speculator:
         drafts.rejected += max(0, predicted - accepted)
         tried = min(drafted, accepted + 1)
         drafts.rate.observe(tried, accepted)
-        by_kind = Counter(proposal.kind(index) for index in range(tried))
-        right = Counter(proposal.kind(index) for index in range(accepted))
-        for kind, count in by_kind.items():
-            for rate in self._rates_of(drafts, proposal, kind):
-                rate.observe(count, right[kind])
+        self._learn_rates(drafts, proposal, tried, accepted)
+        drafts.guessed.pop(proposal.source, None)
         if drafts.rate.rate() < self.options.min_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
 
@@ -224,9 +223,13 @@ class Speculator:
             self._accounts.spent(self._guesses, excess_s)
             for drafts in guessing:
                 drafts.account_of(self._guesses).spend(rows * excess_s / len(guessing))
-        self._step = VerifiedStep(rows, plain_s, excess_s / drafted if drafted else 0.0)
+        # A single draft pays for all rows: if it paid for one step's noise too, it would silence
+        # its source.
+        is_known = drafted and self.costs.knows(rows, drafted)
+        paid_s = self.costs.excess_s(rows, drafted) if is_known else excess_s
+        self._step = VerifiedStep(rows, plain_s, paid_s / drafted if drafted else 0.0)
         for drafts in decoded:
-            drafts.account.step(plain_s, excess_s)
+            drafts.account.step(plain_s, paid_s)
         if elapsed_s is None:
             self._accounts.skip_step()
         elif drafted or is_plain:
@@ -238,6 +241,31 @@ class Speculator:
             rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
             step_s={str(tokens): seconds for tokens, seconds in self.costs.seconds().items()},
         )
+
+    def _check_guesses(self, row: DraftRow, num_rows: int) -> None:
+        """Learn from earlier guesses that were not verified, by comparing them with the tokens
+        that came. This costs nearly nothing, so silent sources guess too."""
+        drafts, plain_s = row.drafts, self.costs.plain_s(num_rows)
+        for place, guess in drafts.guessed.values():
+            came = row.tokens[place : place + len(guess.tokens)]
+            right = num_common(guess.tokens, came)
+            self._learn_rates(drafts, guess, min(right + 1, len(came)), right)
+            drafts.account.guessed(right, plain_s)
+            drafts.account_of(guess.source).guessed(right, plain_s)
+            if right:
+                drafts.next_probe = 0
+        drafts.guessed.clear()
+
+    def _learn_rates(
+        self, drafts: SequenceDrafts, proposal: Proposal, tried: int, right: int
+    ) -> None:
+        """Record that the first ``right`` tokens of ``proposal`` came, and the first ``tried`` are
+        known."""
+        by_kind = Counter(proposal.kind(index) for index in range(tried))
+        right_by_kind = Counter(proposal.kind(index) for index in range(right))
+        for kind, count in by_kind.items():
+            for rate in self._rates_of(drafts, proposal, kind):
+                rate.observe(count, right_by_kind[kind])
 
     def _may_draft(self, num_rows: int) -> bool:
         """Return whether the time of a step without drafts is known, or does not matter."""
@@ -363,8 +391,3 @@ class Speculator:
             if key not in rates:
                 rates[key] = AcceptanceRate(proposal.likely[kind])
         return drafts.rates[key], self._rates[key]
-
-
-def _is_silent(row: DraftRow, source: DraftSource) -> bool:
-    account = row.drafts.accounts.get(source.NAME)
-    return account is not None and account.is_silent(len(row.tokens))

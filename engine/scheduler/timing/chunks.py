@@ -52,12 +52,12 @@ class ChunkPolicy:
 
     The chunks of a pass cost one pass over the weights, about the time of the shortest decode,
     regardless of their tokens. Each token then costs ``base`` seconds for the matmuls, and
-    ``slope`` more for each token before it, for the attention. This line is fitted to the
-    measured times of steps: least squares over chunks, weighted by their tokens, with decay. It
-    starts with the values of a slow CPU, or less if decodes are faster than that. As long as all chunks were at about the same position,
-    the ratio of slope to base is assumed to be the initial one. All layers are assumed to cost
-    the same, but the last one nothing: a chunk needs only its keys and values, unless it ends a
-    prompt."""
+    ``slope`` more for each token before it, for the attention. This line is fitted to the measured
+    times of steps: least squares over chunks, weighted by their tokens, with decay. It starts with
+    the values of a slow CPU, or less if decodes are faster than that. As long as all chunks were
+    at about the same position, the ratio of slope to base is assumed to be the initial one. All
+    layers are assumed to cost the same, but the last one nothing: a chunk needs only its keys and
+    values, unless it ends a prompt."""
 
     _DECAY = 0.9
     _INITIAL_BASE_S = 3e-3
@@ -101,7 +101,9 @@ class ChunkPolicy:
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self.layers > 1:
             layer_s = self.unit_s(streaming=streaming)
-            target_s = self._costly_layers * (layer_s if streaming else max(layer_s, self._alone_layer_s))
+            if not streaming:
+                layer_s = max(layer_s, self._alone_layer_s)
+            target_s = self._costly_layers * layer_s
         shared_tokens = self._max_tokens if grouped and not streaming else self._shared_tokens
         budget = ChunkBudget(self, target_s, self._max_tokens, self._block_size, shared_tokens)
         budget.evens = not streaming

@@ -45,6 +45,18 @@ def test_a_first_draft_that_is_wrong_is_not_the_last() -> None:
     assert row.gain > 1.3
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "draft", "gain"), [(1, 0.05, 4), (4, 0.05, 2.4), (8, 0.05, 1.6)]
+)
+def test_guesses_that_were_not_verified_show_that_a_source_is_right_now(
+    num_rows: int, draft: float, gain: float
+) -> None:
+    processor = Processor(draft)
+    processor.run(*[always] * num_rows, tokens=32)
+    rows = processor.run(*[lambda number: number >= 10] * num_rows, tokens=128)
+    assert all(row.gain > gain and row.most_lost < 0.5 for row in rows)
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_source_that_turns_wrong_is_left_soon(draft: float) -> None:
     (row,) = Processor(draft).run(lambda number: number < 300, tokens=300)
@@ -98,6 +110,23 @@ def test_a_source_is_silent_for_longer_each_time_until_it_saves_something() -> N
     account.verified(0.01, 0.03, PLAIN_S)
     account.begin_silence(100)
     assert not account.is_silent(100 + FIRST_SILENCE)
+
+
+def test_right_guesses_give_back_a_part_of_what_was_lost() -> None:
+    source, sequence = SourceAccount(), SequenceAccount()
+    source.spend(0.25 * PLAIN_S)
+    source.begin_silence(100)
+    source.guessed(0, PLAIN_S)
+    assert source.is_silent(101) and source.balance_s == -0.25 * PLAIN_S
+    source.guessed(2, PLAIN_S)
+    assert not source.is_silent(101) and source.balance_s == pytest.approx(-0.05 * PLAIN_S)
+    source.guessed(2, PLAIN_S)
+    assert source.balance_s == pytest.approx(0.0)
+    room_s = sequence.room_s(PLAIN_S)
+    sequence.guessed(2, PLAIN_S)
+    assert sequence.room_s(PLAIN_S) - room_s == pytest.approx(0.2 * PLAIN_S)
+    sequence.guessed(100, PLAIN_S)
+    assert sequence.room_s(PLAIN_S) < 2 * PLAIN_S, "what a request may lose at most"
 
 
 def test_what_was_saved_pays_for_little_of_what_is_lost_later() -> None:

@@ -292,6 +292,19 @@ def test_time_is_saved_by_the_sources_whose_drafts_were_accepted() -> None:
     assert sources["bad"].saved_s == pytest.approx(-0.003)
 
 
+def test_a_draft_does_not_pay_for_a_step_that_was_slow_by_chance() -> None:
+    spec = speculator(Fixed("f", 5))
+    for _ in range(8):
+        spec.observe_step(8, 0, 0.100)
+        spec.observe_step(8, 1, 0.105)
+    row = begin(spec)
+    spec.observe_step(8, 1, 0.140, [row.drafts])
+    spec.verified(row, Proposal((5,), "f"), 0)
+    assert -0.15 < row.drafts.account_of("f").balance_s < -0.03, (
+        "8 rows wait for 5 ms, or a bit more"
+    )
+
+
 def test_tokens_of_a_prediction_count_whoever_drafted_them() -> None:
     spec = speculator(PredictionSource([7, 7, 7, 8, 8], 1), Fixed("f", 5, likely=0.9), adapts=False)
     row = begin(spec)

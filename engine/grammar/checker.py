@@ -187,8 +187,12 @@ def _serve(
     while True:
         whole = msgspec.msgpack.decode(grammars.get(), type=Grammar)
         faults = (_fault(tokenizer, grammar) for grammar in (*whole.parts, whole))
-        with limit.applied():
-            found = next(((fault, number) for number, fault in enumerate(faults) if fault), ("", 0))
+        try:
+            with limit.applied():
+                faulty = ((fault, number) for number, fault in enumerate(faults) if fault)
+                found = next(faulty, ("", 0))
+        except BaseException:  # out of memory, for example: a lost process is not waited for
+            os._exit(1)
         write_frames(answers, msgspec.msgpack.encode(found))
 
 

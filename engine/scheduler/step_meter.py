@@ -100,7 +100,7 @@ class StepMeter:
                 self._pictures.observe(stretch.size_bytes, elapsed_s)
             self._counters.encode_seconds += elapsed_s
             self._counters.encoded_images += stretch.is_last
-        elif learns and not stretch.scored and not _is_cold(stretch):
+        elif learns and stretch.share and not stretch.scored and not _is_cold(stretch):
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
             )

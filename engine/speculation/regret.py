@@ -26,8 +26,8 @@ MAX_SAVED_STEPS = 3.0
 """Max savings of a source that may pay for later drafts. A source that becomes wrong after
 hundreds of correct tokens thus stops as soon as any other."""
 GIVEN_BACK, MAX_GIVEN_STEPS = 0.1, 0.75
-"""Steps that a source that lost time may lose again for each of its unverified guesses that was
-right, and a sequence too, but only this many in total."""
+"""Steps that a source that lost time may lose again for each token that it guessed right without
+verification. A sequence may too, but only this many in total."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024
 """Number of tokens for which an overdrawn source proposes nothing. It doubles each time, and
 starts again once the source has saved time."""

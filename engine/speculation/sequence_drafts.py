@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.speculation.acceptance import AcceptanceRate
 from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.regret import SequenceAccount, SourceAccount
-from engine.speculation.source import DraftSource, Proposal
+from engine.speculation.source import DraftRequest, DraftSource, Proposal
 from shared.wire import Submit
 
 ASSUMED_RATE = 0.6
@@ -37,6 +37,8 @@ class SequenceDrafts:
     """Accounts of the sources, by name."""
     guessed: dict[str, tuple[int, Proposal]] = field(default_factory=dict)
     """By source, a guess that was not verified, and the number of tokens before it."""
+    resumed: set[str] = field(default_factory=set)
+    """Sources whose guesses were right since drafts were rarely accepted."""
 
     def account_of(self, source: str) -> SourceAccount:
         return self.accounts.setdefault(source, SourceAccount())
@@ -48,3 +50,16 @@ class DraftRow(NamedTuple):
     drafts: SequenceDrafts
     tokens: Sequence[int]  # prompt and outputs
     limit: int  # max number of drafts
+
+    def request(self, count: int) -> DraftRequest:
+        """Return a request for ``count`` drafts from a `BatchSource`."""
+        request = self.drafts.request
+        matchers = (source.matcher() for source in self.drafts.sources)
+        return DraftRequest(
+            self.drafts,
+            self.tokens,
+            len(request.token_ids),
+            request.sampling,
+            count,
+            next((matcher for matcher in matchers if matcher is not None), None),
+        )

@@ -30,7 +30,7 @@ class DraftSource(ABC):
     uses at most `MAX_SOURCE_BYTES` of memory, and little time per call."""
 
     NAME: ClassVar[str] = ""
-    """The source of its proposals, if it need not be asked while that source is silent."""
+    """The source of its proposals."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:

@@ -20,7 +20,6 @@ from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
-    DraftRequest,
     DraftSource,
     Proposal,
     possible_part,
@@ -33,6 +32,8 @@ MIN_CHANCE = 0.01
 """Drafts with a lower chance are not considered: no step is cheap enough for them."""
 PROBE_TOKENS = 48
 """After this many outputs, a sequence whose drafts are rarely accepted tries again."""
+GUESS_EVERY = 2
+"""Number of tokens between two guesses of a source that is idle: each takes a search."""
 
 SourceMaker = Callable[[Submit, object], DraftSource | None]
 """Creates the source of one sequence from its request and its compiled grammar; None if it could
@@ -114,16 +115,18 @@ class Speculator:
         drafts, proposals = row.drafts, []
         drafts.predicted = ()
         self._check_guesses(row, num_rows)
-        has_stopped = self._has_stopped(row)
+        asked = (source for source in drafts.sources if source.NAME not in drafts.guessed)
         # All are asked first: what is possible depends on what a grammar has seen by then.
-        for found in [self._ask(source, row, limit, num_rows) for source in drafts.sources]:
+        for found in [self._ask(source, row, limit, num_rows) for source in asked]:
             if found is None:
                 continue
             possible = possible_part(found, drafts.sources)
-            drafts.guessed[found.source] = len(row.tokens), possible
+            drafts.guessed.setdefault(found.source, (len(row.tokens), possible))
             if possible.source == PredictionSource.NAME:
                 drafts.predicted = possible.tokens
-            if not has_stopped and (paid := self._paid(row, num_rows, possible)).tokens:
+            if self._is_idle(row, found.source):
+                continue
+            if (paid := self._paid(row, num_rows, possible)).tokens:
                 proposals.append(paid)
         if len(proposals) < 2:
             return proposals[0] if proposals else None
@@ -198,10 +201,11 @@ class Speculator:
         drafts.rejected += max(0, predicted - accepted)
         tried = min(drafted, accepted + 1)
         drafts.rate.observe(tried, accepted)
-        self._learn_rates(drafts, proposal, tried, accepted)
+        self._learn_rates(drafts, proposal, tried, accepted, verified=True)
         drafts.guessed.pop(proposal.source, None)
         if drafts.rate.rate() < self.options.min_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
+            drafts.resumed.clear()
 
     def observe_step(
         self,
@@ -244,28 +248,37 @@ class Speculator:
 
     def _check_guesses(self, row: DraftRow, num_rows: int) -> None:
         """Learn from earlier guesses that were not verified, by comparing them with the tokens
-        that came. This costs nearly nothing, so silent sources guess too."""
+        that came. This costs little, so idle sources guess too."""
         drafts, plain_s = row.drafts, self.costs.plain_s(num_rows)
-        for place, guess in drafts.guessed.values():
+        for source, (place, guess) in [*drafts.guessed.items()]:
+            if self._is_idle(row, source) and len(row.tokens) < place + GUESS_EVERY:
+                continue
+            del drafts.guessed[source]
             came = row.tokens[place : place + len(guess.tokens)]
             right = num_common(guess.tokens, came)
-            self._learn_rates(drafts, guess, min(right + 1, len(came)), right)
+            if guess.kinds:  # otherwise the first tokens would count for all
+                self._learn_rates(drafts, guess, min(right + 1, len(came)), right, verified=False)
             drafts.account.guessed(right, plain_s)
-            drafts.account_of(guess.source).guessed(right, plain_s)
+            drafts.account_of(source).guessed(right, plain_s)
             if right:
-                drafts.next_probe = 0
-        drafts.guessed.clear()
+                drafts.resumed.add(source)
 
     def _learn_rates(
-        self, drafts: SequenceDrafts, proposal: Proposal, tried: int, right: int
+        self, drafts: SequenceDrafts, proposal: Proposal, tried: int, right: int, *, verified: bool
     ) -> None:
         """Record that the first ``right`` tokens of ``proposal`` came, and the first ``tried`` are
-        known."""
+        known. Only ``verified`` ones count for other sequences."""
         by_kind = Counter(proposal.kind(index) for index in range(tried))
         right_by_kind = Counter(proposal.kind(index) for index in range(right))
         for kind, count in by_kind.items():
-            for rate in self._rates_of(drafts, proposal, kind):
+            for rate in self._rates_of(drafts, proposal, kind)[: 1 + verified]:
                 rate.observe(count, right_by_kind[kind])
+
+    def _is_idle(self, row: DraftRow, source: str) -> bool:
+        """Return whether ``source`` only guesses: it is silent, or the sequence has stopped and
+        none of the source's guesses was right since then."""
+        is_silent = row.drafts.account_of(source).is_silent(len(row.tokens))
+        return is_silent or (self._has_stopped(row) and source not in row.drafts.resumed)
 
     def _may_draft(self, num_rows: int) -> bool:
         """Return whether the time of a step without drafts is known, or does not matter."""
@@ -297,9 +310,8 @@ class Speculator:
         if (proposal := source.propose(row.tokens, limit)) is not None:
             elapsed_s = thread_time() - began
             self._accounts.spent(proposal.source, elapsed_s)
-            account = row.drafts.account_of(proposal.source)
-            if not account.is_silent(len(row.tokens)):  # otherwise it only limits drafts
-                account.spend(num_rows * elapsed_s)
+            if not self._is_idle(row, proposal.source):
+                row.drafts.account_of(proposal.source).spend(num_rows * elapsed_s)
         return proposal
 
     def _ask_batch_source(
@@ -321,7 +333,7 @@ class Speculator:
             if not unknown.tokens:
                 continue
             asked[number] = BatchRow(
-                self._request(row, len(unknown.tokens)),
+                row.request(len(unknown.tokens)),
                 other,
                 sum(self._chances(row.drafts, other)) if other else 0.0,
                 self._chances(row.drafts, unknown),
@@ -336,18 +348,6 @@ class Speculator:
             cut = proposal and possible_part(proposal, drafts.sources)
             found[number] = cut if cut and cut.tokens else None
         return found
-
-    def _request(self, row: DraftRow, count: int) -> DraftRequest:
-        request = row.drafts.request
-        matchers = (source.matcher() for source in row.drafts.sources)
-        return DraftRequest(
-            row.drafts,
-            row.tokens,
-            len(request.token_ids),
-            request.sampling,
-            count,
-            next((matcher for matcher in matchers if matcher is not None), None),
-        )
 
     def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
         """Record that these proposals were not worth while: once per shared rate, regardless of

@@ -35,6 +35,14 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_UNAVAILABLE = (
+    "service_unavailable",
+    "no_engine_ready",
+    "engine_lost",
+    "shutting_down",
+    "cancelled",
+)
+"""Codes of the router for errors that another attempt may not have."""
 
 
 def of_answer(status: int, message: str) -> CallFailed:
@@ -45,7 +53,8 @@ def of_answer(status: int, message: str) -> CallFailed:
 def of_event(error: Mapping[str, Any]) -> CallFailed:
     """Return the error for the end of a stream, which has no HTTP status."""
     status = {"invalid_request_error": 400, "rate_limit_error": 429}.get(error["type"], 500)
-    status = {"service_unavailable": 503, "engine_lost": 503, "timeout": 504}.get(
-        error["code"] or "", status
-    )
+    if (code := error["code"]) == "timeout":
+        status = 504
+    elif code in _UNAVAILABLE:
+        status = 503
     return of_answer(status, error["message"])

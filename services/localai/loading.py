@@ -59,7 +59,12 @@ def load_request(call: Any) -> LoadRequest:
     settings: dict[str, Any] = dict(_settings_of_fields(call))
     defaults: dict[str, Any] = {}
     ignored = []
-    options = dict(_options(call.Options))
+    options: dict[str, Any] = {}
+    for name, value in _options(call.Options):
+        if name == "adapter":  # may be repeated
+            options.setdefault(name, []).append(value)
+        else:
+            options[name] = value
     engine_args = _engine_args(call.EngineArgs)
     known = {field.name for field in dataclasses.fields(Settings)} - _NOT_FOR_MODELS
     for name, value in {**options, **engine_args}.items():

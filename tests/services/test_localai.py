@@ -29,6 +29,7 @@ def test_a_model_is_its_directory_or_an_id_of_the_hub(tmp_path: Path) -> None:
             {"--spec-decode=draft", "--draft-model-path=a/small"},
         ),
         ({"Options": ["eos_token:<|end|>", "deterministic:true"]}, {"--eos-token=<|end|>"}),
+        ({"Options": ["adapter: a=/a", "adapter: b=/b"]}, {"--adapter=a=/a", "--adapter=b=/b"}),
         (
             {"EngineArgs": '{"kv-bits": 16, "trust_remote_code": false}'},
             {"--kv-bits=16", "--no-trust-remote-code"},

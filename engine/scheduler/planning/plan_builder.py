@@ -12,6 +12,7 @@ from engine.scheduler.planning.passes import OpenPass, PlannedChunk
 from engine.scheduler.planning.pictures import shown_parts
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.sequence import Sequence
+from engine.scheduler.timing.chunks import time_share
 from engine.speculation.source import Proposal
 
 _OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
@@ -23,7 +24,7 @@ class PlannedStretch(NamedTuple):
     """A part of a pass."""
 
     sizes: list[tuple[int, int]]  # (start, tokens) of each chunk of the pass
-    share: float  # fraction of its layers
+    share: float  # fraction of its time
     scored: bool  # whether prompt log-probabilities are computed, which takes longer
     owing_s: float | None  # predicted seconds while streams wait; None if none do
     begins: bool  # whether it is the first of its pass
@@ -167,12 +168,13 @@ class PlanBuilder:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or
         an earlier one. ``owing_s``: see `PlannedStretch`."""
         begins = not one.layers_done
+        share = time_share(one.layers_done, one.layers_done + count, layers)
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
         scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
         self.step.pass_number = one.number
-        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s, begins)
+        self.step.stretch = PlannedStretch(one.sizes, share, scored, owing_s, begins)
         for chunk in one.chunks:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq
         if one.layers_done == layers:

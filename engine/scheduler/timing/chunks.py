@@ -24,6 +24,8 @@ ALONE_TOKENS = 384
 """Min tokens of a divisible chunk on a CPU while no stream runs. The first steps of a process are
 slow. By their times, chunks would be so short that a prompt takes a quarter longer; and this many
 tokens cost a newcomer little, because a single layer of them is computed without a break."""
+ALONE_UNITS = 1.5
+"""Once times are known, such a chunk takes at most this many of the target time."""
 ENDS_UNITS = 2.0
 """Max time of the ends of prompts in one decode while no stream runs, in units as above."""
 STREAMING_TARGET_S = 0.4
@@ -47,6 +49,18 @@ GPU_SHARED_TOKENS = 2048
 """The same on a GPU, for which few tokens are little work."""
 
 
+def costly_layers(layers: int) -> int:
+    """Return how many of the ``layers`` of a pass take time: of the last one, a chunk needs only
+    keys and values, unless it ends a prompt."""
+    return max(layers - 1, 1)
+
+
+def time_share(done: int, end: int, layers: int) -> float:
+    """Return which part of the time of a pass its layers from ``done`` to ``end`` take."""
+    costly = costly_layers(layers)
+    return (min(end, costly) - min(done, costly)) / costly
+
+
 class ChunkPolicy:
     """Sizes chunks so that one layer, or a whole indivisible chunk, takes about its target time.
 
@@ -56,8 +70,7 @@ class ChunkPolicy:
     times of steps: least squares over chunks, weighted by their tokens, with decay. It starts with
     the values of a slow CPU, or less if decodes are faster than that. As long as all chunks were
     at about the same position, the ratio of slope to base is assumed to be the initial one. All
-    layers are assumed to cost the same, but the last one nothing: a chunk needs only its keys and
-    values, unless it ends a prompt."""
+    `costly_layers` are assumed to cost the same."""
 
     _DECAY = 0.9
     _INITIAL_BASE_S = 3e-3
@@ -82,7 +95,7 @@ class ChunkPolicy:
         self._min_unit_s = GPU_MIN_UNIT_S if on_gpu else MIN_UNIT_S
         self._kernel_scores = GPU_KERNEL_SCORES if on_gpu else None
         self.layers = layers
-        self._costly_layers = max(layers - 1, 1)
+        self._costly_layers = costly_layers(layers)
         self._alone_layer_s = EXPERTS_LAYER_S if has_experts else 0.0
         self._decode_s = 0.0
         self.pass_s = 0.0
@@ -109,6 +122,8 @@ class ChunkPolicy:
         budget.evens = not streaming
         if self.layers > 1 and not streaming:
             budget.first_tokens = ALONE_TOKENS
+            if self._guess_tokens < MIN_TOKENS / 2:
+                budget.first_s = ALONE_UNITS * target_s
         return budget
 
     def shorten(self) -> bool:
@@ -227,29 +242,33 @@ class ChunkBudget:
         self.evens = False
         """Whether all chunks of a prompt should have about the same length."""
         self.first_tokens = 0
-        """Min tokens of the first chunk, whatever their time."""
+        """Min tokens of the first chunk, if they take at most `first_s`."""
+        self.first_s = math.inf
 
     def take(self, start: int, remaining: int) -> int:
         """Return how many of the ``remaining`` tokens from ``start`` are computed now.
 
         The result is all of them, or ends at the end of a block, so that the block can be saved.
         The first call never returns 0."""
+        policy = self._policy
         if not self._width:
             least = self._whole_blocks(min(self.first_tokens, self._tokens))
-            tokens = int(min(self._tokens, self._policy.max_kernel_tokens(start)))
+            if policy.predict_s(start, least) > self.first_s:
+                least = policy.tokens_within(start, self.first_s)
+            tokens = int(min(self._tokens, policy.max_kernel_tokens(start)))
             most = min(remaining, max(tokens, self._min_tokens))
             tokens = max(self._fit_to_time(start, most), min(most, least))
             tokens = self._end_at_block(start, self._even(tokens, remaining), remaining)
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
-            self._seconds -= self._policy.predict_s(start, tokens)
+            self._seconds -= policy.predict_s(start, tokens)
             self._tokens -= self._unshared_tokens
         else:
             tokens = self._fit_to_time(start, min(remaining, self._tokens))
             if tokens > 2 * self._width:
                 return 0
             tokens = self._end_at_block(start, min(tokens, self._width), remaining)
-            padded_s = self._policy.predict_s(start, max(tokens, self._longest))
+            padded_s = policy.predict_s(start, max(tokens, self._longest))
             too_short = tokens < min(self._min_tokens, remaining)
             if too_short or self._width - tokens > max(tokens, MIN_TOKENS):
                 return 0

@@ -9,12 +9,14 @@ import pytest
 from engine.scheduler.timing.chunks import (
     ALONE_TARGET_S,
     ALONE_TOKENS,
+    ALONE_UNITS,
     MAX_TOKENS,
     MIN_TOKENS,
     MIN_UNIT_S,
     STREAMING_TARGET_S,
     UNIT_PASSES,
     ChunkPolicy,
+    time_share,
 )
 from tests.engine.scheduler.harness import Engine, config, request
 
@@ -108,6 +110,18 @@ def test_slow_first_steps_do_not_make_chunks_of_a_prompt_alone_short() -> None:
     assert ChunkPolicy(16, 64, layers=30).budget(streaming=False).take(0, 1000) == 64
 
 
+def test_once_times_are_known_they_limit_the_chunks_of_a_prompt_alone() -> None:
+    policy = ChunkPolicy(16, layers=2)
+    policy.observe_decodes(1e-3)
+    for start in (0, 6000, 12000):
+        assert policy.budget(streaming=False).take(start, 5000) >= ALONE_TOKENS * 7 // 8
+    for start in 10 * [0, 6000, 12000]:
+        policy.observe_chunks([(start, 384)], 1e-3 + 384 * 1e-5 * (1 + start / 2000))
+    tokens = [policy.budget(streaming=False).take(start, 5000) for start in (0, 6000, 12000)]
+    assert tokens[0] >= ALONE_TOKENS * 7 // 8 > tokens[1] > tokens[2]
+    assert policy.predict_layer_s([(12000, tokens[2])]) <= (ALONE_UNITS + 0.5) * MIN_UNIT_S
+
+
 def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None:
     dense, experts = (
         ChunkPolicy(16, max_tokens=8192, layers=30, has_experts=it) for it in (False, True)
@@ -139,6 +153,11 @@ def test_the_last_layer_of_a_chunk_costs_nothing() -> None:
     chunks = [(5000, 900)]
     assert one.predict_layer_s(chunks) == two.predict_layer_s(chunks)
     assert two.predict_layer_s(chunks) == pytest.approx(29 * thirty.predict_layer_s(chunks))
+
+
+def test_parts_of_a_pass_are_its_costly_layers() -> None:
+    assert [time_share(0, 1, 1), time_share(0, 1, 2), time_share(1, 2, 2)] == [1, 1, 0]
+    assert [time_share(0, 2, 5), time_share(2, 4, 5), time_share(3, 5, 5)] == [0.5, 0.5, 0.25]
 
 
 def test_before_chunks_are_measured_a_token_of_one_costs_at_most_a_decode() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.timing.chunks import MIN_TOKENS, MIN_UNIT_S
+from engine.plan import StepResult
+from engine.scheduler.planning.plan_builder import InFlightStep, PlannedStretch
+from engine.scheduler.timing.chunks import GPU_MIN_UNIT_S, MIN_TOKENS, MIN_UNIT_S
 from engine.scheduler.timing.time_share import MAX_OWED_S, TimeShare
 from tests.engine.scheduler.harness import Client, Engine, config, prompt, request
 
@@ -38,7 +40,8 @@ def test_a_long_prompt_is_computed_a_few_layers_at_a_time(look_ahead: bool) -> N
     ends = ends_of(made, begun.step)
     assert ends == sorted(set(ends)) and ends[-1] == LAYERS
     # 0.4 s of this executor, in pieces that nobody notices.
-    assert 0.4 / MIN_UNIT_S / 2 <= len(ends) <= LAYERS
+    unit_s = GPU_MIN_UNIT_S if look_ahead else MIN_UNIT_S
+    assert 0.4 / unit_s / 2 <= len(ends) <= LAYERS
 
 
 def test_a_short_prompt_is_computed_whole_in_one_plan() -> None:
@@ -87,6 +90,19 @@ def test_the_time_of_the_first_layers_of_a_pass_says_nothing_about_the_others() 
         made.serve(request(f"{number}", prompt(401, number)))
     policy = made.scheduler.planner.prefilling._chunk_policy
     assert 0.05 < policy.predict_s(0, 100) < 0.15, "it takes 0.1 s"
+
+
+def test_the_last_layer_of_a_chunk_says_nothing_about_the_others() -> None:
+    made = engine(prefill_chunk_tokens=None)
+    for number in range(3):
+        made.serve(request(f"{number}", prompt(401, number)))
+    policy = made.scheduler.planner.prefilling._chunk_policy
+    before_s = policy.predict_s(0, 100)
+    policy.observe_chunks = None  # type: ignore[method-assign, assignment]  # it must not be called
+    step = InFlightStep(1)
+    step.stretch = PlannedStretch([(0, 400)], 0.0, False, None, False)
+    made.scheduler._meter.measure(step, StepResult(step=1, tokens=(), elapsed_s=1e-6))
+    assert policy.predict_s(0, 100) == before_s > 0.05
 
 
 def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_run() -> None:

@@ -34,7 +34,7 @@ class Guessing(DraftSource):
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         done = len(tokens) - 1
         drafts = (RIGHT if self._is_right(done + i) else WRONG for i in range(count))
-        return Proposal(tuple(drafts), self._name, likely=(0.9,))
+        return Proposal(tuple(drafts), self._name, (0,) * count, likely=(0.9,))
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -156,3 +158,24 @@ def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) 
     assert not is_running(pid)
     with pytest.raises(CheckerUnavailable):
         checker.check(lark('start: "a"'))
+
+
+def test_a_process_that_fails_in_any_other_way_ends_at_once() -> None:
+    """Otherwise each such grammar would be waited for until it counts as too slow."""
+    script = """
+import queue, sys, threading, time
+from contextlib import nullcontext
+from types import SimpleNamespace
+import msgspec
+from engine.grammar import checker
+from shared.wire import Grammar
+def fail(*args):
+    raise MemoryError
+checker._fault = fail
+grammars = queue.SimpleQueue()
+grammars.put(msgspec.msgpack.encode(Grammar(kind="regex", source="a")))
+given = (None, grammars, SimpleNamespace(applied=nullcontext), sys.stdout.buffer)
+threading.Thread(target=checker._serve, args=given, daemon=True).start()
+time.sleep(60)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=50, check=False).returncode == 1

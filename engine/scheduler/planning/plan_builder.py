@@ -12,7 +12,7 @@ from engine.scheduler.planning.passes import OpenPass, PlannedChunk
 from engine.scheduler.planning.pictures import shown_parts
 from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.sequence import Sequence
-from engine.scheduler.timing.chunks import time_share
+from engine.scheduler.timing.chunks import share_of_time
 from engine.speculation.source import Proposal
 
 _OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
@@ -168,7 +168,7 @@ class PlanBuilder:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or
         an earlier one. ``owing_s``: see `PlannedStretch`."""
         begins = not one.layers_done
-        share = time_share(one.layers_done, one.layers_done + count, layers)
+        share = share_of_time(one.layers_done, one.layers_done + count, layers)
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))

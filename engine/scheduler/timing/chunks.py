@@ -55,7 +55,7 @@ def costly_layers(layers: int) -> int:
     return max(layers - 1, 1)
 
 
-def time_share(done: int, end: int, layers: int) -> float:
+def share_of_time(done: int, end: int, layers: int) -> float:
     """Return which part of the time of a pass its layers from ``done`` to ``end`` take."""
     costly = costly_layers(layers)
     return (min(end, costly) - min(done, costly)) / costly

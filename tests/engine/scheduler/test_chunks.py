@@ -16,7 +16,7 @@ from engine.scheduler.timing.chunks import (
     STREAMING_TARGET_S,
     UNIT_PASSES,
     ChunkPolicy,
-    time_share,
+    share_of_time,
 )
 from tests.engine.scheduler.harness import Engine, config, request
 
@@ -156,8 +156,12 @@ def test_the_last_layer_of_a_chunk_costs_nothing() -> None:
 
 
 def test_parts_of_a_pass_are_its_costly_layers() -> None:
-    assert [time_share(0, 1, 1), time_share(0, 1, 2), time_share(1, 2, 2)] == [1, 1, 0]
-    assert [time_share(0, 2, 5), time_share(2, 4, 5), time_share(3, 5, 5)] == [0.5, 0.5, 0.25]
+    assert [share_of_time(0, 1, 1), share_of_time(0, 1, 2), share_of_time(1, 2, 2)] == [1, 1, 0]
+    assert [share_of_time(0, 2, 5), share_of_time(2, 4, 5), share_of_time(3, 5, 5)] == [
+        0.5,
+        0.5,
+        0.25,
+    ]
 
 
 def test_before_chunks_are_measured_a_token_of_one_costs_at_most_a_decode() -> None:

@@ -4,7 +4,7 @@ PORT  ?= 8000
 MODEL ?= demo
 ARGS  ?=
 WORKERS ?= 4
-SLOW_WORKERS ?= 2
+SLOW_WORKERS ?= 3
 RANKS ?= 2
 # The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
@@ -99,8 +99,8 @@ test test-slow test-ranks: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(BY_FILE) $(ARGS)
 
-# Each of these tests keeps all cores busy, but not while its servers start and stop. Other files
-# are not even read, unless ARGS names some.
+# Each of these tests keeps all cores busy, but not while its servers start and stop, or while it
+# waits. Other files are not even read, unless ARGS names some.
 SLOW_FILES = $(sort $(shell grep -rl --include='test_*.py' 'mark.slow' tests))
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) $(if $(filter tests%,$(ARGS)),,$(SLOW_FILES)) $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -15,7 +14,6 @@ from shared.settings import Settings
 from shared.wire import Delta, SamplingParams, Submit
 
 if TYPE_CHECKING:  # these import mlx
-    from engine.executor.base import PendingStep
     from engine.grammar.cache import GrammarCache
     from engine.plan import Plan
     from engine.speculation.speculator import Speculator
@@ -52,7 +50,7 @@ class InProcessEngine:
         self._config = self.replica.scheduler.config
         self._grammars: GrammarCache | None = None
         self._number = 0
-        self._pending: deque[tuple[Plan, PendingStep]] = deque()
+        self._begin()
 
     @property
     def own_type_bytes(self) -> int:
@@ -84,7 +82,6 @@ class InProcessEngine:
             self.loaded.model, own.layout, self.settings.block_size, own.batch_class
         )
         other.replica = replace(self.replica, executor=executor, draft_model=None)
-        other._pending = deque()
         other.renew(None)
         return other
 
@@ -95,6 +92,14 @@ class InProcessEngine:
         self.replica.executor.reset()
         changed = replace(self._config, **config)
         self.replica = replace(self.replica, scheduler=Scheduler(changed, speculator=speculator))
+        self._begin()
+
+    def _begin(self) -> None:
+        from engine.executor.runner import StepRunner
+
+        self._steps = StepRunner(self.replica.executor)
+        self._plans: dict[int, Plan] = {}
+        """Those that were dispatched, but whose results are not known, by number."""
 
     def encode(self, text: str, *, is_chat: bool) -> list[int]:
         """Return the tokens of ``text``; with ``is_chat``, as a question in the model's
@@ -237,13 +242,12 @@ class InProcessEngine:
         """Run the next plan and wait for it, or with look-ahead for the previous one.
 
         Return the rows of a plan of decodes only, and the deltas."""
-        replica = self.replica
-        plan = replica.scheduler.schedule()
+        scheduler, rows = self.replica.scheduler, 0
+        plan = scheduler.schedule()
         if plan is not None:
-            self._pending.append((plan, replica.executor.dispatch(plan)))
-        done = None
-        if len(self._pending) > (replica.executor.spec.look_ahead and plan is not None):
-            done, step = self._pending.popleft()
-            replica.scheduler.apply(step.read())
-        deltas = replica.scheduler.take_outputs().deltas
-        return (len(done.decodes) if done and not done.chunks else 0), deltas
+            self._plans[plan.step] = plan
+        for result in self._steps.results(plan):
+            scheduler.apply(result)
+            done = self._plans.pop(result.step)
+            rows = 0 if done.chunks else len(done.decodes)
+        return rows, scheduler.take_outputs().deltas

@@ -36,6 +36,17 @@ first."""
 SLOW_TIMEOUT_S = 600
 SLOW_UNTIL = 0.6
 """The part of a run in which files with slow tests begin."""
+LONGEST = (
+    "tests/e2e/chaos/test_chaos.py",
+    "tests/engine/zoo/test_zoo.py",
+    "tests/e2e/texts/test_demo.py",
+    "tests/engine/replica/test_memory.py",
+    "tests/e2e/operation/test_rolling.py",
+    "tests/e2e/fuzz/test_fuzz.py",
+    "tests/e2e/soak/test_soak.py",
+    "tests/e2e/abuse/test_abuse.py",
+)
+"""The files whose slow tests take longest. They begin first, so that none of them is the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, members in files.items()
         if any(item.get_closest_marker("slow") for item in members)
     ]
+    slow.sort(key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
     waiting = [
         name for start in WAITING for name in files if name.startswith(start) and name not in slow
     ]

@@ -31,6 +31,7 @@ from engine.model.load import resolve
 from engine.proving.oracle import Reference, compute_logits, logits_distance, make_reference
 from engine.proving.proof import NOISE_MULTIPLE, TOLERANCE
 from engine.proving.trial import Trial
+from engine.replica.memory import device_memory_bytes
 
 REFERENCE_TOKENS = (49, 3, 17, 1, 38)
 REFERENCE_STEPS = 5
@@ -61,6 +62,8 @@ def metal(model: str, runs: int) -> None:
         for bits in (16, 8):
             engine = InProcessEngine(path, kv_bits=bits)
             page = _Page(engine, runs, wrong)
+            if (kept := engine.replica.executor.spec.kv_bits) != bits:
+                wrong.append(f"the KV cache has {kept} bits instead of {bits} (the log says why)")
             if bits == 16:
                 page.print_machine(model, gpu)
                 page.print_logits()
@@ -115,10 +118,10 @@ class _Page:
         print(f"### {model} on {info.get('device_name') or info.get('architecture')}\n")
         if not gpu:
             print("**Computed on a CPU, as for a GPU. The ratios say nothing of a GPU.**\n")
-        memory_gb = info.get("max_recommended_working_set_size", 0) / 1e9
+        memory_gb = device_memory_bytes() / 1e9
         print(f"* {platform.platform()}, Python {platform.python_version()}")
         print(f"* {', '.join(f'{name} {version(name)}' for name in ('mlx', 'mlx-lm'))}")
-        print(f"* recommended working set: {memory_gb:.1f} GB")
+        print(f"* memory of the device (on Metal, the recommended working set): {memory_gb:.1f} GB")
         print(f"* weights: {self._weight_bytes / MB:,.0f} MB, logits in {self._logits_dtype}")
         print(f"* sequences are computed {spec.batching}; look-ahead: {spec.look_ahead}")
         if not isinstance(self._engine.replica.executor, BatchedExecutor):

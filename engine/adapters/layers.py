@@ -26,6 +26,9 @@ _READ = ("prediction_coefs", "correction_coefs", "_res_proj")
 _rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
 """The place of each row in the current pass. A divided pass has its own stack
 (`engine.batch.layered`), and therefore its own context."""
+_GATHERS = not mx.cuda.is_available()
+"""Whether factors are read in place. On CUDA, MLX 0.32 compiles that kernel for half a minute, and
+cannot launch it for some sizes."""
 
 
 @contextmanager
@@ -82,9 +85,16 @@ class _Adapted:
         if rows is None or down is None or up is None:
             return found
         given = x.reshape(len(rows), -1, x.shape[-1]).astype(mx.float32)
-        inner = mx.gather_mm(given, down, rhs_indices=rows)
-        added = mx.gather_mm(inner, up, rhs_indices=rows)
+        added = _of_rows(_of_rows(given, down, rows), up, rows)
         return found + added.reshape(found.shape).astype(found.dtype)
+
+
+def _of_rows(x: mx.array, factors: mx.array, rows: mx.array) -> mx.array:
+    """Return the products of ``x`` (rows, width, in) with ``factors`` (places, in, out), each row
+    with those of its place in ``rows``."""
+    if _GATHERS:
+        return mx.gather_mm(x, factors, rhs_indices=rows)
+    return x @ factors[rows]
 
 
 class GraphStore:

@@ -58,12 +58,12 @@ class Place:
         """Write ``scales`` (arrays, 2, batch, kv_heads, width, groups) at ``indices`` of the first
         axis of ``Slab.scales[array]``."""
         target = self.slab.scales[array]
-        index: Index
+        scales = of_part(scales, self.part)
         if self._rectangle is not None and indices == tuple(range(target.shape[0])):
-            index = (_ALL, _ALL, *self._rectangle)
+            target[(_ALL, _ALL, *self._rectangle)] = scales
         else:
             index = (*_arrays_and_both(indices), *self.indices(scales.shape[3]))
-        target[index] = of_part(scales, self.part)
+            target[index] = scales.flatten(0, 1)
 
     def indices(self, heads: int, first_rows: tuple[int, ...] = ()) -> tuple[mx.array, ...]:
         """Return rows, heads and positions in an array of the slab for all tokens: (rows, heads,
@@ -87,8 +87,12 @@ class Place:
 
 @lru_cache(maxsize=64)
 def _arrays_and_both(indices: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """Return the first two indices of `Place.put_scales`, which are the same in every step."""
-    return mx.array(indices).reshape(-1, 1, 1, 1, 1), mx.array([0, 1]).reshape(2, 1, 1, 1)
+    """Return the first two indices of `Place.put_scales`, which are the same in every step.
+
+    They have one axis together: CUDA writes at indices only if their axes and those of the target
+    are ten at most."""
+    arrays = mx.array([index for index in indices for _ in range(2)])
+    return arrays.reshape(-1, 1, 1, 1), mx.array([0, 1] * len(indices)).reshape(-1, 1, 1, 1)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -104,9 +103,9 @@ class BatchedExecutor(Executor):
         self.batch_class.release_weights(files)
 
     def dispatch(self, plan: Plan) -> BatchedStep:
-        started = time.perf_counter()
         if self._last is not None:
             self._last.finish()
+        started = self._line.begin(self._last is not None and self._last.goes_on_in(plan))
         self._stopwatch.start()
         self._export((evict.block_id for evict in plan.evictions if evict.export), self._line.piece)
         for number in plan.dropped_passes:

@@ -275,4 +275,6 @@ class DraftModel(BatchSource):
 
     def _dispatch(self, plan: Plan) -> PendingStep:
         self._steps += 1
-        return self.executor.dispatch(plan)
+        step = self.executor.dispatch(plan)
+        step.finish()
+        return step

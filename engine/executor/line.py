@@ -13,6 +13,9 @@ import mlx.core as mx
 from engine.backend.settling import compute
 from engine.executor.stopwatch import StepClock
 
+LONGEST_PAUSE_S = 0.02
+"""Limit of the time between two pieces that counts as the host's work for the second."""
+
 
 @dataclass(eq=False)
 class Piece:
@@ -43,6 +46,16 @@ class DeviceLine:
         """The piece not waited for yet."""
         self._marker: mx.array | None = None
         self._kept: list[Any] = []
+
+    def begin(self, goes_on: bool) -> float:
+        """Return the time from which a piece counts that is built from now on.
+
+        If nothing is in flight although a sequence ``goes_on``, it had to wait for its token. What
+        the host did since then counts too, as it does where pieces overlap."""
+        now = time.perf_counter()
+        if goes_on and self.piece is None:
+            return max(self._clock.last_read, now - LONGEST_PAUSE_S)
+        return now
 
     def send(
         self,

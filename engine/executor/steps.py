@@ -124,6 +124,11 @@ class BatchedStep(PendingStep):
         self.may_wait = self.ahead and not self.prefill
         self._passes = self.prefill.build()
 
+    def goes_on_in(self, plan: Plan) -> bool:
+        """Return whether ``plan``, the next one, decodes some of the same sequences ahead."""
+        slots = {decode.slot for decode in self.plan.decodes}
+        return self.ahead and any(decode.slot in slots for decode in plan.decodes)
+
     def add_spent(self, spent_s: tuple[float, float]) -> None:
         """Add seconds of building and of sampling."""
         self._spent_s = self._spent_s[0] + spent_s[0], self._spent_s[1] + spent_s[1]

@@ -56,9 +56,9 @@ class StepClock:
     """Measures the time of each step, without the time shared with the step before it."""
 
     def __init__(self) -> None:
-        self._last_read = 0.0
+        self.last_read = 0.0
 
     def elapsed_s(self, started: float) -> float:
         """Return the seconds since ``started``, or since the last call if that is later."""
-        last, self._last_read = self._last_read, time.perf_counter()
-        return self._last_read - max(started, last)
+        last, self.last_read = self.last_read, time.perf_counter()
+        return self.last_read - max(started, last)

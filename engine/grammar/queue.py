@@ -15,7 +15,7 @@ from shared import wire
 class CompilerProtocol(Protocol):
     """The part of `engine.grammar.compiler.GrammarCompiler` that the queue uses."""
 
-    def compile(self, grammar: wire.Grammar) -> None: ...
+    def compile(self, grammar: wire.Grammar, group: str = "") -> None: ...
 
     def cancel(self, grammar: wire.Grammar) -> None: ...
 
@@ -61,11 +61,10 @@ class GrammarQueue:
         found = self._grammars.find(grammar)
         if found is not None:
             return _ready_or_refused(request, found)
-        key = grammar_key(grammar)
-        if key not in self._waiting:
-            self._waiting[key] = []
-            self._compiler.compile(grammar)
-        self._waiting[key].append(request)
+        waiting = self._waiting.setdefault(grammar_key(grammar), [])
+        if all(other.group != request.group for other in waiting):
+            self._compiler.compile(grammar, request.group)
+        waiting.append(request)
         return None
 
     def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:

@@ -36,6 +36,10 @@ PACKAGES = ("mlx", "mlx-lm", "mlx-metal", "numpy", "onnx", "onnxruntime", "trans
 PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
 """The fields of Linux's description of a processor that stay the same, on x86-64 and arm64."""
 
+CHANGING = ("free_memory", "pci_bus_id", "uuid")
+"""The fields of MLX's description of a GPU that a later start, or the same model of GPU, need not
+share."""
+
 
 class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a proof."""
@@ -181,8 +185,13 @@ def _machine() -> list[object]:
     parts = [[word.strip() for word in line.partition(":")[::2]] for line in lines]
     known = [part for part in parts if part[0] in PROCESSOR]
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    device = mx.device_info() if on_gpu else str(mx.default_device())
+    device = _device() if on_gpu else str(mx.default_device())
     return [platform.platform(), platform.machine(), num_threads(), device, known]
+
+
+def _device() -> dict[str, object]:
+    """Return what is always the same of a GPU, and of others of its kind."""
+    return {key: value for key, value in mx.device_info().items() if key not in CHANGING}
 
 
 def _programs() -> list[object]:

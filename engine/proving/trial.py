@@ -192,9 +192,11 @@ class Trial:
         self.prefill(beside, references[2])
         last = both[0][1].steps - 1
         before = self._dispatch(tuple((*one, 0) for one in both))
+        before.pending.finish()
         for step in range(1, last):
             decoded = self._dispatch(tuple((*one, step) for one in both))
-            self._read(before)
+            self._read(before, early=True)
+            decoded.pending.finish()
             before = decoded
         self._read(before)
         self.run(resized_slabs=(ResizeSlab(2, 2),))
@@ -265,9 +267,9 @@ class Trial:
         pending = self._executor.dispatch(plan)
         return _Decoded(decodes, pending, self._logits)
 
-    def _read(self, decoded: _Decoded) -> StepResult:
+    def _read(self, decoded: _Decoded, *, early: bool = False) -> StepResult:
         """Wait for a step, and compare the logits of its decodes."""
-        result = _checked(decoded.pending)
+        result = _checked(decoded.pending, early=early)
         for slot, one, step in decoded.inputs:
             difference = self._difference(slot, one, step, decoded.logits[slot])
             if not difference <= self.max_difference:
@@ -286,9 +288,9 @@ class Trial:
         self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}
 
 
-def _checked(pending: PendingStep) -> StepResult:
-    """Wait for a step. Raises `StepFailed`."""
-    result = pending.read()
+def _checked(pending: PendingStep, *, early: bool = False) -> StepResult:
+    """Wait for a step. ``early``: see `PendingStep.read`. Raises `StepFailed`."""
+    result = pending.read(early=early)
     if result.failed:
         raise StepFailed(result.failed[0][1])
     return result

@@ -198,7 +198,7 @@ def device_memory_bytes() -> int:
     """
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
-        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        size = info.get("max_recommended_working_set_size") or info.get("total_memory")
         if size:
             return int(size)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.executor.base import Executor, PendingStep
+from engine.executor.base import Executor
+from engine.executor.runner import StepRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.options import SpeculationOptions
@@ -22,50 +22,61 @@ from shared.wire import SamplingParams, Submit
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (0, 1, 2, 4, 8, MAX_DRAFT_TOKENS)
-"""Numbers of drafts in the steps. Each is used for some tokens in turn."""
+LENGTHS = (0, 2, 4, 8, MAX_DRAFT_TOKENS)
+"""Numbers of drafts in the steps. Each is used for some tokens in turn. No sequence waits for one
+draft alone."""
 STEPS_EACH = 4
 PROMPT_TOKENS = 32
-LONGEST_S = 1.0
-"""Time limit of the rehearsal: a large model learns from its first requests instead."""
+WARM_UP_S, LONGEST_S = 4.0, 2.0
+"""Time limits of the steps that compile kernels, and of those that are measured: a larger model
+learns the rest from its first requests."""
 
 
 class _Varied(DraftSource):
     """Proposes varying numbers of tokens, which are hardly ever right."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_each: int) -> None:
+        self._steps_each = steps_each
         self._known = self._steps = 0
 
     @property
     def is_done(self) -> bool:
         """Whether there were steps with all numbers of drafts."""
-        return self._steps > len(LENGTHS) * STEPS_EACH
+        return self._steps > len(LENGTHS) * self._steps_each
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         self._steps += len(tokens) > self._known  # may be called twice for one step
         self._known = len(tokens)
-        length = min(count, LENGTHS[self._steps // STEPS_EACH % len(LENGTHS)])
+        length = min(count, LENGTHS[self._steps // self._steps_each % len(LENGTHS)])
         return Proposal((0,) * length, "rehearsal") if length else None
 
 
 def rehearse(executor: Executor, config: SchedulerConfig, costs: BatchCosts) -> None:
-    """Run steps of one sequence, and let ``costs`` learn from all except the first of each kind.
+    """Run steps of one sequence, first one of each kind, then those that ``costs`` learns from.
 
     The executor is reset afterwards. An error only loses what would have been learned."""
     began = time.monotonic()
     try:
-        for learns in (BatchCosts(), costs):
-            _run(executor, config, learns, began + LONGEST_S)
+        if _run(executor, config, BatchCosts(), 1, WARM_UP_S):
+            _run(executor, config, costs, STEPS_EACH, LONGEST_S)
     except Exception as error:
         logger.warning("cannot measure the costs of drafts: %s: %s", type(error).__name__, error)
     executor.reset()
     logger.info("measured the costs of drafts in %.2f s", time.monotonic() - began)
 
 
-def _run(executor: Executor, config: SchedulerConfig, costs: BatchCosts, until: float) -> None:
+def _run(
+    executor: Executor,
+    config: SchedulerConfig,
+    costs: BatchCosts,
+    steps_each: int,
+    longest_s: float,
+) -> bool:
+    """Return whether there was time for all numbers of drafts."""
+    until = time.monotonic() + longest_s
     executor.reset()
     options = SpeculationOptions(tokens=MAX_DRAFT_TOKENS, adapts=False)
-    source = _Varied()
+    source = _Varied(steps_each)
     speculator = Speculator(options, [lambda request, grammar: source], costs=costs)
     scheduler = Scheduler(replace(config, store_enabled=False), speculator=speculator)
     request = Submit(
@@ -79,13 +90,11 @@ def _run(executor: Executor, config: SchedulerConfig, costs: BatchCosts, until: 
         stop_token_ids=[],
     )
     scheduler.submit(request)
-    pending: deque[PendingStep] = deque()
+    steps = StepRunner(executor)
     while not scheduler.idle:
         if source.is_done or time.monotonic() > until:
             scheduler.abort(request.request_id)
-        plan = scheduler.schedule()
-        if plan is not None:
-            pending.append(executor.dispatch(plan))
-        if len(pending) > (executor.spec.look_ahead and plan is not None):
-            scheduler.apply(pending.popleft().read())
+        for result in steps.results(scheduler.schedule()):
+            scheduler.apply(result)
         scheduler.take_outputs()
+    return source.is_done

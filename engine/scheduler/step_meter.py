@@ -32,8 +32,9 @@ class StepMeter:
         self._pictures = prefilling.pictures
         self._drafting = drafting
         self._counters = counters
-        self._unmeasured: dict[int, PlannedStretch | PlannedEncoding] = {}
-        """Prompt computations whose time is not known yet, by step number."""
+        self._unmeasured: dict[int, tuple[PlannedStretch | PlannedEncoding, bool]] = {}
+        """Prompt computations whose time is not known yet, by step number, and whether it will say
+        something about the next ones."""
 
     def clear(self) -> None:
         """Forget the chunks whose time is not known yet, because it never will be."""
@@ -57,13 +58,15 @@ class StepMeter:
         if of_prompts is not None and not result.chunks_apart:
             self._measure_prompts(of_prompts, result.elapsed_s, rows, learns=is_typical)
         elif of_prompts is not None:
-            self._unmeasured[step.number] = of_prompts
+            self._unmeasured[step.number] = of_prompts, is_typical
         if rows:
-            elapsed_s = result.elapsed_s if is_apart and is_typical else None
-            self._drafting.observe_step(step.decodes, step.guessing, drafted, elapsed_s)
+            # Beside chunks it may be the time to build these.
+            is_known = is_apart and is_typical and of_prompts is None
+            elapsed_s = result.elapsed_s if is_known else None
+            self._drafting.observe_step(step, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):
-                self._measure_prompts(seen, elapsed_s, 0)
+                self._measure_prompts(seen[0], elapsed_s, 0, learns=seen[1])
             self._counters.step_seconds += elapsed_s
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s

@@ -28,6 +28,8 @@ hundreds of correct tokens thus stops as soon as any other."""
 GIVEN_BACK, MAX_GIVEN_STEPS = 0.1, 0.75
 """Steps that a source that lost time may lose again for each token that it guessed right without
 verification. A sequence may too, but only this many in total."""
+EARNED_STEPS = 1.5
+"""What right guesses may pay for where a step with drafts costs much because the device waits."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024
 """Number of tokens for which an overdrawn source proposes nothing. It doubles each time, and
 starts again once the source has saved time."""
@@ -110,11 +112,13 @@ class SourceAccount:
         """Return whether it proposes nothing at this number of tokens of the sequence."""
         return num_tokens < self.silent_until
 
-    def guessed(self, right: int, plain_s: float) -> None:
+    def guessed(self, right: int, plain_s: float, *, earns: bool = False) -> None:
         """Record that the first ``right`` tokens of a guess that was not verified were right, in
-        steps of ``plain_s``. Its silence ends if there are any."""
+        steps of ``plain_s``. Its silence ends if there are any. ``earns``: it may have more than
+        before it lost anything, for drafts that cost much, whatever their number."""
         if right:
-            self.balance_s += min(right * GIVEN_BACK * plain_s, max(0.0, -self.balance_s))
+            most_s = EARNED_STEPS * plain_s if earns else 0.0
+            self.balance_s += min(right * GIVEN_BACK * plain_s, max(0.0, most_s - self.balance_s))
             self.silence, self.silent_until = FIRST_SILENCE, 0
 
     def begin_silence(self, num_tokens: int) -> None:

@@ -35,6 +35,8 @@ class SequenceDrafts:
     account: SequenceAccount = field(default_factory=SequenceAccount)
     accounts: dict[str, SourceAccount] = field(default_factory=dict)
     """Accounts of the sources, by name."""
+    has_waited: bool = False
+    """Whether it was left out of the last plan, for its drafts."""
     guessed: dict[str, tuple[int, Proposal]] = field(default_factory=dict)
     """By source, a guess that was not verified, and the number of tokens before it."""
     resumed: set[str] = field(default_factory=set)

@@ -11,7 +11,12 @@ OVERDRAWN_STEPS = 0.25
 
 
 def shared_lengths(
-    costs: BatchCosts, rows: int, gains: Sequence[Sequence[float]], rooms: Sequence[float]
+    costs: BatchCosts,
+    rows: int,
+    gains: Sequence[Sequence[float]],
+    rooms: Sequence[float],
+    *,
+    strict: bool = False,
 ) -> list[int]:
     """Return how many drafts to verify for each sequence, like `BatchCosts.best_lengths`.
 
@@ -19,11 +24,13 @@ def shared_lengths(
     have too little, only these may have drafts, within the room of the others: accepted drafts
     restore their room. A sequence with no room left may still draft alone. Otherwise one of
     eight sequences that all quote, each of which is behind at times, would keep the others from
-    drafting for good."""
+    drafting for good. ``strict``: it may not."""
     if not any(costs.best_lengths(rows, gains)):
         return [0] * len(gains)  # nor any part of them, of however few sequences
     order = sorted(range(len(rooms)), key=rooms.__getitem__)
     lengths = costs.best_lengths(rows, gains, rooms[order[0]] if order else None)
+    if strict:
+        return lengths
     least_s = -OVERDRAWN_STEPS * costs.plain_s(rows)
     for number in range(1, len(order) + 1):
         if any(lengths) or (number > 1 and rooms[order[0]] < least_s):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from time import thread_time
 
-from engine.speculation.acceptance import AcceptanceRate
+from engine.speculation.acceptance import AcceptanceRates
 from engine.speculation.accounts import DraftAccounts
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.batched import BatchDrafting, BatchRow
@@ -28,8 +27,6 @@ from shared.wire import DraftStats, Submit
 
 MAX_DRAFT_TOKENS = 16
 """Max drafts of a sequence in a step, regardless of the settings."""
-MIN_CHANCE = 0.01
-"""Drafts with a lower chance are not considered: no step is cheap enough for them."""
 PROBE_TOKENS = 48
 """After this many outputs, a sequence whose drafts are rarely accepted tries again."""
 GUESS_EVERY = 2
@@ -61,8 +58,12 @@ class Speculator:
         self._batch: BatchDrafting | None = None
         if batch_source is not None:
             self._batch = BatchDrafting(batch_source, options.adapts, self._accounts)
-        self._rates: dict[tuple[str, int], AcceptanceRate] = {}
+        self._rates = AcceptanceRates(by_sequence=options.by_sequence)
         self._step = VerifiedStep(1, 0.0, 0.0)
+        self._least_room_s = math.inf
+        """By how much all sequences of the last step allowed drafts to make it longer."""
+        self._looks_ahead = False
+        """Whether steps are built while others run, except those with drafts, and those after."""
         self._pace = SearchPace(rests=options.adapts and not guesses and batch_source is None)
 
     def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
@@ -84,7 +85,10 @@ class Speculator:
             return False
         plain_s = self.costs.plain_s(num_rows)
         lost_s = plain_s if num_rows > 1 else 0.0  # others run a step meanwhile
-        if self.options.adapts and row.drafts.account.room_s(plain_s) < lost_s:
+        self._looks_ahead = True
+        found = self._guess(row, num_rows, earns=True)
+        room_s = self._room_s(row, num_rows)
+        if self.options.adapts and room_s < lost_s:
             return False
         if (
             (batch := self._batch) is not None
@@ -94,13 +98,22 @@ class Speculator:
             and batch.waits()
         ):
             return True
-        if (proposal := self.propose(row, num_rows)) is None or not self.options.adapts:
-            return proposal is not None and len(proposal.tokens) > 1
-        after = self._chances(row.drafts, proposal)[1:]
-        worth = self.costs.best_lengths(num_rows, [after])[0]
-        if not worth:  # a device would lose its look-ahead for nothing, which no account records
-            self._fade([(row, proposal)])
-        return sum(after[:worth]) * plain_s > lost_s
+        after, best = 0.0, None
+        for proposal in found:
+            rest = self._paid(row, num_rows, proposal._replace(tokens=proposal.tokens[1:])).tokens
+            if not rest or self._is_idle(row, proposal.source):
+                continue
+            if not self.options.adapts:
+                return True
+            chances = self._rates.chances(row.drafts.rates, proposal)[1 : 1 + len(rest)]
+            is_alone = num_rows == 1 and self.options.protects
+            most_s = room_s if is_alone else self._least_room_s
+            worth = self.costs.best_lengths(num_rows, [chances], most_s)[0]
+            if best is None or sum(chances[:worth]) > after:
+                after, best = sum(chances[:worth]), proposal
+        if best is not None and not after:  # a device would lose its look-ahead for nothing
+            self._rates.fade([(row.drafts.rates, best)])
+        return after * plain_s > lost_s
 
     def waited(self, drafts: SequenceDrafts, num_rows: int) -> None:
         """Record that a sequence waits for its drafts while ``num_rows`` others run a step."""
@@ -109,28 +122,31 @@ class Speculator:
     def propose(self, row: DraftRow, num_rows: int = 1) -> Proposal | None:
         """Return the best guess for one sequence of a step, as far as its source's account can
         pay for it; None if there is none or its rate is too low."""
-        limit = min(row.limit, self.options.tokens)
-        if limit < 1:
-            return None
-        drafts, proposals = row.drafts, []
-        drafts.predicted = ()
-        self._check_guesses(row, num_rows)
-        asked = (source for source in drafts.sources if source.NAME not in drafts.guessed)
-        # All are asked first: what is possible depends on what a grammar has seen by then.
-        for found in [self._ask(source, row, limit, num_rows) for source in asked]:
-            if found is None:
-                continue
-            possible = possible_part(found, drafts.sources)
-            drafts.guessed.setdefault(found.source, (len(row.tokens), possible))
-            if possible.source == PredictionSource.NAME:
-                drafts.predicted = possible.tokens
-            if self._is_idle(row, found.source):
-                continue
-            if (paid := self._paid(row, num_rows, possible)).tokens:
-                proposals.append(paid)
+        found = self._guess(row, num_rows)
+        wanted = (each for each in found if not self._is_idle(row, each.source))
+        paid = [self._paid(row, num_rows, each) for each in wanted]
+        proposals = [each for each in paid if each.tokens]
         if len(proposals) < 2:
             return proposals[0] if proposals else None
-        return max(proposals, key=lambda p: sum(self._chances(drafts, p)))
+        return max(proposals, key=lambda p: sum(self._rates.chances(row.drafts.rates, p)))
+
+    def _guess(self, row: DraftRow, num_rows: int, *, earns: bool = False) -> list[Proposal]:
+        """Return what each source expects next, also those that are idle, and keep it to be
+        compared with what comes. ``earns``: see `_check_guesses`."""
+        limit, drafts = min(row.limit, self.options.tokens), row.drafts
+        if limit < 1:
+            return []
+        drafts.predicted = ()
+        self._check_guesses(row, num_rows, earns=earns)
+        asked = (source for source in drafts.sources if source.NAME not in drafts.guessed)
+        # All are asked first: what is possible depends on what a grammar has seen by then.
+        found = [self._ask(source, row, limit, num_rows) for source in asked]
+        proposals = [possible_part(each, drafts.sources) for each in found if each is not None]
+        for proposal in proposals:
+            drafts.guessed.setdefault(proposal.source, (len(row.tokens), proposal))
+            if proposal.source == PredictionSource.NAME:
+                drafts.predicted = proposal.tokens
+        return proposals
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
         """Return how many tokens the executor should guess after the next decode of ``row``,
@@ -145,9 +161,10 @@ class Speculator:
         likely = self._paid(row, num_rows, Proposal((0,) * most, self._guesses))  # of any tokens
         if not likely.tokens:
             return 0
-        worth = self.costs.best_lengths(num_rows, [self._chances(row.drafts, likely)])[0]
+        chances = self._rates.chances(row.drafts.rates, likely)
+        worth = self.costs.best_lengths(num_rows, [chances])[0]
         if not worth:
-            self._fade([(row, likely)])
+            self._rates.fade([(row.drafts.rates, likely)])
         return worth
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
@@ -167,23 +184,26 @@ class Speculator:
 
     def _choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         proposals = [self.propose(row, num_rows) for row in rows]
-        plain_s = self.costs.plain_s(num_rows)
-        rooms = [row.drafts.account.room_s(plain_s) for row in rows]
+        rooms = [self._room_s(row, num_rows) for row in rows]
+        self._least_room_s = min(rooms, default=math.inf) if self.options.protects else math.inf
         if self._batch is not None:
-            room_s = min(rooms, default=math.inf) if self.options.protects else math.inf
-            proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals, room_s)
+            proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals)
         if not self.options.adapts:
             return proposals
         gains = [
-            self._chances(row.drafts, proposal) if proposal else []
+            self._rates.chances(row.drafts.rates, proposal) if proposal else []
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         if self.options.protects:
-            lengths = shared_lengths(self.costs, num_rows, gains, rooms)
+            lengths = shared_lengths(self.costs, num_rows, gains, rooms, strict=self._looks_ahead)
         else:
             lengths = self.costs.best_lengths(num_rows, gains)
         chosen = zip(rows, proposals, lengths, strict=True)
-        self._fade((row, proposal) for row, proposal, length in chosen if proposal and not length)
+        self._rates.fade(
+            (row.drafts.rates, proposal)
+            for row, proposal, length in chosen
+            if proposal and not length
+        )
         return [
             proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
             for proposal, length in zip(proposals, lengths, strict=True)
@@ -201,7 +221,7 @@ class Speculator:
         drafts.rejected += max(0, predicted - accepted)
         tried = min(drafted, accepted + 1)
         drafts.rate.observe(tried, accepted)
-        self._learn_rates(drafts, proposal, tried, accepted, verified=True)
+        self._rates.learn(drafts.rates, proposal, tried, accepted, verified=True)
         drafts.guessed.pop(proposal.source, None)
         if drafts.rate.rate() < self.options.min_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
@@ -214,15 +234,21 @@ class Speculator:
         elapsed_s: float | None,
         decoded: Iterable[SequenceDrafts] = (),
         guessing: Collection[SequenceDrafts] = (),
+        *,
+        alone: bool = False,
+        waited: Collection[SequenceDrafts] = (),
     ) -> None:
         """Record the time of a step of ``rows`` sequences with ``drafted`` drafts, before they
         are `verified`; None if the step also computed chunks. ``decoded`` are the sequences with
-        sources. For those ``guessing``, the executor has guessed the next tokens in this step."""
+        sources. For those ``guessing``, the executor has guessed the next tokens in this step.
+        ``alone``: see `InFlightStep.begins_alone`. That costs time, also without drafts, and is
+        charged to those that had ``waited`` for theirs."""
         is_plain = not drafted and not guessing
         excess_s = 0.0 if is_plain else self.costs.measured_excess_s(rows, drafted, elapsed_s)
-        if elapsed_s is not None and (drafted or is_plain):
+        if elapsed_s is not None and (drafted or (is_plain and not alone)):
             self.costs.observe(rows, drafted, elapsed_s)
         plain_s = self.costs.predict_s(rows)
+        alone_s = max(0.0, min(elapsed_s, 2 * plain_s) - plain_s) if alone and elapsed_s else 0.0
         if guessing and not drafted:
             self._accounts.spent(self._guesses, excess_s)
             for drafts in guessing:
@@ -233,7 +259,8 @@ class Speculator:
         paid_s = self.costs.excess_s(rows, drafted) if is_known else excess_s
         self._step = VerifiedStep(rows, plain_s, paid_s / drafted if drafted else 0.0)
         for drafts in decoded:
-            drafts.account.step(plain_s, paid_s)
+            stalled_s = alone_s if is_plain and drafts in waited else 0.0
+            drafts.account.step(plain_s, paid_s + stalled_s)
         if elapsed_s is None:
             self._accounts.skip_step()
         elif drafted or is_plain:
@@ -242,13 +269,14 @@ class Speculator:
     def stats(self) -> DraftStats:
         return DraftStats(
             sources=self._accounts.counts(),
-            rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
+            rates=self._rates.known(),
             step_s={str(tokens): seconds for tokens, seconds in self.costs.seconds().items()},
         )
 
-    def _check_guesses(self, row: DraftRow, num_rows: int) -> None:
+    def _check_guesses(self, row: DraftRow, num_rows: int, *, earns: bool) -> None:
         """Learn from earlier guesses that were not verified, by comparing them with the tokens
-        that came. This costs little, so idle sources guess too."""
+        that came. This costs little, so idle sources guess too. ``earns``: right guesses may pay
+        for more than what was lost."""
         drafts, plain_s = row.drafts, self.costs.plain_s(num_rows)
         for source, (place, guess) in [*drafts.guessed.items()]:
             if self._is_idle(row, source) and len(row.tokens) < place + GUESS_EVERY:
@@ -257,28 +285,23 @@ class Speculator:
             came = row.tokens[place : place + len(guess.tokens)]
             right = num_common(guess.tokens, came)
             if guess.kinds:  # otherwise the first tokens would count for all
-                self._learn_rates(drafts, guess, min(right + 1, len(came)), right, verified=False)
+                known = min(right + 1, len(came))
+                self._rates.learn(drafts.rates, guess, known, right, verified=False)
             drafts.account.guessed(right, plain_s)
-            drafts.account_of(source).guessed(right, plain_s)
+            drafts.account_of(source).guessed(right, plain_s, earns=earns)
             if right:
                 drafts.resumed.add(source)
-
-    def _learn_rates(
-        self, drafts: SequenceDrafts, proposal: Proposal, tried: int, right: int, *, verified: bool
-    ) -> None:
-        """Record that the first ``right`` tokens of ``proposal`` came, and the first ``tried`` are
-        known. Only ``verified`` ones count for other sequences."""
-        by_kind = Counter(proposal.kind(index) for index in range(tried))
-        right_by_kind = Counter(proposal.kind(index) for index in range(right))
-        for kind, count in by_kind.items():
-            for rate in self._rates_of(drafts, proposal, kind)[: 1 + verified]:
-                rate.observe(count, right_by_kind[kind])
 
     def _is_idle(self, row: DraftRow, source: str) -> bool:
         """Return whether ``source`` only guesses: it is silent, or the sequence has stopped and
         none of the source's guesses was right since then."""
         is_silent = row.drafts.account_of(source).is_silent(len(row.tokens))
         return is_silent or (self._has_stopped(row) and source not in row.drafts.resumed)
+
+    def _room_s(self, row: DraftRow, num_rows: int) -> float:
+        """Return how much longer the next step may take for drafts of ``row``."""
+        after_s = self.costs.excess_s(1, 1) if self._looks_ahead and num_rows == 1 else 0.0
+        return row.drafts.account.room_s(self.costs.plain_s(num_rows)) - after_s
 
     def _may_draft(self, num_rows: int) -> bool:
         """Return whether the time of a step without drafts is known, or does not matter."""
@@ -320,9 +343,9 @@ class Speculator:
         num_rows: int,
         rows: Sequence[DraftRow],
         proposals: Sequence[Proposal | None],
-        room_s: float,
     ) -> list[Proposal | None]:
-        """Return ``proposals``, some of them replaced by `BatchDrafting`, within ``room_s``."""
+        """Return ``proposals``, some of them replaced by `BatchDrafting`, within the room of all
+        rows."""
         found = list(proposals)
         asked: dict[int, BatchRow] = {}
         for number, (row, other) in enumerate(zip(rows, proposals, strict=True)):
@@ -335,12 +358,12 @@ class Speculator:
             asked[number] = BatchRow(
                 row.request(len(unknown.tokens)),
                 other,
-                sum(self._chances(row.drafts, other)) if other else 0.0,
-                self._chances(row.drafts, unknown),
+                sum(self._rates.chances(row.drafts.rates, other)) if other else 0.0,
+                self._rates.chances(row.drafts.rates, unknown),
             )
-        chosen = batch.propose(num_rows, list(asked.values()), self.costs, room_s)
+        chosen = batch.propose(num_rows, list(asked.values()), self.costs, self._least_room_s)
         if not batch.pays:
-            self._fade((rows[number], batch.of_unknown(1)) for number in asked)
+            self._rates.fade((rows[number].drafts.rates, batch.of_unknown(1)) for number in asked)
         for number, proposal in zip(asked, chosen, strict=True):
             drafts = rows[number].drafts
             if proposal is not None and proposal.source == batch.name:
@@ -349,45 +372,8 @@ class Speculator:
             found[number] = cut if cut and cut.tokens else None
         return found
 
-    def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
-        """Record that these proposals were not worth while: once per shared rate, regardless of
-        the number of sequences."""
-        rates = {
-            id(rate): rate
-            for row, proposal in doubtful
-            for rate in self._rates_of(row.drafts, proposal, proposal.kind(0))
-        }
-        for rate in rates.values():
-            rate.fade()
-
     def _has_stopped(self, row: DraftRow) -> bool:
         if not self.options.adapts or not self.options.by_sequence:
             return False
         low = row.drafts.rate.rate() < self.options.min_rate
         return low and len(row.tokens) < row.drafts.next_probe
-
-    def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
-        """Return the chance that each token of ``proposal`` and all before it are accepted, down
-        to `MIN_CHANCE`."""
-        chances, chance = [], 1.0
-        rates: dict[int, float] = {}
-        for index in range(len(proposal.tokens)):
-            if (kind := proposal.kind(index)) not in rates:
-                own, common = self._rates_of(drafts, proposal, kind)
-                by_sequence = self.options.by_sequence
-                rates[kind] = own.rate(common.rate()) if by_sequence else common.rate()
-            chance *= rates[kind]
-            if chance < MIN_CHANCE:
-                break
-            chances.append(chance)
-        return chances
-
-    def _rates_of(
-        self, drafts: SequenceDrafts, proposal: Proposal, kind: int
-    ) -> tuple[AcceptanceRate, AcceptanceRate]:
-        """Return the sequence's own rate for tokens of ``kind``, and the rate of all sequences."""
-        key = proposal.source, kind
-        for rates in (drafts.rates, self._rates):
-            if key not in rates:
-                rates[key] = AcceptanceRate(proposal.likely[kind])
-        return drafts.rates[key], self._rates[key]

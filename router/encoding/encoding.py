@@ -114,7 +114,7 @@ async def _rows_of(
                     attempt=0,
                     token_ids=[list(texts[i][0]) for i in members],
                     second_starts=starts if any(starts) else [],
-                    group=f"batches {tenant.name}" if tenant.background else tenant.name or name,
+                    group=tenant.group or name,
                     priority=priority,
                     traceparent=caller.traceparent,
                 )

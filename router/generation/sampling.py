@@ -174,6 +174,7 @@ def submit_message(
         prediction=spec.prediction,
         traceparent=traceparent,
         adapter=model.adapter,
+        group=tenant.group,
     )
 
 

@@ -84,6 +84,7 @@ class Submit(Message, frozen=True, tag="submit"):
     images: tuple[ImagePart, ...] = ()
     traceparent: str = ""  # the W3C traceparent of its span; empty: not traced
     adapter: AdapterRef | None = None  # the adapter that the request names
+    group: str = ""  # the tenant whose request it is: tenants share what compiles grammars fairly
 
     @property
     def adapter_digest(self) -> str:

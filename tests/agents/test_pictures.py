@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.timeout(300)
 def test_codex_shows_a_picture_where_it_is_installed(
-    pytestconfig: pytest.Config, server: Server, tmp_path: Path
+    pytestconfig: pytest.Config, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     (codex,) = (agent for agent in AGENTS if agent.name == "codex")
     places = [Path(found).parent] if (found := shutil.which(codex.name)) else []
@@ -59,7 +59,7 @@ def test_codex_shows_a_picture_where_it_is_installed(
         places.insert(0, binaries(codex, pytestconfig.cache.mkdir("agents")))
     for place in places:
         if (place / codex.name).exists():
-            return check(codex, place, server, tmp_path)
+            return check(codex, place, request.getfixturevalue("server"), tmp_path)
     pytest.skip("codex is not installed: `make test-slow` does it, once")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.sequences.sequence import Sequence
 from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.source import Proposal
@@ -38,7 +38,17 @@ class Drafting:
             waits = self._speculator.waits(row, num_rows)
         if waits:
             self._waiting.append(seq.drafts)
+            seq.drafts.has_waited = True
         return waits
+
+    def note_waits(self, step: InFlightStep, rows: SequenceOf[Sequence]) -> None:
+        """Note which of ``rows``, the decodes of ``step``, waited for it, and whether all did."""
+        in_flight = any(seq.num_inflight for seq in rows)
+        step.begins_alone = self._config.look_ahead and not in_flight
+        for seq in rows:
+            if seq.drafts is not None and seq.drafts.has_waited:
+                seq.drafts.has_waited = False
+                step.has_waited.add(seq)
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
         """Return drafts for those of ``rows`` that get any. ``rows`` are all sequences that
@@ -79,21 +89,17 @@ class Drafting:
             row = DraftRow(seq.drafts, seq.token_ids, 0)
             self._speculator.verified(row, proposal, accepted)
 
-    def observe_step(
-        self,
-        decodes: SequenceOf[Sequence],
-        guessing: Collection[Sequence],
-        drafted: int,
-        elapsed_s: float | None,
-    ) -> None:
+    def observe_step(self, step: InFlightStep, drafted: int, elapsed_s: float | None) -> None:
         if self._speculator is not None:
-            known = [(seq, seq.drafts) for seq in decodes if seq.drafts is not None]
+            known = [(seq, seq.drafts) for seq in step.decodes if seq.drafts is not None]
             self._speculator.observe_step(
-                len(decodes),
+                len(step.decodes),
                 drafted,
                 elapsed_s,
                 [drafts for _, drafts in known],
-                [drafts for seq, drafts in known if seq in guessing],
+                [drafts for seq, drafts in known if seq in step.guessing],
+                alone=step.begins_alone,
+                waited=[drafts for seq, drafts in known if seq in step.has_waited],
             )
 
     def stats(self) -> wire.DraftStats | None:

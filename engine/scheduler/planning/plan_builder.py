@@ -52,6 +52,10 @@ class InFlightStep:
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     ends: list[PlannedChunk] = field(default_factory=list)  # that its decodes compute
     ends_owing_s: float | None = None  # as in `PlannedStretch`
+    begins_alone: bool = False
+    """Whether, with look-ahead, no decode was in flight when it was planned, so that the device
+    waits while it is built."""
+    has_waited: set[Sequence] = field(default_factory=set)  # decodes left out of the plan before
     fills_memory: bool = False
     """Whether it waits for new memory or for bytes to be copied into it, so that its time says
     little about the next ones."""

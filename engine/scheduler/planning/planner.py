@@ -296,6 +296,7 @@ class Planner:
             and not self._drafting.waits(seq, len(decoding))
         ]
         proposals = self._drafting.choose(rows)
+        self._drafting.note_waits(builder.step, rows)
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
             proposal = proposals.get(seq)
             drafts = proposal.tokens if proposal else ()

@@ -32,6 +32,9 @@ STREAMING_TARGET_S = 0.4
 """Max time of an indivisible chunk while others wait for their next token."""
 ALONE_TARGET_S = 0.75
 """The same when nobody waits."""
+OUTLIER = 4.0
+"""Longer chunks than predicted by this factor count as this long: kernels may have been compiled,
+which takes seconds on CUDA."""
 _DECODE_MIN_GROWTH = 1.02
 """Growth of the remembered shortest decode per step, so that it is forgotten over time."""
 MAX_TOKENS = 1024
@@ -194,6 +197,9 @@ class ChunkPolicy:
             return
         known_s = share * self.pass_s + (self._decode_s if beside_decodes else 0.0)
         spent_s = (elapsed_s - min(known_s, 0.9 * elapsed_s)) / share
+        if self._guess_tokens < MIN_TOKENS / 2:
+            predicted_s = sum(self.predict_s(start, tokens) for start, tokens in chunks)
+            spent_s = min(spent_s, OUTLIER * predicted_s)
         width = max(n for _, n in chunks)
         tokens = width * len(chunks)
         position = sum(start + width / 2 for start, _ in chunks) / len(chunks)

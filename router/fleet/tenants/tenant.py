@@ -35,6 +35,11 @@ class Tenant:
             self, background=True, requests_per_minute=0, tokens_per_minute=0, concurrency=0
         )
 
+    @property
+    def group(self) -> str:
+        """The name under which engines share their work fairly: batches are apart."""
+        return f"batches {self.name}" if self.background else self.name
+
     def may_use(self, names: list[str]) -> bool:
         """Return whether the model called ``names`` may be used."""
         return self.models is None or not self.models.isdisjoint(names)

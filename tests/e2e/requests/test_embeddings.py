@@ -253,7 +253,7 @@ def long_texts(count: int) -> list[list[int]]:
 
 
 def test_a_killed_engine_costs_only_time(server: Server) -> None:
-    texts = long_texts(900)
+    texts = long_texts(400)
     wanted = vectors(server, texts[:3])
     (engine,) = server.pids("/bert ")
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.batch import gpu
+from engine.batch import gpu, places
 from engine.batch.gpu import AttentionCost, GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.groups import row_groups
@@ -183,6 +183,13 @@ def test_what_is_stored_is_rounded(
             assert scales is not None
             expected = quantize(new[i, :, : row.width], scheme).scales
             assert mx.array_equal(scales[:, row.slot.row, :, row.start : row.end], expected)
+
+
+def test_scales_are_written_with_no_more_axes_than_cuda_takes() -> None:
+    """It takes ten for the target and the indices together."""
+    target = filled(in_8_bits(AttentionLayout(2, 32, 32, mx.float32, None)))[0].scales[0]
+    for index in places._arrays_and_both((0, 1)):
+        assert max(index.ndim, 3) + target.ndim <= 10
 
 
 @pytest.mark.parametrize("width", [1, 4])

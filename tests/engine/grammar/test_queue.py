@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -35,7 +37,7 @@ class RecordingCompiler:
     def __init__(self) -> None:
         self.grammars: list[wire.Grammar] = []
 
-    def compile(self, grammar: wire.Grammar) -> None:
+    def compile(self, grammar: wire.Grammar, group: str = "") -> None:
         self.grammars.append(grammar)
 
     def cancel(self, grammar: wire.Grammar) -> None:
@@ -277,6 +279,39 @@ def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
     _, outcome = done.get(timeout=60)
     assert isinstance(outcome, CompiledGrammar)
     assert done.empty()
+
+
+def test_slow_grammars_of_one_tenant_delay_no_other(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ends: dict[str, threading.Event] = defaultdict(threading.Event)
+
+    def check(self: GrammarChecker, grammar: wire.Grammar, is_wanted: Callable[[], bool]) -> None:
+        began.put(grammar.source)
+        assert ends[grammar.source].wait(60)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    monkeypatch.setattr("engine.grammar.compiler.SLOW_S", 0.0)
+    names = ["ann1", "ann2", "ann3", "ann4", "bob1", "ann5"]
+    for name in names[:4]:
+        compiler.compile(wire.Grammar(kind="regex", source=name), "ann")
+    assert {began.get(timeout=60), began.get(timeout=60)} == {"ann1", "ann2"}
+    compiler.compile(wire.Grammar(kind="regex", source="bob1"), "bob")
+    compiler.compile(wire.Grammar(kind="regex", source="ann5"), "ann")
+    compiler.compile(wire.Grammar(kind="regex", source="ann5"), "bob")
+    ends["ann1"].set()
+    assert began.get(timeout=60) == "bob1"  # before those of Ann that came first
+    ends["bob1"].set()
+    assert began.get(timeout=60) == "ann5"  # wanted by Bob too, and Ann has one thread now
+    ends["ann2"].set()
+    assert began.get(timeout=60) == "ann3"
+    ends["ann5"].set()
+    with pytest.raises(queue.Empty):
+        began.get(timeout=0.2)
+    ends["ann3"].set()
+    assert began.get(timeout=60) == "ann4"
+    ends["ann4"].set()
 
 
 def test_grammars_that_nobody_waits_for_do_not_hold_up_others(

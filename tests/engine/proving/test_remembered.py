@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from engine.batch.cpu import layers
@@ -90,6 +91,19 @@ def test_whatever_a_proof_depends_on_makes_another(
             changed.setattr(remembered, name, lambda other=other: other)
             assert starts()
     assert not starts()
+
+
+def test_a_gpus_free_memory_makes_no_other_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX describes a GPU of CUDA with what is free, and which card it is."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+    def machine(**device: object) -> list[object]:
+        monkeypatch.setattr(mx, "device_info", lambda: device)
+        return remembered._machine()
+
+    one = machine(device_name="H100", free_memory=1, uuid="a", pci_bus_id="0")
+    assert machine(device_name="H100", free_memory=2, uuid="b", pci_bus_id="1") == one
+    assert machine(device_name="H200", free_memory=1, uuid="a", pci_bus_id="0") != one
 
 
 def test_the_engines_own_code_and_versions_count(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from engine.backend import gpu_path
 from engine.executor.batched import BatchedExecutor
+from engine.executor.steps import BatchedStep
+from engine.plan import Plan
 from engine.replica.kept_costs import KeptCosts
 from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
+from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 
 
@@ -114,6 +118,26 @@ def test_a_device_is_asked_at_the_start_what_drafts_cost(
     assert kept_by(again)._costs.changes == 0
     text = again.serve("a", [5, 6, 7] * 9)
     assert len(text) == 20 and whole.serve("a", [5, 6, 7] * 9) == text
+
+
+def test_a_rehearsal_runs_its_steps_as_a_server_does(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
+) -> None:
+    """If a plan were dispatched before the rest of the one before it, a step would be measured as
+    the time of its first layer, and no draft would ever be worth while."""
+    on_a_gpu(monkeypatch)
+    steps: list[BatchedStep] = []
+
+    @wrap(BatchedExecutor, "dispatch")
+    def dispatched(dispatch: Any, executor: Any, plan: Plan) -> BatchedStep:
+        assert not any(step.unsent for step in steps)
+        steps.append(dispatch(executor, plan))
+        return steps[-1]
+
+    whole = Whole(llama, spec_decode="auto", proofs=tmp_path / "proofs")
+    assert not kept_by(whole)._costs.needs_plain(1)
+    drafts = [sum(len(decode.drafts) for decode in step.plan.decodes) for step in steps]
+    assert {0, 2, 4, 8} <= {*drafts}
 
 
 def test_a_rehearsal_that_fails_costs_nothing_else(

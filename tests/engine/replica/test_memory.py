@@ -209,6 +209,19 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) 
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
 
 
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"max_recommended_working_set_size": 48 * GB, "memory_size": 64 * GB},  # of Metal
+        {"total_memory": 48 * GB, "free_memory": 40 * GB},  # of CUDA
+    ],
+)
+def test_a_gpus_own_memory_counts(info: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert memory.device_memory_bytes() == 48 * GB
+
+
 def blocks_of(engines: int, other_bytes: int = 10 * GB, **settings: float) -> int:
     own = EngineMemory.of(Settings(engines=engines, **settings))  # type: ignore[arg-type]
     return memory.default_num_blocks(10**6, other_bytes, own)

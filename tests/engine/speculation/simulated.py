@@ -102,6 +102,100 @@ class Processor:
                 spec.verified(ask._replace(tokens=row.tokens), proposal, wrong)
 
 
+@dataclass
+class Device(Processor):
+    """A device that works while the next step is built, as far as the input tokens of that are in
+    flight."""
+
+    alone: float = 0.5
+    """What a step takes longer if nothing is in flight, as a multiple of a step."""
+    total_s: float = 0.0
+
+    def run(self, *is_right: Callable[[int], bool], tokens: int = 64) -> list[SimulatedRow]:
+        rows = []
+        for each in is_right:
+            self._makers.append(Guessing(each))
+            rows.append(SimulatedRow(begin(self.speculator).drafts))
+        self.total_s, before = 0.0, _Flight()
+        while left := [row for row in rows if len(row.tokens) + before.has(row) <= tokens]:
+            step = self._dispatch(left, before, tokens)
+            self._apply(before)
+            before = step
+        self._apply(before)
+        return rows
+
+    def _dispatch(self, left: list[SimulatedRow], before: _Flight, tokens: int) -> _Flight:
+        """Begin a step of those of ``left`` that do not wait, while the one ``before`` runs."""
+        spec, step = self.speculator, _Flight()
+        for row in left:
+            ask = DraftRow(row.drafts, row.tokens, tokens - len(row.tokens))
+            drafts = before.drafts_of(row)
+            if before.has(row) and (drafts or spec.waits(ask, len(left))):
+                row.drafts.has_waited = True
+                step.left_out.append(row)
+            else:
+                step.rows.append(row)
+        if not step.rows:
+            return step
+        step.has_waited = [row.drafts for row in step.rows if row.drafts.has_waited]
+        for drafts in step.has_waited:
+            drafts.has_waited = False
+        for row in step.left_out:
+            spec.waited(row.drafts, len(step.rows))
+        limits = [0 if before.has(row) else tokens - len(row.tokens) for row in step.rows]
+        asked = zip(step.rows, limits, strict=True)
+        found = spec.choose(
+            len(step.rows), [DraftRow(row.drafts, row.tokens, limit) for row, limit in asked]
+        )
+        step.proposals = [each or Proposal((), "") for each in found]
+        step.alone = not before.rows
+        step.excess_s = PLAIN_S * (self.draft * step.drafted + self.alone * step.alone)
+        self.total_s += PLAIN_S + step.excess_s
+        return step
+
+    def _apply(self, step: _Flight) -> None:
+        if not step.rows:
+            return
+        elapsed_s = (PLAIN_S + step.excess_s) * self.noise()
+        all_drafts = [row.drafts for row in step.rows]
+        self.speculator.observe_step(
+            len(step.rows),
+            step.drafted,
+            elapsed_s,
+            all_drafts,
+            alone=step.alone,
+            waited=step.has_waited,
+        )
+        for row, proposal in zip(step.rows, step.proposals, strict=True):
+            accepted = [*proposal.tokens, WRONG].index(WRONG)
+            row.step(PLAIN_S, step.excess_s, accepted)
+            if proposal.tokens:
+                self.speculator.verified(DraftRow(row.drafts, row.tokens, 0), proposal, accepted)
+
+
+@dataclass
+class _Flight:
+    """A step of a `Device`."""
+
+    rows: list[SimulatedRow] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)  # of each
+    left_out: list[SimulatedRow] = field(default_factory=list)
+    has_waited: list[SequenceDrafts] = field(default_factory=list)
+    alone: bool = False
+    excess_s: float = 0.0
+
+    @property
+    def drafted(self) -> int:
+        return sum(len(each.tokens) for each in self.proposals)
+
+    def has(self, row: SimulatedRow) -> bool:
+        return any(each is row for each in self.rows)
+
+    def drafts_of(self, row: SimulatedRow) -> tuple[int, ...]:
+        pairs = zip(self.rows, self.proposals, strict=True)
+        return next((tuple(proposal.tokens) for each, proposal in pairs if each is row), ())
+
+
 def noisy(seed: int, spread: float, held_up: float = 0.0) -> Callable[[], float]:
     """Return factors of mean 1 about, some of which (``held_up``) are ten times as large."""
     pick = random.Random(seed)

@@ -9,7 +9,7 @@ import pytest
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.regret import FIRST_SILENCE, SequenceAccount, SourceAccount
 from engine.speculation.sharing import shared_lengths
-from tests.engine.speculation.simulated import PLAIN_S, Processor, noisy
+from tests.engine.speculation.simulated import PLAIN_S, Device, Processor, noisy
 
 DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
 """What a draft adds to a step, in steps."""
@@ -55,6 +55,40 @@ def test_guesses_that_were_not_verified_show_that_a_source_is_right_now(
     processor.run(*[always] * num_rows, tokens=32)
     rows = processor.run(*[lambda number: number >= 10] * num_rows, tokens=128)
     assert all(row.gain > gain and row.most_lost < 0.5 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "alone", "draft", "gain"),
+    [(1, 0.2, 0.02, 5), (1, 0.5, 0.06, 3), (4, 0.2, 0.02, 2), (4, 0.2, 0.06, 1.6)],
+)
+def test_right_guesses_pay_for_drafts_that_let_a_device_wait(
+    num_rows: int, alone: float, draft: float, gain: float
+) -> None:
+    """The first ones cost more than a source may lose, whatever their number."""
+    tokens = 256 if num_rows == 1 else 128
+    device = Device(draft, alone=alone)
+    for _ in range(2):  # at first, no cost is known
+        device.run(*[lambda number: number >= 10] * num_rows, tokens=tokens)
+    assert tokens * PLAIN_S / device.total_s > gain
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("alone", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("draft", [0.02, 0.06])
+def test_what_drafts_may_cost_is_limited_on_a_device_too(
+    num_rows: int, alone: float, draft: float
+) -> None:
+    def often(number: int) -> bool:
+        return number % 4 != 0
+
+    def now_and_then(number: int) -> bool:
+        return number // 8 % 2 == 1
+
+    device = Device(draft, alone=alone)
+    for is_right in (never, always, often, now_and_then, never):
+        rows = device.run(*[is_right] * num_rows, tokens=128)
+        assert all(row.most_lost < 1.5 for row in rows)
+    assert all(row.lost <= 0.015 for row in rows)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -88,7 +88,7 @@ def test_no_sequence_waits_for_drafts_that_would_not_be_verified() -> None:
     row = begin(spec)
     row.drafts.account.without_s = 10.0  # it has been decoding for long, and may spend
     assert spec.waits(row, 1)
-    for rate in spec._rates_of(row.drafts, Proposal((7,), "a"), 0):
+    for rate in spec._rates.of(row.drafts.rates, Proposal((7,), "a"), 0):
         rate.observe(100, 0)
     assert lengths(spec, row) == [0]
     waits = [spec.waits(row, 1) for _ in range(2000)]

@@ -259,7 +259,8 @@ def test_what_ends_while_its_prefix_is_inserted_leaves_nothing_reserved(how: str
 def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As from an executor whose results do not wait for chunks."""
+    """As from an executor whose results do not wait for chunks. The first chunk's time has that of
+    new memory in it, and is no measure of others."""
     usual, late = (Engine(config(store_enabled=True, store_policy="write_through")) for _ in "ab")
     usual.serve(request("a", SHARED[:50]))
     late.submit(request("a", SHARED[:50]))
@@ -279,7 +280,7 @@ def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
         late.apply()
     assert len(late.stored) > 10 and late.stored.keys() == usual.stored.keys()
     chunks = [(chunk.start, len(chunk.token_ids)) for chunk in late.chunks]
-    assert observed == [[chunk] for chunk in chunks]
+    assert observed == [[chunk] for chunk in chunks[1:]]
     assert late.scheduler.stats().step_seconds_total > 0.5 * len(chunks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from shared.wire import SamplingParams
 
 BLOCK_SIZE = 16
 CAPACITY = 96
+DRAFTED = 2
+"""Tokens of a prompt that are computed as drafts."""
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
@@ -35,11 +38,11 @@ _Input = tuple[Slot, Reference, int]
 
 
 class _Decoded(NamedTuple):
-    """A dispatched step, its decodes, and their logits."""
+    """A dispatched step, the inputs whose logits are expected, and all logits."""
 
     inputs: tuple[_Input, ...]
     pending: PendingStep
-    logits: dict[Slot, mx.array]
+    logits: dict[tuple[Slot, int], mx.array]  # by position
 
 
 class StepFailed(Exception):
@@ -60,7 +63,7 @@ class Trial:
         self._executor, self._spec = executor, executor.spec
         self._replay = replay
         self._stretch = stretch or self._spec.layers
-        self._logits: dict[Slot, mx.array] = {}
+        self._logits: dict[tuple[Slot, int], mx.array] = {}
         executor.logits_observer = self._observe
         self._step = 0
         self._stage = ""
@@ -71,6 +74,7 @@ class Trial:
         """Check whether rows disturb each other. For an executor that batches."""
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY),))
         self.join_and_leave(references, pace=1)
+        self.draft(references)
 
     def run_all(self, references: Sequence[Reference]) -> None:
         """Run all stages on five ``references``, the first and last longer than two blocks."""
@@ -79,6 +83,7 @@ class Trial:
             return
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
         self.join_and_leave(references)
+        self.draft(references)
         if self._spec.prefix_cache:
             self.rewind(references)
             self.reuse_a_prefix(references)
@@ -125,6 +130,27 @@ class Trial:
                     free.append(slot)
             for slot in [slot for slot, (_, left) in joining.items() if not left]:
                 running[slot] = (joining.pop(slot)[0], 0)
+
+    def draft(self, references: Sequence[Reference]) -> None:
+        """Compute two rows with the right tokens as drafts, in different numbers. All except the
+        last of a prompt are random, so most are rejected. One row goes on."""
+        self._stage = "drafts"
+        one, other = references[:2]
+        slots = Slot(0, 1), Slot(0, 2)
+        prompt, rest = one.prompt[:-DRAFTED], one.prompt[-DRAFTED:]
+        before = replace(one, prompt=prompt, continuation=rest + one.continuation)
+        self.prefill(slots[0], before)
+        self.prefill(slots[1], other)
+        decodes = (
+            _decode(slots[0], before, 0, drafts=DRAFTED + 1),
+            _decode(slots[1], other, 0, drafts=1),
+        )
+        pairs = (slots[0], one), (slots[1], other)
+        inputs = tuple((*pair, step) for pair in pairs for step in (0, 1))
+        pending = self._executor.dispatch(self._plan(decodes=decodes))
+        found = self._read(_Decoded(inputs, pending, self._logits))
+        if found.run_lengths[1] == 1:  # its draft is rejected
+            self.decode((slots[1], other, 1))
 
     def rewind(self, references: Sequence[Reference]) -> None:
         """Rewind one row while another continues."""
@@ -271,7 +297,8 @@ class Trial:
         """Wait for a step, and compare the logits of its decodes."""
         result = _checked(decoded.pending, early=early)
         for slot, one, step in decoded.inputs:
-            difference = self._difference(slot, one, step, decoded.logits[slot])
+            logits = decoded.logits[slot, one.position(step)]
+            difference = self._difference(slot, one, step, logits)
             if not difference <= self.max_difference:
                 self.max_difference, self.worst_stage = difference, self._stage
         return result
@@ -285,7 +312,8 @@ class Trial:
             raise RoundingMismatch(f"{self._stage}: {wrong}") from wrong
 
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
-        self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}
+        rows = zip(decodes, logits, strict=True)
+        self._logits = {(decode.slot, decode.position): row for decode, row in rows}
 
 
 def _checked(pending: PendingStep, *, early: bool = False) -> StepResult:
@@ -310,6 +338,7 @@ def _chunk(slot: Slot, one: Reference, start: int, end: int) -> Chunk:
     return Chunk(slot, start, one.prompt[start:end], adapter=one.adapter)
 
 
-def _decode(slot: Slot, one: Reference, step: int) -> Decode:
+def _decode(slot: Slot, one: Reference, step: int, drafts: int = 0) -> Decode:
     position, token = one.position(step), one.token(step)
-    return Decode(slot, position, token, step, GREEDY, adapter=one.adapter)
+    drafted = tuple(one.token(step + 1 + i) for i in range(drafts))
+    return Decode(slot, position, token, step, GREEDY, adapter=one.adapter, drafts=drafted)

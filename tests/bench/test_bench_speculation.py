@@ -32,7 +32,7 @@ def test_answers_of_the_demo_model_are_the_same_with_drafts() -> None:
 def test_the_same_requests_are_timed_with_drafts_and_without(
     tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare(str(tiny_model("llama")), 1, ["code edit", "JSON", MISSES, NOTHING], [1, 2], 16)
+    compare(str(tiny_model("llama")), 1, ["code edit", "JSON", MISSES, NOTHING], [1, 2], 48)
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.endswith((" 1/1", " 2/2"))]
     assert len(lines) == 8  # all texts are the same

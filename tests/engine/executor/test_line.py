@@ -14,8 +14,8 @@ NO_MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory."
 
 
 def send_unreadable(line: DeviceLine, path: Path) -> None:
-    """Send a piece that fails on MLX's own thread, once all of it is dispatched."""
-    broken, slow = unreadable(path), mx.ones((500, 500))
+    """Send a piece that fails on MLX's own thread, long after all of it is dispatched."""
+    broken, slow = unreadable(path), mx.ones((2000, 2000))
     line.send([slow @ slow])
     line.send([broken])
 

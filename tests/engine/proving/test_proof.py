@@ -24,7 +24,7 @@ from engine.proving import proof
 from engine.proving.choose import choose_executor
 from engine.proving.oracle import Reference, rounding_noise
 from engine.proving.proof import NotBatchable, proof_references, prove
-from engine.proving.trial import Trial
+from engine.proving.trial import DRAFTED, Trial
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from tests.engine.conftest import Wrap
@@ -157,6 +157,15 @@ class TestTheProofNotices:
         @wrap(subject.batch_class, "write")
         def rolled(write: Any, batch: Any, layer: int, keys: mx.array, values: mx.array) -> None:
             write(batch, layer, mx.roll(keys, 1, axis=0), values)
+
+        is_noticed(subject)
+
+    def test_drafts_whose_queries_are_lost(self, subject: Tried, wrap: Wrap) -> None:
+        @wrap(subject.batch_class, "attend")
+        def lost(attend: Any, batch: Any, layer: int, query: mx.array, *more: Any) -> mx.array:
+            if [row.width for row in batch.rows] == [DRAFTED + 2, 2]:
+                query = query * 0
+            return attend(batch, layer, query, *more)
 
         is_noticed(subject)
 

@@ -138,8 +138,8 @@ class Device(Processor):
         if not step.rows:
             return step
         step.has_waited = [row.drafts for row in step.rows if row.drafts.has_waited]
-        for drafts in step.has_waited:
-            drafts.has_waited = False
+        for waited in step.has_waited:
+            waited.has_waited = False
         for row in step.left_out:
             spec.waited(row.drafts, len(step.rows))
         limits = [0 if before.has(row) else tokens - len(row.tokens) for row in step.rows]

@@ -150,6 +150,8 @@ class Device(Processor):
         step.proposals = [each or Proposal((), "") for each in found]
         step.alone = not before.rows
         step.excess_s = PLAIN_S * (self.draft * step.drafted + self.alone * step.alone)
+        if not self.total_s:
+            step.begins_s = step.excess_s  # nothing can be in flight before
         self.total_s += PLAIN_S + step.excess_s
         return step
 
@@ -168,7 +170,7 @@ class Device(Processor):
         )
         for row, proposal in zip(step.rows, step.proposals, strict=True):
             accepted = [*proposal.tokens, WRONG].index(WRONG)
-            row.step(PLAIN_S, step.excess_s, accepted)
+            row.step(PLAIN_S, step.excess_s - step.begins_s, accepted)
             if proposal.tokens:
                 self.speculator.verified(DraftRow(row.drafts, row.tokens, 0), proposal, accepted)
 
@@ -183,6 +185,8 @@ class _Flight:
     has_waited: list[SequenceDrafts] = field(default_factory=list)
     alone: bool = False
     excess_s: float = 0.0
+    begins_s: float = 0.0
+    """The part of it that the first step of all takes without drafts too."""
 
     @property
     def drafted(self) -> int:

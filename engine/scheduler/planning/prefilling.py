@@ -126,11 +126,9 @@ class Prefilling:
             candidates.remove(seq)
 
     def join_decode(self, builder: PlanBuilder, *, streaming: bool) -> bool:
-        """Let the decode of this plan compute the ends of prompts, as many as there is time and are
-        rows for, if they come before other prompts. Return whether there are any.
-
-        A pass of their own would read the weights once more. ``streaming``: whether others wait
-        for their next token."""
+        """Let the decode of this plan compute the ends of prompts that come before others: all, or
+        as many as fit if ``streaming`` (others wait for their next token). Return whether there
+        are any. A pass of their own would read the weights once more."""
         if not self._config.decodes_ends:
             return False
         table = self._sequences
@@ -140,25 +138,28 @@ class Prefilling:
         if not candidates or not self._is_decodable_end(self._first(prefilling)):
             return False
         claimed = self._claimed()
-        left_s = self._chunk_policy.ends_s(streaming=streaming)
-        joined: list[Sequence] = []
+        whole_s = left_s = self._chunk_policy.ends_s(streaming=streaming)
+        joined: list[PlannedChunk] = []
         for seq in candidates[: max(rows, 0)]:
             if not self._has_to_compute(seq, claimed, builder):
                 continue
             start, end = seq.num_computed_tokens, seq.prefill_end
             seconds = self._chunk_policy.predict_s(start, end - start)
-            if seconds > left_s and (joined or streaming):
+            if seconds > left_s and streaming:
                 break  # streams would notice it; a pass is computed between their tokens
+            if seconds > left_s and joined:
+                return False  # a pass can compute all of them, and be interrupted
             left_s -= seconds
-            joined.append(seq)
-            builder.step.ends.append(PlannedChunk(seq, start, end))
+            joined.append(PlannedChunk(seq, start, end))
             size = self._config.block_size
             claimed.update(seq.block_hashes[start // size : (end + 1) // size])
-            table.set_status(seq, Status.READY)
         if not joined:
             return False
-        self._stretch_s = self._chunk_policy.ends_s(streaming=streaming) - left_s
-        self._count_lead(is_first=prefilling[0] in joined)
+        builder.step.ends += joined
+        for chunk in joined:
+            table.set_status(chunk.seq, Status.READY)
+        self._stretch_s = whole_s - left_s
+        self._count_lead(is_first=prefilling[0] is joined[0].seq)
         if streaming:
             builder.step.ends_owing_s = self._stretch_s
             self._time_share.planned(self._stretch_s)

@@ -15,6 +15,9 @@ from engine.scheduler.pools.block_pool import Block
 from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 
+ALONE_RESTORED = 8
+"""While no sequence decodes, a plan restores this many times as many blocks as beside streams:
+only newcomers wait for it."""
 MIN_COPIED = 4
 """Fewer positions than this are computed instead of copied."""
 
@@ -180,6 +183,8 @@ class PrefixCache:
         is left for later plans; otherwise what is left of the fetch is dropped."""
         blocks: list[Block] = []
         room = self._max_restored
+        if room is not None and not self._sequences.count(Status.DECODING):
+            room *= ALONE_RESTORED
         seq.fetch.has_more_cached = False
         for number in range(first, end):
             block = self._memory.blocks.get(seq.block_hashes[number])

@@ -100,6 +100,18 @@ def test_decodes_compute_the_ends_of_prompts() -> None:
     assert engine.scheduler.stats().prefill_tokens_total - prefilled == 102 + 3 * 2
 
 
+def test_ends_that_take_longer_than_one_decode_may_share_passes() -> None:
+    """If each decode computed a few of them, all would wait longer."""
+    fields: dict[str, Any] = {"prefill_chunk_tokens": None, "layers": 12, "max_batch_size": 8}
+    engine = Engine(config(blocks=600, decodes_ends=True, **fields))
+    engine.serve(request("before", [7] * 160, max_tokens=1))
+    engine.plans.clear()
+    prompts = [[*SHARED, *range(n, n + 28)] for n in range(8)]
+    engine.finish(*(engine.submit(request(f"r{n}", each)) for n, each in enumerate(prompts)))
+    assert [len(plan.chunks) for plan in engine.plans if plan.chunks] == [1, 4, 3]
+    assert not ends_in_decodes(engine)
+
+
 @pytest.mark.parametrize(
     ("prompt", "changes"),
     [(SHARED[:70], {"prompt_logprobs": 0}), ([*SHARED[:60], *[1] * 34], {})],
@@ -238,6 +250,16 @@ def test_a_long_prefix_is_copied_in_parts_while_streams_run() -> None:
     assert max(copied) == 5 and sum(copied) == 48
     assert all(plan.decodes for plan in restoring if not plan.chunks), "the stream goes on"
     assert [client.cached for client in long] == [(96, 0)] * 2
+
+
+def test_prefixes_are_copied_at_once_while_no_stream_runs() -> None:
+    engine = Engine(config(blocks=300, max_restored_blocks=10))
+    engine.serve(request("before", SHARED))
+    engine.plans.clear()
+    clients = [engine.submit(request(name, SHARED, max_tokens=1)) for name in "abc"]
+    engine.finish(*clients)
+    restored = [sum(len(each.block_ids) for each in plan.restores) for plan in engine.plans]
+    assert [count for count in restored if count] == [3 * 24]
 
 
 @pytest.mark.parametrize("how", ["abort", "raise"])

@@ -126,8 +126,10 @@ class BatchedStep(PendingStep):
 
     def goes_on_in(self, plan: Plan) -> bool:
         """Return whether ``plan``, the next one, decodes some of the same sequences ahead."""
+        if not self.ahead:
+            return False
         slots = {decode.slot for decode in self.plan.decodes}
-        return self.ahead and any(decode.slot in slots for decode in plan.decodes)
+        return any(decode.slot in slots for decode in plan.decodes)
 
     def add_spent(self, spent_s: tuple[float, float]) -> None:
         """Add seconds of building and of sampling."""

@@ -60,9 +60,8 @@ class SchedulerConfig:
     """Max size of what one plan inserts from the kvstore: streams wait while it is copied, and
     until then it is in memory twice."""
     max_restored_blocks: int | None = None
-    """Max blocks that one plan copies into slots while streams wait for it, and a multiple
-    of that otherwise; None: no limit. It does not apply to models that cannot continue after each
-    block."""
+    """Max blocks that one plan copies into slots while streams wait for it, and a multiple of that
+    otherwise; None: no limit. It does not apply to models that cannot continue after each block."""
     look_ahead: bool = True  # plan one step before the result of the previous one is known
     vocab_size: int = 2**31
     eos_token_ids: tuple[int, ...] = ()  # tokens that grammars end with

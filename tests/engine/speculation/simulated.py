@@ -151,7 +151,7 @@ class Device(Processor):
         step.alone = not before.rows
         step.excess_s = PLAIN_S * (self.draft * step.drafted + self.alone * step.alone)
         if not self.total_s:
-            step.begins_s = step.excess_s  # nothing can be in flight before
+            step.begins_s = PLAIN_S * self.alone  # nothing can be in flight before
         self.total_s += PLAIN_S + step.excess_s
         return step
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.process import ROOT
+from tests.e2e.process import Process
 from tests.e2e.server import Server, private_directory, serving
 from tests.router.batches.conftest import BatchClient, Body, line
 
@@ -87,29 +85,23 @@ def test_a_request_beside_a_batch_that_fills_all_rows_gets_one_at_once(
 
 
 def test_the_command_goes_on_with_a_server_of_its_own(tiny_model: Callable[..., Path]) -> None:
-    given = [completion(f"r{number}", 100) for number in range(60)]
+    given = [completion(f"r{number}", 100) for number in range(30)]
     with private_directory() as private:
         source, target = Path(private) / "in.jsonl", Path(private) / "out.jsonl"
         source.write_text("".join(json.dumps(each) + "\n" for each in given))
         flags = ["--model", str(tiny_model("llama")), "--no-ssd", "--max-batch-size=2"]
-        command = [sys.executable, "-m", "mlx_lm_server", "batch", str(source), str(target)]
-        environment = {**os.environ, "XDG_RUNTIME_DIR": private}
-
-        def start() -> subprocess.Popen[bytes]:
-            words = [*command, "--serve", *flags]
-            return subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True)
-
-        first = start()
+        command = ["batch", str(source), str(target), "--serve", *flags]
+        first = Process("mlx_lm_server", *command, XDG_RUNTIME_DIR=private).popen
         database = target.with_name("out.jsonl.batch") / "server" / "batches.db-wal"
         state = database.parents[1] / "state.json"
         while not state.exists():
             assert first.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                first.wait(0.1)
+            time.sleep(0.05)
         first.send_signal(signal.SIGTERM)  # jobs of a shell in the background ignore SIGINT
         assert first.wait(60) == 128 + signal.SIGINT
         assert not target.exists()
-        assert start().wait(240) == 0
+        second = Process("mlx_lm_server", *command, XDG_RUNTIME_DIR=private)
+        assert second.popen.wait(240) == 0, second.log
         found = [json.loads(each)["custom_id"] for each in target.read_text().splitlines()]
         assert found == [each["custom_id"] for each in given]
         assert not state.parent.exists()

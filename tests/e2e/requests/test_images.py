@@ -89,13 +89,11 @@ def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> 
     assert server.metric(ENCODED) == before + 1
 
 
-@pytest.mark.parametrize(
-    "model", ["qwen3_vl", "gemma3", "qwen3_5", "gemma4", "glm4v", "kimi_vl"], indirect=True
-)
+@pytest.mark.parametrize("model", ["qwen3_vl", "gemma4"], indirect=True)
 def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4, scale=FAMILIES[model.name].scale)
-    expected = content_of(answer(server, messages, 300))
-    body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
+    expected = content_of(answer(server, messages, 200))
+    body = {"messages": messages, "max_tokens": 200, "stream": True, **GREEDY}
     text = ""
     with server.client.stream("POST", "/v1/chat/completions", json=body) as streamed:
         for number, event in enumerate(events_of(streamed)):

@@ -13,7 +13,7 @@ from tests.e2e.texts.test_demo import HEAD
 from tests.oracle import Oracle, oracle
 
 MAX_TOKENS = 12
-QUESTIONS = ["What is the capital of France?", "Name a colour.", "Why is the sky blue?"]
+QUESTIONS = ["What is the capital of France?", "Why is the sky blue?"]
 BLOCK_ELEMENTS = 16 * 30 * 2 * 3 * 64
 """Tokens x layers x (keys and values) x heads x head dimension."""
 

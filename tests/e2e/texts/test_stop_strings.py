@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.server import Server, content_of, events_of, serving
 from tests.tiny_models import make_tiny
 
-PROMPTS = 80
+PROMPTS = 40
 CLUSTERS = (
     *("🌍", "👍🏽", "👩‍👩‍👧", "🇩🇪", "1️⃣", "日", "語", "한", "鿕", "𠮷", "。"),
     *("e\u0301", "a\u0308\u0323", "n\u0303", "क्षि", "ที่", "é", "ß", "ש\u05b8", "ﷺ"),

@@ -61,6 +61,12 @@ class Process:
         assert self.process
         self.process.send_signal(signal.SIGCONT)
 
+    def revive(self) -> None:
+        """Let it run, whatever a test did to it."""
+        if self.process is None or self.process.returncode is not None:
+            self.start()
+        self.resume()
+
     def file_path(self, number: int, namespace: str = NAMESPACE) -> Path:
         """Return the path of a stored block. ``namespace`` may be one of a rank."""
         model, _, rank = namespace.partition("/")

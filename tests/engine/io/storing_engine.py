@@ -1,11 +1,16 @@
-"""A client of the kvstore with a thread of its own, as in an engine."""
+"""A client of the kvstore with a thread of its own, as in an engine, and kvstores for it."""
 
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 
 import zmq
 
@@ -13,20 +18,37 @@ from engine.io.store.block_fetch import FileKind, Payload
 from engine.io.store.client import StoreClient
 from engine.plan import FoundState, StateSearch
 from shared.hashing import HASH_BYTES
-from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+from tests.kvstore.blocks import hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
 
 TIMEOUT_S = 1.0
-STATES = "0b" * HASH_BYTES
+_NAMESPACES = count()
+
+
+@contextmanager
+def running_kvstore(*flags: str) -> Iterator[Process]:
+    """Yield a kvstore with these flags."""
+    with tempfile.TemporaryDirectory(prefix="mlms-", dir="/tmp") as directory:
+        process = Process(Path(directory) / "blocks", Path(directory) / "kvstore", *flags)
+        try:
+            yield process.start()
+        finally:
+            process.end()
+
+
+def new_namespace() -> str:
+    """Return a namespace that no kvstore has: tests may share one."""
+    return next(_NAMESPACES).to_bytes(HASH_BYTES, "big").hex()
 
 
 class StoringEngine:
     kvstore: Process
-    """The process behind it, in tests that stop it."""
+    """The process behind it, in tests that stop it or touch its files."""
 
     def __init__(self, endpoint: str) -> None:
+        self.blocks, self.states = FileKind(new_namespace()), FileKind(new_namespace())
         self.answers: dict[int, list[list[Payload]]] = {}
-        self.states: dict[int, FoundState | None] = {}
+        self._found: dict[int, FoundState | None] = {}
         self.not_stored: list[tuple[bytes, bool]] = []
         self._tickets = iter(range(1_000_000))
         self._woken, self._wake = socket.socketpair()
@@ -37,12 +59,12 @@ class StoringEngine:
         self.client = StoreClient(
             self._context,
             endpoint,
-            FileKind(NAMESPACE),
+            self.blocks,
             self._pool,
             self._on_fetched,
             self.wake,
             TIMEOUT_S,
-            states=FileKind(STATES),
+            states=self.states,
             on_stores_answered=self.not_stored.extend,
         )
         self._thread = threading.Thread(target=self._run)
@@ -70,7 +92,7 @@ class StoringEngine:
         hashes = [hash_of(number) for number in numbers]
         self.client.fetch(ticket, hashes[ready:], StateSearch(hashes, ready, in_ram))
         wait_until(lambda: ticket in self.answers)
-        payloads, state = self.answers[ticket][0], self.states[ticket]
+        payloads, state = self.answers[ticket][0], self._found[ticket]
         for number, payload in zip(numbers[ready:], payloads, strict=False):
             assert payload == payload_of(number)
         if state is None:
@@ -103,6 +125,9 @@ class StoringEngine:
         self.store(*numbers, size=size)
         wait_until(lambda: self.holds(*numbers, size=size))
 
+    def file_path(self, number: int) -> Path:
+        return self.kvstore.file_path(number, self.blocks.namespace)
+
     def close(self) -> None:
         self._stop = True
         self.wake()
@@ -114,7 +139,7 @@ class StoringEngine:
         assert all(len(answers) == 1 for answers in self.answers.values())
 
     def _on_fetched(self, ticket: int, payloads: list[Payload], state: FoundState | None) -> None:
-        self.states[ticket] = state
+        self._found[ticket] = state
         self.answers.setdefault(ticket, []).append(payloads)
 
     def _run(self) -> None:

@@ -21,18 +21,20 @@ from engine.io.store.rank_store import RankStore, connect_channel
 from engine.parallel.errors import RankFailed
 from engine.parallel.plans import StoredName
 from engine.plan import FoundState, StateSearch
-from shared.hashing import HASH_BYTES, rank_namespace
-from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+from shared.hashing import rank_namespace
+from tests.engine.io.storing_engine import new_namespace, running_kvstore
+from tests.kvstore.blocks import hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
 
-STATES = "0b" * HASH_BYTES
 PATIENCE_S = 60.0
 
 
 class Ranks:
     """Rank 0 with its store and a thread for it, and the store of rank 1."""
 
-    def __init__(self, endpoint: str, channel: str) -> None:
+    def __init__(self, endpoint: str, channel: str, blocks: str | None = None) -> None:
+        """``blocks`` is the namespace of rank 0, by default a new one."""
+        self.blocks, self.states = blocks or new_namespace(), new_namespace()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pool = ThreadPoolExecutor(2)
         self.fetched: SimpleQueue[tuple[int, list[Payload], FoundState | None]] = SimpleQueue()
@@ -68,11 +70,11 @@ class Ranks:
         return StoreClient(
             self.context,
             self.endpoint,
-            FileKind(rank_namespace(NAMESPACE, rank)),
+            FileKind(rank_namespace(self.blocks, rank)),
             self.pool,
             lambda *_: None,
             wake=lambda: None,
-            states=FileKind(rank_namespace(STATES, rank)),
+            states=FileKind(rank_namespace(self.states, rank)),
             on_stores_answered=on_stores_answered,
         )
 
@@ -117,17 +119,16 @@ class Ranks:
         self.pool.shutdown()
 
 
-@pytest.fixture
-def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
+@pytest.fixture(scope="module")
+def kvstore() -> Iterator[Process]:
     """A kvstore that acknowledges a block once it can be fetched."""
-    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
-    process.start("--ssd-durability", "persistent")
-    yield process
-    process.end()
+    with running_kvstore("--ssd-durability", "persistent") as process:
+        yield process
 
 
 @pytest.fixture
 def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
+    kvstore.revive()
     ranks = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/channel")
     ranks.start()
     yield ranks
@@ -137,9 +138,9 @@ def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
 def test_what_one_rank_lacks_is_a_miss_for_all(kvstore: Process, ranks: Ranks) -> None:
     ranks.store([1, 2, 3], state=False)
     assert ranks.fetch([1, 2, 3]) == (3, None)
-    kvstore.corrupt(2, rank_namespace(NAMESPACE, 1))
+    kvstore.corrupt(2, rank_namespace(ranks.blocks, 1))
     assert ranks.fetch([1, 2, 3]) == (1, None)
-    kvstore.corrupt(1)
+    kvstore.corrupt(1, ranks.blocks)
     assert ranks.fetch([1, 2, 3]) == (0, None)
 
 
@@ -147,7 +148,7 @@ def test_a_fetch_of_a_new_group_waits_until_its_ranks_have_the_kvstore(
     kvstore: Process, ranks: Ranks, socket_dir: Path
 ) -> None:
     ranks.store([1, 2], state=False)
-    again = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/again")
+    again = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/again", ranks.blocks)
     again.leader.fetch(1, [hash_of(1), hash_of(2)])
     again.leader.tick(time.monotonic())
     again.start()

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +16,24 @@ from engine.io.store import block_fetch, block_puts
 from engine.io.store.block_fetch import FileKind
 from engine.plan import Cancellation
 from shared import wire
-from tests.engine.io.storing_engine import STATES, TIMEOUT_S, StoringEngine
-from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+from tests.engine.io.storing_engine import TIMEOUT_S, StoringEngine, running_kvstore
+from tests.kvstore.blocks import hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
 
 
-@pytest.fixture
-def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
-    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
-    process.start()
-    yield process
-    process.end()
+@pytest.fixture(scope="module")
+def shared_kvstore() -> Iterator[Process]:
+    with running_kvstore() as process:
+        yield process
 
 
 @pytest.fixture
-def engine(kvstore: Process) -> Iterator[StoringEngine]:
-    with closing(StoringEngine(kvstore.endpoint)) as engine:
-        engine.kvstore = kvstore
+def engine(shared_kvstore: Process) -> Iterator[StoringEngine]:
+    """An engine that is new to a running kvstore."""
+    shared_kvstore.revive()
+    with closing(StoringEngine(shared_kvstore.endpoint)) as engine:
+        engine.kvstore = shared_kvstore
         yield engine
-
-
-@contextmanager
-def with_flags(tmp_path: Path, socket_dir: Path, *flags: str) -> Iterator[StoringEngine]:
-    """Yield an engine whose kvstore has these flags."""
-    kvstore = Process(tmp_path / "blocks", socket_dir / "kvstore", *flags)
-    try:
-        with closing(StoringEngine(kvstore.start().endpoint)) as engine:
-            yield engine
-    finally:
-        kvstore.end()
 
 
 def took(action: Callable[[], object]) -> float:
@@ -78,7 +67,7 @@ def test_a_later_state_in_ram_is_not_fetched(prefix: StoringEngine) -> None:
 
 
 def test_a_bad_state_makes_way_for_the_one_before_it(prefix: StoringEngine) -> None:
-    path = prefix.kvstore.corrupt(4, STATES)
+    path = prefix.kvstore.corrupt(4, prefix.states.namespace)
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6) == (2, 2)
     assert prefix.client.stats.corrupt == 1
     wait_until(lambda: not path.exists())
@@ -90,7 +79,7 @@ def test_a_file_of_another_layout_is_a_miss(engine: StoringEngine) -> None:
     engine.store(1, size=1000)
     assert engine.holds(1)
     sizes = tuple(len(buffer) for buffer in payload_of(1, 900))
-    engine.client._blocks = FileKind(NAMESPACE, sizes)
+    engine.client._blocks = FileKind(engine.blocks.namespace, sizes)
     assert engine.fetch(1) == []
     assert engine.client.stats.corrupt == 0
     engine.store(2, size=900)
@@ -189,14 +178,14 @@ def test_an_idle_engine_notices_a_hang_without_a_request(engine: StoringEngine) 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "swap"])
 def test_a_bad_file_is_a_miss_and_is_removed(engine: StoringEngine, damage: str) -> None:
     engine.keep(1, 2, 3)
-    path = engine.kvstore.file_path(2)
+    path = engine.file_path(2)
     data = path.read_bytes()
     path.write_bytes(
         {
             "cut": data[:-10],
             "flip": data[:-1] + bytes([data[-1] ^ 1]),
             "empty": b"",
-            "swap": engine.kvstore.file_path(3).read_bytes(),
+            "swap": engine.file_path(3).read_bytes(),
         }[damage]
     )
     assert engine.fetch(1, 2, 3) == [payload_of(1)]
@@ -208,9 +197,9 @@ def test_a_bad_file_is_a_miss_and_is_removed(engine: StoringEngine, damage: str)
 
 def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(engine: StoringEngine) -> None:
     engine.keep(1, 2)
-    engine.kvstore.file_path(2).unlink()
+    engine.file_path(2).unlink()
     assert engine.fetch(1, 2) == [payload_of(1)]
-    path = engine.kvstore.file_path(1)
+    path = engine.file_path(1)
     path.unlink()
     os.mkfifo(path)
     assert engine.fetch(1) == []
@@ -262,10 +251,11 @@ def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(
     engine.store_state(3)
 
 
-def test_a_kvstore_that_refuses_everything_is_offered_one_block_at_a_time(
-    tmp_path: Path, socket_dir: Path
-) -> None:
-    with with_flags(tmp_path, socket_dir, "--ssd-max-size-gb", "0.00001") as engine:
+def test_a_kvstore_that_refuses_everything_is_offered_one_block_at_a_time() -> None:
+    with (
+        running_kvstore("--ssd-max-size-gb", "0.00001") as kvstore,
+        closing(StoringEngine(kvstore.endpoint)) as engine,
+    ):
         wait_until(lambda: engine.client.is_ready)
         for number in range(20):
             assert engine.client.store(hash_of(number), payload_of(number, 100_000))
@@ -308,9 +298,9 @@ def test_a_short_fetch_does_not_wait_for_a_long_one_nor_does_any_become_a_miss(
         assert engine.answers[ticket] == [[payload_of(number) for number in numbers]]
 
 
-def test_a_touched_chain_outlives_others(tmp_path: Path, socket_dir: Path) -> None:
+def test_a_touched_chain_outlives_others() -> None:
     flags = "--ssd-max-size-gb", "0.000004", "--ssd-durability", "persistent"
-    with with_flags(tmp_path, socket_dir, *flags) as engine:
+    with running_kvstore(*flags) as kvstore, closing(StoringEngine(kvstore.endpoint)) as engine:
         engine.store(1, 2, 3)  # about 1.3 kB each: three fit
 
         def is_touched() -> bool:  # look-ups are done in order, those of a busy kvstore not at all

@@ -71,28 +71,24 @@ def test_kill_9_under_load_leaves_only_whole_blocks(kvstore: Process, begin: Beg
     assert engine.stats().blocks == len(paths)
 
 
-def test_a_second_kvstore_is_refused_with_one_line(kvstore: Process, socket_dir: Path) -> None:
+def test_a_kvstore_that_cannot_start_says_why_in_one_line(
+    kvstore: Process, socket_dir: Path, tmp_path: Path
+) -> None:
     kvstore.start()
-    same_directory = Process(kvstore.directory, socket_dir / "other").run()
-    same_socket = Process(kvstore.directory / "sub", kvstore.socket_path).run()
-    for refused, why in ((same_directory, "another kvstore uses"), (same_socket, "is in use")):
-        assert refused.returncode == EXIT_CONFIG
-        assert why in refused.stderr and refused.stderr.count("\n") == 1
-    assert kvstore.stop() == 0
-
-
-def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, socket_dir: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
-    refused = Process(tmp_path / "file", socket_dir / "kvstore").run()
-    assert refused.returncode == EXIT_CONFIG
-    assert refused.stderr.count("\n") == 1 and "--ssd-cache-dir" in refused.stderr
-
-
-def test_a_kvstore_started_alone_needs_a_socket(kvstore: Process) -> None:
-    kvstore.command = kvstore.command[:-2]
-    refused = kvstore.run()
-    assert refused.returncode == EXIT_USAGE
-    assert refused.stderr.count("\n") == 1 and "--kvstore-socket" in refused.stderr
+    other = socket_dir / "other"
+    alone = Process(tmp_path / "sub", other)
+    alone.command = alone.command[:-2]  # without its socket
+    for started, code, why in (
+        (Process(kvstore.directory, other), EXIT_CONFIG, "another kvstore uses"),
+        (Process(tmp_path / "sub", kvstore.socket_path), EXIT_CONFIG, "is in use"),
+        (Process(tmp_path / "file", other), EXIT_CONFIG, "--ssd-cache-dir"),
+        (alone, EXIT_USAGE, "--kvstore-socket"),
+    ):
+        refused = started.run()
+        assert (refused.returncode, refused.stderr.count("\n")) == (code, 1), why
+        assert why in refused.stderr
+    assert kvstore.stop() == 0
 
 
 def test_the_kvstore_heartbeats_and_ends_with_its_supervisor(kvstore: Process) -> None:

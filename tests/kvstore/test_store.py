@@ -116,16 +116,6 @@ def test_the_store_is_usable_before_its_index_is_complete(tier: Tier) -> None:
     assert tier.there(1, 4) == {1, 4}
 
 
-def test_a_file_that_vanished_is_a_miss_and_forgotten(tier: Tier) -> None:
-    store = tier.store
-    tier.put(1)
-    tier.path(1).unlink()
-    assert store.get([key_of(1)]) == []
-    assert store.stats().blocks == 0 and store.stats().bytes == 0
-    tier.put(1)
-    assert tier.there(1) == {1}
-
-
 @pytest.mark.parametrize("damage", [b"", b"short", file_of(2), file_of(1)[:-1] + b"?"])
 def test_a_bad_block_is_quarantined(tier: Tier, damage: bytes) -> None:
     tier.put(1)
@@ -137,13 +127,6 @@ def test_a_bad_block_is_quarantined(tier: Tier, damage: bytes) -> None:
     assert tier.store.stats().corrupt_total == 1
     tier.put(1)
     assert tier.there(1) == {1}
-
-
-def test_a_good_block_survives_a_false_report(tier: Tier) -> None:
-    tier.put(1)
-    tier.verify(1)
-    assert tier.there(1) == {1}
-    assert tier.store.stats().corrupt_total == 0
 
 
 def test_the_directory_may_be_removed_under_the_store(tier: Tier) -> None:

@@ -119,12 +119,15 @@ def test_best_effort_does_not_retry(tier: WritingTier) -> None:
     assert "EIO" in outcomes[1]  # a second try would have worked
 
 
-STATES = {errno.ENOSPC: "full", errno.EDQUOT: "full"}
-STATES |= {errno.EROFS: "read_only", errno.EIO: "failing"}
-
-
-@pytest.mark.parametrize(("code", "state"), STATES.items())
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("code", "state", "persistent"),
+    [
+        (errno.ENOSPC, "full", True),
+        (errno.EDQUOT, "full", False),
+        (errno.EROFS, "read_only", True),
+        (errno.EIO, "failing", False),
+    ],
+)
 def test_a_disk_that_fails_is_one_log_line_and_is_used_again_by_itself(
     tier: WritingTier, caplog: pytest.LogCaptureFixture, code: int, state: str, persistent: bool
 ) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -92,8 +91,3 @@ def test_swapping_the_sizes_of_two_buffers_is_refused() -> None:
     )
     assert swapped != data and len(swapped) == len(data)
     assert_refused(swapped)
-
-
-def test_large_blocks_round_trip() -> None:
-    payload = tuple(random.Random(1).randbytes(350_000) for _ in range(2))
-    assert decode(encode(HASH, NAMESPACE, payload), HASH, NAMESPACE) == payload

@@ -26,6 +26,11 @@ def picture(digest: int = 1, start: int = 2, length: int = 3, arrays: int = 1) -
     )
 
 
+def shaped(*shape: int) -> ImagePart:
+    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=shape)
+    return ImagePart(digest=bytes(32), start=0, length=1, arrays=(spec,))
+
+
 def test_pictures_arrive_with_their_bytes() -> None:
     sent = submit("a", [1] * 9, attempt=1, images=(picture(),))
     message, frames = decode(encode(sent, memoryview(bytes(16))), ToEngine)
@@ -48,6 +53,9 @@ def test_pictures_arrive_with_their_bytes() -> None:
         ([picture(start=1 << 40)], [bytes(16)], "follows"),
         ([picture()] * (MAX_IMAGES + 1), [], "limit"),
         ([ImagePart(digest=b"short", start=0, length=1)], [], "digest"),
+        ([shaped(-2, -2)], [bytes(4)], "negative"),
+        ([shaped(0)], [b""], "empty"),
+        ([shaped(*[2**63] * 5000)], [b""], "dimensions"),
     ],
 )
 def test_pictures_that_do_not_fit_are_refused(
@@ -55,19 +63,6 @@ def test_pictures_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ImagesWrong, match=reason):
         check_images(images, 10, frames)
-
-
-@pytest.mark.parametrize(
-    ("shape", "frame", "reason"),
-    [((-2, -2), bytes(4), "negative"), ((0,), b"", "empty"), ((2**63,) * 5000, b"", "dimensions")],
-)
-def test_arrays_of_impossible_shapes_are_refused(
-    shape: tuple[int, ...], frame: bytes, reason: str
-) -> None:
-    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=shape)
-    image = ImagePart(digest=bytes(32), start=0, length=1, arrays=(spec,))
-    with pytest.raises(ImagesWrong, match=reason):
-        check_images([image], 10, [frame])
 
 
 def test_equal_pictures_share_arrays() -> None:
@@ -78,24 +73,13 @@ def shown(*pictures: tuple[int, int, int]) -> list[bytes]:
     return block_hashes(ROOT, IDS, 16, [Picture(s, n, bytes([d]) * 32) for s, n, d in pictures])
 
 
-def test_blocks_without_a_picture_keep_their_names() -> None:
-    assert shown((20, 20, 1))[0] == shown()[0]
-    assert shown((64, 3, 1)) == shown()
-
-
-def test_another_picture_is_another_block_from_its_first_position_on() -> None:
-    one, other = shown((20, 20, 1)), shown((20, 20, 2))
-    assert one[0] == other[0]
-    assert not set(one[1:]) & set(other)
-
-
-def test_the_same_picture_is_the_same_blocks() -> None:
-    assert shown((20, 20, 1)) == shown((20, 20, 1))
-    assert shown((20, 20, 1), (60, 2, 2))[:3] == shown((20, 20, 1))[:3]
-
-
-def test_a_picture_elsewhere_is_another_block() -> None:
-    assert shown((20, 20, 1))[1] != shown((21, 19, 1))[1]
+def test_a_block_is_named_by_the_pictures_before_its_end() -> None:
+    one = shown((20, 20, 1))
+    assert one == shown((20, 20, 1)), "the same picture"
+    assert one[0] == shown()[0] and shown((64, 3, 1)) == shown(), "no picture before its end"
+    assert one[:3] == shown((20, 20, 1), (60, 2, 2))[:3], "a later picture"
+    assert one[1] != shown((21, 19, 1))[1], "the same picture elsewhere"
+    assert not set(one[1:]) & set(shown((20, 20, 2))), "another picture"
 
 
 def test_pictures_that_end_at_a_border_are_not_in_the_next_block() -> None:

@@ -21,11 +21,6 @@ def pair() -> tuple[SupervisorLink, socket.socket]:
     return SupervisorLink(ours), theirs
 
 
-def test_a_process_started_alone_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LINK_VARIABLE, raising=False)
-    assert SupervisorLink.from_environment() is None
-
-
 def test_the_descriptor_of_the_environment_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with theirs:

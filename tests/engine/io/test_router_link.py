@@ -14,11 +14,11 @@ import zmq
 from engine.io.router_link import RouterLink
 from shared import wire
 from shared.network.allow_list import AllowedKey, write_allow_list
-from shared.network.curve import ALLOW_LIST, EngineKeyFiles, Gatekeeper, create_pair
+from shared.network.curve import ALLOW_LIST, EngineKeyFiles, create_pair
+from tests.shared.network.test_curve import guarded
 
 PATIENCE_S = 20
 Socket = zmq.Socket[bytes]
-Context = zmq.Context[Socket]
 
 
 @contextmanager
@@ -26,21 +26,12 @@ def guarded_link(directory: Path, *, has_keys: bool = True) -> Iterator[tuple[So
     """Yield a router's socket that admits the engines on the allow list in ``directory``, and an
     engine's link to it, with keys from there."""
     create_pair(directory, "server")
-    routers: Context = zmq.Context()
-    engines: Context = zmq.Context()
-    gatekeeper = Gatekeeper(routers, directory)
-    socket = routers.socket(zmq.ROUTER)
-    gatekeeper.protect(socket)
-    socket.bind("tcp://127.0.0.1:*")
-    gatekeeper.start()
+    context: zmq.Context[Socket] = zmq.Context()
     keys = EngineKeyFiles(directory) if has_keys else None
-    try:
-        with closing(RouterLink(engines, socket.get_string(zmq.LAST_ENDPOINT), keys)) as link:
+    with guarded(directory) as (_, socket):
+        with closing(RouterLink(context, socket.get_string(zmq.LAST_ENDPOINT), keys)) as link:
             yield socket, link
-    finally:
-        gatekeeper.close()
-        for context in (routers, engines):
-            context.destroy(linger=0)
+        context.destroy(linger=0)
 
 
 def follow(link: RouterLink, until: Callable[[], bool]) -> None:

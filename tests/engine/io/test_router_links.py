@@ -16,7 +16,7 @@ from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
 from shared.network.named_address import NameWatch
-from tests.conftest import unused_port
+from tests.conftest import eventually, unused_port
 from tests.engine.io.thread_process import HELLO, delta, submit
 
 NAME = "dns+tcp://routers:5555"
@@ -147,18 +147,10 @@ def test_a_router_that_lost_its_name_is_served_until_it_is_gone(
             joining.found = frozenset({stays.address})
             joining.thread.send([wire.Tokens(deltas=[delta("last")])])
             ends.hear(wire.Tokens)
-        wait_for_line(
-            caplog, f"the router at {ends.address} is gone, and its address has left the name"
-        )
+        gone = f"the router at {ends.address} is gone, and its address has left the name"
+        eventually(lambda: gone in caplog.text)
         dropped = [each for each in joining.inbox.take(0) if isinstance(each, NewRouter)]
         assert ("last", 3) in {request for each in dropped for request in each.requests}
         joining.thread.send([wire.Bye(engine=HELLO.engine, incarnation=HELLO.incarnation)])
         stays.hear(wire.Bye)
     assert stays.address not in caplog.text.partition("has left the name")[2]
-
-
-def wait_for_line(caplog: pytest.LogCaptureFixture, line: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while line not in caplog.text:
-        assert time.monotonic() < deadline, caplog.text
-        time.sleep(0.02)

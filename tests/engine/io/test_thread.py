@@ -190,12 +190,15 @@ def test_the_time_before_a_request_came_is_no_stall(serving: Engine) -> None:
     assert serving.hear(wire.Heartbeat).stalled_s <= time.monotonic() - sent
 
 
-@pytest.mark.parametrize("phase", ["loading", "warming"])
-def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
-    engine.command(f"phase {phase}")
+def test_loading_and_warming_are_not_stalls_and_end_at_the_first_signal(engine: Engine) -> None:
     engine.command("live")
-    assert engine.lives_for(2 * STALL_S)
-    assert engine.hear(wire.Heartbeat).phase == phase
+    for phase in ("loading", "warming"):
+        engine.command(f"phase {phase}")
+        assert engine.lives_for(2 * STALL_S), phase
+        while engine.hear(wire.Heartbeat).phase != phase:
+            pass
+    engine.signal()
+    assert engine.ends() == EXIT_OK
 
 
 def test_an_idle_engine_and_a_computing_one_are_not_stuck(serving: Engine) -> None:
@@ -229,11 +232,6 @@ def test_an_engine_ends_if_draining_takes_too_long(serving: Engine) -> None:
     assert serving.command("take") == "Drain"
     assert serving.ends() == EXIT_OK
     assert "draining took longer than 1 s" in serving.log
-
-
-def test_a_loading_engine_ends_at_the_first_signal(engine: Engine) -> None:
-    engine.signal()
-    assert engine.ends() == EXIT_OK
 
 
 # -- routers ---------------------------------------------------------------------
@@ -279,41 +277,30 @@ def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(servi
     assert "new router" in serving.log
 
 
-def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engine: Engine) -> None:
+def test_a_loading_engine_refuses_requests_and_answers_a_ping_when_it_is_loaded(
+    engine: Engine,
+) -> None:
     engine.send(wire.Ping(router_id="one"))
     assert engine.hears_no(wire.Hello)
-    engine.command("introduce")
-    assert engine.hear(wire.Hello) == HELLO
-
-
-def test_a_request_during_loading_is_refused_as_full(engine: Engine) -> None:
     for sent in (submit(), wire.Encode(request_id="texts", attempt=1, token_ids=[[1]])):
         engine.send(sent)
         heard = engine.hear(wire.Refused)
         found = heard.request_id, heard.attempt, heard.reason
         assert found == (sent.request_id, sent.attempt, "full")
+    engine.command("introduce")
+    assert engine.hear(wire.Hello) == HELLO
 
 
-def test_only_files_of_the_tokenizer_are_sent_and_each_once(serving: Engine) -> None:
+def test_files_of_the_tokenizer_are_sent_as_they_were_loaded_and_each_once(serving: Engine) -> None:
     names = ["tokenizer.json", "../log", "/etc/passwd", "config.json", *["tokenizer.json"] * 9]
-    serving.send(wire.FilesWanted(names=names))
-    files, contents = serving.hear_with_frames(wire.Files)
-    assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
-
-
-def test_files_stay_those_of_the_loaded_model_when_others_take_their_place(serving: Engine) -> None:
     serving.tokenizer.unlink()
     for _ in range(2):
-        serving.send(wire.FilesWanted(names=["tokenizer.json"]))
-        assert serving.hear_with_frames(wire.Files)[1] == [b"the tokenizer"]
+        serving.send(wire.FilesWanted(names=names))
+        files, contents = serving.hear_with_frames(wire.Files)
+        assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
         serving.tokenizer.write_text("that of another revision")
-
-
-def test_a_file_that_cannot_be_read_is_not_sent_and_ends_nothing(serving: Engine) -> None:
-    serving.send(wire.Ping(router_id="one"))
-    serving.hear(wire.Hello)  # the thread has the files now
-    serving.command("lose")
-    serving.send(wire.FilesWanted(names=["tokenizer.json"]))
+    serving.command("lose")  # it cannot be read any more
+    serving.send(wire.FilesWanted(names=names))
     assert serving.hear(wire.Files).names == []
     assert "cannot read a file of the model any more" in serving.log
     assert serving.lives_for(0.2)

@@ -46,12 +46,6 @@ def observe(policy: ChunkPolicy, times: int, tokens: int, elapsed_s: float, **ho
         policy.observe_chunks([(0, tokens)], elapsed_s, **how)
 
 
-@pytest.mark.parametrize("per_token_s", [1e-3, 2e-3, 4e-3])
-@pytest.mark.parametrize("pairs", [0.0, 1e-3])
-def test_predictions_approach_the_measured_times(per_token_s: float, pairs: float) -> None:
-    learn(ChunkPolicy(16), per_token_s, per_token_s * pairs)
-
-
 def test_chunks_delay_running_streams_by_at_most_the_target() -> None:
     policy = ChunkPolicy(16)
     learn(policy, 2e-3, 2e-6)

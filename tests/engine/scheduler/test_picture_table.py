@@ -280,12 +280,6 @@ def test_prefixes_end_before_a_picture_that_has_to_be_whole() -> None:
     assert cut.restorable_blocks(seq, 1) == 1
 
 
-def test_pictures_behind_need_nothing() -> None:
-    pictures, seq = table(400), showing(picture(1, 20, 30))
-    seq.num_computed_tokens = 64
-    assert pictures.missing(seq, 399) == (None, 399)
-
-
 def test_what_was_begun_and_nobody_needs_any_more_is_dropped() -> None:
     pictures, one = table(400), picture(1, 20, 30)
     seq = showing(one)

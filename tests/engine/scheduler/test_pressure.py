@@ -135,17 +135,6 @@ def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
     engine.serve(request("again", SHARED))
 
 
-@pytest.mark.parametrize("turns", range(0, 40, 3))
-def test_when_a_step_raises_all_sequences_restart_and_lose_nothing(
-    look_ahead: bool, turns: int
-) -> None:
-    engine = Engine(config(blocks=200, look_ahead=look_ahead))
-    clients = [engine.submit(request(f"r{n}", SHARED[n : 40 + n], max_tokens=20)) for n in range(6)]
-    engine.run_turns(turns)
-    engine.executor.fail_next_step = True
-    engine.finish(*clients)
-
-
 def test_a_sequence_that_makes_steps_raise_alone_ends_with_an_error_and_others_finish() -> None:
     engine = Engine(config(blocks=400, max_batch_size=8))
     bad = engine.submit(request("bad", SHARED[50:60], max_tokens=40))

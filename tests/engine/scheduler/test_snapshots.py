@@ -29,10 +29,12 @@ def hybrid(look_ahead: bool) -> dict[str, Any]:
     return ROOMY | RECURRENT["hybrid"] | {"look_ahead": look_ahead}
 
 
-@pytest.fixture(params=list(RECURRENT))
-def settings(request: pytest.FixtureRequest, hybrid: dict[str, Any]) -> dict[str, Any]:
-    """Changes of `config` for that model, and for one with recurrent layers only."""
-    return hybrid | RECURRENT[request.param]
+@pytest.fixture(params=[("hybrid", False), ("recurrent", True)], ids=["hybrid", "recurrent, ahead"])
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Changes of `config` for that model, and for one with recurrent layers only. The other pairs
+    are in `test_properties.py`."""
+    kind, look_ahead = request.param
+    return ROOMY | RECURRENT[kind] | {"look_ahead": look_ahead}
 
 
 def test_the_same_prompt_again_computes_only_its_end(settings: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,10 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @contextmanager
-def guarded(
-    directory: Path, refused: Callable[[str], None]
-) -> Iterator[tuple[Gatekeeper, zmq.Socket[bytes]]]:
-    """Yield a gatekeeper for keys of any model, and the socket that it guards."""
+def guarded(directory: Path, **options: Any) -> Iterator[tuple[Gatekeeper, zmq.Socket[bytes]]]:
+    """Yield a gatekeeper with the allow list in ``directory``, and the socket that it guards."""
     context: Context = zmq.Context()
-    gatekeeper = Gatekeeper(context, directory, on_refused=refused, any_model_only=True)
+    gatekeeper = Gatekeeper(context, directory, **options)
     socket = context.socket(zmq.ROUTER)
     gatekeeper.protect(socket)
     socket.linger = 0
@@ -60,7 +58,7 @@ def test_keys_for_some_models_are_refused_where_any_model_counts(tmp_path: Path)
         [AllowedKey(bound.public, "bound", frozenset({"small"})), AllowedKey(free.public, "free")],
     )
     refused: list[str] = []
-    with guarded(tmp_path, refused.append) as (gatekeeper, ours):
+    with guarded(tmp_path, on_refused=refused.append, any_model_only=True) as (gatekeeper, ours):
         address = ours.get_string(zmq.LAST_ENDPOINT)
         context: Context = zmq.Context()
         try:

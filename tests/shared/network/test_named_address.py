@@ -7,7 +7,6 @@ import time
 import pytest
 
 from shared.network.named_address import NameWatch, look_up
-from shared.settings import parse
 
 
 def test_a_name_is_all_of_its_addresses() -> None:
@@ -33,10 +32,3 @@ def test_a_name_that_is_not_found_is_said_once(caplog: pytest.LogCaptureFixture)
     watch.join()
     assert watch.found == {"tcp://127.0.0.1:1"}
     assert "cannot look up dns+tcp://routers:1" in caplog.text
-
-
-@pytest.mark.parametrize("flag", ["--engine-socket=dns+tcp://:5", "--kvstore-socket=dns+tcp://a:5"])
-def test_only_engines_find_routers_by_a_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse([flag, "--curve-dir=/keys"], {}, "test")
-    assert "neither ipc://PATH nor tcp://HOST:PORT" in capsys.readouterr().err

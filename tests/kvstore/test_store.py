@@ -12,7 +12,6 @@ from kvstore.directory import BlockKey
 from kvstore.space import SETTLE_S, DiskSpace
 from kvstore.store import BlockTooLarge
 from services.processes.kvstore import load_index
-from shared.blockfile import BlockFileError
 from tests.kvstore.blocks import file_of, key_of
 from tests.kvstore.tier import Tier
 
@@ -30,13 +29,6 @@ def test_a_run_ends_at_the_first_gap(tier: Tier) -> None:
     assert store.get([]) == []
     stats = store.stats()
     assert (stats.reads_total, stats.misses_total, stats.blocks) == (3, 2, 3)
-
-
-def test_a_file_of_another_block_is_not_stored(tier: Tier) -> None:
-    for other in (file_of(2), b""):
-        with pytest.raises(BlockFileError):
-            tier.store.put(key_of(1), other, durable=False)
-    assert tier.there(1, 2) == set()
 
 
 def test_a_stored_block_is_not_overwritten(tier: Tier) -> None:
@@ -78,18 +70,6 @@ def test_the_order_of_use_survives_a_restart(tier: Tier) -> None:
     store.flush()
     tier.open(max_bytes=2 * SIZE)
     assert tier.there(1, 2, 3, 4) == {1, 2}
-
-
-def test_blocks_unused_for_the_ttl_expire(tier: Tier) -> None:
-    store = tier.open(ttl_s=7 * DAY_S)
-    tier.put(1, 2)
-    tier.now += 4 * DAY_S
-    tier.touch(2)
-    tier.now += 4 * DAY_S
-    store.flush()
-    assert tier.there(1, 2) == {2}
-    assert store.stats().expired_total == 1
-    assert not tier.path(1).exists()
 
 
 def test_an_expired_block_is_not_found_while_indexing_either(tier: Tier) -> None:

@@ -229,25 +229,6 @@ def test_a_chunk_that_raises_between_two_layers_ends_only_its_own_request(look_a
     assert failing.error == "the chunk raised"
 
 
-def test_a_pass_begun_before_it_is_known_that_one_before_it_raised_is_dropped() -> None:
-    made = engine(look_ahead=True, prefill_batch_size=2, prefill_chunk_tokens=16)
-    made.executor.speed_tokens_s = 100.0
-    failing = made.submit(request("failing", prompt(23)))
-    made.schedule()
-    made.executor.fail_next_chunk = True
-    made.schedule()  # the rest of its first chunk
-    made.apply()
-    other = made.submit(request("other", prompt(9, 3)))
-    made.schedule()
-    (begun,) = made.executor.passes.values()
-    assert len(begun.chunks) == 2, "the next chunk of the one that failed is in it"
-    made.apply()
-    next_there = made.submit(request("next", prompt(3, 5)))
-    made.finish(other, next_there)
-    assert failing.error == "the chunk raised"
-    assert not made.executor.passes
-
-
 def test_after_a_step_that_raised_passes_begin_again() -> None:
     made = engine()
     client = made.submit(request("long", prompt(401)))

@@ -81,16 +81,3 @@ def test_a_prompt_that_somebody_waits_for_is_computed_before_rows_of_a_batch() -
     decoding = [plan for plan in engine.plans[plans:] if plan.decodes and not plan.chunks]
     assert len(prompt_only) >= 19 and len(decoding) <= 2
     engine.run()
-
-
-def test_a_picture_that_somebody_waits_for_is_encoded_before_rows_of_a_batch() -> None:
-    """Without look-ahead: tokens in its plan would wait for it."""
-    room = {"picture_bytes": 4000, "picture_token_bytes": 8, "picture_layers": 6}
-    engine = Engine(config(blocks=300, prefix_cache=False, image_token_id=7, **room))
-    filled(engine, 4)
-    plans = len(engine.plans)
-    pixels = wire.ArraySpec(name="pixels", dtype="float32", shape=(4, 4))
-    image = wire.ImagePart(digest=bytes(32), start=1, length=3, arrays=(pixels,))
-    engine.stream(request("r", [9, 7, 7, 7, 9], max_tokens=2, images=(image,)))
-    encoding = [plan for plan in engine.plans[plans:] if plan.encodes]
-    assert encoding and not any(plan.decodes for plan in encoding)

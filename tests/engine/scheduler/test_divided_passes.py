@@ -229,15 +229,6 @@ def test_a_chunk_that_raises_between_two_layers_ends_only_its_own_request(look_a
     assert failing.error == "the chunk raised"
 
 
-def test_after_a_step_that_raised_passes_begin_again() -> None:
-    made = engine()
-    client = made.submit(request("long", prompt(401)))
-    made.run_turns(3)
-    made.executor.fail_next_step = True
-    made.finish(client)
-    assert len([plan for plan in made.plans if plan.chunks]) == 2
-
-
 @pytest.mark.parametrize("tokens", [130, 200, 255, 300])
 def test_chunks_are_planned_where_large_blocks_leave_no_memory_for_them(tokens: int) -> None:
     made = engine(block_size=128, blocks=12, pass_token_bytes=10**9, prefill_chunk_tokens=None)

@@ -306,17 +306,6 @@ def test_bytes_and_times_of_chunks_may_come_with_a_later_result(
     assert late.scheduler.stats().step_seconds_total > 0.5 * len(chunks)
 
 
-def test_a_fetch_begins_where_the_cached_prefix_ends() -> None:
-    engine = Engine(config(store_enabled=True, store_policy="write_through"))
-    engine.serve(request("a", SHARED[:21]))
-    engine.store_answers = False
-    engine.submit(request("b", SHARED[:41]))
-    engine.schedule()
-    ((_, hashes, *_),) = engine.fetches
-    assert len(hashes) == 5
-    assert not any(block_hash in engine.cached for block_hash in hashes)
-
-
 def test_a_sequence_that_waits_for_the_kvstore_delays_no_other() -> None:
     engine = Engine(config(store_enabled=True))
     engine.store_answers = False

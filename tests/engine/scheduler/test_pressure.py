@@ -102,17 +102,6 @@ def test_a_step_whose_request_was_cancelled_may_fail() -> None:
     assert not engine.scheduler.recover("it failed", out_of_memory=False), "there is none"
 
 
-def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
-    engine = Engine(config(look_ahead=look_ahead))
-    others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
-    engine.run()
-    failing = engine.submit(request("failing", SHARED[30:80]))
-    others += [engine.submit(request(name, SHARED[ord(name) - 90 :][:20])) for name in "cd"]
-    engine.executor.fail_next_chunk = True
-    engine.finish(*others)
-    assert failing.error == "the chunk raised"
-
-
 @pytest.mark.parametrize("policy", ["evict_only", "write_through"])
 @pytest.mark.parametrize("chunks_before", [0, 2, 4])
 def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(

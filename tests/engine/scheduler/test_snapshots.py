@@ -103,16 +103,6 @@ def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix(
     assert engine.computed < 400 + 64 + 2 * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
-def test_a_request_aborted_during_prefill_leaves_a_snapshot(settings: dict[str, Any]) -> None:
-    engine = Engine(config(**settings))
-    engine.submit(request("gone", SHARED[:500]))
-    engine.run_turns(4)
-    engine.scheduler.abort("gone")
-    engine.run()
-    done = engine.computed
-    assert engine.serve(request("again", SHARED[:500])).cached[0] >= done - 64
-
-
 def test_a_long_prompt_leaves_a_few_inner_snapshots(settings: dict[str, Any]) -> None:
     long = [position * position % 23 for position in range(5000)]
     settings |= {"context_length": 6000, "prefill_chunk_tokens": 512, "block_size": 64}

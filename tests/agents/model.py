@@ -1,10 +1,10 @@
 """A small model that acts scripts: its reply depends on how far the conversation is.
 
-Its weights are constructed, as in `tests.clients.reciter`. The tokenizer is the demo model's, so
-that an agent's prompt has as many tokens as on a real model; each reply of a script is one more
-token of its vocabulary. The chat template ends a prompt with the token of the current step, which
-it counts by the assistant's messages behind the cue of a script, and the head maps each step to
-its reply.
+Its weights are constructed: each token that another has to follow has its own dimension, the layer
+adds nothing, and the head maps each dimension to the token that follows. The tokenizer is the demo
+model's, so that an agent's prompt has as many tokens as on a real model; each reply of a script is
+one more token of its vocabulary. The chat template ends a prompt with the token of the current
+step, which it counts by the assistant's messages behind the cue of a script.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def make_actor(
     for name, step in said.items():
         reply = tokenizer.token_to_id(format.write(step))
         follows |= {tokenizer.token_to_id(name): reply, reply: reply if step.endless else end}
-    _write_weights(path, tokenizer.get_vocab_size(), follows, end)
+    write_weights(path, tokenizer.get_vocab_size(), follows, end)
     return path
 
 
-def _write_weights(path: Path, vocabulary: int, follows: dict[int, int], end: int) -> None:
+def write_weights(path: Path, vocabulary: int, follows: dict[int, int], end: int) -> None:
     """Write a model that says ``follows[token]`` after each token, and ``end`` after others."""
     hidden = 64 * (len(follows) // 64 + 1)
     dims = mx.zeros(vocabulary, dtype=mx.int32)

@@ -82,4 +82,4 @@ def test_whole_sessions_of_agents_are_found(
 @pytest.mark.slow
 def test_a_hybrid_finds_a_session_up_to_its_snapshots(tmp_path: Path) -> None:
     # The state of a short prompt's only block is not kept for long.
-    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 12, min_prompt=64)
+    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 9, min_prompt=64)

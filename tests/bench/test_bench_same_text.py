@@ -1,6 +1,8 @@
 """The comparison of answers to the same question, on answers that are made up."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from bench.serving.same_text import (
     one_by_one,
 )
 from services.measuring.answers import EventReader, StreamedAnswer
+from tests.e2e.server import serving
 from tests.tiny_models import make_tiny
 
 
@@ -89,6 +92,13 @@ def test_nothing_is_asked_that_would_take_longer_than_there_is_time() -> None:
         clock.before(all_at_once, 40)
 
 
+@contextmanager
+def forked(command: list[str], probe: str) -> Iterator[tuple[int, int]]:
+    """Run the server of ``command``, as `bench.servers.running` does, without its imports."""
+    with serving(None, *command[3:], "--kv-bits", "8") as server:
+        yield server.port, server.process.pid
+
+
 def test_a_server_is_asked_in_each_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +107,7 @@ def test_a_server_is_asked_in_each_way(
     model, path = tmp_path / "model", tmp_path / "answers"
     make_tiny("llama", model)
     ways = ["again, one by one", "from SSD, after a restart", "engine killed"]
+    monkeypatch.setattr(same_text, "running", forked)
     for _ in range(2):
         assert compare(str(model), 4, ["chat", "talk"], ways, 40, path=path)
         rows = capsys.readouterr().out.splitlines()[-len(ways) :]

@@ -52,8 +52,8 @@ from tests.e2e.chaos.site import (
 )
 from tests.e2e.chaos.stalls import StallWatch
 from tests.e2e.server import private_directory, ps
-from tests.e2e.soak.__main__ import IDLE_WITHIN_S, leftovers
-from tests.e2e.soak.report import grows, print_line, thirds
+from tests.e2e.soak.__main__ import IDLE_WITHIN_S, wait_idle
+from tests.e2e.soak.report import grows, open_files, print_line, thirds
 from tests.forked.process import FORKS_VARIABLE
 from tests.text_models import make_text_model
 from tests.tiny_models import Kind, make_adapter, make_tiny
@@ -66,6 +66,8 @@ SAMPLE_EVERY_S = 2.0
 OPTIONAL = (f"engine {SELDOM}", "image decoder", "spare")
 """Roles with any number of processes, including none."""
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
+PROGRAM = "import sys; from tests.e2e.chaos.__main__ import main; sys.exit(main())"
+"""A main module that has no file: each process that is forked would import that first."""
 PEER_LOST, NO_DESCRIPTOR = "connection to a peer was lost", "Too many open files"
 """What the log says of a rank that was killed, and of a process without descriptors."""
 GROWTH_BYTES, MORE_FILES = 64 * 2**20, 16
@@ -103,9 +105,8 @@ class Chaos:
         try:
             assert await site.wait_whole(240) is not None, site.server.log[-30:]
             names = (*site.models, *site.adapters)
-            questions = make_questions(names, self.seed)
-            if self.seconds < LONG_S:  # learning would take longer than the run
-                questions = questions[::3]
+            is_short = self.seconds < LONG_S  # learning would take longer than the run
+            questions = make_questions(names, self.seed, is_short=is_short)
             self.answers = await asyncio.to_thread(
                 learn, site.url, f"sk-{KEYS[0]}", questions, site.gives_same_bits
             )
@@ -114,7 +115,8 @@ class Chaos:
             print_line(f"{len(self.answers)} of {len(questions)} questions are asked")
             if missing := {*names} - {question.body["model"] for question, _ in self.answers}:
                 judge.find(f"no clear answer of {missing}")
-            await self._ask_all()
+            if not is_short:
+                await self._ask_all()
             before = self._sizes()
             await self._disturb()
             if await site.wait_whole(RECOVERED_WITHIN_S) is None:
@@ -124,7 +126,7 @@ class Chaos:
             await self._ask_all()
             if judge.outcomes.total() - judge.outcomes["right"] != wrong:
                 judge.find(f"not all is answered once it is over: {judge.outcomes}")
-            await self._check_idle()
+            await wait_idle(site.server, judge.find)
             await self._wait_drained(site.roles)
             self._check_sizes(before, self._sizes())
         finally:
@@ -231,14 +233,6 @@ class Chaos:
 
     # -- what is left ----------------------------------------------------------------------
 
-    async def _check_idle(self) -> None:
-        deadline = awake_s() + IDLE_WITHIN_S
-        while left := await asyncio.to_thread(leftovers, self.site.server):
-            if awake_s() > deadline:
-                self.judge.find(f"left {IDLE_WITHIN_S:g} s after the load: {left}")
-                return
-            await asyncio.sleep(0.2)
-
     def _sizes(self) -> dict[str, tuple[int, int]]:
         """Return the resident bytes and the open files of each process, by what it does."""
         found = {}
@@ -247,8 +241,7 @@ class Chaos:
             if len(pids) != 1 and role not in OPTIONAL:
                 self.judge.find(f"processes that are {role}: {pids}")
             if len(pids) == 1 and (size := resident_bytes(pids[0])):
-                files = Path(f"/proc/{pids[0]}/fd")  # not on macOS
-                found[role] = size, len(list(files.iterdir())) if files.is_dir() else 0
+                found[role] = size, open_files(pids[0])
         return found
 
     def _check_sizes(
@@ -359,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_in_namespace(
             [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         )
-    os.environ[FORKS_VARIABLE] = "0"
+    # A short run tells little of memory: processes are forked, and none imports everything.
+    os.environ[FORKS_VARIABLE] = str(int(options.seconds < LONG_S))
     with private_directory() as name:
         directory = Path(name)
         isolated = os.environ[IN_NAMESPACE] == "yes"
@@ -386,7 +380,7 @@ def run_in_namespace(arguments: Sequence[str]) -> int:
         shutil.which("unshare")
         and not subprocess.run([*isolated, "true"], capture_output=True).returncode
     )
-    command = [sys.executable, "-m", "tests.e2e.chaos", *arguments]
+    command = [sys.executable, "-c", PROGRAM, *arguments]
     environment = {**os.environ, IN_NAMESPACE: "yes" if allowed else "no"}
     return subprocess.run([*(isolated if allowed else []), *command], env=environment).returncode
 

@@ -88,10 +88,16 @@ class Saboteur:
     # -- kinds of faults -----------------------------------------------------------------
 
     async def kill(self) -> str:
-        return await self._lose(self._chance.choice(self._site.roles), signal.SIGKILL)
+        return await self._lose(self._role(), signal.SIGKILL)
 
     async def stop_until_killed(self) -> str:
-        return await self._lose(self._chance.choice(self._site.roles), signal.SIGSTOP)
+        return await self._lose(self._role(), signal.SIGSTOP)
+
+    def _role(self, *more: str) -> str:
+        """Draw a role that a process has now."""
+        roles = [*self._site.roles, *more]
+        self._chance.shuffle(roles)
+        return next(role for role in roles if self._site.pids(role))
 
     async def _lose(self, role: str, number: int) -> str:
         if role == "second router":  # it has no supervisor
@@ -115,7 +121,7 @@ class Saboteur:
         return "router replaced"
 
     async def stop_for_a_while(self) -> str:
-        role = self._chance.choice((*self._site.roles, *SUPERVISORS))
+        role = self._role(*SUPERVISORS)
         seconds = self._chance.uniform(0.2, 6)
         self.touched[role] += 1
         stopped = self._site.send(role, signal.SIGSTOP)
@@ -134,7 +140,7 @@ class Saboteur:
         A supervisor gives up an engine that has never been ready after a few failed starts. So this
         waits until each of its engines has been ready once; a supervisor for which that takes
         longer than `STARTED_WITHIN_S` is spared."""
-        role = self._chance.choice((*self._site.roles, *SUPERVISORS))
+        role = self._role(*SUPERVISORS)
         if role == "second router":  # it has no supervisor
             role = "router"
         seconds = self._chance.uniform(0.5, 6)

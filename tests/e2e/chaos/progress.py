@@ -35,13 +35,12 @@ async def print_progress(
     faults: Counter[str],
     roles: Sequence[str],
     pids: Callable[[str], list[int]],
-    every_s: float = EVERY_S,
 ) -> None:
     """Print a line each minute until ``until``, a time of `time.monotonic`: answers, faults,
     findings and memory."""
     begin = time.monotonic()
     while (left_s := until - time.monotonic()) > 0:
-        await asyncio.sleep(min(every_s, left_s))
+        await asyncio.sleep(min(EVERY_S, left_s))
         minutes = (time.monotonic() - begin) / 60
         megabytes = await asyncio.to_thread(memory, roles, pids)
         answers, right = judge.outcomes.total(), judge.outcomes["right"]

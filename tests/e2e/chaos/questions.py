@@ -150,11 +150,13 @@ def _gaps(logprobs: dict[str, Any] | None) -> Iterator[float]:
         yield first - others[0] if others else 0.0  # two tokens of the same text
 
 
-def make_questions(names: tuple[str, ...], seed: int) -> list[Question]:
-    """Return questions of all kinds for each of the models and adapters ``names``.
+def make_questions(names: tuple[str, ...], seed: int, *, is_short: bool) -> list[Question]:
+    """Return questions of all kinds for each of the models and adapters ``names``: one of each kind
+    with a shorter answer if it ``is_short``.
 
     Prompts are the same for each, so an answer from the cache of another one is noticed."""
     found: list[Question] = []
+    long_tokens = 100 if is_short else 300
     for name in names:
         chance = random.Random(seed)
         head = _words(chance, 250)
@@ -164,11 +166,12 @@ def make_questions(names: tuple[str, ...], seed: int) -> list[Question]:
             case "images":
                 found += _of_images(name, chance)
             case "ranks":  # they are slow, and do not give the same bits in each batch
-                all_kinds = _to_generate(name, chance, head)
+                all_kinds = _to_generate(name, chance, head, long_tokens)
                 found += [each for each in all_kinds if each.kind in ("short", "shared prefix")]
             case _:
-                found += _to_generate(name, chance, head)
-    return found
+                found += _to_generate(name, chance, head, long_tokens)
+    last_of_kind = {(each.kind, each.body["model"]): each for each in found}
+    return list(last_of_kind.values()) if is_short else found
 
 
 def _words(chance: random.Random, count: int) -> str:
@@ -202,7 +205,9 @@ def _image(chance: random.Random) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _to_generate(model: str, chance: random.Random, head: str) -> Iterator[Question]:
+def _to_generate(
+    model: str, chance: random.Random, head: str, long_tokens: int
+) -> Iterator[Question]:
     common = {"model": model, "temperature": 0}
     plain = {**common, "ignore_eos": True}
     drawn = {"model": model, "temperature": 1.0, "ignore_eos": True}
@@ -210,7 +215,7 @@ def _to_generate(model: str, chance: random.Random, head: str) -> Iterator[Quest
         body = {"prompt": _words(chance, 3 + 5 * number), "max_tokens": 12 + 6 * number, **plain}
         yield Question("short", COMPLETIONS, body | SCORED)
     for _ in range(4):
-        body = {"prompt": _words(chance, 12), "max_tokens": 300, **plain}
+        body = {"prompt": _words(chance, 12), "max_tokens": long_tokens, **plain}
         yield Question("long", COMPLETIONS, body | SCORED)
         body = {"prompt": f"{head} {_words(chance, 9)}", "max_tokens": 24, **plain}
         yield Question("shared prefix", COMPLETIONS, body | SCORED)

@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.server import Server, ps, serving
+from tests.e2e.awake import awake_s
+from tests.e2e.server import CHECKED, Server, ps, serving
 from tests.e2e.soak.load import ANSWER_TOKENS, Load
-from tests.e2e.soak.report import GROWTH_BYTES, MORE_FILES, Report, grows, print_line
+from tests.e2e.soak.report import GROWTH_BYTES, MORE_FILES, Report, grows, open_files, print_line
+from tests.forked.process import FORKS_VARIABLE
 
 ROUND_S = 30.0
 """At most: a short run has three rounds, so that a last third can be compared with a second."""
@@ -97,28 +101,28 @@ class Watch:
                 self._report.memory[self.names[pid]].append(kilobytes * 1024)
             await asyncio.sleep(SAMPLE_EVERY_S)
 
-    async def wait_idle(self) -> None:
-        """Wait until no request, queue entry or held memory is left."""
-        deadline = time.monotonic() + IDLE_WITHIN_S
-        while left := await asyncio.to_thread(leftovers, self._server):
-            if time.monotonic() > deadline:
-                self._report.add_finding(f"left {IDLE_WITHIN_S:g} s after the load: {left}")
-                return
-            await asyncio.sleep(0.2)
-
     def measure_idle(self) -> None:
-        """Record the memory in use by MLX, and open files where /proc lists them (not on macOS)."""
+        """Record the memory in use by MLX, and open files."""
         active = self._server.metric("mlx_lm_server_active_memory_bytes")
         self._report.memory["engine, MLX idle"].append(int(active))
         for pid, name in self.names.items():
-            directory = Path(f"/proc/{pid}/fd")
-            if directory.is_dir():
-                self._report.files[name].append(len(list(directory.iterdir())))
+            if count := open_files(pid):
+                self._report.files[name].append(count)
 
     def check_processes(self) -> None:
         now = {*self._server.pids("services."), self._server.process.pid}
         if now != set(self.names):
             self._report.add_finding(f"the processes were {self.names}, now they are {now}")
+
+
+async def wait_idle(server: Server, add_finding: Callable[[str], None]) -> None:
+    """Wait until no request, queue entry or held memory is left."""
+    deadline = awake_s() + IDLE_WITHIN_S
+    while left := await asyncio.to_thread(leftovers, server):
+        if awake_s() > deadline:
+            add_finding(f"left {IDLE_WITHIN_S:g} s after the load: {left}")
+            return
+        await asyncio.sleep(0.2)
 
 
 def leftovers(server: Server) -> dict[str, float]:
@@ -145,8 +149,7 @@ def soak(
     """
     report = Report(minutes * 60)
     flags = (*FLAGS, "--ssd-max-size-gb", str(ssd_gb))
-    variables = {"_MLX_LM_SERVER_CHECK_INTEGRITY": "1", "TEST_FORKS": "0"}  # memory is measured
-    with serving(model, *flags, **variables) as server:
+    with serving(model, *flags, **CHECKED) as server:
         exact = not any("may depend on the batch" in line for line in server.log)
         prompts = clear_prompts(model, seed, num_prompts, 0 if exact else CLEAR_GAP)
         load = Load(str(server.client.base_url), prompts, report, seed, exact=exact)
@@ -168,14 +171,14 @@ def soak(
 
 async def _rounds(server: Server, load: Load, report: Report, clients: int) -> None:
     watch = Watch(server, report)
-    await watch.wait_idle()
+    await wait_idle(server, report.add_finding)
     sampling = asyncio.create_task(watch.sample())
     began, printed = time.monotonic(), 0
     end = began + report.seconds
     round_s = min(ROUND_S, report.seconds / 3)
     while (now := time.monotonic()) < end:
         await load.run(clients, min(now + round_s, end))
-        await watch.wait_idle()
+        await wait_idle(server, report.add_finding)
         watch.measure_idle()
         watch.check_processes()
         new, printed = server.log[printed:], len(server.log)
@@ -204,6 +207,7 @@ def main() -> int:
     from engine.backend.blas import load_fast_blas
 
     load_fast_blas()  # before anything imports mlx
+    os.environ[FORKS_VARIABLE] = "0"  # memory is measured
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         if options.model is None:
             from tests.tiny_models import make_tiny

@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 GROWTH, GROWTH_BYTES = 0.05, 8 * 2**20
 """Allowed growth of the median memory of a process from the second third of the run to the last.
@@ -56,6 +57,12 @@ def grows(sizes: list[int], slack_bytes: int = GROWTH_BYTES) -> bool:
     """Return whether the last third of the samples is above the second by more than allowed."""
     _, second, last = (statistics.median(third) for third in thirds(sizes))
     return last > second * (1 + GROWTH) + slack_bytes
+
+
+def open_files(pid: int) -> int:
+    """Return the number of files that a process has open, or 0 where there is no /proc (macOS)."""
+    directory = Path(f"/proc/{pid}/fd")
+    return len(list(directory.iterdir())) if directory.is_dir() else 0
 
 
 def print_line(line: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.soak.__main__ import soak
 from tests.e2e.soak.report import grows
 
-MINUTES = 0.3
+MINUTES = 0.15
 NUM_PROMPTS = 3
 """So few that some are repeated."""
 SLACK_BYTES = 64 * 2**20
@@ -21,7 +21,7 @@ SLACK_BYTES = 64 * 2**20
 def test_a_short_time_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
     report = soak(tiny_model("llama"), MINUTES, num_prompts=NUM_PROMPTS, slack_bytes=SLACK_BYTES)
     assert not report.findings, "\n".join(report.lines())
-    assert report.counts["answers"] > 25, report.lines()
+    assert report.counts["answers"] > 12, report.lines()
     assert report.counts["repeated answers"] > 0, report.lines()
 
 

@@ -21,8 +21,6 @@ USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 BILLING = "x-anthropic-billing-header: x"
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
-
-
 PLAIN = {"content-type": "text/plain"}
 
 
@@ -106,12 +104,6 @@ def test_the_stop_reason_names_the_limit_reached(server: Server, engine: Scripte
     assert ask(server, max_tokens=3).json()["stop_reason"] == "max_tokens"
     long = ask(server, max_tokens=9999).json()
     assert long["stop_reason"] == "model_context_window_exceeded"
-
-
-def test_the_limit_of_the_server_is_not_the_end_of_the_context(start_server: StartServer) -> None:
-    server = start_server("--max-generation-tokens=5", "--default-max-tokens=5")
-    server.join("hello" * 20)
-    assert ask(server, max_tokens=9999).json()["stop_reason"] == "max_tokens"
 
 
 def test_an_empty_answer_has_no_block(server: Server, engine: ScriptedEngine) -> None:
@@ -205,13 +197,18 @@ def test_every_error_has_anthropics_shape(served: Server) -> None:
     assert too_long["message"].startswith("prompt is too long: ")
 
 
-def test_api_keys_are_accepted_in_anthropics_header(start_server: StartServer) -> None:
-    server = start_server("--api-key=sesame")
+def test_keys_and_limits_of_the_server_are_answered_in_this_shape(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--api-key=sesame", "--max-generation-tokens=5", "--default-max-tokens=5")
     assert error_of(ask(server), 401)["type"] == "authentication_error"
     server.client.headers.update({"x-api-key": "sesame", "anthropic-version": "2023-06-01"})
     busy = ask(server)  # there is no engine
     assert error_of(busy, 503)["type"] == "overloaded_error"
     assert int(busy.headers["retry-after"]) >= 1
+    server.join("hello" * 20)
+    stopped = ask(server, max_tokens=9999).json()
+    assert stopped["stop_reason"] == "max_tokens"  # it is not the end of the context
 
 
 def test_an_error_in_a_stream_is_an_event(server: Server) -> None:
@@ -230,8 +227,6 @@ def test_counted_tokens_are_those_of_an_answered_request(served: Server) -> None
     wrong = served.post(path, messages=[])
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
 
-
-# -- output --------------------------------------------------------------------
 
 DELTAS = [
     OutputDelta(reasoning="I "),
@@ -254,6 +249,8 @@ def test_thinking_and_calls_are_blocks_of_their_own() -> None:
     stream = [event for delta in DELTAS for event in builder.feed(delta)] + builder.finish()
     blocks = [msgspec.to_builtins(block) for block in builder.finished]
     assert finished(*DELTAS) == blocks
+    omitted = finished(*DELTAS, show_thinking=False)[0]
+    assert omitted["thinking"] == "" and omitted["signature"]
     thinking, first, second = blocks
     assert thinking["thinking"] == "I think."
     assert (first["id"], first["input"]) == ("toolu_a", {"x": 1})
@@ -267,18 +264,9 @@ def test_thinking_and_calls_are_blocks_of_their_own() -> None:
     ]
 
 
-def test_omitted_thinking_keeps_its_signature() -> None:
-    thinking = finished(*DELTAS, show_thinking=False)[0]
-    assert thinking["thinking"] == ""
-    assert thinking["signature"]
-
-
-def test_blank_text_alone_is_an_answer() -> None:
+def test_blank_text_alone_is_an_answer_and_a_call_cut_in_its_arguments_has_no_input() -> None:
     blank = OutputDelta("\n")
     assert not ContentBlockBuilder(show_thinking=True).feed(blank)
     assert [block["text"] for block in finished(blank)] == ["\n"]
-
-
-def test_a_call_cut_in_its_arguments_has_no_input() -> None:
     call = CallDelta(0, '{"x": ', "call_a", "f")
     assert finished(OutputDelta(calls=(call,)))[0]["input"] == {}

@@ -15,6 +15,7 @@ TEXT = {"type": "text", "text": QUESTION}
 BLOCK = {"type": "image", "source": {"type": "url", "url": "x"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 INPUT_IMAGE = {"type": "input_image", "image_url": "x"}
+IMAGES = {"images": ["aGk="]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": [IMAGE, TEXT]}]},
     "/v1/responses": {
@@ -26,6 +27,8 @@ BODIES: dict[str, dict[str, Any]] = {
         ]
     },
     "/v1/messages": {"max_tokens": 20, "messages": [{"role": "user", "content": [BLOCK, TEXT]}]},
+    "/api/chat": {"model": "tiny", "messages": [{"role": "user", "content": QUESTION} | IMAGES]},
+    "/api/generate": {"model": "tiny", "prompt": QUESTION} | IMAGES,
 }
 
 

@@ -58,7 +58,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "cache_salt": (1,),
     "min_tokens": (-1,),
     "stream_options": (5,),
-    "logprobs": ("5",),
+    "logprobs": ("5", -1, 21, 1.5),
     "top_logprobs": (3,),
     "logit_bias": (
         *([1], {"x": 5}, {"-1": 5}, {"1.5": 5}, {"7": "much"}, {"7": 101}, {"7": -100.5}),
@@ -108,12 +108,6 @@ def test_a_bad_field_of_a_chat_is_named(server: Server, field: str, value: Any) 
     assert_error(server.chat(**{field: value}), 400, field)
 
 
-@pytest.mark.parametrize("value", [True, -1, 21, 1.5])
-def test_a_bad_number_of_log_probabilities_is_named(server: Server, value: Any) -> None:
-    assert_error(server.complete(logprobs=value), 400, "logprobs")
-    assert_error(server.chat(logprobs=True, top_logprobs=value), 400, "top_logprobs")
-
-
 @pytest.mark.parametrize(
     ("biases", "message"),
     [
@@ -127,9 +121,13 @@ def test_a_bad_key_is_told_from_a_bad_value(server: Server, biases: Any, message
     assert error["message"] == message
 
 
-def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
+@pytest.mark.parametrize("value", [True, -1, 21, 1.5])
+def test_fields_that_do_not_fit_together_are_named(server: Server, value: Any) -> None:
+    assert_error(server.chat(logprobs=True, top_logprobs=value), 400, "top_logprobs")
     assert_error(server.chat(logprobs=False, top_logprobs=2), 400, "top_logprobs")
+    assert_error(server.complete(logprobs=True), 400, "logprobs")
     assert_error(server.complete(stream=True, prompt_logprobs=1), 400, "prompt_logprobs")
+    assert_error(server.complete(["a"] * 20, n=16), 400, "n")
 
 
 @pytest.mark.parametrize(
@@ -173,10 +171,6 @@ def test_a_prompt_over_the_context_is_refused(server: Server) -> None:
     chat, completion = server.chat("x" * 600), server.complete([7] * 512)
     for answer, param in ((completion, "prompt"), (chat, "messages")):
         assert assert_error(answer, 400, param)["code"] == "context_length_exceeded"
-
-
-def test_too_many_sequences_are_refused(server: Server) -> None:
-    assert_error(server.complete(["a"] * 20, n=16), 400, "n")
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:

@@ -30,9 +30,6 @@ CHATS_AND_PROMPTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("chat", {"messages": HI}),
     ("generate", {"prompt": "hi"}),
 )
-EMPTY: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(("chat", {"messages": []}), ("chat", {}), ("generate", {})),
-)
 START = "<|im_start|>"
 
 
@@ -69,10 +66,9 @@ def text_of(parts: list[Any]) -> str:
     return "".join(part["message"]["content"] for part in parts)
 
 
-# -- answers -------------------------------------------------------------------
-
-
-def test_a_chat_is_streamed_as_lines_and_ends_with_figures(served: Server) -> None:
+def test_a_chat_is_streamed_as_lines_with_figures_at_the_end_or_is_one_object(
+    served: Server,
+) -> None:
     *parts, last = lines(post(served, "chat", messages=HI))
     for part in parts:
         assert part.keys() == {"model", "created_at", "done", "message"}
@@ -87,9 +83,6 @@ def test_a_chat_is_streamed_as_lines_and_ends_with_figures(served: Server) -> No
     assert last["eval_count"] == len(served.engine.behaviour.script(submit))
     parts_ns = last["load_duration"] + last["prompt_eval_duration"] + last["eval_duration"]
     assert last["eval_duration"] > 0 and parts_ns <= last["total_duration"] < 60 * 10**9
-
-
-def test_without_a_stream_an_answer_is_one_object(served: Server) -> None:
     answer = post(served, "chat", messages=HI, stream=False)
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -155,11 +148,6 @@ def test_log_probabilities_come_with_the_parts(served: Server) -> None:
     assert post(served, "generate", prompt="hi", stream=False, **fields).json()["logprobs"]
 
 
-def test_an_answer_that_is_cut_says_length(served: Server) -> None:
-    body = post(served, "generate", prompt="hi", stream=False, options={"num_predict": 2}).json()
-    assert body["done_reason"] == "length" and body["eval_count"] == 2
-
-
 def test_an_error_in_a_stream_is_its_last_line(server: Server) -> None:
     engine = server.join("hello world", skip_token=True)
     engine.behaviour.hold_tokens_after = None
@@ -170,9 +158,6 @@ def test_an_error_in_a_stream_is_its_last_line(server: Server) -> None:
         refused(answer, answer.status_code)
 
 
-# -- requests ------------------------------------------------------------------
-
-
 def test_options_become_sampling_parameters(served: Server) -> None:
     same: dict[str, Any] = {"seed": 7, "temperature": 0.5, "top_k": 20.0, "top_p": 0.9}
     same |= {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
@@ -181,6 +166,8 @@ def test_options_become_sampling_parameters(served: Server) -> None:
     submit = last_submit(served, "chat", messages=HI, options={**same, **others, **without_effect})
     expected = {**same, "repetition_penalty": 1.5, "repetition_context_size": 64}
     assert (submit.sampling, submit.max_tokens) == (SamplingParams(**expected), 30)
+    body = post(served, "generate", prompt="hi", stream=False, options={"num_predict": 2}).json()
+    assert body["done_reason"] == "length" and body["eval_count"] == 2
 
 
 @pytest.mark.parametrize(
@@ -241,7 +228,7 @@ def test_a_prompt_is_put_into_the_template_unless_it_is_raw(served: Server) -> N
         assert "'raw'" in refused(post(served, "generate", prompt="hi", raw=True, **fields))
 
 
-def test_a_context_is_gone_on_from(served: Server) -> None:
+def test_a_context_or_a_last_message_of_the_assistant_is_continued(served: Server) -> None:
     engine = served.engine
     context = lines(post(served, "generate", prompt="hi"))[-1]["context"]
     (submit,) = engine.got(Submit)
@@ -250,16 +237,12 @@ def test_a_context_is_gone_on_from(served: Server) -> None:
     assert tokens[: len(context)] == context
     assert "and?" in engine.tokenizer.decode(tokens[len(context) :])
     assert "'context'" in refused(post(served, "generate", prompt="hi", context=[10**6]))
-
-
-def test_a_last_message_of_the_assistant_is_continued(served: Server) -> None:
-    begun = {"role": "assistant", "content": "It"}
-    ok(post(served, "chat", messages=[*HI, begun]))
-    assert served.engine.last_prompt.endswith(f"{START}assistant\nIt")
+    ok(post(served, "chat", messages=[*HI, {"role": "assistant", "content": "It"}]))
+    assert engine.last_prompt.endswith(f"{START}assistant\nIt")
 
 
 def test_an_empty_request_loads_the_model(served: Server) -> None:
-    for path, fields in EMPTY:
+    for path, fields in (("chat", {"messages": HI[:0]}), ("chat", {}), ("generate", {})):
         body = post(served, path, **fields).json()
         assert body["done"] and body["done_reason"] == "load" and not body.keys() & FIGURES
     assert not served.engine.got(Submit)
@@ -293,15 +276,6 @@ def test_what_is_wrong_is_named(served: Server, path: str, fields: Any, named: s
     assert named in refused(post(served, path, **fields))
 
 
-def test_images_become_notes_where_they_are_to_be_skipped(start_server: StartServer) -> None:
-    server = start_server("--skip-unsupported-content")
-    engine, images = server.join("ok"), {"images": ["aGk="]}
-    for path, fields in CHATS_AND_PROMPTS:
-        fields = {"messages": [HI[0] | images]} if path == "chat" else fields | images
-        post(server, path, **fields)
-        assert "was removed" in engine.last_prompt
-
-
 def test_curl_needs_no_media_type_and_a_page_of_another_site_does(served: Server) -> None:
     body = json.dumps({"model": "tiny", "messages": HI, "stream": False})
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -309,9 +283,6 @@ def test_curl_needs_no_media_type_and_a_page_of_another_site_does(served: Server
     elsewhere = {**form, "origin": "https://example.com"}
     refused(served.client.post("/api/chat", content=body, headers=elsewhere), 415)
     assert served.client.post("/v1/messages", content=body, headers=form).status_code == 415
-
-
-# -- models --------------------------------------------------------------------
 
 
 def test_models_are_listed_with_what_is_known_of_them(
@@ -366,16 +337,10 @@ def test_keys_limits_and_metrics_hold_here_too(start_server: StartServer, tmp_pa
         assert f'path="/api/chat",status="{status}"}} 1' in server.metrics
 
 
-# -- what is not served --------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["create", "copy", "push", "blobs/sha256:0"])
-def test_what_is_not_served_says_so(server: Server, path: str) -> None:
-    error = refused(server.client.post(f"/api/{path}", json={"model": "tiny"}), 501)
-    assert "not supported" in error
-
-
-def test_unknown_paths_and_methods_are_refused_in_this_shape(server: Server) -> None:
+def test_what_is_not_served_is_refused_in_this_shape(server: Server) -> None:
+    for path in ("create", "copy", "push", "blobs/sha256:0"):
+        error = refused(server.client.post(f"/api/{path}", json={"model": "tiny"}), 501)
+        assert "not supported" in error, path
     refused(server.client.get("/api/nothing"), 404)
     refused(server.client.get("/api/chat"), 405)
     refused(server.client.post("/api/chat", content=b"{"), 400)

@@ -88,24 +88,27 @@ def test_the_list_of_models_has_capabilities(served: Server) -> None:
     assert model["capabilities"] == ["chat", "tools", "reasoning"]
 
 
-# -- answers ---------------------------------------------------------------------
-
-
-def test_reasoning_text_and_calls_are_separate_in_an_answer(served: Server) -> None:
-    served.engine.says(f"<think>\nwhich?\n</think>\n\nAdding.\n{CALL}\n{CALL}")
+@pytest.mark.parametrize("step", [1, 3, 200])
+def test_reasoning_text_and_calls_are_separate_also_in_a_stream(served: Server, step: int) -> None:
+    served.engine.says(f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL}")
+    served.engine.behaviour.tokens_per_step = step
     answer = ask(served, tools=[ADD])
     message = message_of(answer)
     calls = message.pop("tool_calls")
-    reasoning = {"reasoning_content": "which?", "reasoning": "which?"}
-    assert message == {"role": "assistant", "content": "Adding.", "refusal": None} | reasoning
+    reasoning = {"reasoning_content": "which 🌍?", "reasoning": "which 🌍?"}
+    assert message == {"role": "assistant", "content": "Adding 日本.", "refusal": None} | reasoning
     assert len({call["id"] for call in calls}) == 2
     for call in calls:
         assert call["type"] == "function" and call["id"].startswith("call_")
         assert call["function"]["name"] == "add"
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
-    assert finish_of(answer) == "tool_calls"
     counted = answer.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert counted == len(served.engine.tokenizer.encode("\nwhich?\n</think>").ids)
+    assert counted == len(served.engine.tokenizer.encode("\nwhich 🌍?\n</think>").ids)
+    choices = streamed(served, tools=[ADD])
+    for name in ("content", *reasoning):
+        assert joined(choices, name) == message[name]
+    assert functions_in(choices) == [call["function"] for call in calls]
+    assert finish_of(answer) == choices[-1]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_reasoning_text_and_calls_are_separate_in_an_answer(served: Server) -> N
         ("<tool_call>{oops}</tool_call>", {}, "<tool_call>{oops}</tool_call>"),
         (CALL.replace("add", "mul"), {}, CALL.replace("add", "mul")),
         (CALL[:20], {}, CALL[:20]),
+        (CALL, {"max_tokens": 20}, CALL[:30]),
     ],
 )
 def test_other_text_is_content(served: Server, written: str, fields: Any, content: Any) -> None:
@@ -125,19 +129,8 @@ def test_other_text_is_content(served: Server, written: str, fields: Any, conten
     message = message_of(answer)
     assert message["content"] == content
     assert ("tool_calls" in message) == (content is None)
-    assert finish_of(answer) == ("tool_calls" if content is None else "stop")
-
-
-@pytest.mark.parametrize("step", [1, 3, 200])
-def test_a_stream_adds_up_to_the_whole_answer(served: Server, step: int) -> None:
-    served.engine.says(f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL}")
-    served.engine.behaviour.tokens_per_step = step
-    whole = message_of(ask(served, tools=[ADD]))
-    choices = streamed(served, tools=[ADD])
-    for name in ("content", "reasoning_content", "reasoning"):
-        assert joined(choices, name) == whole[name]
-    assert functions_in(choices) == [call["function"] for call in whole["tool_calls"]]
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    other = "length" if "max_tokens" in fields else "stop"
+    assert finish_of(answer) == ("tool_calls" if content is None else other)
 
 
 def test_malformed_arguments_stay_as_they_were_sent(served: Server) -> None:
@@ -148,13 +141,6 @@ def test_malformed_arguments_stay_as_they_were_sent(served: Server) -> None:
     assert [call["function"] for call in message["tool_calls"]] == [function]
     assert functions_in(choices) == [function] and message["content"] is None
     assert finish_of(answer) == choices[-1]["finish_reason"] == "tool_calls"
-
-
-def test_a_call_that_is_cut_by_the_limit_stays_text(served: Server) -> None:
-    served.engine.says(CALL)
-    answer = ask(served, tools=[ADD], max_tokens=20)
-    content = message_of(answer)["content"]
-    assert finish_of(answer) == "length" and content == CALL[: len(content)] != ""
 
 
 def test_each_choice_has_calls_of_its_own(served: Server) -> None:
@@ -200,9 +186,6 @@ def test_stop_strings_are_matched_before_markers(
     whole = message_of(ask(served, tools=[ADD], stop=stop))
     assert (whole["content"], whole["reasoning"]) == (content, reasoning)
     assert joined(streamed(served, tools=[ADD], stop=stop), "content") == content
-
-
-# -- prompts and grammars -----------------------------------------------------------
 
 
 def test_tools_reach_the_template_as_data(served: Server) -> None:
@@ -342,10 +325,7 @@ def test_control_tokens_in_messages_are_text(served: Server) -> None:
     for control, count in ((END, 3), ("<|im_start|>", 4)):
         assert token_ids.count(served.engine.tokenizer.token_to_id(control)) == count
     assert evil.replace("\ufdd0", "") in served.engine.last_prompt
-
-
-def test_control_tokens_in_plain_prompts_are_control_tokens(served: Server) -> None:
-    ok(served.complete("a<|im_end|>"))
+    ok(served.complete("a<|im_end|>"))  # in a plain prompt, they are control tokens
     assert served.engine.got(Submit)[-1].token_ids[-1] == served.engine.tokenizer.token_to_id(END)
 
 
@@ -359,9 +339,6 @@ def test_a_prediction_reaches_the_engine_with_each_choice(served: Server, conten
     expected = served.engine.tokenizer.encode(PREDICTED, add_special_tokens=False).ids
     submits = served.engine.got(Submit)[-2:]
     assert [list(submit.prediction) for submit in submits] == [expected] * 2
-
-
-# -- refusals -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -442,9 +419,6 @@ def test_deeply_nested_json_is_answered(served: Server, depth: int) -> None:
     answer = served.client.post(PATH, content=body, headers={"content-type": "application/json"})
     assert answer.status_code in ((200, 400) if depth < 1000 else (400,)), answer.text
     ok(ask(served))
-
-
-# -- tokens of earlier turns --------------------------------------------------------
 
 
 def letter_by_letter(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -87,11 +87,8 @@ def test_the_template_is_rendered_and_tokenized(server: Server, engine: Scripted
     messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
     ok(server.chat(messages=messages, chat_template_kwargs={"extra": "!"}))
     assert engine.last_prompt == "<|system|>be kind\n<|user|>hello\n<|assistant|>!"
-
-
-def test_a_template_argument_that_raises_is_left_out(served: Server) -> None:
-    ok(served.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))
-    assert served.engine.last_prompt.endswith("<|assistant|>?")
+    ok(server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"}))  # "boom", without
+    assert engine.last_prompt.endswith("<|assistant|>?")
 
 
 def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: ScriptedEngine) -> None:
@@ -103,7 +100,7 @@ def test_many_tokens_at_once_are_read_in_pieces(server: Server, engine: Scripted
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
+@pytest.mark.parametrize("tokens_per_step", [1, 5])
 @pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", "a\n\n  b ", "ends with \ufffd"])
 @pytest.mark.parametrize("stop", [None, ["🌍"], [" w", "b"], ["本語 ", "orl"]])
 def test_a_stream_adds_up_to_the_whole_answer(
@@ -138,13 +135,6 @@ def test_a_stop_string_frees_the_engine_at_once(server: Server, confirmed: bool)
     assert engine.got(Abort)
 
 
-def test_the_length_limit_is_reported(served: Server) -> None:
-    served.engine.says("abcdefgh")
-    body = served.chat("x", max_completion_tokens=3).json()
-    assert text_and_finish(body) == ("abc", "length")
-    assert body["usage"]["completion_tokens"] == 3
-
-
 @pytest.mark.parametrize(
     ("prompt", "count"),
     [("hello", 1), (["hello", "abc"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
@@ -158,7 +148,9 @@ def test_completions_take_every_form_of_prompt(served: Server, prompt: Any, coun
     assert body["usage"]["prompt_tokens"] == sum(len(s.token_ids) for s in engine.got(Submit))
 
 
-def test_each_of_n_choices_has_a_seed_of_its_own(served: Server) -> None:
+def test_each_of_n_choices_has_a_seed_of_its_own_and_a_drawn_one_is_reported(
+    served: Server,
+) -> None:
     body = served.complete(["hello", "abc"], n=3, seed=11).json()
     submits = served.engine.got(Submit)
     seeds = [submit.sampling.seed for submit in submits]
@@ -166,14 +158,11 @@ def test_each_of_n_choices_has_a_seed_of_its_own(served: Server) -> None:
     assert len(set(seeds)) == 3 and seeds[0] == 11
     prompts = {tuple(submit.token_ids) for submit in submits}
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    drawn = int(served.chat().headers["x-seed"])
+    assert served.engine.got(Submit)[6].sampling.seed == drawn
     # A prompt that is repeated counts as further choices, or its texts would be equal.
     ok(served.complete(["hello", "hello"], seed=11))
-    assert [each.sampling.seed for each in served.engine.got(Submit)[6:]] == seeds[:2]
-
-
-def test_a_drawn_seed_is_reported_and_used(served: Server) -> None:
-    seed = int(served.chat().headers["x-seed"])
-    assert served.engine.got(Submit)[0].sampling.seed == seed
+    assert [each.sampling.seed for each in served.engine.got(Submit)[7:]] == seeds[:2]
 
 
 def test_fields_reach_the_engine(served: Server) -> None:
@@ -195,15 +184,19 @@ def test_fields_reach_the_engine(served: Server) -> None:
     assert submit.stop_token_ids == [EOS, 8, 9]
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "x", "max_tokens": 50},
+    "chat/completions": {"messages": HI, "max_tokens": 50},
+    "responses": {"input": "x", "max_output_tokens": 50, "user": "u", "background": False},
+    "messages": {"messages": HI, "max_tokens": 50, "metadata": {"user_id": "u"}},
+}
+
+
 @pytest.mark.parametrize("path", ["messages", "responses"])
 def test_sampling_fields_of_other_apis_reach_the_engine(served: Server, path: str) -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
     without_effect = {"service_tier": "auto", "unknown": [1]}
-    body: dict[str, Any] = {
-        "messages": {"messages": HI, "max_tokens": 50, "metadata": {"user_id": "u"}},
-        "responses": {"input": "x", "max_output_tokens": 50, "user": "u", "background": False},
-    }[path]
-    ok(served.post(f"/v1/{path}", **body, **sampling, **without_effect))
+    ok(served.post(f"/v1/{path}", **BODIES[path], **sampling, **without_effect))
     (submit,) = served.engine.got(Submit)
     assert submit.sampling == SamplingParams(**sampling)  # type: ignore[arg-type]
     assert submit.max_tokens == 50
@@ -267,13 +260,7 @@ def test_prompt_and_text_read_on(server: Server, prompt: Any) -> None:
     ],
 )
 def test_a_penalty_may_have_llama_cpps_name(served: Server, fields: Any, expected: Any) -> None:
-    bodies: dict[str, dict[str, Any]] = {
-        "completions": {"prompt": "x"},
-        "chat/completions": {"messages": HI},
-        "responses": {"input": "x"},
-        "messages": {"messages": HI, "max_tokens": 5},
-    }
-    for path, body in bodies.items():
+    for path, body in BODIES.items():
         ok(served.post(f"/v1/{path}", **body, **fields))
         sampling = served.engine.got(Submit)[-1].sampling
         assert (sampling.repetition_penalty, sampling.repetition_context_size) == expected

@@ -47,12 +47,9 @@ def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
         assert [other["logprob"] for other in entry["top_logprobs"]] == list(scores.top)
         expected = [list(vocabulary.token_bytes(other)) for other in scores.top_ids]
         assert [other["bytes"] for other in entry["top_logprobs"]] == expected
-
-
-def test_logprobs_of_a_chat_without_alternatives_have_an_empty_list(served: Server) -> None:
-    content = served.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert served.engine.got(Submit)[0].logprobs == 0
-    assert content and all(token["top_logprobs"] == [] for token in content)
+    alone = server.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert engine.got(Submit)[1].logprobs == 0
+    assert alone and all(token["top_logprobs"] == [] for token in alone)
 
 
 def test_a_completion_has_parallel_lists(
@@ -198,9 +195,6 @@ def test_an_engine_that_omits_log_probabilities_is_a_503(
 ) -> None:
     engine.behaviour.omit_logprobs = True
     assert error_of(server.complete("abc", **field), 503)["code"] == "engine_lost"
-
-
-# -- tokens and text, without a server ------------------------------------------
 
 
 def byte_level(path: Path) -> Any:

@@ -194,9 +194,6 @@ def test_an_error_names_the_wrong_tool(server: Server, calls: Calls, tool: Any, 
     assert error_of(ask(server, tool))["param"] == param
 
 
-# -- reasoning that the client carries -----------------------------------------
-
-
 def test_a_client_carries_reasoning_that_it_cannot_read(server: Server) -> None:
     engine = server.join("<think>\nthe secret</think>\n\nDone.", context_length=100_000)
     fields = {"store": False, "include": ["reasoning.encrypted_content"]}

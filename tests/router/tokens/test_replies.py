@@ -50,8 +50,7 @@ def set_pace(engine: ScriptedEngine, step: int) -> None:
     engine.behaviour.step_s = 0.01 if step == 1 else 0.002
 
 
-@pytest.mark.parametrize("choice", ["auto", "any"])
-@pytest.mark.parametrize("step", [1, 3, 200])
+@pytest.mark.parametrize(("step", "choice"), [(1, "auto"), (1, "any"), (3, "auto"), (200, "any")])
 def test_a_message_has_blocks_of_each_kind(served: Server, step: int, choice: str) -> None:
     """Calls are streamed while they are generated."""
     set_pace(served.engine, step)
@@ -75,8 +74,9 @@ def test_a_message_has_blocks_of_each_kind(served: Server, step: int, choice: st
     assert one["id"].startswith("toolu_") and one["id"] != two["id"]
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("step", [1, 3, 200])
+@pytest.mark.parametrize(
+    ("step", "choice"), [(1, "auto"), (1, "required"), (3, "auto"), (200, "required")]
+)
 def test_a_response_has_items_of_each_kind(served: Server, step: int, choice: str) -> None:
     set_pace(served.engine, step)
     fields = {"tools": [FUNCTION], "tool_choice": choice}

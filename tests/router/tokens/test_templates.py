@@ -86,15 +86,31 @@ def test_arguments_that_are_no_json_are_refused_if_a_template_needs_objects(tmp_
         rendered(chat_tokenizer(tmp_path / "b", ITERATED), called('{"a": '))
 
 
-def test_ids_are_shortened_in_calls_and_results_if_a_template_needs_it(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path, IDS)
-    result = ChatMessage(role="tool", content="1", tool_call_id="call_0123456789ab")
-    for id, shown, results in (
-        ("call_0123456789ab", "3456789ab3456789ab", [result]),
-        ("abcDEF123", "abcDEF123", []),
-        ("x_1", "0000000x1", []),
-    ):
-        assert rendered(tokenizer, called("{}", id), *results) == f"[TOOL_CALLS]{shown}"
+OLDER = assistant(function_call=FunctionCall("f", '{"a": 1}'))
+CALL_ID = "call_0123456789ab"
+RESULT = ChatMessage(role="tool", content="1", tool_call_id=CALL_ID)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        pytest.param(IDS, [called("{}", CALL_ID), RESULT], "3456789ab" * 2, id="a shorter id"),
+        pytest.param(IDS, [called("{}", "abcDEF123")], "abcDEF123", id="an id"),
+        pytest.param(IDS, [called("{}", "x_1")], "0000000x1", id="a longer id"),
+        pytest.param(NAMES, [called("{}", CALL_ID), RESULT], "|f|", id="a result's name"),
+        pytest.param(ITERATED, [OLDER], "a=1;", id="the older form of a call"),
+        *(
+            pytest.param(f"{{{{ messages[0].{key} }}}}", [message], "so", id=key)
+            for key in ("reasoning_content", "reasoning", "thinking")
+            for message in (assistant(reasoning="so"), assistant(reasoning_content="so"))
+        ),
+    ],
+)
+def test_messages_get_the_form_that_the_template_needs(
+    tmp_path: Path, template: str, messages: list[ChatMessage], expected: str
+) -> None:
+    text = rendered(chat_tokenizer(tmp_path, template), *messages)
+    assert text.removeprefix("[TOOL_CALLS]") == expected
 
 
 @pytest.mark.parametrize(
@@ -135,23 +151,6 @@ def test_results_without_id_or_name_belong_to_the_calls_in_their_order(tmp_path:
     messages = (called("{}"), first, called("{}"), *others)
     text = rendered(chat_tokenizer(tmp_path, template), *messages)
     assert "functions.f:0=1 " in text and "functions.f:1=2 " in text and text.endswith("=3 ")
-
-
-def test_a_result_of_a_tool_has_the_name_of_the_tool(tmp_path: Path) -> None:
-    result = ChatMessage(role="tool", content="1", tool_call_id="i")
-    assert rendered(chat_tokenizer(tmp_path, NAMES), called("{}", "i"), result) == "|f|"
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_goes_where_the_template_looks_for_it(tmp_path: Path, key: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, f"{{{{ messages[0].{key} }}}}")
-    for message in (assistant(reasoning="so"), assistant(reasoning_content="so")):
-        assert rendered(tokenizer, message) == "so"
-
-
-def test_the_older_form_of_a_call_is_converted(tmp_path: Path) -> None:
-    message = assistant(function_call=FunctionCall("f", '{"a": 1}'))
-    assert rendered(chat_tokenizer(tmp_path, ITERATED), message) == "a=1;"
 
 
 def test_thinking_is_on_if_mlx_lm_does_not_know_the_markers(tmp_path: Path) -> None:
@@ -224,9 +223,6 @@ def test_an_error_of_a_template_refuses_the_messages(tmp_path: Path, template: s
     with pytest.raises(InvalidRequest) as raised:
         rendered(chat_tokenizer(tmp_path, template), HI)
     assert raised.value.param == "messages"
-
-
-# -- formats of models -----------------------------------------------------------
 
 
 def test_the_format_is_detected_in_the_tokenizer_and_flags_override_it(tmp_path: Path) -> None:

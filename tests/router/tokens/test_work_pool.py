@@ -102,7 +102,7 @@ async def order_of(
 async def test_keys_take_turns_by_what_their_jobs_cost(gate: Gate) -> None:
     """One key's jobs take four times as long as the other's, which gets four for each of them."""
     with closing(WorkPool(1)) as pool:
-        order = await order_of(pool, gate, ("slow", 0.04, 20), ("quick", 0.01, 20))
+        order = await order_of(pool, gate, ("slow", 0.04, 10), ("quick", 0.01, 20))
     assert 3 <= order[: order.index("quick") + 25].count("slow") <= 8, order
 
 

@@ -14,23 +14,19 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "count"),
     [
-        CALL,
-        f"```json\n{CALL}\n```",
-        f"```tool_call {CALL}```",
-        f"``` \n{CALL}",
-        f"<|python_tag|>```tool_code\n{CALL}\n```  ",
+        (CALL, 1),
+        (f"```json\n{CALL}\n```", 1),
+        (f"```tool_call {CALL}```", 1),
+        (f"``` \n{CALL}", 1),
+        (f"<|python_tag|>```tool_code\n{CALL}\n```  ", 1),
+        *((fence, 0) for fence in ("```", "``````", "```json", "```json```", "``` ```", "````")),
     ],
 )
-def test_calls_may_stand_in_a_fence(reply: str) -> None:
-    (call,) = parse_calls(reply, JSON, TOOLS)
-    assert (call.name, call.arguments) == ("get_weather", '{"city": "Berlin"}')
-
-
-@pytest.mark.parametrize("reply", ["```", "``````", "```json", "```json```", "``` ```", "````"])
-def test_a_fence_without_a_call_is_no_call(reply: str) -> None:
-    assert parse_calls(reply, JSON, TOOLS) == []
+def test_calls_may_stand_in_a_fence(reply: str, count: int) -> None:
+    expected = ("get_weather", '{"city": "Berlin"}', None)
+    assert parse_calls(reply, JSON, TOOLS) == [expected] * count
 
 
 @pytest.mark.parametrize("end", ["", "x", "```", f"{CALL}```"])

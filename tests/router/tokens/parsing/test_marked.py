@@ -226,9 +226,6 @@ def test_half_a_surrogate_pair_in_arguments_is_escaped() -> None:
     assert call.arguments.encode() == b'{"city": "\\ud83d"}'
 
 
-# -- reasoning -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("written", "state", "expected"),
     [
@@ -323,9 +320,6 @@ def test_a_run_of_whitespace_takes_linear_time() -> None:
     assert time.process_time() - started < 5
 
 
-# -- in whole answers --------------------------------------------------------------
-
-
 PIECES = (
     *("a", "é", "e\u0301", "日本", "🌍", "👩🏽‍🚀", "\n", " ", "<"),
     *("th", "ink>", "ｱ", "ॐ", "\ufffd", "</"),
@@ -344,27 +338,26 @@ def answers(
     choice = choice_of(sequence, text, reply)
     pieces = []
     for start in range(0, len(ids), step):
-        if not sequence.done:
-            own = ids[start : start + step]
-            finish: Any = "stop" if start + step >= len(ids) else None
-            delta = Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
-            sequence.apply(delta, 0.0)
+        if sequence.done:
+            break
+        own = ids[start : start + step]
+        finish: Any = "stop" if start + step >= len(ids) else None
+        delta = Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
+        sequence.apply(delta, 0.0)
         pieces.append(choice.advance())
-    if not ids:
-        sequence.end()
     whole = OutputDelta.join([*pieces, choice.advance()])
     return whole.text, whole.reasoning, named(whole.calls), str(choice.finish_reason)
 
 
 def test_streams_and_full_answers_are_equal_for_random_text(loaded: Any) -> None:
     draw, format = random.Random(5), format_of("json_tools")
-    for _ in range(200):
+    for _ in range(80):
         written = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         start = draw.randrange(len(written))
         stop = written[start : start + draw.randrange(1, 5)]
         for stops in ([], [stop], [stop, "🌍\n"]):
             whole = answers(loaded, written, stops, 1000, format)
-            for step in (1, 2, 5):
+            for step in (1, 3):
                 assert answers(loaded, written, stops, step, format) == whole
             if "<think>" not in written:
                 shown = written.removeprefix(" ")  # mlx-lm's detokenizers begin without a space
@@ -375,7 +368,7 @@ def test_streams_and_full_answers_are_equal_for_random_text(loaded: Any) -> None
 
 @EACH_REPLY
 def test_streams_equal_full_answers_with_a_stop_string_anywhere(loaded: Any, reply: Reply) -> None:
-    for start in range(0, len(reply.written) - 3, 2):
+    for start in range(0, len(reply.written) - 3, 5):
         given = (loaded, reply.written, [reply.written[start : start + 3]])
         whole = answers(*given, 10_000, format_of(reply.parser))
         assert answers(*given, 1, format_of(reply.parser)) == whole

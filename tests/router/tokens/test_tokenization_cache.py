@@ -71,13 +71,6 @@ def test_a_prompt_continues_with_the_tokens_of_the_reply(cache: CountingCache) -
     assert comparison.earlier_token is None
 
 
-def test_text_that_was_changed_is_not_continued(cache: CountingCache) -> None:
-    cache.answer("hello", "hello")
-    for reply in ("hell", "hello ", "help", "", "hello<|im_start|>"):
-        text = asked("hello") + reply + END
-        assert cache.tokenize("s", text) == cache.ids(text)
-
-
 def test_a_prompt_that_is_too_long_changes_nothing(cache: CountingCache) -> None:
     cache.answer("hello", "hello")
     following = asked("hello") + "hello" + END + BEGIN + "more" + END
@@ -121,13 +114,6 @@ def test_the_choices_of_one_prompt_can_all_be_continued(cache: CountingCache) ->
     for reply, output in outputs.items():
         tokens = cache.tokenize("s", asked("x") + reply + END + BEGIN)
         assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
-
-
-def test_scopes_share_nothing(cache: CountingCache) -> None:
-    known = {scope: cache.answer("x", "hello", scope) for scope in ("a", "b", "c")}
-    for scope in ("c", "a", "b"):
-        tokens = cache.tokenize(scope, asked("x") + "hello" + END)
-        assert tokens[: len(known[scope])] == known[scope]
 
 
 def test_a_prompt_is_compared_to_few_of_many_entries(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from services.commands import cli
 from tests.commands import run_command
 from tests.stand_ins.http_server import answering
 
+Run = Callable[..., tuple[list[str], dict[str, str]]]
+PRINTING = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+"""An agent that prints how it was started."""
 MODELS = {
     "data": [
         {
@@ -47,22 +51,34 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
-    """A directory with agents that print how they were started."""
+    """A directory with agents."""
     for name in ("claude", "codex", "opencode"):
-        path = tmp_path / name
-        program = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
-        path.write_text(f"#!{sys.executable}\n{program}\n")
-        path.chmod(0o755)
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{PRINTING}\n")
+        (tmp_path / name).chmod(0o755)
     return tmp_path
 
 
-def run(commands: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": str(commands), "ANTHROPIC_API_KEY": "theirs", **variables}
-    return run_command("agent", *argv, **environment)
+@pytest.fixture
+def run(url: str, commands: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs the command in this process. It returns the arguments and the
+    environment of the agent that would take the place of this process."""
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+
+    def run(name: str, *argv: str) -> tuple[list[str], dict[str, str]]:
+        with pytest.raises(AssertionError):
+            cli.main(["agent", name, "--url", url, "--api-key=k", *argv])
+        file, (command, *arguments), environment = started.pop()
+        assert file == command == name
+        return arguments, environment
+
+    return run
 
 
 def test_claude_gets_its_settings_by_the_environment(url: str, commands: Path) -> None:
-    done = run(commands, "claude", "--url", url, "--api-key=k", "-p", "hi", "--model", "x")
+    words = ("claude", "--url", url, "--api-key=k", "-p", "hi", "--model", "x")
+    done = run_command("agent", *words, PATH=str(commands), ANTHROPIC_API_KEY="theirs")
     arguments, environment = json.loads(done.stdout)
     assert arguments == ["-p", "hi", "--model", "x"]
     assert environment["ANTHROPIC_BASE_URL"] == url
@@ -72,32 +88,32 @@ def test_claude_gets_its_settings_by_the_environment(url: str, commands: Path) -
     assert "ANTHROPIC_API_KEY" not in environment
 
 
-def test_the_server_may_be_named_by_the_environment(url: str, commands: Path) -> None:
-    done = run(commands, "claude", "--api-key=k", MLX_LM_SERVER_URL=url)
-    assert json.loads(done.stdout)[1]["ANTHROPIC_BASE_URL"] == url
-    other = run(commands, "claude", "--url", url, "--api-key=k", MLX_LM_SERVER_URL="http://x")
-    assert json.loads(other.stdout)[1]["ANTHROPIC_BASE_URL"] == url
-
-
-def test_codex_gets_its_settings_by_flags(url: str, commands: Path) -> None:
-    done = run(commands, "codex", "--url", url, "--api-key=k", "--model=b", "exec", "hi")
-    arguments, environment = json.loads(done.stdout)
+def test_codex_gets_its_settings_by_flags(url: str, run: Run) -> None:
+    arguments, environment = run("codex", "--model=b", "exec", "hi")
     assert arguments[-2:] == ["exec", "hi"]
     assert f'model_providers.mlx_lm_server.base_url="{url}/v1"' in arguments
     assert 'model="b"' in arguments and "model_context_window=100000" in arguments
     assert environment["MLX_LM_SERVER_API_KEY"] == "k"
 
 
-def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> None:
-    _, environment = json.loads(run(commands, "opencode", "--url", url, "--api-key=k").stdout)
-    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+def test_opencode_gets_a_configuration_of_its_own(url: str, run: Run) -> None:
+    config = json.loads(run("opencode")[1]["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "mlx-lm-server/a"
     provider = config["provider"]["mlx-lm-server"]
     assert provider["options"]["baseURL"] == f"{url}/v1"
     assert provider["models"]["a"]["modalities"]["input"] == ["text", "image"]
-    done = run(commands, "opencode", "--url", url, "--api-key=k", "--model=b")
-    config = json.loads(json.loads(done.stdout)[1]["OPENCODE_CONFIG_CONTENT"])
+    config = json.loads(run("opencode", "--model=b")[1]["OPENCODE_CONFIG_CONTENT"])
     assert "modalities" not in config["provider"]["mlx-lm-server"]["models"]["b"]
+
+
+def test_the_server_may_be_named_by_the_environment(
+    url: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_LM_SERVER_URL", "http://x")
+    assert run("claude")[1]["ANTHROPIC_BASE_URL"] == url, "the flag comes first"
+    monkeypatch.setenv("MLX_LM_SERVER_URL", url)
+    with pytest.raises(AssertionError):
+        cli.main(["agent", "claude", "--api-key=k"])
 
 
 @pytest.mark.parametrize(
@@ -112,15 +128,21 @@ def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> N
         (["vim"], 2, "invalid choice"),
     ],
 )
+@pytest.mark.usefixtures("run")
 def test_an_error_says_what_to_do(
-    url: str, commands: Path, arguments: list[str], code: int, message: str
+    url: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(commands, *(url if each == "URL" else each for each in arguments))
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
+    try:
+        found = cli.main(["agent", *(url if each == "URL" else each for each in arguments)])
+    except SystemExit as ended:
+        found = int(str(ended.code))
+    said, error = capsys.readouterr()
+    assert (found, said) == (code, "") and message in error
 
 
-def test_an_agent_that_is_not_installed_is_named(url: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "codex", "--url", url)
-    assert done.returncode == 2
-    assert "command 'codex' not found" in done.stderr
+def test_an_agent_that_is_not_installed_is_named(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["agent", "codex", "--url", url]) == 2
+    assert "command 'codex' not found" in capsys.readouterr().err

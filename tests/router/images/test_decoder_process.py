@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,12 +31,34 @@ MOST = 50_000_000
 IMAGE = encoded(picture())
 
 
+class QuickDecoder(DecoderProcess):
+    """Starts processes of `quick_decoder`."""
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        start, command = subprocess.Popen, "tests.router.images.quick_decoder"
+
+        def popen(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+            return start([sys.executable, "-m", command], **options)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(subprocess, "Popen", popen)
+            return super()._running()
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[DecoderProcess]:
-    process = DecoderProcess(time_limit_s=2)
+    process = QuickDecoder(time_limit_s=2)
     yield process
     process.close()
     assert process.pid is None
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[DecoderProcess]:
+    """A process with the processors of models."""
+    process = DecoderProcess()
+    yield process
+    process.close()
 
 
 @pytest.fixture
@@ -49,19 +73,27 @@ def started(process: DecoderProcess, job: DecodeJob) -> int:
     return process.pid
 
 
-def test_an_image_is_prepared(process: DecoderProcess, job: DecodeJob) -> None:
-    answer, frames = process.prepare(job, IMAGE)
+def lose(pid: int, number: signal.Signals) -> None:
+    """Stop a process, and soon kill it if ``number`` is SIGKILL."""
+    os.kill(pid, signal.SIGSTOP)
+    if number == signal.SIGKILL:
+        threading.Timer(0.2, os.kill, (pid, number)).start()
+
+
+def test_an_image_is_prepared(real: DecoderProcess, job: DecodeJob) -> None:
+    answer, frames = real.prepare(job, IMAGE)
     assert answer.reason is None and len(answer.digest) == 32
     assert [spec.nbytes for spec in answer.specs] == [len(frame) for frame in frames]
 
 
-def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: DecodeJob) -> None:
-    pid = started(process, job)
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_process_fails_its_image_alone(
+    process: DecoderProcess, job: DecodeJob, number: signal.Signals
+) -> None:
+    lose(started(process, job), number)
     with pytest.raises(DecoderLost) as lost:
         process.prepare(job, IMAGE)
-    assert not lost.value.is_late
+    assert lost.value.is_late == (number == signal.SIGSTOP) and process.pid is None
     assert process.prepare(job, IMAGE).answer.reason is None
 
 
@@ -70,10 +102,7 @@ def test_an_image_is_not_blamed_for_one_lost_process(
     process: DecoderProcess, job: DecodeJob, number: signal.Signals
 ) -> None:
     preparer = ImagePreparer(Settings(), ImageMetrics(CollectorRegistry()))
-    pid = started(process, job)
-    os.kill(pid, signal.SIGSTOP)
-    if number == signal.SIGKILL:
-        threading.Timer(0.2, os.kill, (pid, number)).start()
+    lose(pid := started(process, job), number)
     assert preparer._answer(process, job, IMAGE).answer.reason is None
     assert process.pid != pid
     preparer.close()
@@ -86,13 +115,6 @@ def test_a_process_that_died_has_the_time_of_a_start_again(
     eventually(lambda: process.pid is None)
     monkeypatch.setattr(process, "_time_limit_s", 0)
     assert process.prepare(job, IMAGE).answer.reason is None
-
-
-def test_a_slow_image_ends_the_process(process: DecoderProcess, job: DecodeJob) -> None:
-    os.kill(started(process, job), signal.SIGSTOP)
-    with pytest.raises(DecoderLost) as lost:
-        process.prepare(job, IMAGE)
-    assert lost.value.is_late and process.pid is None
 
 
 def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
@@ -111,29 +133,24 @@ def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
     assert process.prepare(job, IMAGE).answer.digest == expected
 
 
-def test_an_image_of_too_much_memory_is_refused(process: DecoderProcess, job: DecodeJob) -> None:
-    allowed = DecodeJob(folder=job.folder, vision=VISION, max_pixels=2**40, is_base64=False)
-    answer, _ = process.prepare(allowed, png_header(60_000, 60_000))
+def test_an_image_of_too_much_memory_is_refused(real: DecoderProcess, job: DecodeJob) -> None:
+    allowed = msgspec.structs.replace(job, max_pixels=2**40)
+    answer, _ = real.prepare(allowed, png_header(60_000, 60_000))
     assert answer.reason in ("memory", "damaged")
-    assert process.prepare(job, IMAGE).answer.reason is None
+    assert real.prepare(job, IMAGE).answer.reason is None
 
 
-def test_a_model_without_a_processor_is_an_error(process: DecoderProcess, tmp_path: Path) -> None:
-    job = DecodeJob(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
-    answer, _ = process.prepare(job, IMAGE)
+def test_a_model_without_a_processor_is_an_error(
+    real: DecoderProcess, job: DecodeJob, tmp_path: Path
+) -> None:
+    answer, _ = real.prepare(msgspec.structs.replace(job, folder=str(tmp_path)), IMAGE)
     assert answer.is_fault_of_server and answer.text
 
 
 def test_a_process_does_not_keep_the_processors_of_all_models_that_ever_were(
-    job: DecodeJob, vision_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: DecoderProcess, job: DecodeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.images.decoder_process.MAX_PROCESSORS", 1)
-    other = msgspec.structs.replace(job, folder=str(shutil.copytree(vision_dir, tmp_path / "b")))
-    process = DecoderProcess()
-    try:
-        first = process.prepare(job, IMAGE).answer.digest
-        pid = process.pid
-        assert process.prepare(other, IMAGE).answer.digest == first
-        assert process.pid != pid
-    finally:
-        process.close()
+    pid = started(process, job)
+    assert started(process, job) == pid
+    assert started(process, msgspec.structs.replace(job, folder="another")) != pid

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.commands import run_command
+from services.commands import cli
 from tests.router.batches.conftest import ASKED, BatchClient, Body, line
 from tests.router.conftest import Server, bearer, error_of, eventually
 
@@ -219,14 +219,17 @@ def test_lines_are_counted(served: BatchClient, server: Server) -> None:
     assert server.metric("batches_unfinished") == 0
 
 
-def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) -> None:
+def test_probes_the_page_and_a_command_show_batches(
+    server: Server, batches: BatchClient, capsys: pytest.CaptureFixture[str]
+) -> None:
     def shown() -> Any:
         return server.client.get("/health").json()["batches"]
 
     batch = batches.create([line("a", model=None)], completion_window="1h")
     eventually(lambda: shown()["lines"] == 1)
     assert (shown()["unfinished"], shown()["lines_done"]) == (1, 0)
-    assert "batches: 1, 0/1 lines" in run_command("status", f"--url={server.url}").stdout
+    cli.main(["status", f"--url={server.url}"])
+    assert "batches: 1, 0/1 lines" in capsys.readouterr().out
     with server.client.stream("GET", "/page/feed") as feed:
         for each in feed.iter_lines():
             if each.startswith("data: {") and '"batches"' in each:

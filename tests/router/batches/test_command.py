@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.commands import cli
 from services.commands.admin_client import NoServer
 from services.commands.batch.client import BatchApi
 from services.commands.event_stream import StreamRefused
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.conftest import ROOT, Server, StartServer, begin, eventually
-from tests.router.scripted_engine import ScriptedEngine
+
+Command = Callable[..., str]
 
 
-def command(server: Server, *arguments: object) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "mlx_lm_server", "batch", *map(str, arguments)]
-    words.append(f"--url={server.url}")
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
-    return subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def command(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Command]:
+    """Return a function that runs a command in this process, and returns what it wrote to stderr,
+    after a check of its exit code."""
+    before = signal.getsignal(signal.SIGTERM)
 
+    def run(code: int, *arguments: object, url: str = server.url) -> str:
+        assert cli.main(["batch", *map(str, arguments), f"--url={url}"]) == code
+        return capsys.readouterr().err
 
-def end(run: subprocess.Popen[str], code: int) -> str:
-    """Return what a command wrote to stderr, after a check of its exit code."""
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == code, said
-    return said
+    monkeypatch.delenv("MLX_LM_SERVER_API_KEY", raising=False)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def written(path: Path, *lines: Any) -> Path:
@@ -44,55 +49,53 @@ def ids(path: Path) -> list[str]:
     return [json.loads(each)["custom_id"] for each in path.read_text().splitlines()]
 
 
-def test_a_file_is_answered(
-    server: Server, engine: ScriptedEngine, tmp_path: Path, batches: BatchClient
-) -> None:
+@pytest.mark.usefixtures("engine")
+def test_a_file_is_answered(command: Command, tmp_path: Path, batches: BatchClient) -> None:
     source = written(tmp_path / "in.jsonl", line("a"), line("b", max_tokens="x"), line("c"))
     target = tmp_path / "out.jsonl"
     kept = len(batches.api.files.list().data)
-    said = end(command(server, source, target), 1)
-    assert "completed: 2 of 3 lines succeeded, 1 failed" in said
+    assert "completed: 2 of 3 lines succeeded, 1 failed" in command(1, source, target)
     assert ids(target) == ["a", "c"] and ids(tmp_path / "out.errors.jsonl") == ["b"]
     assert {path.name for path in tmp_path.iterdir()} == {
         *("in.jsonl", "out.jsonl", "out.errors.jsonl")
     }
     assert len(batches.api.files.list().data) == kept  # none is left on the server
-    end(command(server, source, target, "--force", "--in-order"), 1)
+    command(1, source, target, "--force", "--in-order")
     assert ids(target) == ["a", "b", "c"]
-    assert "--force" in end(command(server, source, target), 2)
+    assert "--force" in command(2, source, target)
 
 
 def test_a_command_that_was_killed_follows_its_batch_again(
-    server: Server, tmp_path: Path, batches: BatchClient
+    server: Server, command: Command, tmp_path: Path, batches: BatchClient
 ) -> None:
     engine = server.join("hello world", hold_tokens_after=1)
     source = written(tmp_path / "in.jsonl", *(line(f"r{number}") for number in range(9)))
     target = tmp_path / "out.jsonl"
     before = len(batches.api.batches.list(limit=100).data)
-    run = command(server, source, target)
-    eventually((tmp_path / "out.jsonl.batch" / "state.json").exists)
-    os.kill(run.pid, signal.SIGKILL)
-    end(run, -signal.SIGKILL)
+    words = ["-m", "mlx_lm_server", "batch", str(source), str(target), f"--url={server.url}"]
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT) as run:
+        eventually((tmp_path / "out.jsonl.batch" / "state.json").exists)
+        run.kill()
     other = written(tmp_path / "other.jsonl", line("z"))
-    assert "another input" in end(command(server, other, target), 1)
+    assert "another input" in command(1, other, target)
     engine.behaviour.hold_tokens_after = None
-    end(command(server, source, target), 0)
+    command(0, source, target)
     assert ids(target) == [f"r{number}" for number in range(9)]
     assert len(batches.api.batches.list(limit=100).data) == before + 1
 
 
-def test_errors_are_one_line(server: Server, start_server: StartServer, tmp_path: Path) -> None:
+def test_errors_are_one_line(command: Command, start_server: StartServer, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
-    said = end(command(start_server(), source, target), 1)
+    said = command(1, source, target, url=start_server().url)
     assert "--batch-dir" in said and "--serve" in said
-    end(command(server, tmp_path / "none.jsonl", target), 2)
+    command(2, tmp_path / "none.jsonl", target)
     for lines, words, expected in (
         ([], (), "is empty"),
         ([line("a"), line("a")], (), "line 2:"),
         ([line("a"), []], ("--force", "--in-order"), "line 2:"),
     ):
-        said = end(command(server, written(source, *lines), target, *words), 1)
-        assert expected in said and "Traceback" not in said
+        said = command(1, written(source, *lines), target, *words)
+        assert expected in said and said.count("\n") == 1
     assert not list(tmp_path.glob("*.batch"))
 
 

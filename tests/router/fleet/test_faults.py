@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from shared.wire import Abort, Ping, Submit, encode
-from tests.router.conftest import Server, StartServer, error_of, eventually, text_of
+from tests.router.conftest import Server, StartServer, begin, error_of, eventually, text_of
 from tests.router.scripted_engine import ScriptedEngine
 
 FLAGS = ("--restart-wait-s=4", "--first-token-timeout-s=5", "--request-timeout-s=3")
@@ -109,14 +109,17 @@ def test_a_stream_whose_engine_stays_away_ends_with_an_error(start_server: Start
     assert error_code(text) == "engine_lost"
 
 
-def test_a_stream_that_lost_two_engines_ends_with_an_error(server: Server) -> None:
+def test_a_request_that_lost_two_engines_is_not_given_to_a_third(server: Server) -> None:
     first, answer = start_answer(server, stream=True)
+    whole = server.begin("x")
+    eventually(lambda: first.sent_counts == [2, 2])
     first.kill()
     second = server.start_engine("hello world", hold_tokens_after=3)
-    eventually(runs(second))
+    eventually(runs(second, 2))
     second.kill()
     third = server.start_engine("hello world")
     assert error_code(answer.result(60).text) == "engine_lost"
+    assert error_of(whole.result(60), 503)["code"] == "engine_lost"
     assert not third.got(Submit)
 
 
@@ -161,20 +164,6 @@ def test_a_stream_that_waits_to_resume_times_out(server: Server) -> None:
     assert error_code(answer.result(60).text) == "timeout"
     second.behaviour.step_s = 0.0
     assert_complete(other)
-
-
-def test_a_request_that_lost_two_engines_is_not_given_to_a_third(start_server: StartServer) -> None:
-    server = start_server("--first-token-timeout-s=40")  # each loss is noticed after seconds
-    answer = None
-    for _ in range(2):
-        engine = server.join("a", hold_tokens_after=0)
-        answer = answer or server.begin("x")
-        eventually(runs(engine))
-        engine.kill()
-    third = server.start_engine("a")
-    assert answer is not None
-    assert error_of(answer.result(60), 503)["code"] == "engine_lost"
-    assert not third.got(Submit)
 
 
 def test_a_request_waits_for_a_restart(server: Server) -> None:
@@ -321,23 +310,22 @@ def test_a_disconnected_client_leaves_the_queue(server: Server) -> None:
     assert len(engine.got(Submit)) == 1
 
 
-@pytest.mark.parametrize("ask", [Server.chat, Server.complete])
-def test_a_silent_stream_gets_comments_and_ends_with_a_timeout(
-    start_server: StartServer, ask: Callable[..., httpx.Response]
-) -> None:
+def test_a_silent_stream_gets_comments_and_ends_with_a_timeout(start_server: StartServer) -> None:
     server = start_server("--first-token-timeout-s=7", "--request-timeout-s=6")
     server.join("hello world", hold_tokens_after=0)
-    text = ask(server, "x", stream=True).text
-    assert ": keep-alive\n\n" in text
-    assert error_code(text) == "timeout"
+    for answer in [begin(ask, "x", stream=True) for ask in (server.chat, server.complete)]:
+        text = answer.result(60).text
+        assert ": keep-alive\n\n" in text
+        assert error_code(text) == "timeout"
 
 
-@pytest.mark.parametrize("held", [0, 1])
-def test_silence_before_and_after_the_first_token_is_an_error(server: Server, held: int) -> None:
-    engine = server.join("hello world", hold_tokens_after=held)
+def test_silence_before_and_after_the_first_token_is_an_error(server: Server) -> None:
+    engine = server.join("hello world", hold_tokens_after=0)
     assert server.chat("x").status_code == 504
-    if held:
-        assert error_code(server.chat("x", stream=True).text) == "timeout"
+    engine.behaviour.hold_tokens_after = 1
+    stream = server.begin("x", stream=True)
+    assert server.chat("x").status_code == 504
+    assert error_code(stream.result(60).text) == "timeout"
     eventually(runs(engine, 0))
 
 

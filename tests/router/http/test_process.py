@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shared.exits import EXIT_CONFIG
 from shared.supervisor_link import LINK_VARIABLE
-from tests.commands import run_command
-from tests.router.conftest import ROOT, Server, StartServer, error_of, eventually
+from tests.router.conftest import ROOT, Server, StartServer, error_of, eventually, key_flag
+from tests.router.router_process import RouterProcess
 
 
 def terminate(server: Server) -> None:
@@ -85,11 +85,11 @@ def test_a_restarted_router_finds_its_engines_again(start_server: StartServer) -
         again.stop()
 
 
-def refusal(*flags: str) -> str:
+def refusal(log: Path, *flags: str) -> str:
     """Return the one line with which a router does not start."""
-    done = run_command("--host=127.0.0.1", *flags, module="services.processes.router")
-    assert (done.returncode, done.stderr.count("\n")) == (EXIT_CONFIG, 1), done.stderr
-    return done.stderr
+    code, line = RouterProcess(["--host=127.0.0.1", *flags], log).wait(60), log.read_text()
+    assert (code, line.count("\n")) == (EXIT_CONFIG, 1), line
+    return line
 
 
 def test_processes_can_meet_at_an_ipv6_address(start_server: StartServer, free_port: int) -> None:
@@ -102,16 +102,14 @@ def test_processes_can_meet_at_an_ipv6_address(start_server: StartServer, free_p
 
 
 def test_what_is_in_use_or_unusable_is_one_line(start_server: StartServer, tmp_path: Path) -> None:
-    own = f"--engine-socket=ipc://{tmp_path}/e"
+    own, log = f"--engine-socket=ipc://{tmp_path}/e", tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert str(port) in refusal(f"--port={port}", own)
-    keys = tmp_path / "keys"
-    keys.write_text("secret rpm=many\n")
-    line = refusal("--port=0", own, f"--api-key-file={keys}")
+        assert str(port) in refusal(log, f"--port={port}", own)
+    line = refusal(log, "--port=0", own, key_flag(tmp_path, "secret rpm=many"))
     assert "line 1: Expected `int" in line and "secret" not in line
     server = start_server()
-    assert "--engine-socket" in refusal("--port=0", f"--engine-socket={server.address}")
+    assert "--engine-socket" in refusal(log, "--port=0", f"--engine-socket={server.address}")
     assert server.client.get("/livez").status_code == 200
 
 

@@ -62,14 +62,14 @@ def webp_header(width: int, height: int) -> bytes:
 
 
 def bad_pictures() -> Iterator[tuple[str, str]]:
-    """Yield about 200 contents of images, in base64 or as URLs, with a word of why each is bad."""
+    """Yield about 100 contents of images, in base64 or as URLs, with a word of why each is bad."""
     photo = Image.effect_noise((64, 48), 90).convert("RGB")
     for format in ("PNG", "JPEG", "WEBP", "GIF"):
         whole = encoded(photo, format)
-        for part in range(1, 31):
+        for part in range(1, 31, 3):
             cut = whole[: max(1, len(whole) * part // 48)]
             yield data_url(cut), "image"
-        for at in range(12, 24):  # damage in the header
+        for at in range(12, 24, 2):  # damage in the header
             damaged = whole[:at] + b"\xff\xff\xff\xff" + whole[at + 4 : len(whole) // 2]
             yield data_url(damaged), "image"
     for width, height in ((60_000, 60_000), (2**31 - 1, 1), (1, 2**31 - 1), (100_000, 100_000)):

@@ -1,7 +1,8 @@
-"""Images through the real router to an engine, in all APIs."""
+"""Images through the real router to an engine, in all APIs, good and bad."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,19 +11,28 @@ import pytest
 
 from shared.wire import Submit, check_images
 from tests.router.batches.conftest import BatchClient, line
-from tests.router.conftest import Server, error_of, eventually, ok
+from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 from tests.router.images.conftest import Ask
-from tests.router.images.pictures import IMAGE_TOKEN, data_url, encoded, in_base64, picture
+from tests.router.images.pictures import (
+    IMAGE_TOKEN,
+    bad_pictures,
+    data_url,
+    encoded,
+    forbidden_urls,
+    in_base64,
+    picture,
+)
 from tests.router.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("seeing")
 RED = encoded(picture("red"))
+RED_URL = data_url(RED)
 BLUE_URL = data_url(encoded(picture("blue"), "JPEG"), "image/jpeg")
 LARGE_URL = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
 TOKENS = 12
 """The embeddings of one of these pictures."""
-IMAGE_URL = {"type": "image_url", "image_url": {"url": data_url(RED)}}
-INPUT_IMAGE = {"type": "input_image", "image_url": data_url(RED)}
+IMAGE_URL = {"type": "image_url", "image_url": {"url": RED_URL}}
+INPUT_IMAGE = {"type": "input_image", "image_url": RED_URL}
 IMAGE_BLOCK = {
     "type": "image",
     "source": {"type": "base64", "media_type": "image/png", "data": in_base64(RED)},
@@ -88,7 +98,7 @@ def test_images_reach_the_engine(
 
 
 def test_the_tokens_of_images_count(server: Server, seeing: ScriptedEngine, ask: Ask) -> None:
-    answer = ok(ask(data_url(RED), BLUE_URL))
+    answer = ok(ask(RED_URL, BLUE_URL))
     assert answer.json()["usage"]["prompt_tokens"] == len(seen(seeing).token_ids)
 
     def count(path: str, image: dict[str, Any]) -> Any:
@@ -108,14 +118,14 @@ def test_a_prompt_that_images_make_too_long_is_refused(ask: Ask) -> None:
 
 
 def test_text_that_spells_out_a_placeholder_is_no_image(seeing: ScriptedEngine, ask: Ask) -> None:
-    ok(ask(data_url(RED), text="<image> and \ufdd1<image>"))
+    ok(ask(RED_URL, text="<image> and \ufdd1<image>"))
     assert len(seen(seeing).images) == 1
 
 
 def test_images_are_in_the_order_of_the_messages(seeing: ScriptedEngine, ask: Ask) -> None:
-    ok(ask(data_url(RED)))
+    ok(ask(RED_URL))
     red = seen(seeing).images[0].digest
-    ok(ask(BLUE_URL, data_url(RED)))
+    ok(ask(BLUE_URL, RED_URL))
     blue, last = (one.digest for one in seen(seeing).images)
     assert last == red != blue
 
@@ -132,7 +142,7 @@ def test_a_new_attempt_sends_all_again(seeing: ScriptedEngine, ask: Ask) -> None
     before = seeing.behaviour.script
     seeing.behaviour.script, seeing.behaviour.skip_token = script, True
     try:
-        answer = ask(data_url(RED), BLUE_URL)
+        answer = ask(RED_URL, BLUE_URL)
     finally:
         seeing.behaviour.script, seeing.behaviour.skip_token = before, False
     submits = [each for each in seeing.got(Submit) if each.request_id == calls[0].request_id]
@@ -148,7 +158,7 @@ def test_a_later_turn_has_images_of_earlier_ones(server: Server, seeing: Scripte
     assert len(seen(seeing).images) == 1
     ok(server.client.post(RESPONSES, json={**body, "truncation": "auto"}))
     items = server.client.get(f"{RESPONSES}/{first['id']}/input_items").json()
-    assert items["data"][0]["content"][0]["image_url"] == data_url(RED)
+    assert items["data"][0]["content"][0]["image_url"] == RED_URL
 
 
 def test_a_prepared_image_is_kept_for_the_next_request(server: Server, ask: Ask) -> None:
@@ -170,7 +180,7 @@ def test_a_body_with_images_may_be_larger_than_one_of_text(server: Server, ask: 
 @pytest.fixture
 def kept(server: Server, seeing: ScriptedEngine, ask: Ask) -> Iterator[None]:
     """Check that a test gives memory of images back."""
-    ok(ask(data_url(RED)))
+    ok(ask(RED_URL))
     ok(ask(LARGE_URL))
     kept = server.metric("image_memory_bytes ")
     yield
@@ -204,3 +214,58 @@ def test_a_context_of_ollama_without_its_images_is_an_error(server: Server) -> N
     answer = ask(context=context)
     assert answer.status_code == 400 and "'context' contains no images" in answer.json()["error"]
     ok(ask(context=ok(ask()).json()["context"]))
+
+
+# -- what is no image, or far too much ------------------------------------------
+
+
+def test_each_bad_image_is_refused_with_a_reason(server: Server, ask: Ask) -> None:
+    assert ask(RED_URL).status_code == 200  # the process has started
+    bad = list(bad_pictures())
+    assert len(bad) >= 90
+    for url, word in bad:
+        answer = ask(url)
+        error = answer.json().get("error", {})
+        assert answer.status_code == 400, (url[:120], answer.text[:500])
+        assert error["param"] == "messages[0].content[0]"
+        assert word in error["message"], (url[:120], error)
+    assert ask(RED_URL).status_code == 200
+    # The loop itself, whatever else this machine does: a slow answer may be the client's.
+    assert server.metric("event_loop_lag_max_seconds ") < 1
+
+
+def test_too_many_images_are_refused(ask: Ask) -> None:
+    error = ask(*[RED_URL] * 100).json()["error"]
+    assert error["code"] == "too_many_images" and "more than 32 images" in error["message"]
+
+
+def test_nothing_is_fetched(ask: Ask) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        for url in forbidden_urls(listener.getsockname()[1]):
+            error = ask(url).json()["error"]
+            assert error["code"] == "invalid_image_url", (url, error)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+PDF = data_url(b"%PDF-1.7\n", "application/pdf")
+
+
+def test_a_file_is_refused_with_advice(server: Server) -> None:
+    for path, field, part in (
+        (CHAT, "messages", {"type": "file", "file": {"file_data": PDF}}),
+        (RESPONSES, "input", {"type": "input_file", "file_data": PDF}),
+    ):
+        error = error_of(server.post(path, **{field: [{"role": "user", "content": [part]}]}))
+        assert error["code"] == "unsupported_content"
+        assert error["message"].endswith("send a PDF's text, or its pages as images.")
+
+
+def test_images_are_refused_without_vision(start_server: StartServer) -> None:
+    server = start_server()
+    server.join()
+    for path, field, part in ((CHAT, "messages", IMAGE_URL), (RESPONSES, "input", INPUT_IMAGE)):
+        error = error_of(server.post(path, **{field: [{"role": "user", "content": [part]}]}))
+        assert error["code"] == "unsupported_content"
+        assert error["param"] == f"{field}[0].content[0].type"

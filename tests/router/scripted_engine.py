@@ -68,6 +68,10 @@ def make_refusal(submit: wire.Submit, **fields: Any) -> wire.Refused:
     return wire.Refused(**names_of(submit), **fields)
 
 
+def adapter_ref(name: str, digest: str = "d") -> wire.AdapterRef:
+    return wire.AdapterRef(name=name, path=f"/adapters/{name}", digest=digest, rank=4)
+
+
 def make_heartbeat(engine: str, incarnation: str, number: int, **fields: Any) -> wire.Heartbeat:
     usual = {"phase": "ready", "phase_s": 1.0, "stalled_s": 0.0, "stats": wire.EngineStats()}
     fields = {"live": [], **usual, **fields}

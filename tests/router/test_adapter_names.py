@@ -15,11 +15,8 @@ from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.models.supervised import Supervised
 from shared.settings import Settings
 from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
+from tests.router.scripted_engine import adapter_ref as ref
 from tests.router.scripted_engine import make_hello
-
-
-def ref(name: str, digest: str = "d") -> AdapterRef:
-    return AdapterRef(name=name, path=f"/adapters/{name}", digest=digest, rank=4)
 
 
 class Fleet:

@@ -20,14 +20,13 @@ from shared.version import installed_version
 from tests.commands import run_command
 
 
-def test_a_port_in_use_is_an_error_of_one_line() -> None:
+def test_a_port_in_use_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        result = run_command("--host=127.0.0.1", f"--port={port}", "--model=demo")
-    assert (result.returncode, result.stdout) == (1, "")
+        assert cli.main(["--host=127.0.0.1", f"--port={port}", "--model=demo"]) == 1
     hint = "--port 0 picks a free port"
     line = f"mlx-lm-server: --port: {port} is in use by another program; {hint}\n"
-    assert result.stderr == line
+    assert capsys.readouterr() == ("", line)
 
 
 @pytest.mark.parametrize(

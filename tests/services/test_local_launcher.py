@@ -136,12 +136,9 @@ def test_no_spare_is_left_at_the_end(launches: Launches) -> None:
         os.kill(pid, 0)
 
 
-def test_a_child_that_may_have_no_spare_gets_none(launches: Launches) -> None:
-    launches.start(replace(spec("a"), spare=()), now=100.0)
-    assert launches.spare(1000.0) is None
-
-
-def test_a_server_that_wants_no_spare_has_none(launches: Launches) -> None:
-    launches.launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=0.0)
-    launches.start(spec("a"), now=100.0)
+@pytest.mark.parametrize("by", ["its child", "its server"])
+def test_no_spare_is_started_where_none_is_wanted(launches: Launches, by: str) -> None:
+    if by == "its server":
+        launches.launcher = LocalLauncher(LogCollector("text", io.StringIO()), spare_after_s=0.0)
+    launches.start(replace(spec("a"), spare=()) if by == "its child" else spec("a"), now=100.0)
     assert launches.spare(1000.0) is None

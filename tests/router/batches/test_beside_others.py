@@ -63,8 +63,9 @@ def assert_each_line_once(client: BatchClient, done: Any, count: int = LINES) ->
         assert each["response"]["body"]["choices"][0]["text"] == TEXT
 
 
-def batch_of(client: BatchClient, count: int = LINES) -> Any:
-    return client.create([line(f"r{number}", max_tokens=30) for number in range(count)])
+def batch_of(client: BatchClient, count: int = LINES, model: str = "tiny") -> Any:
+    lines = [line(f"r{number}", model=model, max_tokens=30) for number in range(count)]
+    return client.create(lines)
 
 
 def test_a_request_gets_the_place_of_a_line_at_once(own: Server) -> None:
@@ -82,10 +83,9 @@ def test_a_request_gets_the_place_of_a_line_at_once(own: Server) -> None:
 
 
 def test_a_place_is_not_taken_back_for_a_key_that_has_its_part(
-    start_server: StartServer, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    keys = key_flag(tmp_path, "sk-a name=a", "sk-b name=b")
-    server = start_server(keys, f"--batch-dir={tmp_path / 'd'}")
+    server = start(key_flag(tmp_path, "sk-a name=a", "sk-b name=b"))
     engine = held(server)  # of its four rows one is kept for other keys
     client = BatchClient(server.url, "sk-b")
 
@@ -106,9 +106,9 @@ def test_a_place_is_not_taken_back_for_a_key_that_has_its_part(
     assert_each_line_once(client, client.wait(batch))
 
 
-def test_lines_count_for_no_limit_of_requests(start_server: StartServer, tmp_path: Path) -> None:
+def test_lines_count_for_no_limit_of_requests(start: Start) -> None:
     limits = ("--max-concurrent-requests=1", "--max-queue-size=1", "--rate-limit-requests=2")
-    server = start_server(f"--batch-dir={tmp_path}", *limits)
+    server = start(*limits)
     server.join(TEXT)
     client = BatchClient(server.url)
     assert_each_line_once(client, client.wait(batch_of(client)))
@@ -155,19 +155,16 @@ def test_a_lost_engine_costs_no_line(own: Server) -> None:
 
 
 def test_lines_of_a_model_that_is_away_leave_their_places_to_others(
-    start_server: StartServer, tmp_path: Path
+    start: Start,
 ) -> None:
-    server = start_server(
-        f"--batch-dir={tmp_path}", "--restart-wait-s=0.5", "--max-batch-requests=2"
-    )
+    server = start("--restart-wait-s=0.5", "--max-batch-requests=2")
     engine = held(server)
     client = BatchClient(server.url)
     batch = batch_of(client)
     eventually(has_submitted(engine, 2))
     engine.leave()
     server.join(TEXT, name="engine-1", model="other")
-    other = [line(f"r{number}", model="other", max_tokens=30) for number in range(LINES)]
-    assert_each_line_once(client, client.run(other))
+    assert_each_line_once(client, client.wait(batch_of(client, model="other")))
     time.sleep(1)  # the version without engines is forgotten
     assert client.api.batches.retrieve(batch.id).status == "in_progress"
     server.start_engine(TEXT, name="engine-2")
@@ -175,11 +172,9 @@ def test_lines_of_a_model_that_is_away_leave_their_places_to_others(
 
 
 def test_lines_that_wait_for_a_row_leave_their_places_to_those_of_an_idle_model(
-    start_server: StartServer, tmp_path: Path
+    start: Start,
 ) -> None:
-    server = start_server(
-        f"--batch-dir={tmp_path}", "--restart-wait-s=0.5", "--max-batch-requests=2"
-    )
+    server = start("--restart-wait-s=0.5", "--max-batch-requests=2")
     busy = server.join(TEXT, max_sequences=1, hold_tokens_after=2)
     client = BatchClient(server.url)
     with server.client.stream(
@@ -188,17 +183,16 @@ def test_lines_that_wait_for_a_row_leave_their_places_to_those_of_an_idle_model(
         eventually(has_submitted(busy, 1))
         batch = batch_of(client)
         server.start_engine(TEXT, name="engine-1", model="other")
-        other = [line(f"r{number}", model="other", max_tokens=30) for number in range(LINES)]
-        assert_each_line_once(client, client.run(other))
+        assert_each_line_once(client, client.wait(batch_of(client, model="other")))
         assert client.completed(batch) == 0
     busy.behaviour.hold_tokens_after = None
     assert_each_line_once(client, client.wait(batch, 90))
 
 
 def test_a_line_whose_choices_run_one_after_the_other_is_not_begun_again(
-    start_server: StartServer, tmp_path: Path
+    start: Start,
 ) -> None:
-    server = start_server(f"--batch-dir={tmp_path}", "--restart-wait-s=0.5")
+    server = start("--restart-wait-s=0.5")
     engine = server.join(TEXT, max_sequences=1, step_s=0.3)
     client = BatchClient(server.url)
     done = client.run([line("a", n=3, max_tokens=30)])
@@ -207,24 +201,18 @@ def test_a_line_whose_choices_run_one_after_the_other_is_not_begun_again(
     assert len(engine.got(Submit)) == 3
 
 
-def test_a_line_larger_than_a_limit_that_was_lowered_is_refused_alone(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    server = start_server(f"--batch-dir={tmp_path}")
-    lines = [line("large", prompt="x" * 30_000), line("small", max_tokens=30)]
-    batch = BatchClient(server.url).create(lines)
+def test_a_line_larger_than_a_limit_that_was_lowered_is_refused_alone(start: Start) -> None:
+    server = start()
     client = BatchClient(server.url)
+    batch = client.create([line("large", prompt="x" * 30_000), line("small", max_tokens=30)])
     client.wait(batch, states=("in_progress",))
     assert server.stop() == 0
-    server = start_server(f"--batch-dir={tmp_path}", "--max-request-bytes=20000")
+    server = start("--max-request-bytes=20000")
     client = BatchClient(server.url)
     server.start_engine(TEXT)
     done = client.wait(batch)
-    assert (done.status, done.request_counts.completed, done.request_counts.failed) == (
-        "completed",
-        1,
-        1,
-    )
+    counts = done.request_counts
+    assert (done.status, counts.completed, counts.failed) == ("completed", 1, 1)
     (failed,) = client.lines(done.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("large", 413)
 

@@ -64,6 +64,20 @@ def begun(directory: BatchDirectory, **columns: Any) -> Any:
     return directory.run(add)
 
 
+async def advanced(
+    directory: BatchDirectory, row: Any, *states: BatchState, total: int = 2
+) -> None:
+    for state in states:
+        await directory.run(lambda store: store.advance(row["number"], state, total=total))  # noqa: B023
+
+
+async def ended(directory: BatchDirectory, row: Any) -> Any:
+    """Run the batch to its end, and return its row."""
+    async with asyncio.timeout(10):
+        await BatchJob(context_of(directory), row).run()
+    return await row_of(directory, row["number"])
+
+
 @pytest.mark.parametrize(
     ("states", "end"),
     [
@@ -85,28 +99,12 @@ async def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
         result = Result(row["number"], 1, True, b"answer\n")
         await directory.run(lambda store: store.add_results([result]))
     directory.path("file-0").unlink()
-    async with asyncio.timeout(10):
-        await BatchJob(context_of(directory), row).run()
-    found = await row_of(directory, row["number"])
+    found = await ended(directory, row)
     if states:
         assert directory.path(found["output_file_id"]).read_bytes() == b"answer\n"
     assert found["state"] == end.value
     assert (found["errors"] is not None) == (end is BatchState.FAILED)
     assert found["error_file_id"] is None
-
-
-async def advanced(
-    directory: BatchDirectory, row: Any, *states: BatchState, total: int = 2
-) -> None:
-    for state in states:
-        await directory.run(lambda store: store.advance(row["number"], state, total=total))  # noqa: B023
-
-
-async def ended(directory: BatchDirectory, row: Any) -> Any:
-    """Run the batch to its end, and return its row."""
-    async with asyncio.timeout(10):
-        await BatchJob(context_of(directory), row).run()
-    return await row_of(directory, row["number"])
 
 
 @in_loop
@@ -240,8 +238,7 @@ async def test_a_batch_expires_while_the_machine_sleeps(
     monkeypatch.setattr("router.batches.jobs.job._LOOK_S", 0.02)
     row = await begun(directory)
     if validated:
-        in_progress = BatchState.IN_PROGRESS
-        await directory.run(lambda store: store.advance(row["number"], in_progress, total=2))
+        await advanced(directory, row, BatchState.IN_PROGRESS)
     else:
         slept_s = 2 * HOUR_S
     context = context_of(directory)

@@ -47,7 +47,7 @@ def test_every_state_leads_to_an_end() -> None:
     assert all(BatchState.CANCELLING in FOLLOWERS[each] for each in CANCELLABLE)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_a_batch_goes_only_where_it_may_and_no_line_counts_twice(
     seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -19,13 +19,10 @@ from shared.wire import (
 )
 from tests.router.conftest import Server, StartServer, bearer, begin, error_of, eventually, ok
 from tests.router.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import adapter_ref as ref
 
 FLAGS = ("--restart-wait-s=3", "--admin-key=boss")
 ADMIN = bearer("boss")
-
-
-def ref(name: str, digest: str = "d") -> AdapterRef:
-    return AdapterRef(name=name, path=f"/adapters/{name}", digest=digest, rank=4)
 
 
 def checked(asked: CheckAdapter, **found: Any) -> AdapterChecked:

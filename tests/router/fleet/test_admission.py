@@ -82,7 +82,7 @@ def test_sequences_that_no_longer_wait_are_neither_kept_nor_counted() -> None:
     assert queue.pop(Counter()) is oldest and queue.pop(Counter()) is None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     before=st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)), max_size=30),
     own=st.integers(0, 3),

@@ -18,6 +18,9 @@ from shared.settings import parse
 from tests.conftest import in_loop
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
+CONTENT = b"{}" * 1000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
 
 def stored(directory: Path) -> tuple[TokenizerFileStore, dict[str, str]]:
     """Return a store with the files in ``directory``, and their names and digests."""
@@ -93,3 +96,23 @@ async def test_a_processors_template_is_used_if_the_tokenizer_has_none(tmp_path:
     assert await template_of("processor", tokenizer_config=without) == "other"
     broken = json.dumps({"chat_template": ["other"]})
     assert await template_of("neither", chat_template=broken) == ""
+
+
+def test_a_file_written_in_part_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TokenizerFileStore(tmp_path / "files")
+    write = Path.write_bytes
+
+    def full_disk(path: Path, content: bytes) -> int:
+        write(path, content[:10])
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            store.put(CONTENT, [DIGEST])
+    assert store.missing({"tokenizer.json": DIGEST}) == ["tokenizer.json"]
+    store.put(CONTENT, [DIGEST])
+    assert store.missing({"tokenizer.json": DIGEST}) == []
+    with store.assembled({"tokenizer.json": DIGEST}) as directory:
+        pass
+    assert (directory / "tokenizer.json").read_bytes() == CONTENT

@@ -47,7 +47,10 @@ def test_each_line_is_answered_as_a_request_is(server: Server, served: BatchClie
         "over a limit": {"prompt": "hello", "max_tokens": 10**9},
         "not supported": {"prompt": "hello", "suffix": "x"},
     }
+    before = server.metric("batch_lines_total")
     done = served.run([line(name) | {"body": body} for name, body in bodies.items()])
+    assert server.metric("batch_lines_total") == before + len(bodies)
+    assert server.metric("batches_unfinished") == 0
     assert done.status == "completed" and done.request_counts.failed == 4
     files = [done.output_file_id, done.error_file_id]
     found = {each["custom_id"]: each["response"] for one in files for each in served.lines(one)}
@@ -210,13 +213,6 @@ def test_a_bad_field_is_named(server: Server, batches: BatchClient, field: str, 
     body = {"input_file_id": batches.upload([line("a")]), **ASKED, field: value}
     error = error_of(server.post("/v1/batches", **body), 404 if field == "input_file_id" else 400)
     assert error["param"] in (field, f"{field}.seconds")
-
-
-def test_lines_are_counted(served: BatchClient, server: Server) -> None:
-    before = server.metric("batch_lines_total")
-    served.run([line("a"), line("b", max_tokens="x")])
-    assert server.metric("batch_lines_total") == before + 2
-    assert server.metric("batches_unfinished") == 0
 
 
 def test_probes_the_page_and_a_command_show_batches(

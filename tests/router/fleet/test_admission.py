@@ -244,16 +244,6 @@ def test_too_many_requests_are_a_429_with_retry_after(
     ok(server.chat("x"))
 
 
-def test_an_engine_never_gets_more_than_its_max_sequences(server: Server) -> None:
-    engine = server.join("hello", step_s=0.01, max_sequences=3)
-    answers = [server.begin(f"x{i}") for i in range(64)]
-    most = 0
-    while not all(answer.done() for answer in answers):
-        most = max(most, len(engine.running))
-    assert {answer.result().status_code for answer in answers} == {200}
-    assert 1 <= most <= 3 and not engine.running
-
-
 def test_a_full_engine_is_tried_again(server: Server) -> None:
     engine = server.start_engine("hi")
     engine.behaviour.refuse = lambda submit: (

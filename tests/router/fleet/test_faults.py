@@ -49,17 +49,21 @@ def assert_complete(answer: Future[httpx.Response]) -> None:
 # -- engines that go away ------------------------------------------------------
 
 
-def test_a_request_without_a_token_is_resubmitted(server: Server) -> None:
-    first = server.join("hello world", hold_tokens_after=0)
+def test_a_request_without_a_token_is_resubmitted_before_heartbeats_are_missed(
+    server: Server,
+) -> None:
+    first = server.join("hello world", name="again", hold_tokens_after=0)
     whole, stream = (server.begin("x", stream=stream) for stream in (False, True))
     eventually(runs(first, 2))
     first.kill()
-    second = server.start_engine("hello world")
+    second = server.start_engine("hello world", name="again")
     assert text_of(whole.result(60)) == "hello world"
     assert_complete(stream)
     assert {submit.attempt for submit in second.got(Submit)} == {1}
     seeds = [{s.sampling.seed for s in engine.got(Submit)} for engine in (first, second)]
     assert seeds[0] == seeds[1]
+    log = server.log.read_text()
+    assert "engine again is lost: sent no heartbeat" not in log and "engine again is lost" in log
 
 
 def start_answer(server: Server, **fields: Any) -> tuple[ScriptedEngine, Future[httpx.Response]]:
@@ -191,8 +195,11 @@ def test_without_an_engine_the_server_is_live_but_not_ready(start_server: StartS
 
 @pytest.mark.parametrize(
     ("field", "bad", "good", "said"),
-    [("heartbeats", False, True, "no heartbeat"), ("stalled_s", 45.0, 0.0, "stalled")],
-    ids=["missing heartbeats", "stalled"],
+    [
+        ("heartbeats", False, True, "no heartbeat"),
+        ("stalled_s", 45.0, 0.0, "stalled"),
+        ("phase", "loading", "ready", "loading"),
+    ],
 )
 def test_an_engine_that_makes_no_progress_makes_the_server_unready(
     server: Server, field: str, bad: Any, good: Any, said: str
@@ -216,17 +223,6 @@ def test_two_engines_share_the_work_and_one_may_leave(server: Server) -> None:
     one.leave()
     other.behaviour.hold_tokens_after = None
     assert [text_of(answer.result(60)) for answer in answers] == ["hi"] * 4
-
-
-def test_a_restart_is_noticed_before_the_heartbeats_are_missed(server: Server) -> None:
-    first = server.join("hi", name="again", hold_tokens_after=0)
-    answer = server.begin("x")
-    eventually(runs(first))
-    first.kill()
-    server.start_engine("hi", name="again")
-    assert text_of(answer.result(60)) == "hi"
-    log = server.log.read_text()
-    assert "engine again is lost: sent no heartbeat" not in log and "engine again is lost" in log
 
 
 def test_two_engines_may_have_the_same_name(server: Server) -> None:

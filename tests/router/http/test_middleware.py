@@ -35,6 +35,7 @@ def guarded(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory)
 def test_each_key_is_accepted(guarded: Server, key: str) -> None:
     for headers in (bearer(key), {"x-api-key": key}):
         assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+    assert key not in guarded.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -49,18 +50,13 @@ def test_any_other_key_is_a_401(guarded: Server, headers: dict[str, str]) -> Non
         answer = guarded.client.post(path, headers=headers, json={})
         assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
+    assert "sesam" not in guarded.log.read_text()
 
 
 @pytest.mark.parametrize("path", ["/metrics%0A", "/page/feed%0A", "/v1/models%0A"])
 def test_a_path_with_a_line_break_does_not_exist_for_any_key(guarded: Server, path: str) -> None:
     for key in ("sesame", "scrape", "nothing"):
         error_of(guarded.client.get(path, headers=bearer(key)), 404)
-
-
-def test_keys_are_never_logged(guarded: Server) -> None:
-    for key in ("sesame", "wrong-key"):
-        guarded.client.get("/v1/models", headers=bearer(key))
-        assert key not in guarded.log.read_text()
 
 
 @pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/version"])
@@ -219,14 +215,6 @@ def test_models_are_listed_and_shown(served: Server) -> None:
     assert (model["id"], model["object"]) == ("tiny", "model")
     assert (model["context_length"], model["ready_replicas"]) == (512, 1)
     assert served.client.get("/v1/models/tiny").json() == model
-
-
-def test_a_loading_engine_is_not_ready(server: Server) -> None:
-    engine = server.start_engine(phase="loading")
-    eventually(lambda: "loading" in server.client.get("/readyz").text)
-    assert server.client.get("/readyz").status_code == 503
-    engine.behaviour.phase = "ready"
-    server.wait_ready()
 
 
 def test_metrics_have_the_names_that_dashboards_use(served: Server) -> None:

@@ -50,18 +50,6 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(start_server: St
     assert server.process.wait(60) == 0
 
 
-def test_a_second_signal_ends_the_process_at_once(start_server: StartServer) -> None:
-    server = start_server("--drain-timeout-s=60")
-    engine = server.join("hello world", hold_tokens_after=1)
-    answer = server.begin("x")
-    eventually(lambda: len(engine.running) == 1)
-    for _ in range(2):
-        terminate(server)
-        time.sleep(0.2)
-    assert server.process.wait(60) == 0
-    assert answer.exception(60) is not None or answer.result().status_code == 503
-
-
 def test_a_stopped_router_leaves_only_its_lock_file(start_server: StartServer) -> None:
     server = start_server()
     server.join()
@@ -160,12 +148,18 @@ def test_a_long_chat_template_is_not_taken_for_a_path(start_server: StartServer)
     assert server.chat("hello").status_code == 200
 
 
-def test_a_stopping_server_serves_on_while_load_balancers_leave(start_server: StartServer) -> None:
+def test_a_stopping_server_serves_on_until_load_balancers_leave_or_a_second_signal_comes(
+    start_server: StartServer,
+) -> None:
     server = start_server("--pre-stop-delay-s=600")
-    server.join("hi")
+    engine = server.join("hi")
     terminate(server)
     server.wait_unready()
     assert server.client.get("/health").json()["status"] == "shutting_down"
     assert server.chat("x").status_code == 200
-    terminate(server)  # the second one: at once
-    assert server.process.wait(30) == 0
+    engine.behaviour.hold_tokens_after = 1
+    answer = server.begin("x")
+    eventually(lambda: len(engine.running) == 1)
+    terminate(server)
+    assert server.process.wait(60) == 0
+    assert answer.exception(60) is not None or answer.result().status_code == 503

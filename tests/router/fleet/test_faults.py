@@ -326,19 +326,21 @@ def test_silence_before_and_after_the_first_token_is_an_error(server: Server) ->
 
 
 def test_a_client_that_does_not_read_blocks_no_others_and_is_disconnected(server: Server) -> None:
+    tokens = 8000
     engine = server.join(
-        script=lambda submit: [5, 6] * 15_000, tokens_per_step=2, step_s=0.001, context_length=10**6
+        script=lambda submit: [5] * tokens, tokens_per_step=2, step_s=0.001, context_length=10**6
     )
     address = urlsplit(server.url)
-    fields = {"prompt": "x", "stream": True, "max_tokens": 30_000}
+    messages = [{"role": "user", "content": "x"}]
     # Many bytes a token: on a busy machine several tokens are one event.
-    body = json.dumps({**fields, "logprobs": 5}).encode()
+    fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": tokens, "stream": True}
+    body = json.dumps({"messages": messages, **fields}).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((address.hostname, address.port))
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
         eventually(runs(engine))
         assert len(text_of(server.chat("x", max_tokens=4))) == 4

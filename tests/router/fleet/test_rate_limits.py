@@ -278,7 +278,7 @@ def test_no_request_notices_what_happens_to_redis(redis: Redis, start_server: St
     is_over = threading.Event()
 
     def load() -> None:
-        while not is_over.wait(0.05):
+        while not is_over.wait(0.1):
             began = time.monotonic()
             answers.append((server.chat("x").status_code, time.monotonic() - began))
 
@@ -303,13 +303,13 @@ def test_no_request_notices_what_happens_to_redis(redis: Redis, start_server: St
         partial(admin.client_kill_filter, _type="normal"),
         admin.flushall,
     ]
-    clients = [begin(load) for _ in range(4)]
+    clients = [begin(load) for _ in range(2)]
     try:
         for fault in faults:
             fault()
             eventually(lambda: "limits_store_up 1.0" in server.metrics)
             count = len(answers)
-            eventually(lambda: len(answers) > count + 20)  # noqa: B023
+            eventually(lambda: len(answers) > count + 8)  # noqa: B023
     finally:
         is_over.set()
     for client in clients:

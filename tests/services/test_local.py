@@ -17,7 +17,7 @@ from services.supervision.launcher import ChildSpec
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version
-from tests.commands import run_command
+from tests.forked.process import start_process
 
 
 def test_a_port_in_use_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,11 +51,13 @@ def test_a_wrong_word_or_address_is_an_error_of_one_line(
 
 def test_a_missing_model_ends_the_server_and_leaves_no_files(tmp_path: Path) -> None:
     flags = (f"--model={tmp_path / 'nonsense'}", f"--ssd-cache-dir={tmp_path / 'ssd'}")
-    here = ("--host=127.0.0.1", "--port=0")
-    result = run_command(*here, *flags, XDG_RUNTIME_DIR=str(tmp_path))
-    assert result.returncode == 78
-    assert "Traceback" not in result.stderr
-    assert str(tmp_path / "nonsense") in result.stderr
+    words = ("--host=127.0.0.1", "--port=0", *flags)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    server = start_process("mlx_lm_server", words, environment)
+    assert server.stdout is not None
+    said = server.stdout.read()
+    assert server.wait(60) == 78
+    assert "Traceback" not in said and str(tmp_path / "nonsense") in said
     assert list(tmp_path.glob("mlxlm-*")) == []
 
 

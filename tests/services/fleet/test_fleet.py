@@ -40,17 +40,6 @@ def test_the_model_that_was_not_used_for_longest_makes_room() -> None:
     assert run.states == {"a": "ready", "b": "unloaded", "c": "ready", "d": "ready"}
 
 
-def test_an_engine_counts_until_it_has_ended() -> None:
-    run = FleetRun.settled(1 * GB, entry("a"), entry("b"))
-    run.router.state.facts = {"models": {"a": (0, 1.0), "b": (1, 0.0)}}
-    for _ in range(5):
-        run.fleet.update()
-    assert run.engines == ["a-0"] and run.child("a-0").retired_until is not None
-    run.end_retired()
-    run.fleet.update()
-    assert run.engines == ["b-0"]
-
-
 def test_a_model_with_requests_keeps_its_memory_unless_another_waits_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,25 +202,21 @@ def test_the_router_is_told_at_once_which_engine_has_ended_and_whether_that_was_
     assert {"ended": "a-1", "planned": True} in run.router.told
 
 
-def test_a_model_that_cannot_be_loaded_is_broken_until_a_restart_and_the_others_go_on() -> None:
-    run = FleetRun(2 * GB, [entry("a"), entry("b")])
+@pytest.mark.parametrize("again", ["restarted", "configured"])
+def test_a_model_that_cannot_be_loaded_is_broken_until_it_is_restarted_or_configured_again(
+    again: str,
+) -> None:
+    entries = [entry("a"), entry("b")]
+    run = FleetRun(2 * GB, entries)
     run.child("b-0").gave_up = "there is no model at /nowhere/b"
     run.settle(b=(1, 0.0))
     assert run.states == {"a": "ready", "b": "broken"}
     assert run.reason("b") == "there is no model at /nowhere/b"
     assert run.ended_with is None
-    run.fleet.restart("b")
-    run.settle()
-    assert run.states == {"a": "ready", "b": "ready"}
-
-
-def test_the_same_configuration_read_again_tries_a_broken_model_again() -> None:
-    entries = [entry("a"), entry("b")]
-    run = FleetRun(2 * GB, entries)
-    run.child("b-0").gave_up = "there is no model at /nowhere/b"
-    run.settle()
-    assert run.states == {"a": "ready", "b": "broken"}
-    run.fleet.reconfigure(run.settings, entries)
+    if again == "restarted":
+        run.fleet.restart("b")
+    else:
+        run.fleet.reconfigure(run.settings, entries)
     run.settle()
     assert run.states == {"a": "ready", "b": "ready"}
 

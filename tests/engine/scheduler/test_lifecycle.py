@@ -49,6 +49,14 @@ def test_a_stop_token_with_look_ahead_costs_one_discarded_decode() -> None:
     assert client.tokens == [first]
 
 
+def test_stop_tokens_are_forbidden_until_min_tokens_are_reached() -> None:
+    engine = Engine(config())
+    stops = list(range(20))
+    engine.serve(request("a", [1], max_tokens=20, min_tokens=3, stop_token_ids=stops))
+    forbidden = [bool(plan.decodes[0].forbidden) for plan in engine.plans if plan.decodes]
+    assert forbidden[:4] == [True, True, True, False]
+
+
 def test_logprobs_reach_the_delta_of_their_token() -> None:
     scheduler = Scheduler(config())
     scheduler.submit(request("a", [1], logprobs=1))
@@ -211,6 +219,25 @@ def test_many_short_prompts_share_a_plan_within_the_chunk_limit() -> None:
         engine.submit(request(name, prompt(9, ord(name))))
     plan = engine.schedule()
     assert plan is not None and [len(chunk.token_ids) for chunk in plan.chunks] == [8, 8, 8]
+
+
+def test_no_more_rows_decode_than_allowed_and_the_oldest_go_first() -> None:
+    engine = Engine(config(max_batch_size=2, prefill_batch_size=8, prefill_chunk_tokens=200))
+    clients = [engine.submit(request(name, prompt(9, ord(name)))) for name in "abcdef"]
+    engine.run()
+    starts = [client.started_step or 0 for client in clients]
+    assert starts == sorted(starts) and len(set(starts)) == 3
+    assert max(len(plan.decodes) for plan in engine.plans) == 2
+
+
+def test_a_higher_priority_overtakes_in_the_queue() -> None:
+    engine = Engine(config(completion_batch_size=1))
+    engine.submit(request("first", prompt(9)))
+    engine.turn()
+    low = engine.submit(request("low", prompt(9)))
+    high = engine.submit(request("high", prompt(9), priority=1))
+    engine.run()
+    assert (high.started_step or 0) < (low.started_step or 0)
 
 
 def test_usage_says_where_the_time_went() -> None:

@@ -17,6 +17,17 @@ def budget(
     return wire.ThinkingBudget(tokens=tokens, end_ids=END, start_ids=list(start), is_open=is_open)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_the_end_follows_so_many_tokens_of_reasoning(tokens: int, look_ahead: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead))
+    limited = engine.submit(request("a", [1, 2, 3], max_tokens=20, thinking=budget(tokens)))
+    free = engine.submit(request("b", [1, 2, 3], max_tokens=20))
+    engine.finish(limited, free)
+    assert limited.tokens[:tokens] == free.tokens[:tokens]
+    assert limited.tokens[tokens : tokens + 3] == END
+    assert not {*limited.tokens[tokens + 3 :]} & {*END}
+
+
 def test_only_the_steps_in_question_wait_for_the_token_before() -> None:
     engine = Engine(config(look_ahead=True))
     engine.submit(request("a", [1, 2, 3], max_tokens=20, thinking=budget(9)))

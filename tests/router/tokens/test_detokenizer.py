@@ -47,6 +47,21 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert scanner.flush() == "E"
 
 
+@pytest.mark.parametrize("text", ["wait 🌍🏽 STOP", "日本語STOP日本", "a\n\nb STOPST", "é́STOP"])
+def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
+    text: str, vocabulary: Vocabulary, tokenizer: Any
+) -> None:
+    ids = tokenizer.encode(text).ids
+    for start in range(len(text)):
+        for end in range(start + 1, min(start + 5, len(text)) + 1):
+            stop = text[start:end]
+            stream = IncrementalDetokenizer(vocabulary.decoder(), [stop])
+            shown = read(stream, ids)
+            assert shown == cut_by_hand(text, [stop])
+            assert "\ufffd" not in shown
+            assert stream.stopped
+
+
 def test_half_a_character_waits_for_its_other_half(vocabulary: Vocabulary, tokenizer: Any) -> None:
     ids = tokenizer.encode("é🌍").ids
     assert len(ids) == 6
@@ -77,6 +92,16 @@ def test_text_is_its_tokens_bytes(
     stream = IncrementalDetokenizer(known.decoder())
     whole = b"".join(map(known.token_bytes, ids)).decode(errors="replace")
     assert read(stream, ids) == whole.removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", ["é 🌍🏽 日本, and  words.", "  two spaces", "no space\n\n  x"])
+def test_text_is_that_of_mlx_lm(text: str, loaded: Any, vocabulary: Vocabulary) -> None:
+    theirs = loaded.detokenizer
+    ids = loaded.encode(text, add_special_tokens=False)
+    for token in ids:
+        theirs.add_token(token)
+    theirs.finalize()
+    assert read(IncrementalDetokenizer(vocabulary.decoder()), ids) == theirs.text
 
 
 @pytest.mark.parametrize("byte", [b" ", b"\x80", b"\xf0"])

@@ -71,7 +71,9 @@ def bound(x: Any, arrays: Any, whole: Any, precision: Precision, mode: str) -> f
     return float(fp32 + 5 * step / np.sqrt(3) * 2 * np.abs(whole).max() * np.sqrt(WIDTH))
 
 
-@pytest.mark.parametrize(("mode", "bits", "group"), KINDS)
+@pytest.mark.parametrize(
+    ("mode", "bits", "group"), [kind for kind in KINDS if kind[0] != "affine" or kind[2] == 64]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_product_does_not_change_when_another_is_made(
     mode: str, bits: int, group: int, precision: Precision

@@ -8,19 +8,6 @@ def cost(result: list[Run], call_cost: int) -> int:
     return sum(call_cost + (run.last - run.first + 1) * run.length for run in result)
 
 
-def test_equal_rows_share_one_call() -> None:
-    assert split_runs([0, 1, 2, 3], [100] * 4, 50) == [Run(0, 3, 100)]
-
-
-def test_short_rows_do_not_pay_for_a_long_one() -> None:
-    apart = [Run(0, 0, 40), Run(1, 1, 2000), Run(2, 2, 40)]
-    assert split_runs([0, 1, 2], [40, 2000, 40], 50) == apart
-
-
-def test_a_wide_gap_between_rows_is_not_computed() -> None:
-    assert split_runs([0, 7], [500, 500], 50) == [Run(0, 0, 500), Run(7, 7, 500)]
-
-
 def test_the_split_is_the_cheapest_of_all() -> None:
     choose = random.Random(3)
     for _ in range(50):

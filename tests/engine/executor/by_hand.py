@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,17 @@ from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot, StepResult
 from shared.wire import SamplingParams, TokenLogprobs
 from tests.engine.sampling.test_penalties import mlx_lm_logits
-from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
+from tests.tiny_models import VOCAB_SIZE
 
 GREEDY = SamplingParams(seed=1)
 BLOCK = 16
 _alone: dict[tuple[int, ...], list[int]] = {}
 
 
-def load(kind: Kind, path: Path) -> Any:
+@cache
+def load(path: Path) -> Any:
+    """Return the model in ``path``, which is kept for other tests."""
     ragged.install()
-    _alone.clear()  # a new model may have the id of one that is gone
-    make_tiny(kind, path, seed=1)
     return mlx_lm.load(str(path))[0]
 
 

@@ -39,11 +39,13 @@ from tests.engine.executor.by_hand import (
     penalized,
     prompt,
 )
+from tests.engine.executor.conftest import every_pair
 
 NO_TOKEN: Any = "x"  # MLX raises where it is computed
 pytestmark = pytest.mark.usefixtures("batch_class")
 
 
+@every_pair
 def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(model: Any) -> None:
     prompts = [prompt(i, n) for i, n in enumerate((50, 3, 17, 1, 33))]
     expected = [alone(model, tokens, 12) for tokens in prompts]
@@ -60,18 +62,6 @@ def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(mo
         for i, token in zip(running, result.tokens, strict=True):
             outputs[i].append(token)
     assert outputs == expected
-
-
-def test_a_rewound_row_leaves_other_rows_alone(model: Any) -> None:
-    one, two = prompt(1, 40), prompt(2, 25)
-    runner = Runner(model)
-    a, b = Slot(0, 1), Slot(0, 2)
-    runner.prefill(a, one[:-1])
-    runner.prefill(b, two[:-1])
-    first = runner.generate(a, one, 6, known=True)
-    runner.generate(b, two, 3, known=True)
-    assert runner.generate(a, one, 6, known=True) == first == alone(model, one, 6)
-    assert runner.generate(b, two, 3, known=False) == alone(model, two, 3)
 
 
 def test_blocks_restore_a_prefix_in_another_slot_even_from_bytes(model: Any) -> None:
@@ -94,19 +84,8 @@ def test_blocks_restore_a_prefix_in_another_slot_even_from_bytes(model: Any) -> 
     assert runner.generate(Slot(0, 3), tokens, 5, known=True) == expected
 
 
-def test_a_moved_sequence_continues_with_its_last_sampled_token(model: Any) -> None:
-    tokens = prompt(5, 30)
-    runner = Runner(model)
-    runner.prefill(Slot(0, 1), tokens[:-1])
-    out = runner.generate(Slot(0, 1), tokens, 4, known=False)
-    moves = (Move(Slot(0, 1), Slot(1, 0), len(tokens) + 3),)
-    runner.run(new_slabs=(SlabSpec(1, 2, 256),), moves=moves)
-    out += runner.decode((Slot(1, 0), len(tokens) + 3, None, 4))
-    assert out == alone(model, tokens, 5)
-
-
 def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> None:
-    """Tokens stay on the device. One row moves, the other joins late."""
+    """Tokens stay on the device. One row moves to another slab, the other joins late."""
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
     runner.run(new_slabs=(SlabSpec(1, 2, 256),))

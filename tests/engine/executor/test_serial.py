@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,41 +12,24 @@ from engine.executor.serial import SerialExecutor, measured_token_bytes
 from engine.plan import Chunk, Decode, SlabSpec, Slot
 from shared.wire import TokenLogprobs
 from tests.engine.executor.by_hand import (
-    GREEDY,
     PENALIZED,
     PlanRunner,
-    alone,
     assert_logprobs,
     direct_logprobs,
     load,
     penalized,
     prompt,
 )
-from tests.tiny_models import Kind
 
 
-@pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_gives_the_tokens_of_mlx_lm(kind: Kind, tmp_path: Path) -> None:
-    model = load(kind, tmp_path)
-    runner = PlanRunner(SerialExecutor(model, measured_token_bytes(model)))
-    for number, length in enumerate((30, 1, 12)):
-        tokens, slot = prompt(number, length), Slot(number, 0)
-        out: list[int] = []
-        if length > 1:
-            slabs = (SlabSpec(number, 1, 64),)
-            chunks = (Chunk(slot, 0, tuple(tokens[:5])), Chunk(slot, 5, tuple(tokens[5:-1])))
-            runner.run(new_slabs=slabs, chunks=chunks)
-        for index in range(5):
-            token = out[-1] if out else tokens[-1]
-            decode = Decode(slot, length - 1 + index, token, index, GREEDY)
-            out += runner.run(decodes=(decode,)).tokens
-        runner.run(freed_slabs=(number,))
-        assert out == alone(model, tokens, 5)
+@pytest.fixture(params=["mamba", "llama"])
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
+    return load(tiny_model(request.param, seed=1))
 
 
-@pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_applies_the_same_controls(kind: Kind, tmp_path: Path) -> None:
-    model = load(kind, tmp_path)
+def test_the_serial_executor_gives_mlx_lms_tokens_under_controls_and_their_scores(
+    model: Any,
+) -> None:
     runner = PlanRunner(SerialExecutor(model, measured_token_bytes(model)))
     tokens, slot = prompt(41, 30), Slot(0, 0)
     out: list[int] = []

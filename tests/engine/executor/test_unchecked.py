@@ -16,7 +16,7 @@ from tests.engine.whole import random_tokens as prompt
 from tests.oracle import oracle
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.fixture
 def whole(request: pytest.FixtureRequest, llama: Path) -> Iterator[Whole]:
     with forced_gpu_path() if request.param else nullcontext():
         yield Whole(llama, num_blocks=1024)
@@ -33,7 +33,12 @@ def spoil(whole: Whole, name: str) -> None:
         slab.arrays[number] = mx.array(values)
 
 
-@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize(
+    ("whole", "aborted"),
+    [(False, True), (True, False)],
+    ids=["as on a CPU, aborted", "as on a GPU, at its end"],
+    indirect=["whole"],
+)
 def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
     whole: Whole, llama: Path, aborted: bool
 ) -> None:

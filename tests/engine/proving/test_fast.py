@@ -45,7 +45,7 @@ def differences(wrap: Wrap) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mamba2"])
 def test_the_same_codes_are_proven_closely_first(name: str, differences: list[float]) -> None:
     model = fast(name)
     executor = choose_executor(model, VOCAB_SIZE, 16).executor

@@ -29,10 +29,14 @@ from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from tests.engine.conftest import Wrap
 
-FEW = ["llama", "gemma3_text"]
 MORE = "qwen2 qwen3 gemma2 phi3 olmo2 glm4 cohere lfm2 starcoder2 mamba".split()
-DTYPES = (mx.bfloat16, mx.float16)
+BFLOAT, FLOAT = DTYPES = (mx.bfloat16, mx.float16)
 BLOCK = 16
+PAIRWISE = [
+    *(("gpu", "llama", BFLOAT), ("gpu", "gemma3_text", FLOAT)),
+    *(("cpu", "llama", FLOAT), ("cpu", "gemma3_text", BFLOAT)),
+]
+"""Paths, models and types."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +83,12 @@ def tried(model: Any) -> Tried:
     return Tried(model, layout, batch_class, proof_references(model, layout, VOCAB_SIZE))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "path"),
-    [(name, path) for path in ("gpu", "cpu") for name in FEW + MORE * (path == "gpu")],
+    ("path", "name", "dtype"),
+    [*PAIRWISE, *(("gpu", name, DTYPES[i % 2]) for i, name in enumerate(MORE))],
     indirect=["path"],
 )
-def test_models_in_16_bits_are_batched(name: str, dtype: mx.Dtype, path: str) -> None:
+def test_models_in_16_bits_are_batched(path: str, name: str, dtype: mx.Dtype) -> None:
     executor, reason, _ = choose_executor(built(name, dtype), VOCAB_SIZE, BLOCK, Precision(8))
     assert isinstance(executor, BatchedExecutor)
     assert executor.spec.batching == ("dense" if name == "gemma2" else "ragged"), reason
@@ -128,9 +131,7 @@ def is_noticed(subject: Tried) -> None:
         subject.prove()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("path", ["gpu", "cpu"], indirect=True)
+@pytest.mark.parametrize(("path", "name", "dtype"), PAIRWISE, indirect=["path"])
 class TestTheProofNotices:
     @pytest.fixture
     def subject(self, name: str, dtype: mx.Dtype) -> Tried:

@@ -89,9 +89,8 @@ def with_noise(weight: mx.array) -> mx.array:
     return weight + 0.1 * mx.random.normal(weight.shape) if plain else weight
 
 
-@pytest.fixture(params=KINDS, name="model")
-def _model(request: pytest.FixtureRequest) -> Any:
-    name, changes = KINDS[request.param]
+def of_kind(kind: str) -> Any:
+    name, changes = KINDS[kind]
     return tiny(name, **changes)
 
 
@@ -105,7 +104,9 @@ def prompt(seed: int, length: int) -> list[int]:
     return mx.random.randint(3, 90, (length,), key=mx.random.key(seed)).tolist()
 
 
-def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(model: Any) -> None:
+@pytest.mark.parametrize("what", KINDS)
+def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(what: str) -> None:
+    model = of_kind(what)
     layout, slabs, kind = probe_layout(model), Slabs(), bound(model)
     slabs[0], slabs[1] = Slab(layout, 4, 160), Slab(layout, 1, 160)
     slots = (Slot(0, 0), Slot(0, 3), Slot(1, 0))
@@ -142,7 +143,7 @@ def test_rows_of_few_tokens_attend_together_and_give_the_logits_of_mlx(
     name: str, in_mlx: bool
 ) -> None:
     """As rows with drafts do; their windows are shorter than the texts."""
-    model = tiny(KINDS[name][0], **KINDS[name][1])
+    model = of_kind(name)
     layout, slabs = probe_layout(model), Slabs()
     kind: type[HostBatch] = HostBatch if in_mlx else bound(model)
     slabs[0], slabs[1] = Slab(layout, 5, 160), Slab(layout, 1, 160)
@@ -158,11 +159,6 @@ def test_rows_of_few_tokens_attend_together_and_give_the_logits_of_mlx(
         for logits, given, cache in zip(batch.logits(model, padded), tokens, caches, strict=True):
             expected = model(mx.array([given]), cache=cache)[0]
             assert mx.allclose(logits[: len(given)], expected, rtol=1e-3, atol=1e-3)
-
-
-def test_the_proof_accepts_it(model: Any) -> None:
-    layout = probe_layout(model)
-    prove(model, layout, bound(model), proof_references(model, layout, 90))
 
 
 def test_the_proof_notices_a_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +181,8 @@ def test_the_proof_notices_a_stale_row(wrap: Wrap) -> None:
         prove(model, layout, kind, proof_references(model, layout, 90))
 
 
-def test_a_pass_without_logits_stores_the_same_kv(model: Any) -> None:
+def test_a_pass_without_logits_stores_the_same_kv() -> None:
+    model = of_kind("windows")
     layout, kind, row = probe_layout(model), bound(model), [Row(Slot(0, 0), 0, 70)]
     kept = []
     for silent in (False, True):
@@ -196,34 +193,37 @@ def test_a_pass_without_logits_stores_the_same_kv(model: Any) -> None:
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(*kept, strict=True))
 
 
-def test_weights_are_kept_once_when_the_model_has_given_them_up(model: Any) -> None:
-    layout, kind = probe_layout(model), bound(model)
-    before = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    slabs, rows, tokens = Slabs(), [Row(Slot(0, 0), 0, 2)], mx.array([[5, 6]])
-    slabs[0] = Slab(layout, 1, 16)
-    logits = kind(layout, slabs, rows).logits(model, tokens)
-    kind.release_weights()
-    left = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    embedding = model.model.embed_tokens.weight.nbytes  # rows of it are looked up
-    assert left < embedding + before / 10
-    assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_an_embedding_is_looked_up_in_its_file(
-    model: Any, bits: int | None, tmp_path: Path
+@pytest.mark.parametrize(("bits", "in_file"), [(None, False), (None, True), (4, True)])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("llama", "tied, pairs of neighbours", "half of each head rotated"),
+        *("experts", "sinks, experts with biases"),
+    ],
+)
+def test_weights_are_kept_once_when_the_model_has_given_them_up(
+    what: str, bits: int | None, in_file: bool, tmp_path: Path
 ) -> None:
+    """Rows of the embedding are looked up, in its file if that is known."""
+    model = of_kind(what)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
     file = tmp_path / "model.safetensors"
     mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
     layout, kind = probe_layout(model), bound(model)
+    before = nbytes(model)
     slabs, rows, tokens = Slabs(), [Row(Slot(0, 0), 0, 2)], mx.array([[5, 6]])
     slabs[0] = Slab(layout, 1, 16)
     logits = kind(layout, slabs, rows).logits(model, tokens)
-    kind.release_weights([file])
-    assert not model.model.embed_tokens.parameters()
+    kind.release_weights([file] if in_file else [])
+    assert bool(model.model.embed_tokens.parameters()) != in_file
+    others = nbytes(model) - nbytes(model.model.embed_tokens)
+    assert others < before / (10 if bits is None else 2), "scales stay"
     assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
 
 
 def test_without_onnx_runtime_mlx_computes(
@@ -236,18 +236,13 @@ def test_without_onnx_runtime_mlx_computes(
     assert "no module named 'onnxruntime'" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "mamba"])
-def test_models_of_another_kind_are_left_to_mlx(name: str) -> None:
-    model = build(name)
-    assert decoder.bind(model, probe_layout(model)) is None
-
-
-def test_layers_of_another_kind_are_left_to_mlx() -> None:
+def test_models_and_layers_of_another_kind_are_left_to_mlx() -> None:
+    others = [build(name) for name in ("olmoe", "deepseek_v3", "mamba")]
     adapted, half = tiny("llama"), tiny("llama")
     adapted.model.layers[1].mlp.up_proj = nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     half.set_dtype(mx.float16)
-    for model in (adapted, half):
-        assert decoder.bind(model, probe_layout(model)) is None
+    for model in (*others, adapted, half):
+        assert decoder.bind(model, probe_layout(model)) is None, type(model)
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -331,17 +326,6 @@ def test_the_decoder_is_chosen_on_the_cpu_unless_switched_off(
     monkeypatch.setenv(device.HOST_VARIABLE, "0")
     (stock,) = device.batch_classes(model, probe_layout(model))
     assert not issubclass(stock, HostBatch)
-
-
-def test_every_number_of_rows_gives_the_logits_of_mlx() -> None:
-    model = tiny("llama", attention_bias=True)
-    layout, kind = probe_layout(model), bound(model)
-    for rows in (*range(1, 20), 63, 64, 65, 200):
-        slabs = Slabs()
-        slabs[0] = Slab(layout, 1, 200)
-        tokens = mx.array([prompt(rows, rows)])
-        ours = kind(layout, slabs, [Row(Slot(0, 0), 0, rows)]).logits(model, tokens)
-        assert mx.allclose(ours, model(tokens), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

@@ -70,7 +70,7 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
     theirs = model(mx.array(texts[:1]), cache=make_prompt_cache(model))[0]
     near = 0.2 if "activations in 8" in what else 1e-3
     assert np.allclose(alone[0], theirs, near, near)
-    for chunks in ([1] * 140, [2, 7, 130, 161], [64, 200, 36]):
+    for chunks in ([1] * 70, [2, 7, 130, 161], [64, 200, 36]):
         assert np.array_equal(computed(0, Slot(0, 0), chunks), alone[0][: sum(chunks)])
     ends = [LENGTH - 37 * number - 1 for number in range(8)]
     rows = [Row(Slot(0, number), end, end + 1) for number, end in enumerate(ends)]
@@ -80,16 +80,13 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
         assert np.array_equal(together[number], alone[number][end])
 
 
-@pytest.mark.parametrize("kv_bits", [16, 8])
-def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
-    llama: Path, kv_bits: int
-) -> None:
+def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(llama: Path) -> None:
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(100)]
     requests = {}
-    for number in range(12):
+    for number in range(8):
         own = [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, 60))]
-        requests[f"r{number}"] = shared[: pick.choice([0, 40, 100])] + own, pick.randrange(20, 70)
+        requests[f"r{number}"] = shared[: pick.choice([0, 40, 100])] + own, pick.randrange(10, 50)
 
     def scores(whole: Whole, names: Sequence[str]) -> set[bytes]:
         """Return the logits of every token of these requests, sent at once."""
@@ -104,13 +101,13 @@ def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
         whole.run()
         return seen
 
-    roomy = Whole(llama, kv_bits=kv_bits)
+    roomy = Whole(llama, kv_bits=8)
     alone = set()
     for name in requests:
         roomy.renew(look_ahead=False)  # nothing is cached
         alone |= scores(roomy, [name])
-    options = {"num_blocks": 48, "max_batch_size": 16, "prefill_chunk_tokens": 24}
-    pressed = Whole(llama, kv_bits=kv_bits, **options)
+    options = {"num_blocks": 40, "max_batch_size": 16, "prefill_chunk_tokens": 24}
+    pressed = Whole(llama, kv_bits=8, **options)
     assert scores(pressed, list(requests)) == alone
     assert pressed.scheduler.stats().preemptions_total > 0
     assert scores(pressed, ["r3", "r4"]) <= alone  # with prefixes from memory

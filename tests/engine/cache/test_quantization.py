@@ -237,16 +237,12 @@ def test_nan_stays_nan_and_spoils_only_its_group() -> None:
 
 @pytest.mark.parametrize(
     ("dim", "size"),
-    [(64, 64), (128, 64), (192, 64), (96, 32), (80, 16), (576, 64), (16, 16)],
+    [(64, 64), (128, 64), (192, 64), (96, 32), (80, 16), (576, 64), (16, 16), (24, 0), (0, 0)],
 )
 def test_the_group_size_shrinks_until_it_divides_the_dim(dim: int, size: int) -> None:
-    assert Precision(8, 64).for_dim(dim) == Quantization(8, size)
-
-
-def test_dims_that_no_group_divides_are_not_quantized() -> None:
-    assert Precision(8, 64).for_dim(24) is None
-    assert Precision(8, 64).for_dim(0) is None
-    assert UNQUANTIZED.for_dim(64) is None
+    """If none does, nothing is quantized."""
+    assert Precision(8, 64).for_dim(dim) == (Quantization(8, size) if size else None)
+    assert UNQUANTIZED.for_dim(dim) is None
 
 
 def test_bytes_of_a_head_of_64() -> None:

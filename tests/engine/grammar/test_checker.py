@@ -131,24 +131,22 @@ def test_a_killed_process_is_replaced(checker: GrammarChecker) -> None:
 
 
 def test_a_process_that_is_killed_while_it_compiles_rejects_no_grammar(
-    vocabulary: TokenizerSpec,
+    checker: GrammarChecker,
 ) -> None:
-    with closing(GrammarChecker(vocabulary)) as checker:
-        pid = running(checker)
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-        assert running(checker) != pid
+    pid = running(checker)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    assert running(checker) != pid
 
 
 def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
-    vocabulary: TokenizerSpec,
+    checker: GrammarChecker,
 ) -> None:
     count = 200_000  # a source far over what a request may have
     deep = "".join(f"a{i}:a{i + 1}\n" for i in range(count))
-    with closing(GrammarChecker(vocabulary)) as checker:
-        with pytest.raises(GrammarError):
-            checker.check(lark(f'start: a0\n{deep}a{count}: "x"'))
-        running(checker)
+    with pytest.raises(GrammarError):
+        checker.check(lark(f'start: a0\n{deep}a{count}: "x"'))
+    running(checker)
 
 
 def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) -> None:

@@ -54,7 +54,7 @@ def prompts() -> list[list[int]]:
 
 def submit_all(whole: Whole, given: list[list[int]]) -> None:
     for number, prompt in enumerate(given):
-        whole.submit(f"r{number}", prompt, 12 + number)
+        whole.submit(f"r{number}", prompt, 20 + number)
 
 
 def failing(original: Callable[..., Any], when: Iterator[bool]) -> Callable[..., Any]:
@@ -81,13 +81,13 @@ def check_texts(whole: Whole, path: Path, but: str = "") -> None:
     for number, prompt in enumerate(prompts()):
         if f"r{number}" != but:
             text = whole.texts[f"r{number}"]
-            assert len(text) == 12 + number and whole.ends[f"r{number}"].finish == "length"
+            assert len(text) == 20 + number and whole.ends[f"r{number}"].finish == "length"
             truth.check_same(prompt, text, greedy(path, number))
 
 
 @cache
 def greedy(path: Path, number: int) -> list[int]:
-    return oracle(path).greedy(prompts()[number], 12 + number)
+    return oracle(path).greedy(prompts()[number], 20 + number)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_all_sequences_start_over_and_get_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), at(*calls)))
     for number, prompt in enumerate(prompts()):
-        whole.submit(f"r{number}", prompt, 12 + number)
+        whole.submit(f"r{number}", prompt, 20 + number)
         whole.turns(3 if number == 3 else 0)
     whole.run()
     assert whole.scheduler.stats().preemptions_total >= 2

@@ -80,13 +80,16 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
         assert np.array_equal(together[number], alone[number][end])
 
 
-def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(llama: Path) -> None:
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
+    llama: Path, kv_bits: int
+) -> None:
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(100)]
     requests = {}
-    for number in range(8):
+    for number in range(12):
         own = [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, 60))]
-        requests[f"r{number}"] = shared[: pick.choice([0, 40, 100])] + own, pick.randrange(10, 50)
+        requests[f"r{number}"] = shared[: pick.choice([0, 40, 100])] + own, pick.randrange(20, 70)
 
     def scores(whole: Whole, names: Sequence[str]) -> set[bytes]:
         """Return the logits of every token of these requests, sent at once."""
@@ -101,13 +104,13 @@ def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(llama: Path) -
         whole.run()
         return seen
 
-    roomy = Whole(llama, kv_bits=8)
+    roomy = Whole(llama, kv_bits=kv_bits)
     alone = set()
     for name in requests:
         roomy.renew(look_ahead=False)  # nothing is cached
         alone |= scores(roomy, [name])
-    options = {"num_blocks": 40, "max_batch_size": 16, "prefill_chunk_tokens": 24}
-    pressed = Whole(llama, kv_bits=8, **options)
+    options = {"num_blocks": 48, "max_batch_size": 16, "prefill_chunk_tokens": 24}
+    pressed = Whole(llama, kv_bits=kv_bits, **options)
     assert scores(pressed, list(requests)) == alone
     assert pressed.scheduler.stats().preemptions_total > 0
     assert scores(pressed, ["r3", "r4"]) <= alone  # with prefixes from memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,65 +60,47 @@ def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
         assert np.allclose(found.layers[name].down, down, rtol=2**-8)
 
 
-def of_another_model(path: Path) -> None:
-    wider = {name: Shape(shape.inputs * 2, shape.outputs) for name, shape in SHAPES.items()}
-    random_adapter(wider, path, 1)
-
-
-def of_layers_that_are_not_there(path: Path) -> None:
-    random_adapter({"model.layers.7.self_attn.q_proj": Shape(32, 16)}, path, 1)
-
-
-def of_too_high_a_rank(path: Path) -> None:
-    random_adapter(SHAPES, path, 1, rank=17)
-
-
 def rewrite(path: Path, change: Callable[[Weights], Weights]) -> None:
     """Change the weights of the adapter in ``path``."""
     save_file(change(load_file(path / FILE)), path / FILE)
 
 
-def without_half_of_a_pair(path: Path) -> None:
-    missing = "model.layers.0.mlp.up.lora_a"
-    rewrite(path, lambda weights: {n: weights[n] for n in weights if n != missing})
+def without(weights: Weights, missing: str) -> Weights:
+    return {name: array for name, array in weights.items() if name != missing}
 
 
-def with_other_weights(path: Path) -> None:
-    rewrite(path, lambda weights: weights | {"model.norm.weight": np.ones(3, np.float32)})
-
-
-def with_nan(path: Path) -> None:
-    rewrite(path, lambda weights: {name: array * np.nan for name, array in weights.items()})
-
-
-def in_integers(path: Path) -> None:
-    rewrite(path, lambda weights: {n: array.astype(np.int32) for n, array in weights.items()})
-
-
-def cut_in_half(path: Path) -> None:
-    (path / FILE).write_bytes((path / FILE).read_bytes()[:-100])
-
-
-def of_noise(path: Path) -> None:
-    (path / FILE).write_bytes(b"\xff" * 64)
-
-
-def as_a_pickle(path: Path) -> None:
-    change(path, peft_type="LORA")
-    (path / "adapter_model.bin").write_bytes(b"\x80\x04")
-
-
+WIDER = {name: Shape(shape.inputs * 2, shape.outputs) for name, shape in SHAPES.items()}
+ELSEWHERE = {"model.layers.7.self_attn.q_proj": Shape(32, 16)}
+HALF = "model.layers.0.mlp.up.lora_a"
 BAD: list[tuple[Callable[[Path], object], str]] = [
-    (of_another_model, "an adapter of another model"),
-    (of_layers_that_are_not_there, r"no linear layers model\.layers\.7\.self_attn\.q_proj"),
-    (of_too_high_a_rank, "has rank 17, over --max-adapter-rank, which is 16"),
-    (without_half_of_a_pair, r"it lacks model\.layers\.0\.mlp\.up\.lora_a"),
-    (with_other_weights, "weights that are not LoRA's: model.norm.weight"),
-    (with_nan, "not finite"),
-    (in_integers, "its weights are in I32; only F32, F16, BF16 are read"),
-    (cut_in_half, "adapters.safetensors ends too early"),
-    (of_noise, "is not a safetensors file"),
-    (as_a_pickle, "it has no adapter_model.safetensors; weights are only read from safetensors"),
+    (lambda path: random_adapter(WIDER, path, 1), "an adapter of another model"),
+    (
+        lambda path: random_adapter(ELSEWHERE, path, 1),
+        r"no linear layers model\.layers\.7\.self_attn\.q_proj",
+    ),
+    (
+        lambda path: random_adapter(SHAPES, path, 1, rank=17),
+        "has rank 17, over --max-adapter-rank, which is 16",
+    ),
+    (lambda path: rewrite(path, lambda old: without(old, HALF)), f"it lacks {re.escape(HALF)}"),
+    (
+        lambda path: rewrite(path, lambda old: old | {"model.norm.weight": np.ones(3)}),
+        "weights that are not LoRA's: model.norm.weight",
+    ),
+    (lambda path: rewrite(path, lambda old: {n: old[n] * np.nan for n in old}), "not finite"),
+    (
+        lambda path: rewrite(path, lambda old: {n: old[n].astype(np.int32) for n in old}),
+        "its weights are in I32; only F32, F16, BF16 are read",
+    ),
+    (
+        lambda path: (path / FILE).write_bytes((path / FILE).read_bytes()[:-100]),
+        "adapters.safetensors ends too early",
+    ),
+    (lambda path: (path / FILE).write_bytes(b"\xff" * 64), "is not a safetensors file"),
+    (
+        lambda path: change(path, peft_type="LORA"),
+        "it has no adapter_model.safetensors; weights are only read from safetensors",
+    ),
     (lambda path: (path / CONFIG).unlink(), "it has no adapter_config.json"),
     (lambda path: (path / CONFIG).write_text("{"), "is not JSON"),
     (lambda path: (path / CONFIG).write_text("[" * 100_000), "is not JSON"),

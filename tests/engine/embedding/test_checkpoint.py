@@ -11,15 +11,8 @@ import pytest
 from engine.embedding.build import load_text_model
 from engine.embedding.checkpoint import read_checkpoint, task_of
 from engine.model.errors import ModelUnavailable
-from tests.text_models import KINDS, make_text_model
+from tests.text_models import make_text_model
 from tests.tiny_models import make_tiny
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_task_is_found(name: str, tmp_path: Path) -> None:
-    kind = KINDS[name]
-    wanted = "generate" if kind.task != "auto" else "rerank" if kind.ranks else "embed"
-    assert task_of(make_text_model(name, tmp_path / "model")) == wanted
 
 
 def test_a_chat_model_generates(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -51,40 +50,21 @@ def test_blocks_with_an_adapter_have_names_of_their_own(
     assert first == third
 
 
-@pytest.mark.parametrize("missing", ["adapter_config.json", "adapters.safetensors"])
-def test_the_error_of_an_incomplete_adapter_names_the_missing_file(
-    llama: Path, adapter: Path, missing: str
-) -> None:
-    (adapter / missing).unlink()
-    with pytest.raises(AdapterUnusable, match=f"is not an adapter: {missing} is missing"):
-        load(llama, adapter_path=adapter)
-
-
 def test_a_missing_adapter_directory_is_reported(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="there is no adapter at"):
         load(llama, adapter_path=tmp_path / "nowhere")
 
 
-def cut_in_half(adapter: Path) -> None:
-    file = adapter / "adapters.safetensors"
-    file.write_bytes(file.read_bytes()[:200])
+CONFIG, FILE = "adapter_config.json", "adapters.safetensors"
 
 
 def rewrite(adapter: Path, change: Callable[[str, mx.array], dict[str, mx.array]]) -> None:
     """Replace each of the weights by what ``change`` makes of its name and itself."""
-    file = str(adapter / "adapters.safetensors")
+    file = str(adapter / FILE)
     changed: dict[str, mx.array] = {}
     for name, array in mx.load(file).items():
         changed |= change(name, array)
     mx.save_safetensors(file, changed)
-
-
-def of_a_wider_model(adapter: Path) -> None:
-    rewrite(adapter, lambda name, array: {name: mx.concatenate([array, array])})
-
-
-def of_other_layers(adapter: Path) -> None:
-    rewrite(adapter, lambda name, array: {name.replace("q_proj", "query"): array})
 
 
 def without_half_of_a_pair(adapter: Path) -> None:
@@ -93,35 +73,30 @@ def without_half_of_a_pair(adapter: Path) -> None:
     rewrite(adapter, lambda name, array: {} if name.endswith(missing) else {name: array})
 
 
-def no_json(adapter: Path) -> None:
-    (adapter / "adapter_config.json").write_text("{")
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "without config": lambda path: (path / CONFIG).unlink(),
+    "without weights": lambda path: (path / FILE).unlink(),
+    "cut off": lambda path: (path / FILE).write_bytes((path / FILE).read_bytes()[:200]),
+    "wider": lambda path: rewrite(path, lambda name, one: {name: mx.concatenate([one, one])}),
+    "other layers": lambda path: rewrite(
+        path, lambda name, one: {name.replace("q_proj", "query"): one}
+    ),
+    "half of a pair": without_half_of_a_pair,
+    "no JSON": lambda path: (path / CONFIG).write_text("{"),
+    "other JSON": lambda path: (path / CONFIG).write_text("[1]"),
+    "another library's": lambda path: (path / CONFIG).write_text('{"peft_type": "LORA", "r": 8}'),
+}
 
 
-def json_of_another_kind(adapter: Path) -> None:
-    (adapter / "adapter_config.json").write_text("[1]")
-
-
-def of_another_library(adapter: Path) -> None:
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        cut_in_half,
-        of_a_wider_model,
-        of_other_layers,
-        without_half_of_a_pair,
-        no_json,
-        json_of_another_kind,
-        of_another_library,
-    ],
-)
+@pytest.mark.parametrize("how", SPOILT)
 def test_an_adapter_that_does_not_fit_is_one_clear_line(
-    llama: Path, adapter: Path, spoil: Callable[[Path], None]
+    llama: Path, adapter: Path, how: str
 ) -> None:
-    spoil(adapter)
-    with pytest.raises(AdapterUnusable, match=f"cannot use the adapter in {adapter}: ") as seen:
+    SPOILT[how](adapter)
+    reason = f"cannot use the adapter in {adapter}: "
+    if how.startswith("without"):
+        reason = f"is not an adapter: {CONFIG if how == 'without config' else FILE} is missing"
+    with pytest.raises(AdapterUnusable, match=reason) as seen:
         load(llama, adapter_path=adapter)
     assert "\n" not in str(seen.value)
 

@@ -69,7 +69,8 @@ def start(whole: Whole, *names: str) -> None:
 
 
 class Engine:
-    """A whole engine with the texts that it gives without drafts, each request alone."""
+    """A whole engine with the texts that it gives without drafts, to each request alone where they
+    have the same bits in every batch, and else to all at once."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         given = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
@@ -77,11 +78,12 @@ class Engine:
         self.whole.use_grammars()
         self.expected: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[wire.TokenLogprobs]] = {}
-        for name in REQUESTS:
+        names = [(name,) for name in REQUESTS]
+        for together in names if self.whole.executor.deterministic else [tuple(REQUESTS)]:
             self.renew()
-            self.run(name)
-            self.expected[name] = self.whole.texts[name]
-            self.logprobs[name] = self.whole.logprobs[name]
+            self.run(*together)
+            self.expected |= self.whole.texts
+            self.logprobs |= self.whole.logprobs
 
     def renew(self, drafts: bool = False, look_ahead: bool = False, **config: Any) -> None:
         """Begin anew, with `GUESSES` as drafts or without."""
@@ -112,12 +114,14 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_model: Callable[..., Path]) -> Callable[..., Engine]:
     """Return a function that makes an engine once of each kind. Blocks are long where snapshots of
-    state belong to them."""
+    state belong to them. Other engines promise the same bits, except as on a GPU."""
 
     @cache
     def make(kind: str, on_gpu_path: bool = False, **settings: Any) -> Engine:
-        length = 4 if kind in ("llama", "gemma3") else 16
-        return Engine(tiny_model(kind), **{"block_size": length} | settings)
+        is_plain = kind in ("llama", "gemma3")
+        made = Engine(tiny_model(kind), **{"block_size": 4 if is_plain else 16} | settings)
+        assert made.whole.executor.deterministic or on_gpu_path or not is_plain
+        return made
 
     return make
 
@@ -140,17 +144,10 @@ def assert_lossless(engine: Engine, **config: Any) -> None:
     assert 20 < counts.accepted < counts.drafted - 10
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("llama", {}), ("llama", {"kv_bits": 8, "kv_group_size": 16}), ("gemma3", {})],
-)
-def test_with_the_same_bits_texts_and_scores_are_exactly_those_without_drafts(
-    engine: Callable[..., Engine], kind: str, settings: dict[str, Any]
+def test_in_8_bits_texts_and_scores_are_exactly_those_without_drafts(
+    engine: Callable[..., Engine],
 ) -> None:
-    """Full attention, and a sliding window that is shorter than the texts."""
-    made = engine(kind, **settings)
-    assert made.whole.executor.deterministic
-    assert_lossless(made)
+    assert_lossless(engine("llama", kv_bits=8, kv_group_size=16))
 
 
 class Accepted:
@@ -177,7 +174,8 @@ class Accepted:
 def test_texts_are_those_without_drafts_and_logits_after_accepted_ones_the_oracles(
     one: Engine,
 ) -> None:
-    """Full attention, a window, latents, recurrent state, a hybrid, and sinks."""
+    """Full attention, a window shorter than the texts, latents, recurrent state, a hybrid, and
+    sinks."""
     seeds = {
         fields["sampling"].seed: name for name, fields in REQUESTS.items() if "sampling" in fields
     }
@@ -197,10 +195,10 @@ def test_texts_are_those_without_drafts_and_logits_after_accepted_ones_the_oracl
 
 @pytest.mark.parametrize("kind", ["gemma3", "jamba"])
 def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
-    engine: Callable[..., Engine], kind: str, look_ahead: bool
+    engine: Callable[..., Engine], kind: str
 ) -> None:
     with forced_gpu_path():
-        assert_lossless(engine(kind, on_gpu_path=True), look_ahead=look_ahead)
+        assert_lossless(engine(kind, on_gpu_path=True), look_ahead=True)
 
 
 @of_kinds("llama", "jamba")
@@ -239,34 +237,33 @@ def test_a_request_that_is_aborted_leaves_the_others_alone(one: Engine) -> None:
 NAMES = "greedy", "sampled", "short"
 
 
-@pytest.mark.parametrize("source", ["ngram", "auto"])
-def test_a_replica_drafts_as_its_settings_say(llama: Path, source: str) -> None:
-    def served(**settings: Any) -> Whole:
-        whole = Whole(llama, no_ssd=True, **settings)
-        for name in NAMES:
-            whole.submit(name, prompt(name) * 3, 60, **REQUESTS[name])
-        whole.run()
-        return whole
+def served(whole: Whole, times: int = 1, **predictions: list[int]) -> dict[str, list[int]]:
+    """Return the answers to `NAMES`, each a prompt so many times over."""
+    for name in NAMES:
+        fields = REQUESTS[name] | {"prediction": predictions.get(name, ())}
+        whole.submit(name, prompt(name) * times, 60, **fields)
+    whole.run()
+    return whole.texts
 
-    plain = served(spec_decode="none")
-    drafted = served(spec_decode=source, spec_decode_dynamic=False)
-    assert drafted.texts == plain.texts
-    assert plain.scheduler.stats().drafts is None and drafted.drafts["ngram"].accepted
+
+def test_a_replica_drafts_as_its_settings_say(one: Engine) -> None:
+    one.renew()
+    plain = served(one.whole, 3)
+    assert one.whole.scheduler.stats().drafts is None
+    for source in ("ngram", "auto"):
+        settings = {"spec_decode": source, "spec_decode_dynamic": False}
+        drafted = Whole(one.whole.loaded.path, no_ssd=True, **settings)
+        assert served(drafted, 3) == plain
+        assert drafted.drafts["ngram"].accepted
 
 
 def test_a_prediction_is_accepted_where_it_is_right(llama: Path) -> None:
     """Two answers as they come, after a beginning that is not in them, and a useless prediction."""
     settings = {"spec_decode": "ngram", "spec_decode_dynamic": False}  # whatever steps take here
     whole = Whole(llama, no_ssd=True, **settings)
-    for name in NAMES:
-        whole.submit(name, prompt(name), 60, **REQUESTS[name])
-    whole.run()
-    plain = whole.texts
-    predicted = {"greedy": plain["greedy"], "sampled": [9, 9, *plain["sampled"]], "short": [5] * 60}
+    plain = served(whole)
     whole.renew(look_ahead=False)
-    for name in NAMES:
-        whole.submit(name, prompt(name), 60, **REQUESTS[name] | {"prediction": predicted[name]})
-    whole.run()
-    assert whole.texts == plain
+    predicted = {"greedy": plain["greedy"], "sampled": [9, 9, *plain["sampled"]], "short": [5] * 60}
+    assert served(whole, **predicted) == plain
     assert whole.drafts["prediction"].accepted > 60
     assert whole.usage("greedy").accepted_prediction_tokens > 40

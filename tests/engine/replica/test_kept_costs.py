@@ -103,29 +103,13 @@ def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_is_asked_at_the_start_what_drafts_cost(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_gpu(monkeypatch)
-    monkeypatch.setattr("engine.replica.rehearsal.LONGEST_S", 60.0)  # other tests run beside it
-    proofs = tmp_path / "proofs"
-    whole = Whole(llama, spec_decode="auto", proofs=proofs)
-    kept = kept_by(whole)
-    assert whole.executor.spec.look_ahead
-    assert not kept._costs.needs_plain(1)
-    assert {0, 2, 4, 8} <= kept._costs.known()[1].keys()
-    kept.keep(at_once=True)
-    again = Whole(llama, spec_decode="auto", proofs=proofs)  # which only reads them
-    assert kept_by(again)._costs.changes == 0
-    text = again.serve("a", [5, 6, 7] * 9)
-    assert len(text) == 20 and whole.serve("a", [5, 6, 7] * 9) == text
-
-
-def test_a_rehearsal_runs_its_steps_as_a_server_does(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
 ) -> None:
     """If a plan were dispatched before the rest of the one before it, a step would be measured as
     the time of its first layer, and no draft would ever be worth while."""
     on_a_gpu(monkeypatch)
+    monkeypatch.setattr("engine.replica.rehearsal.LONGEST_S", 60.0)  # other tests run beside it
+    proofs = tmp_path / "proofs"
     steps: list[BatchedStep] = []
 
     @wrap(BatchedExecutor, "dispatch")
@@ -134,10 +118,19 @@ def test_a_rehearsal_runs_its_steps_as_a_server_does(
         steps.append(dispatch(executor, plan))
         return steps[-1]
 
-    whole = Whole(llama, spec_decode="auto", proofs=tmp_path / "proofs")
-    assert not kept_by(whole)._costs.needs_plain(1)
+    whole = Whole(llama, spec_decode="auto", proofs=proofs)
+    kept = kept_by(whole)
+    assert whole.executor.spec.look_ahead
+    assert not kept._costs.needs_plain(1)
     drafts = [sum(len(decode.drafts) for decode in step.plan.decodes) for step in steps]
-    assert {0, 2, 4, 8} <= {*drafts}
+    assert {0, 2, 4, 8} <= {*drafts} and {0, 2, 4, 8} <= kept._costs.known()[1].keys()
+    kept.keep(at_once=True)
+    monkeypatch.undo()
+    on_a_gpu(monkeypatch)
+    again = Whole(llama, spec_decode="auto", proofs=proofs)  # which only reads them
+    assert kept_by(again)._costs.changes == 0
+    text = again.serve("a", [5, 6, 7] * 9)
+    assert len(text) == 20 and whole.serve("a", [5, 6, 7] * 9) == text
 
 
 def test_a_rehearsal_that_fails_costs_nothing_else(

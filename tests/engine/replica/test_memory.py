@@ -102,8 +102,7 @@ class Watch:
         self.worst = max(self.worst, (unknown - self._allowed_bytes) / (known + whole.weight_bytes))
 
 
-@pytest.mark.parametrize("kv_bits", [16, 8])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("gemma3", 16), ("gpt_oss", 8)])
 def test_the_ledger_accounts_for_all_memory(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:
@@ -117,10 +116,7 @@ def test_the_ledger_accounts_for_all_memory(
     assert watch.worst < 0.01
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv_bits"),
-    [("qwen3", 16), ("qwen3", 8), ("gemma3", 16), ("gemma3", 8), ("qwen3_next", 8)],
-)
+@pytest.mark.parametrize(("kind", "kv_bits"), [("qwen3", 8), ("gemma3", 16), ("qwen3_next", 8)])
 @pytest.mark.usefixtures("traced")
 def test_the_ledger_accounts_for_the_memory_of_numpy(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
@@ -151,17 +147,9 @@ def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_bits", "num_blocks"), [(16, 32), (8, 128)])
-def test_the_ledger_accounts_for_the_memory_of_a_real_model(
-    demo_model: Path, kv_bits: int, num_blocks: int
-) -> None:
-    whole = Whole(
-        demo_model,
-        num_blocks=num_blocks,
-        max_batch_size=4,
-        completion_batch_size=4,
-        kv_bits=kv_bits,
-    )
+def test_the_ledger_accounts_for_the_memory_of_a_real_model(demo_model: Path) -> None:
+    rows = {"max_batch_size": 4, "completion_batch_size": 4}
+    whole = Whole(demo_model, num_blocks=128, kv_bits=8, **rows)
     watch = Watch(whole)
     load_with(whole, 6, seed=1, longest=90, outputs=12)
     whole.run()
@@ -170,9 +158,9 @@ def test_the_ledger_accounts_for_the_memory_of_a_real_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(("kv_bits", "look_ahead"), [(16, False), (8, True)])
 def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
-    llama: Path, kv_bits: int
+    llama: Path, kv_bits: int, look_ahead: bool
 ) -> None:
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(90)]
@@ -195,13 +183,12 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
 
     roomy = run(4096, look_ahead=False)
     assert roomy.scheduler.stats().preemptions_total == 0
-    for look_ahead in (False, True):
-        pressed = run(64, look_ahead)
-        assert pressed.scheduler.stats().preemptions_total > 5
-        assert pressed.scheduler.stats().unevictable_bytes == 0
-        for name, (_, max_tokens) in requests.items():
-            assert len(pressed.texts[name]) == max_tokens
-            assert pressed.texts[name] == roomy.texts[name]
+    pressed = run(64, look_ahead)
+    assert pressed.scheduler.stats().preemptions_total > 5
+    assert pressed.scheduler.stats().unevictable_bytes == 0
+    for name, (_, max_tokens) in requests.items():
+        assert len(pressed.texts[name]) == max_tokens
+        assert pressed.texts[name] == roomy.texts[name]
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) -> None:
@@ -328,13 +315,13 @@ def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(llama: Path)
     kept = []
     limit_bytes = 0
     for kv_bits in (16, 8):
-        whole = Whole(llama, num_blocks=128, kv_bits=kv_bits)
+        whole = Whole(llama, num_blocks=64, kv_bits=kv_bits)
         if limit_bytes:
             block_bytes = 16 * whole.executor.spec.block_token_bytes
             whole = Whole(llama, num_blocks=limit_bytes // block_bytes, kv_bits=kv_bits)
         limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes
         assert whole.scheduler.stats().limit_bytes <= limit_bytes
-        for number in range(50):
+        for number in range(30):
             whole.serve(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(100)], 2)
         kept.append(len(whole.cached))
-    assert 50 < kept[0] < 128 and kept[1] > 2 * kept[0]
+    assert 25 < kept[0] < 64 and kept[1] > 2 * kept[0]

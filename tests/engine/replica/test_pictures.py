@@ -75,7 +75,7 @@ def test_answers_are_mlx_vlms(one: Seeing) -> None:
     assert host is None or bool(host.refused) == (family in LAYERS_OF_MLX)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5", "kimi_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4", "qwen3_5", "kimi_vl"])
 def test_answers_on_the_path_of_a_gpu_are_mlx_vlms(tmp_path: Path, family: str) -> None:
     path = make_vision_model(family, tmp_path / "model")
     with forced_gpu_path():
@@ -99,7 +99,7 @@ def test_keys_in_8_bits_change_little(seeing: Callable[..., Seeing]) -> None:
 
 
 @of_families("idefics3", "qwen3_vl", "gemma4", "qwen3_5", "glm4v")
-@pytest.mark.parametrize("tokens", [SIZE, 3 * SIZE, 64])
+@pytest.mark.parametrize("tokens", [SIZE, 3 * SIZE])
 def test_bits_do_not_depend_on_where_chunks_end(one: Seeing, tokens: int) -> None:
     one.renew(prefill_chunk_tokens=tokens)
     one.run(*one.requests)
@@ -160,7 +160,7 @@ def test_requests_at_once_with_a_new_picture_encode_it_once(one: Seeing) -> None
         one.assert_oracles(str(number), requests[number % 4])
 
 
-@of_families("idefics3", "gemma4", "qwen3_5")
+@of_families("idefics3", "qwen3_5")
 def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(one: Seeing) -> None:
     config = one.whole.replica.scheduler.config
     one.renew(limit_bytes=config.slab_bytes(3, 64))
@@ -220,7 +220,7 @@ def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(one: Seeing) -> None
     assert left() is None
 
 
-@of_families("idefics3", "qwen3_vl", "gemma4", "qwen3_5")
+@of_families("idefics3", "qwen3_vl", "gemma4")
 def test_drafts_change_nothing(one: Seeing) -> None:
     one.run(*one.requests)
     texts = dict(one.whole.texts)
@@ -337,7 +337,7 @@ def test_pictures_of_requests_that_ended_are_forgotten(one: Seeing) -> None:
     assert one.whole.scheduler.stats().image_bytes == 0
 
 
-@of_families("idefics3", "llava", "qwen3_vl")
+@of_families("idefics3", "qwen3_vl")
 def test_without_mlx_vlm_text_is_served_and_a_line_says_what_is_missing(
     one: Seeing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

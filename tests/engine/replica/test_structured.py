@@ -7,21 +7,18 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
-from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.grammar import cache as grammar_cache
 from engine.proving.choose import ChosenExecutor
 from engine.replica import build as replica
 from shared import wire
 from shared.wire import Grammar, SamplingParams
-from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 from tests.tiny_models import EOS
 
@@ -87,10 +84,9 @@ def test_an_answer_matches_its_grammar_and_ends_with_it(build: Build, kind: str)
     check_answers(build(kind))
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_an_answer_matches_its_grammar_as_on_a_gpu(build: Build, bits: int) -> None:
+def test_an_answer_matches_its_grammar_as_on_a_gpu(build: Build) -> None:
     with forced_gpu_path():
-        engine = build(kv_bits=bits, num_blocks=4000)
+        engine = build(num_blocks=4000)
         assert engine.executor.spec.look_ahead and engine.executor.spec.shares_slabs
         check_answers(engine)
 
@@ -120,63 +116,6 @@ def test_a_matcher_is_released_with_the_slot_of_its_sequence(
     assert_bound(engine, "a", "b")
     gc.collect()
     assert engine.grammars is not None and engine.grammars.find(WORDS) is None
-
-
-def test_look_ahead_gives_the_same_answers(build: Build, whole: Whole, wrap: Wrap) -> None:
-    """With look-ahead a step is dispatched before the tokens of the one before are read."""
-
-    def play(engine: Whole) -> dict[str, list[int]]:
-        for number in range(4):
-            ask(engine, f"a{number}", 4 + 9 * number)
-        ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=25)
-        penalized = SamplingParams(seed=1, temperature=1, frequency_penalty=1.5)
-        ask(engine, "penalized", sampling=penalized)
-        engine.run()
-        return engine.texts
-
-    expected = play(whole)
-
-    @wrap(BatchedExecutor, "__init__")
-    def looking_ahead(start: Callable[..., None], self: BatchedExecutor, *args: Any) -> None:
-        start(self, *args)
-        self.spec = replace(self.spec, look_ahead=True)
-
-    engine = build()
-    assert engine.executor.spec.look_ahead
-    assert play(engine) == expected
-    assert_bound(engine, "penalized", *(f"a{number}" for number in range(4)))
-
-
-def test_a_preempted_sequence_continues_within_its_grammar(build: Build) -> None:
-    pattern = "([a-f]{5}[0-9]{5}){8}"
-    long = {"grammar": Grammar(kind="regex", source=pattern), "max_tokens": 120}
-    crowd, alone = build(num_blocks=50), {}
-    for name in "abcd":
-        ask(crowd, name, 40, **long)
-        crowd.run()
-        alone[name] = crowd.texts[name]
-        crowd.renew(look_ahead=False)
-    for name in "abcd":
-        ask(crowd, name, 40, **long)
-    crowd.run()
-    assert crowd.scheduler.stats().preemptions_total > 0
-    assert crowd.texts == alone
-    for name in "abcd":
-        assert re.fullmatch(pattern, text(crowd, name))
-
-
-@pytest.mark.parametrize("known", [1, 4, 9])
-def test_a_request_that_lost_its_engine_continues_within_its_grammar(
-    whole: Whole, known: int
-) -> None:
-    grammar = Grammar(kind="regex", source="[a-f]{12}")
-    ask(whole, "a", grammar=grammar)
-    whole.run()
-    text = whole.texts["a"]
-    whole.renew(look_ahead=False)
-    ask(whole, "a", grammar=grammar, generated=text[:known], attempt=1)
-    whole.run()
-    assert whole.texts["a"] == text
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from engine.batch import device
-from engine.batch.axes import Axes
-from engine.batch.given import Given
 from engine.scheduler.planning import picture_group
 from tests.engine.conftest import Wrap
 from tests.engine.vision_requests import Seeing
@@ -73,19 +70,3 @@ def test_a_shared_pass_that_starts_again_needs_no_embeddings_from_elsewhere(
     seeing.run(*NAMES[:2])  # the third has another chunk
     assert failures == [2]
     seeing.assert_same(*NAMES[:2])
-
-
-def test_embeddings_of_rows_follow_one_another() -> None:
-    def part(first: int, places: list[int], width: int) -> Given:
-        positions = np.arange(3 * width).reshape(3, width) + first
-        embeddings = mx.arange(first, first + len(places))[:, None]
-        return Given(places, embeddings, Axes(positions, (0, 1, 2)), (embeddings + 1,))
-
-    one, other = part(10, [1, 2], 4), part(50, [0], 3)
-    assert Given.joined([one], [4]) is one
-    both = Given.joined([one, other], [4, 3])
-    assert both.places == [1, 2, 4]
-    assert both.embeddings.flatten().tolist() == [10, 11, 50]
-    assert both.deep[0].flatten().tolist() == [11, 12, 51]
-    assert both.axes is not None and both.axes.positions.shape == (3, 7)
-    assert both.axes.positions[1].tolist() == [14, 15, 16, 17, 53, 54, 55]

@@ -8,14 +8,19 @@ from engine.zoo.adapters import AdapterReport, examine, table
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"),
-    [("afm7", False), ("dbrx", True), ("deepseek_v3", True), ("falcon_h1", False)],
+    ("name", "experts", "batching"),
+    [
+        *(("afm7", False, "ragged"), ("dbrx", True, "ragged")),
+        *(("deepseek_v3", True, "dense"), ("falcon_h1", False, "ragged")),
+    ],
 )
-def test_rows_with_different_adapters_are_right(name: str, experts: bool) -> None:
+def test_rows_with_different_adapters_and_without_are_right(
+    name: str, experts: bool, batching: str
+) -> None:
     """A model's own kind of linear layer, experts of which each has layers, latents, and state."""
     report = examine(name)
     assert report is not None and report.right, report
-    assert report.layers and report.experts == experts
+    assert report.layers and (report.experts, report.batching) == (experts, batching)
 
 
 def test_what_is_wrong_is_listed_by_name() -> None:

@@ -208,13 +208,13 @@ def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
     llama: Path, tmp_path: Path
 ) -> None:
     case, asked = make_case(llama, tmp_path, max_adapters=2), numbered(COUNT)
-    case.adapters[1].rename(tmp_path / "elsewhere")
-    random_adapter(shapes_of(case.model), case.adapters[2], 100)
+    case.adapters[2].rename(tmp_path / "elsewhere")
+    random_adapter(shapes_of(case.model), case.adapters[3], 100)
     run_all(case, asked)
     refused = case.whole.refused
-    assert refused.keys() == {"r1", "r2"}
-    assert "there is no such directory" in refused["r1"].message
-    assert "has changed since it was loaded" in refused["r2"].message
+    assert refused.keys() == {"r2", "r3"}
+    assert "there is no such directory" in refused["r2"].message
+    assert "has changed since it was loaded" in refused["r3"].message
     check(case, {name: one for name, one in asked.items() if name not in refused})
 
 

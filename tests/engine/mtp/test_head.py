@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from engine.mtp.head import MTPHead, embed, last_layer
-from engine.mtp.weights import head_files, load_head
+from engine.mtp.weights import HeadUnusable, head_files, load_head
 from tests.engine.mtp.reference import ReferenceHead
 from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_head, prefix_of
 from tests.tiny_models import Kind
@@ -139,6 +139,19 @@ def test_a_checkpoint_without_a_head_has_no_files_of_one(
 ) -> None:
     path = tiny_model(kind)
     assert head_files(load_model(path)[0], path) == []
+
+
+def test_a_head_that_lacks_weights_is_refused_in_one_line(
+    checkpoint: Callable[[Kind], Path],
+) -> None:
+    path = checkpoint("mimo")
+    weights = add_head("mimo", path)
+    del weights["model.mtp_layers.0.self_attn.q_proj.weight"]
+    mx.save_safetensors(str(path / HEAD_FILE), weights)
+    model, _ = load_model(path)
+    with pytest.raises(HeadUnusable, match="q_proj") as caught:
+        load_head(model, head_files(model, path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "mimo"])

@@ -143,10 +143,9 @@ def test_a_draft_model_drafts_what_a_grammar_allows(own: Drafted, look_ahead: bo
 def test_a_model_accepts_nearly_all_of_its_own_drafts_on_the_path_of_a_gpu(llama: Path) -> None:
     with forced_gpu_path():
         drafted = self_drafted(llama)
-        for look_ahead in (False, True):
-            drafted.whole.renew(look_ahead)
-            drafted.check(UNCHANGED[:2])
-            drafted.assert_own()
+        drafted.whole.renew(look_ahead=True)
+        drafted.check(UNCHANGED[:2])
+        drafted.assert_own()
         drafted.check_all(look_ahead=True, max_batch_size=2)
 
 

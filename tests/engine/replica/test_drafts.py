@@ -63,9 +63,9 @@ def prompt(name: str, longest: int = 60) -> list[int]:
     return [3 + (seed * (i + 1)) % 250 for i in range(seed % longest + 1)]
 
 
-def start(whole: Whole, *names: str) -> None:
+def start(whole: Whole, *names: str, tokens: int = TOKENS) -> None:
     for name in names:
-        whole.submit(name, prompt(name), TOKENS, **REQUESTS[name])
+        whole.submit(name, prompt(name), tokens, **REQUESTS[name])
 
 
 class Engine:
@@ -113,8 +113,8 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Callable[..., Path]) -> Callable[..., Engine]:
-    """Return a function that makes an engine once of each kind. Blocks are long where snapshots of
-    state belong to them. Other engines promise the same bits, except as on a GPU."""
+    """Return a function that makes an engine once of each kind. Plain ones promise the same bits,
+    except as on a GPU. Blocks of the others are long, since snapshots of state belong to them."""
 
     @cache
     def make(kind: str, on_gpu_path: bool = False, **settings: Any) -> Engine:

@@ -207,12 +207,12 @@ def test_one_sequence_at_a_time_in_chunks_of_a_block_has_the_same_bits(llama: Pa
     whole = forced(llama, kv_bits=8, **alone)
     shared = random_tokens(8, 70)
     prompts = {
-        f"r{n}": shared[: 70 * (n % 2)] + random_tokens(20 + n, 5 + 37 * n % 90) for n in range(6)
+        f"r{n}": shared[: 70 * (n % 2)] + random_tokens(20 + n, 5 + 37 * n % 90) for n in range(4)
     }
 
     def scores(*, together: bool) -> dict[str, list[float]]:
         for name, tokens in prompts.items():
-            whole.submit(name, tokens, 20, logprobs=1)
+            whole.submit(name, tokens, 12, logprobs=1)
             if not together:
                 whole.run()
         whole.run()

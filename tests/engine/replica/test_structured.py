@@ -118,6 +118,24 @@ def test_a_matcher_is_released_with_the_slot_of_its_sequence(
     assert engine.grammars is not None and engine.grammars.find(WORDS) is None
 
 
+def test_a_preempted_sequence_continues_within_its_grammar(build: Build) -> None:
+    pattern = "([a-f]{5}[0-9]{5}){8}"
+    long = {"grammar": Grammar(kind="regex", source=pattern), "max_tokens": 120}
+    crowd, alone = build(num_blocks=50), {}
+    for name in "abcd":
+        ask(crowd, name, 40, **long)
+        crowd.run()
+        alone[name] = crowd.texts[name]
+        crowd.renew(look_ahead=False)
+    for name in "abcd":
+        ask(crowd, name, 40, **long)
+    crowd.run()
+    assert crowd.scheduler.stats().preemptions_total > 0
+    assert crowd.texts == alone
+    for name in "abcd":
+        assert re.fullmatch(pattern, text(crowd, name))
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -270,6 +270,7 @@ def test_a_block_has_the_same_bytes_after_restores_moves_and_copies(
         assert store.saved(Slot(0, row), 3) == first
     store.run(moves=(Move(Slot(0, 2), Slot(1, 0), len(TOKENS)),))
     assert store.saved(Slot(1, 0), 3) == first
+    store.compute(1, TOKENS[::-1])  # nothing of what is copied is there
     store.restore(first[:1], Slot(0, 1))
     for start, end in ((BLOCK, BLOCK + 7), (BLOCK + 7, 3 * BLOCK)):
         store.run(copies=(CopyPositions(Slot(1, 0), Slot(0, 1), start, end),))

@@ -137,6 +137,16 @@ def test_prefixes_with_pictures_come_back_from_the_store(one: Seeing) -> None:
     one.assert_same("two", "one")
 
 
+def test_another_picture_of_the_same_size_is_never_a_hit(one: Seeing) -> None:
+    same = [one.oracle.request("what is <> this?", picture(seed)) for seed in (1, 9)]
+    assert same[0].token_ids == same[1].token_ids
+    for number, request in enumerate(same):
+        one.serve(str(number), request)
+    assert one.cached("1") == same[0].images[0].start // SIZE * SIZE
+    for number, request in enumerate(same):
+        one.assert_oracles(str(number), request)
+
+
 def test_requests_at_once_with_a_new_picture_encode_it_once(one: Seeing) -> None:
     texts = ("a", "some words before", "other words that come before", "b")
     requests = [one.oracle.request(f"{text} <> this?", picture(1)) for text in texts]

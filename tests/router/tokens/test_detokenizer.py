@@ -62,6 +62,17 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
             assert stream.stopped
 
 
+def test_the_end_shows_what_was_held_back_unless_it_completes_a_stop_string(
+    vocabulary: Vocabulary, tokenizer: Any
+) -> None:
+    ids, half = tokenizer.encode("a lo").ids, tokenizer.encode("日").ids[:2]
+    held = IncrementalDetokenizer(vocabulary.decoder(), ["lots"])
+    assert ("".join(map(held.feed, ids)), held.finish()) == ("a ", "lo")
+    broken = IncrementalDetokenizer(vocabulary.decoder(), ["lo\ufffd"])
+    assert ("".join(map(broken.feed, [*ids, *half])), broken.finish()) == ("a ", "")
+    assert broken.stopped
+
+
 def test_half_a_character_waits_for_its_other_half(vocabulary: Vocabulary, tokenizer: Any) -> None:
     ids = tokenizer.encode("é🌍").ids
     assert len(ids) == 6

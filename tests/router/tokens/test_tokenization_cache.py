@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from router.tokens import tokenization_cache
 from router.tokens.tokenization_cache import LengthCheck, TokenizationCache, common_prefix_length
+from router.tokens.vocabulary import Vocabulary
 
 CHAT_MODEL = True
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
@@ -21,11 +22,18 @@ def asked(question: str) -> str:
 class CountingCache(TokenizationCache):
     """A cache with a real tokenizer. It counts the characters that are encoded."""
 
-    def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        token_bytes: Callable[[int], bytes] | None = None,
+        **options: int,
+    ) -> None:
+        """Without ``token_bytes``, every token is whole characters."""
         self.tokenizer = tokenizer
         self.encoded = 0
         added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
-        super().__init__(added, lambda token: self.text([token]).encode(), self._counted, **options)
+        token_bytes = token_bytes or (lambda token: self.text([token]).encode())
+        super().__init__(added, token_bytes, self._counted, **options)
 
     def _counted(self, text: str, check_length: LengthCheck | None) -> list[int]:
         self.encoded += len(text)
@@ -104,6 +112,30 @@ def test_half_a_character_at_the_end_of_a_reply_is_not_continued(cache: Counting
     for reply in ("日", "\ufffd", ""):
         text = asked("x") + reply + END
         assert cache.tokenize("s", text) == cache.ids(text)
+
+
+@pytest.mark.parametrize("rest", ["", "x"])
+def test_a_reply_with_half_a_character_in_it_is_continued(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, rest: str
+) -> None:
+    cache = CountingCache(tokenizer, vocabulary.token_bytes)
+    prompt = cache.tokenize("s", asked("x"))
+    output = [*cache.ids("日")[:2], *cache.reply(rest)]
+    cache.extend("s", prompt, output)
+    tokens = cache.tokenize("s", asked("x") + "\ufffd" + rest + END + BEGIN)
+    assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
+
+
+def test_of_replies_with_the_same_text_the_latest_is_continued(cache: CountingCache) -> None:
+    letters = cache.reply("hello")
+    fewer = [*cache.ids("hello"), letters[-1]]
+    assert fewer != letters
+    for scope, *outputs in (("a", letters, fewer), ("b", fewer, letters)):
+        prompt = cache.tokenize(scope, asked("x"))
+        for output in outputs:
+            cache.extend(scope, prompt, output)
+        tokens = cache.tokenize(scope, asked("x") + "hello" + END + BEGIN)
+        assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
 
 
 def test_the_choices_of_one_prompt_can_all_be_continued(cache: CountingCache) -> None:

@@ -136,6 +136,20 @@ def test_a_preempted_sequence_continues_within_its_grammar(build: Build) -> None
         assert re.fullmatch(pattern, text(crowd, name))
 
 
+@pytest.mark.parametrize("known", [1, 4, 9])
+def test_a_request_that_lost_its_engine_continues_within_its_grammar(
+    whole: Whole, known: int
+) -> None:
+    grammar = Grammar(kind="regex", source="[a-f]{12}")
+    ask(whole, "a", grammar=grammar)
+    whole.run()
+    text = whole.texts["a"]
+    whole.renew(look_ahead=False)
+    ask(whole, "a", grammar=grammar, generated=text[:known], attempt=1)
+    whole.run()
+    assert whole.texts["a"] == text
+
+
 @pytest.mark.parametrize(
     "fields",
     [

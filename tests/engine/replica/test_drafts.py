@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,12 @@ def test_a_request_that_is_aborted_leaves_the_others_alone(one: Engine) -> None:
 NAMES = "greedy", "sampled", "short"
 
 
-def served(whole: Whole, times: int = 1, **predictions: list[int]) -> dict[str, list[int]]:
+def served(
+    whole: Whole, times: int = 1, predicted: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, list[int]]:
     """Return the answers to `NAMES`, each a prompt so many times over."""
     for name in NAMES:
-        fields = REQUESTS[name] | {"prediction": predictions.get(name, ())}
+        fields = REQUESTS[name] | {"prediction": (predicted or {}).get(name, ())}
         whole.submit(name, prompt(name) * times, 60, **fields)
     whole.run()
     return whole.texts
@@ -264,6 +266,6 @@ def test_a_prediction_is_accepted_where_it_is_right(llama: Path) -> None:
     plain = served(whole)
     whole.renew(look_ahead=False)
     predicted = {"greedy": plain["greedy"], "sampled": [9, 9, *plain["sampled"]], "short": [5] * 60}
-    assert served(whole, **predicted) == plain
+    assert served(whole, predicted=predicted) == plain
     assert whole.drafts["prediction"].accepted > 60
     assert whole.usage("greedy").accepted_prediction_tokens > 40

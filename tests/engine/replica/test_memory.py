@@ -151,9 +151,9 @@ def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]
 @pytest.mark.slow
 def test_the_ledger_accounts_for_the_memory_of_a_real_model(demo_model: Path) -> None:
     rows = {"max_batch_size": 4, "completion_batch_size": 4}
-    whole = Whole(demo_model, num_blocks=64, kv_bits=8, **rows)
+    whole = Whole(demo_model, num_blocks=128, kv_bits=8, **rows)
     watch = Watch(whole)
-    load_with(whole, 4, seed=1, longest=90, outputs=12)
+    load_with(whole, 6, seed=1, longest=90, outputs=12)
     whole.run()
     assert watch.peak_bytes > 0.8 * whole.scheduler.stats().limit_bytes
     assert watch.worst < 0.01  # 110 kB from the first step on, if other engines ran before

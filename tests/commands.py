@@ -7,8 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.commands import cli
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120
+
+
+def exit_code_of(*words: str) -> int:
+    """Run a command in this process, and return its exit code."""
+    try:
+        return cli.main(words)
+    except SystemExit as ended:
+        return int(str(ended.code))
 
 
 def run_command(

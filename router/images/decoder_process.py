@@ -50,6 +50,9 @@ class DecoderProcess:
     Only one thread at a time may call `prepare`; any thread may call `close`.
     """
 
+    module = "router.images.decoder"
+    """What the process runs."""
+
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,7 +112,7 @@ class DecoderProcess:
         if self._closed:
             raise OSError("the router is shutting down")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "router.images.decoder"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

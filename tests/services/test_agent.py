@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.commands import cli
-from tests.commands import run_command
+from tests.commands import exit_code_of, run_command
 from tests.stand_ins.http_server import answering
 
 Run = Callable[..., tuple[list[str], dict[str, str]]]
@@ -132,10 +132,7 @@ def test_the_server_may_be_named_by_the_environment(
 def test_an_error_says_what_to_do(
     url: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        found = cli.main(["agent", *(url if each == "URL" else each for each in arguments)])
-    except SystemExit as ended:
-        found = int(str(ended.code))
+    found = exit_code_of("agent", *(url if each == "URL" else each for each in arguments))
     said, error = capsys.readouterr()
     assert (found, said) == (code, "") and message in error
 

@@ -19,7 +19,7 @@ from services.commands import cli
 from services.commands.completion import SHELLS, whole_parser
 from shared.flags import flags_of
 from shared.settings import COMMON_FLAGS, Settings
-from tests.commands import ROOT
+from tests.commands import ROOT, exit_code_of
 
 PATIENCE_S = 60
 ASKING = ("status", "engines", "drain", "restart", "cache", "keys")
@@ -52,10 +52,7 @@ def test_the_help_of_a_command_names_it_and_says_what_it_does(
     monkeypatch.setenv("COLUMNS", "400")
     said = {}
     for name in cli.COMMANDS:
-        try:
-            assert cli.main([name, "--help"]) == 0
-        except SystemExit as ended:
-            assert ended.code == 0
+        assert exit_code_of(name, "--help") == 0
         text = capsys.readouterr().out
         assert "Exit codes: 0" in text or name not in ASKING
         usage, _, rest = text.partition("\n\n")

@@ -18,6 +18,7 @@ from services.supervision.launcher import ChildSpec
 from shared import logs
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
+from tests.commands import exit_code_of
 
 FIRST, SECOND = "tcp://127.0.0.1:5555", "ipc:///run/second"
 FAR = "--engine-socket=tcp://10.0.0.9:5"
@@ -82,10 +83,7 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
 def test_what_is_missing_is_one_line(
     flags: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        found = cli.main(["engine", *flags])
-    except SystemExit as caught:
-        found = int(str(caught.code))
+    found = exit_code_of("engine", *flags)
     error = capsys.readouterr().err
     assert (found, error.count("\n")) == (code, 1)
     assert error.startswith("mlx-lm-server engine: ") and line in error

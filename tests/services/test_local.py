@@ -17,6 +17,7 @@ from services.supervision.launcher import ChildSpec
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version
+from tests.commands import exit_code_of
 from tests.forked.process import start_process
 
 
@@ -40,10 +41,7 @@ def test_a_port_in_use_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str
 def test_a_wrong_word_or_address_is_an_error_of_one_line(
     argv: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        found = cli.main(argv)
-    except SystemExit as ended:
-        found = int(str(ended.code))
+    found = exit_code_of(*argv)
     out, error = capsys.readouterr()
     assert (found, out, error.count("\n")) == (code, "", 1)
     assert error.startswith(f"mlx-lm-server: {line}")

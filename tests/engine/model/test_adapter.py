@@ -73,9 +73,10 @@ def without_half_of_a_pair(adapter: Path) -> None:
     rewrite(adapter, lambda name, array: {} if name.endswith(missing) else {name: array})
 
 
+MISSING = {"without config": CONFIG, "without weights": FILE}
 SPOILT: dict[str, Callable[[Path], object]] = {
-    "without config": lambda path: (path / CONFIG).unlink(),
-    "without weights": lambda path: (path / FILE).unlink(),
+    "without config": lambda path: (path / MISSING["without config"]).unlink(),
+    "without weights": lambda path: (path / MISSING["without weights"]).unlink(),
     "cut off": lambda path: (path / FILE).write_bytes((path / FILE).read_bytes()[:200]),
     "wider": lambda path: rewrite(path, lambda name, one: {name: mx.concatenate([one, one])}),
     "other layers": lambda path: rewrite(
@@ -94,8 +95,8 @@ def test_an_adapter_that_does_not_fit_is_one_clear_line(
 ) -> None:
     SPOILT[how](adapter)
     reason = f"cannot use the adapter in {adapter}: "
-    if how.startswith("without"):
-        reason = f"is not an adapter: {CONFIG if how == 'without config' else FILE} is missing"
+    if how in MISSING:
+        reason = f"is not an adapter: {MISSING[how]} is missing"
     with pytest.raises(AdapterUnusable, match=reason) as seen:
         load(llama, adapter_path=adapter)
     assert "\n" not in str(seen.value)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -32,17 +29,7 @@ IMAGE = encoded(picture())
 
 
 class QuickDecoder(DecoderProcess):
-    """Starts processes of `quick_decoder`."""
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        start, command = subprocess.Popen, "tests.router.images.quick_decoder"
-
-        def popen(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
-            return start([sys.executable, "-m", command], **options)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(subprocess, "Popen", popen)
-            return super()._running()
+    module = "tests.router.images.quick_decoder"
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,6 @@ SAMPLE_EVERY_S = 2.0
 OPTIONAL = (f"engine {SELDOM}", "image decoder", "spare")
 """Roles with any number of processes, including none."""
 IN_NAMESPACE = "_CHAOS_IN_NAMESPACE"
-PROGRAM = "import sys; from tests.e2e.chaos.__main__ import main; sys.exit(main())"
-"""A main module that has no file: each process that is forked would import that first."""
 PEER_LOST, NO_DESCRIPTOR = "connection to a peer was lost", "Too many open files"
 """What the log says of a rank that was killed, and of a process without descriptors."""
 GROWTH_BYTES, MORE_FILES = 64 * 2**20, 16
@@ -380,7 +378,7 @@ def run_in_namespace(arguments: Sequence[str]) -> int:
         shutil.which("unshare")
         and not subprocess.run([*isolated, "true"], capture_output=True).returncode
     )
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-m", "tests.e2e.chaos", *arguments]
     environment = {**os.environ, IN_NAMESPACE: "yes" if allowed else "no"}
     return subprocess.run([*(isolated if allowed else []), *command], env=environment).returncode
 

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--lengths", default="", help="of 'alone' and 'llama'; one for 'joins' and 'newcomer'"
     )
+    parser.add_argument("--full", action="store_true", help="of 'joins': with a full cache")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are stopped too
     options = Options(
@@ -36,6 +37,7 @@ def main() -> int:
         cases=tuple(filter(None, given.cases.split(","))),
         lengths=tuple(map(int, filter(None, given.lengths.split(",")))),
         chunks=tuple(map(int, filter(None, given.chunks.split(",")))),
+        full=given.full,
     )
     run_parts(tuple(given.parts or PARTS), options)
     return 0

@@ -30,6 +30,7 @@ from shared.settings import Settings
 
 MODEL = "demo-fp32"
 STREAMS, JOINER_TOKENS = 4, 4000
+STREAM_TOKENS, FULL_BLOCKS = 1500, 1024
 SHARES = ("0.5", "0.2")
 LONG_TOKENS, SHORT_TOKENS = 7500, 32
 ARRIVALS = (0.1, 0.35, 0.6, 0.85)
@@ -48,12 +49,16 @@ class Join(NamedTuple):
 
 
 def joins(options: Options) -> None:
-    """Print how much a joining prompt slows down 4 streams, and how much they slow it down."""
+    """Print how much a joining prompt slows down 4 streams, and how much they slow it down.
+
+    While the cache grows, prompts also wait for new memory: in a virtual machine whose host
+    provides pages late, 2 ms per megabyte. With ``options.full``, it is full from the start."""
     (tokens, *_) = options.lengths or (1000 if options.check else JOINER_TOKENS,)
     known = "streams_share" in {each.name for each in dataclasses.fields(Settings)}
     cases = {share: ("--streams-share", share) for share in SHARES} if known else {"": ()}
     # Steps with drafts take longer and bring more tokens, so gaps in steps would mean little.
-    common = (*FLAGS, "--spec-decode", "none")
+    full = ("--num-blocks", str(FULL_BLOCKS)) if options.full else ()
+    common = (*FLAGS, "--spec-decode", "none", *full)
     print(
         f"--model {MODEL} {' '.join(common)} --kv-bits 16"
         f"{' --streams-share' if known else ''}: {tokens} tokens join {STREAMS} streams"
@@ -63,6 +68,9 @@ def joins(options: Options) -> None:
             share: options.start(stack, ours(MODEL, *common, *flags))
             for share, flags in cases.items()
         }
+        for port in ports.values() if options.full else ():
+            for number in range(FULL_BLOCKS * Settings.block_size // tokens + 1):
+                first_s(port, 800_000 + number, tokens)
         found: dict[str, list[Join]] = {share: [] for share in ports}
         for run in range(options.runs):
             for share in ports if run % 2 == 0 else reversed(list(ports)):
@@ -87,7 +95,7 @@ def joins(options: Options) -> None:
 
 async def _join(port: int, seed: int, tokens: int) -> Join:
     alone_s = await first_s_of(port, prompts.text(seed + 1, tokens))
-    async with streams(port, STREAMS, seed + 10) as running:
+    async with streams(port, STREAMS, seed + 10, STREAM_TOKENS) as running:
         step, rate = await step_s(running, _ALONE_S)
         begun = time.perf_counter()
         joined_s = await first_s_of(port, prompts.text(seed + 2, tokens))

@@ -49,6 +49,8 @@ class Options:
     lengths: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     """Of `alone`: the fixed lengths of chunks."""
+    full: bool = False
+    """Of `joins`: whether the cache is full before anything is measured."""
 
     @contextmanager
     def locked(self, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
@@ -104,7 +106,9 @@ async def ask(client: ApiClient, prompt: str) -> float:
 
 
 @asynccontextmanager
-async def streams(port: int, count: int, seed: int) -> AsyncIterator[list[StreamedAnswer]]:
+async def streams(
+    port: int, count: int, seed: int, tokens: int = STREAM_TOKENS
+) -> AsyncIterator[list[StreamedAnswer]]:
     """Run ``count`` answers, all of which have begun, and cancel them at the end."""
     answers = [StreamedAnswer() for _ in range(count)]
     begun = [asyncio.Event() for _ in answers]
@@ -115,7 +119,7 @@ async def streams(port: int, count: int, seed: int) -> AsyncIterator[list[Stream
                     "/completions",
                     {
                         "prompt": prompts.text(seed + number, STREAM_PROMPT_TOKENS),
-                        "max_tokens": STREAM_TOKENS,
+                        "max_tokens": tokens,
                         "temperature": 0.0,
                         "ignore_eos": True,
                     },

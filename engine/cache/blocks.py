@@ -74,6 +74,8 @@ class BlockStore:
 
         Yield where the slab should be evaluated before the next part is copied. The last part is
         left to the graph that writes the slab next."""
+        if self._in_place:
+            mx.eval(slab.whole)  # several threads will write into them
         for first, some in self._pieces(start, blocks):
             if first > start:
                 yield

@@ -54,9 +54,13 @@ class Slab:
     them. An array that is evaluated by name is held until the device is done. A new slab is
     therefore not evaluated here, but together with the first write."""
 
-    def __init__(self, layout: Layout, rows: int, capacity: int) -> None:
+    def __init__(self, layout: Layout, rows: int, capacity: int, *, in_place: bool = False) -> None:
+        """``in_place``: the host writes into the arrays, and no graph does except those of
+        `copy_row` and `resize`. Each array is then created when it is first used: to create all of
+        a long slab takes so long that running sequences would notice."""
         self.rows = rows
         self.capacity = capacity
+        self.in_place = in_place
         self._kinds = layout.arrays
         self._rings = [layout.ring_tokens(number) for number in range(len(layout.arrays))]
         self.places = layout.places
@@ -96,7 +100,12 @@ class Slab:
 
     @property
     def contents(self) -> list[mx.array]:
-        """All arrays written by a step, to be evaluated."""
+        """All arrays that graphs of a step write, to be evaluated."""
+        return [self.last_tokens] if self.in_place else self.whole
+
+    @property
+    def whole(self) -> list[mx.array]:
+        """All arrays."""
         return [*self.arrays, *self.scales, self.last_tokens]
 
     def part(self, number: int) -> mx.array:
@@ -182,16 +191,16 @@ class Slab:
             found = dequantize(Quantized(codes, scales), kind.quantization)
         return found.astype(kind.dtype)
 
-    def clear_row(self, row: int, in_place: bool) -> None:
-        """Fill ``row`` with zeros, ``in_place`` in the host's memory or in the graph."""
+    def clear_row(self, row: int) -> None:
+        """Fill ``row`` with zeros."""
         for array, is_shared in zip(self.arrays, self._shared, strict=True):
             for each in (row, self.rows + row) if is_shared else (row,):
-                if in_place:
+                if self.in_place:
                     np.asarray(array)[each] = 0
                 else:
                     array[each] = 0
         for scales in self.scales:
-            if in_place:
+            if self.in_place:
                 np.asarray(scales)[:, :, row] = 0
             else:
                 scales[:, :, row] = 0
@@ -216,7 +225,7 @@ class Slab:
     def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
         """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
 
-        Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
+        Nothing is evaluated. ``source`` is read: write it only once `whole` is evaluated."""
         for number, place in enumerate(self.places):
             ours, theirs = self.arrays[place.array], source.arrays[place.array]
             # A ring is copied completely. If the source has not wrapped around, indices equal
@@ -276,4 +285,4 @@ class Slabs(dict[int, Slab]):
         Return the arrays to evaluate, see `Slab.copy_row`."""
         slab = self[target.slab_id]
         slab.copy_row(target.row, self[source.slab_id], source.row, length)
-        return [*slab.contents, *self.states.copy(source, target)]
+        return [*slab.whole, *self.states.copy(source, target)]

@@ -150,11 +150,12 @@ class BatchedExecutor(Executor):
             self.wait()  # what the plan frees is in use until then
         for resize in plan.resized_slabs:
             self._slabs.resize(resize.slab_id, resize.rows)
+        make = partial(Slab, self.layout, in_place=self.batch_class.writes_in_place)
         for new in plan.new_slabs:
-            self._slabs[new.slab_id] = Slab(self.layout, new.rows, new.capacity)
+            slab = self._slabs[new.slab_id] = make(new.rows, new.capacity)
             if not self.spec.look_ahead:
-                mx.eval(self._slabs[new.slab_id].contents)
-        self._unchecked.clear_begun(plan, self._slabs, self.batch_class.writes_in_place)
+                mx.eval(slab.contents)
+        self._unchecked.clear_begun(plan, self._slabs)
         self._unchecked.computed(plan)
         with self._stopwatch.computing():
             for insert in plan.inserts:

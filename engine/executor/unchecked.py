@@ -22,14 +22,11 @@ class UncheckedSlots:
         self._shows_all = shows_all
         self._passes: dict[Slot, int] = {}  # the step of the last pass
 
-    def clear_begun(self, plan: Plan, slabs: Slabs, in_place: bool) -> None:
-        """Clear the slots in which sequences start with ``plan``. Nothing is evaluated.
-
-        ``in_place``: slabs are in the host's memory, and no graph uses them.
-        """
+    def clear_begun(self, plan: Plan, slabs: Slabs) -> None:
+        """Clear the slots in which sequences start with ``plan``. Nothing is evaluated."""
         for slot in _begun(plan):
             if self._passes.pop(slot, None) is not None and slot.slab_id in slabs:
-                slabs[slot.slab_id].clear_row(slot.row, in_place)
+                slabs[slot.slab_id].clear_row(slot.row)
         for move in plan.moves:
             if (step := self._passes.pop(move.source, None)) is not None:
                 self._passes[move.target] = step

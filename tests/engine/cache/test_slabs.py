@@ -49,7 +49,8 @@ def test_keys_and_values_go_with_their_row(value_dim: int) -> None:
     for in_place in (False, True):
         row = int(in_place)
         mx.eval(slab.contents)
-        slab.clear_row(row, in_place)
+        slab.in_place = in_place
+        slab.clear_row(row)
         for number in (0, 1):
             assert not mx.any(slab.part(number)[row]) and not holds(
                 slab, row, number, kept[row, number]

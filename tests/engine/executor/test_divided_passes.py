@@ -129,6 +129,27 @@ def test_a_slab_may_grow_while_a_pass_is_open(runner: Runner) -> None:
     assert runner.first_token(Slot(0, 1), tokens) == expected
 
 
+def test_on_a_cpu_a_stretch_creates_only_the_memory_of_its_layers(runner: Runner) -> None:
+    """That of a long slot takes so long that running sequences would notice."""
+    executor, tokens = runner.executor, prompt(9, 30)
+    if executor.spec.look_ahead:
+        pytest.skip("a GPU fills memory quickly")
+    slot, capacity = Slot(1, 0), 50_000
+    expected = alone(runner, tokens)
+    before = mx.get_active_memory()
+    number = runner.step + 1
+    runner.run(
+        new_slabs=(SlabSpec(1, 1, capacity),),
+        chunks=(chunk(slot, tokens),),
+        stretches=(Stretch(number, 1),),
+    )
+    whole_bytes = executor.layout.slot_token_bytes * capacity
+    assert mx.get_active_memory() - before < 1.5 * whole_bytes / len(executor.layout.layers)
+    runner.run(stretches=(Stretch(number, runner.layers),))
+    assert mx.get_active_memory() - before > 0.9 * whole_bytes
+    assert runner.first_token(slot, tokens) == expected
+
+
 def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
     runner: Runner, wrap: Wrap
 ) -> None:

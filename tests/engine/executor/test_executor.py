@@ -273,8 +273,8 @@ def test_a_freed_slab_is_released_without_the_garbage_collector(model: Any, wrap
     slabs: list[weakref.ref[Slab]] = []
 
     @wrap(Slab, "__init__")
-    def noted(allocate: Callable[..., None], slab: Slab, *args: Any) -> None:
-        allocate(slab, *args)
+    def noted(allocate: Callable[..., None], slab: Slab, *args: Any, **how: Any) -> None:
+        allocate(slab, *args, **how)
         slabs.append(weakref.ref(slab))
 
     runner = Runner(model)

@@ -199,6 +199,7 @@ class Memory:
             while pool.num_evictable:
                 block = pool.pop_oldest()
                 self.backlog.discard(block)
+                self.backlog.lost(block.id)  # its bytes may be on their way here
                 self.evictions.append(Evict(block.id))
                 self.ledger.release(self.bytes_of(block))
 

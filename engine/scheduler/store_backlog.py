@@ -68,11 +68,11 @@ class StoreBacklog:
         return files == 1 or STORE_LIMIT.fits(files, files * self._bytes_of(block))
 
     def lost(self, block_id: int) -> None:
-        """Do not expect the bytes of a block any more, because it was never saved."""
+        """Do not expect the bytes of a block any more, or ignore them."""
         self._exported.pop(block_id, None)
 
     def came_back(self, block_id: int, payload: Payload) -> Store | None:
-        """Return the message for the kvstore, None for a block that was never saved."""
+        """Return the message for the kvstore, None for a block that is `lost`."""
         block = self._exported.pop(block_id, None)
         return None if block is None else Store(block.hash, payload, block.is_snapshot)
 

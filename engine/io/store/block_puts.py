@@ -61,6 +61,7 @@ class BlockPuts:
         self._acknowledged: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
         self._not_stored: list[tuple[bytes, bool]] = []
         self._has_news = False
+        self._clears = 0
 
     @property
     def num_under_way(self) -> int:
@@ -109,10 +110,14 @@ class BlockPuts:
             self._counters.add(drops=1)
             return False
         try:
-            self._pool.submit(self._encode, hash, kind, payload, is_state)
+            self._pool.submit(self._encode, hash, kind, payload, is_state, self._clears)
         except RuntimeError:  # the engine is about to exit, and the pool with it
             return False
         return True
+
+    def clear(self) -> None:
+        """Drop what has not been sent yet."""
+        self._clears += 1
 
     def finish(self, ticket: int, *, stored: bool) -> None:
         """Process the kvstore's reply. Runs on the IO thread, like the methods below."""
@@ -170,9 +175,15 @@ class BlockPuts:
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def _encode(
-        self, hash: bytes, kind: FileKind, payload: Sequence[bytes | memoryview], is_state: bool
+        self,
+        hash: bytes,
+        kind: FileKind,
+        payload: Sequence[bytes | memoryview],
+        is_state: bool,
+        clears: int,
     ) -> None:
-        """Create the file and post it. Runs on the pool."""
+        """Create the file and post it. ``clears``: the number of calls of `clear` before. Runs on
+        the pool."""
         try:
             data = encode(hash, kind.namespace, payload)
         except Exception:
@@ -181,17 +192,17 @@ class BlockPuts:
         size = sum(memoryview(buffer).nbytes for buffer in payload)
         deadline = time.monotonic() + STORE_TIMEOUT_S
         put = _PendingPut(hash, is_state, size, len(data), deadline)
-        self._post(lambda: self._put(put, kind.namespace, data))
+        self._post(lambda: self._put(put, kind.namespace, data, clears))
 
-    def _put(self, put: _PendingPut, namespace: str, data: bytes) -> None:
-        """Send a file; empty ``data`` is dropped."""
+    def _put(self, put: _PendingPut, namespace: str, data: bytes, clears: int) -> None:
+        """Send a file. Empty ``data`` is dropped, and so is what was cleared meanwhile."""
         ticket = next(self._tickets)
         self._pending[ticket] = put
         message = wire.Put(ticket=ticket, namespace=namespace, hash=put.hash)
         if not data:
             self._release(self._pending.pop(ticket))
             self._counters.add(drops=1)
-        elif not self._send(message, data):
+        elif clears != self._clears or not self._send(message, data):
             self.finish(ticket, stored=False)
 
 

@@ -149,6 +149,7 @@ class StoreClient:
 
     def clear(self) -> None:
         """Remove all blocks and states of this engine's kind."""
+        self._puts.clear()
         for namespace in {self._blocks.namespace, self._states.namespace}:
             self._post_if_ready(wire.Clear(namespace=namespace))
 

@@ -16,6 +16,7 @@ from engine.io.store import block_fetch, block_puts
 from engine.io.store.block_fetch import FileKind
 from engine.plan import Cancellation
 from shared import wire
+from tests.engine.conftest import Wrap
 from tests.engine.io.storing_engine import TIMEOUT_S, StoringEngine, running_kvstore
 from tests.kvstore.blocks import hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
@@ -233,6 +234,27 @@ def test_stores_beyond_the_bound_are_dropped_and_counted(
     wait_until(lambda: engine.client.stats.drops == 10)  # the others after the time-out
     engine.kvstore.resume()
     engine.store(50)
+
+
+def test_what_is_not_sent_when_the_cache_is_cleared_is_not_stored(
+    engine: StoringEngine, wrap: Wrap
+) -> None:
+    cleared = threading.Event()
+
+    @wrap(block_puts, "encode")
+    def late(encode: Callable[..., bytes], *given: Any) -> bytes:
+        assert cleared.wait(60)
+        return encode(*given)
+
+    wait_until(lambda: engine.client.is_ready)
+    assert engine.client.store(hash_of(2), payload_of(2))
+    engine.client.clear()
+    cleared.set()
+    wait_until(lambda: (hash_of(2), False) in engine.not_stored)
+    assert not engine.holds(2)
+    wait_until(lambda: engine.client.room().files)
+    engine.store(2)
+    assert engine.holds(2)
 
 
 def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(

@@ -78,9 +78,14 @@ def test_blocks_that_leave_memory_before_there_was_room_are_sent_then() -> None:
     assert gone and len(engine.stored) == len(gone)
 
 
-def test_a_cleared_cache_is_not_sent() -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["waiting", "exporting"])
+def test_a_cleared_cache_is_not_sent(is_late: bool) -> None:
     engine = engine_with(0)
     engine.serve(request("a", PROMPT))
+    if is_late:
+        engine.store_room = None
+        plan = engine.schedule()
+        assert plan is not None and plan.exports
     engine.scheduler.clear_cache()
     engine.store_room = None
     engine.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ CASES = {
 }
 LENGTHS, CHECK_LENGTHS = (512, 1000, 2000, 4000, 7500), (512, 1000)
 CHUNKS, CHECK_CHUNKS = (128, 256, 512, 1024, 2048), (256, 1024)
-DEFAULT = 0
+DEFAULT, _RATE = 0, -1
 _SHAPES, _SECONDS = ((2048, 2048, 2048), (1024, 1536, 1536), (512, 3072, 1024)), 0.5
 """Of products: rows, columns, and what they have in common; each is repeated for so long."""
 
@@ -33,9 +34,9 @@ def alone(options: Options) -> None:
     """Print times to first tokens of new prompts, one client.
 
     Arithmetic: two operations a parameter of the layers and token, and attention to the half of
-    all pairs, at the rate of large fp32 products: the mean of the best rates right before and right
-    after the prompts, since the speed of a machine that others use too changes meanwhile. Codes of
-    4 bits may be faster."""
+    all pairs, at the rate of large fp32 products, the median of those measured between the
+    prompts: the speed of a machine that others use too changes meanwhile. Codes of 4 bits may be
+    faster."""
     lengths = options.lengths or (CHECK_LENGTHS if options.check else LENGTHS)
     chunks = (DEFAULT, *(options.chunks or (CHECK_CHUNKS if options.check else CHUNKS)))
     for name in options.cases or (("fp32",) if options.check else tuple(CASES)):
@@ -50,16 +51,11 @@ def alone(options: Options) -> None:
                 for size in chunks
             }
             for tokens in lengths:
-                with options.locked():
-                    before = product_rate()
-                found = options.in_turn(
-                    {
-                        size: partial(_first, port=port, tokens=tokens)
-                        for size, port in ports.items()
-                    }
-                )
-                with options.locked():
-                    rate = (before + product_rate()) / 2
+                measures: dict[int, Callable[[int], float]] = {
+                    size: partial(_first, port=port, tokens=tokens) for size, port in ports.items()
+                }
+                found = options.in_turn({**measures, _RATE: lambda run: product_rate()})
+                rate = statistics.median(found.pop(_RATE))
                 _show(tokens, rate, operations(config, tokens) / rate, found)
 
 

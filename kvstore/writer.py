@@ -125,12 +125,12 @@ class Writer:
             if not idle:
                 next_flush = min(next_flush, time.monotonic() + self._flush_interval_s)
             try:
+                if cleared and not late:  # first, because `put` came later
+                    self._report(partial(self._store.clear, cleared))
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
                 if verification and not late:
                     self._report(partial(self._store.verify, verification))
-                if cleared and not late:
-                    self._report(partial(self._store.clear, cleared))
                 if (stopping and idle) or time.monotonic() >= next_flush:
                     self._store.flush()
                     next_flush = time.monotonic() + self._pause_s(idle)

@@ -85,7 +85,11 @@ def test_blocks_that_wait_when_their_namespace_is_cleared_are_answered(tier: Wri
         assert writer.offer(outcomes.put(number)) == ""
     writer.clear(NAMESPACE)
     assert set(outcomes.values()) == {"cleared"} and len(outcomes) in (3, 4)  # one may be written
+    assert writer.offer(outcomes.put(9)) == ""
     tier.disk.may_write.set()
+    wait_until(lambda: 9 in outcomes)
+    writer.close(20)
+    assert tier.there(*range(10)) == {9}
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(

@@ -77,18 +77,16 @@ def test_a_bad_state_makes_way_for_the_one_before_it(prefix: StoringEngine) -> N
 
 
 def test_a_file_of_another_layout_is_a_miss(engine: StoringEngine) -> None:
-    engine.store(1, size=1000)
-    assert engine.holds(1)
+    engine.keep(1)
     sizes = tuple(len(buffer) for buffer in payload_of(1, 900))
     engine.client._blocks = FileKind(engine.blocks.namespace, sizes)
     assert engine.fetch(1) == []
     assert engine.client.stats.corrupt == 0
-    engine.store(2, size=900)
-    assert engine.holds(2, size=900)
+    engine.keep(2, size=900)
 
 
 def test_a_payload_too_large_for_a_file_does_not_cost_the_connection(engine: StoringEngine) -> None:
-    engine.store(1)
+    engine.keep(1)
     too_large = bytes(block_puts.MAX_PAYLOAD_BYTES + 1)
     drops = engine.client.stats.drops
     engine.client.store(hash_of(2), [too_large], is_state=True)
@@ -253,8 +251,7 @@ def test_what_is_not_sent_when_the_cache_is_cleared_is_not_stored(
     wait_until(lambda: (hash_of(2), False) in engine.not_stored)
     assert not engine.holds(2)
     wait_until(lambda: engine.client.room().files > 0)
-    engine.store(2)
-    assert engine.holds(2)
+    engine.keep(2)
 
 
 def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(

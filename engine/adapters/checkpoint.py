@@ -26,9 +26,6 @@ CONFIG = "adapter_config.json"
 MLX_LM, PEFT = "adapters.safetensors", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 20
-MAX_RANK = 128
-"""One adapter's share of a product must fit into one block of MLAS, ONNX Runtime's matmul
-library. With more columns, its sums would depend on the rest of the batch."""
 DIGEST_BYTES = 16
 _TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),

@@ -217,11 +217,6 @@ class Slab:
         self.last_tokens = _resized(self.last_tokens, 0, rows)
         self.rows = rows
 
-    def completion_marker(self) -> mx.array:
-        """Return a new scalar array that is evaluated once the KV written last is."""
-        written = next((array for array in reversed(self.arrays) if array.size), self.last_tokens)
-        return written[(0,) * written.ndim] + 0
-
     def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
         """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
 

@@ -80,11 +80,6 @@ class TextQueue:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    @property
-    def num_computed(self) -> int:
-        """Number of texts in passes now."""
-        return sum(wanted.is_computed for wanted in self._wanted.values())
-
     def add(self, message: Encode) -> None:
         """Add a job."""
         starts = message.second_starts or [0] * len(message.token_ids)

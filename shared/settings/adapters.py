@@ -11,6 +11,10 @@ from shared.adapter_names import MAX_NAMED_ADAPTERS, is_adapter_name
 from shared.flags import FlagError, flag
 from shared.paths import user_path
 
+MAX_RANK = 128
+"""One adapter's share of a product must fit into one block of MLAS, ONNX Runtime's matmul
+library. With more columns, its sums would depend on the rest of the batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
@@ -30,7 +34,7 @@ class AdapterSettings:
         shown_default="the number of --adapter, at most 8",
     )
     max_adapter_rank: int = flag(
-        16, "highest rank of an adapter that requests name", at_least=1, at_most=128
+        16, "highest rank of an adapter that requests name", at_least=1, at_most=MAX_RANK
     )
 
 

@@ -85,6 +85,9 @@ class Watch:
 
     def __call__(self) -> None:
         whole, stats = self._whole, self._whole.scheduler.stats()
+        for slab in getattr(whole.executor, "_slabs", {}).values():
+            if slab.in_place:
+                mx.eval(slab.whole)  # otherwise its arrays are created when they are first used
         mx.synchronize()
         scheduler = whole.scheduler
         assert scheduler.memory.ledger.used_bytes <= stats.limit_bytes

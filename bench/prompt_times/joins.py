@@ -30,7 +30,7 @@ from shared.settings import Settings
 
 MODEL = "demo-fp32"
 STREAMS, JOINER_TOKENS = 4, 4000
-STREAM_TOKENS, FULL_BLOCKS = 1500, 1024
+FULL_BLOCKS = 1024
 SHARES = ("0.5", "0.2")
 LONG_TOKENS, SHORT_TOKENS = 7500, 32
 ARRIVALS = (0.1, 0.35, 0.6, 0.85)
@@ -95,7 +95,7 @@ def joins(options: Options) -> None:
 
 async def _join(port: int, seed: int, tokens: int) -> Join:
     alone_s = await first_s_of(port, prompts.text(seed + 1, tokens))
-    async with streams(port, STREAMS, seed + 10, STREAM_TOKENS) as running:
+    async with streams(port, STREAMS, seed + 10) as running:
         step, rate = await step_s(running, _ALONE_S)
         begun = time.perf_counter()
         joined_s = await first_s_of(port, prompts.text(seed + 2, tokens))

@@ -26,7 +26,7 @@ from services.measuring.client import ApiClient
 
 FLAGS = ("--no-ssd", "--max-generation-tokens", "8000", "--spare-engine-after-s", "0")
 """Spare engines would start while others are timed: each imports for some seconds."""
-STREAM_PROMPT_TOKENS, STREAM_TOKENS = 40, 6000
+STREAM_PROMPT_TOKENS, STREAM_TOKENS = 40, 1500
 TURN_S = 30.0
 WARM_UP_TOKENS = (300, 32)
 """Length of prompts from which a server learns its first chunks."""
@@ -106,9 +106,7 @@ async def ask(client: ApiClient, prompt: str) -> float:
 
 
 @asynccontextmanager
-async def streams(
-    port: int, count: int, seed: int, tokens: int = STREAM_TOKENS
-) -> AsyncIterator[list[StreamedAnswer]]:
+async def streams(port: int, count: int, seed: int) -> AsyncIterator[list[StreamedAnswer]]:
     """Run ``count`` answers, all of which have begun, and cancel them at the end."""
     answers = [StreamedAnswer() for _ in range(count)]
     begun = [asyncio.Event() for _ in answers]
@@ -119,7 +117,7 @@ async def streams(
                     "/completions",
                     {
                         "prompt": prompts.text(seed + number, STREAM_PROMPT_TOKENS),
-                        "max_tokens": tokens,
+                        "max_tokens": STREAM_TOKENS,
                         "temperature": 0.0,
                         "ignore_eos": True,
                     },

@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.prompt_times.measuring import FLAGS, Options, first_s, ms
 from bench.servers import ours
+from bench.turns import median_ratio
 from engine.backend.graphs import Graph
 from engine.model.load import resolve
 
@@ -34,9 +35,9 @@ def alone(options: Options) -> None:
     """Print times to first tokens of new prompts, one client.
 
     Arithmetic: two operations a parameter of the layers and token, and attention to the half of
-    all pairs, at the rate of large fp32 products, the median of those measured between the
-    prompts: the speed of a machine that others use too changes meanwhile. Codes of 4 bits may be
-    faster."""
+    all pairs, at the rate of large fp32 products, which is measured between the prompts: the speed
+    of a machine that others use too changes meanwhile, so ratios are medians of the runs' ratios.
+    Codes of 4 bits may be faster."""
     lengths = options.lengths or (CHECK_LENGTHS if options.check else LENGTHS)
     chunks = (DEFAULT, *(options.chunks or (CHECK_CHUNKS if options.check else CHUNKS)))
     for name in options.cases or (("fp32",) if options.check else tuple(CASES)):
@@ -55,8 +56,8 @@ def alone(options: Options) -> None:
                     size: partial(_first, port=port, tokens=tokens) for size, port in ports.items()
                 }
                 found = options.in_turn({**measures, _RATE: lambda run: product_rate()})
-                rate = statistics.median(found.pop(_RATE))
-                _show(tokens, rate, operations(config, tokens) / rate, found)
+                rates = found.pop(_RATE)
+                _show(tokens, [operations(config, tokens) / rate for rate in rates], rates, found)
 
 
 def fixed(size: int) -> tuple[str, ...]:
@@ -67,15 +68,16 @@ def _first(run: int, port: int, tokens: int) -> float:
     return first_s(port, 10_000 * run + tokens, tokens)
 
 
-def _show(tokens: int, rate: float, least_s: float, found: dict[int, list[float]]) -> None:
+def _show(
+    tokens: int, least_s: list[float], rates: list[float], found: dict[int, list[float]]
+) -> None:
     middle = {size: statistics.median(times) for size, times in found.items()}
     best = min((size for size in middle if size != DEFAULT), key=lambda size: middle[size])
-    pairs = zip(found[DEFAULT], found[best], strict=True)
-    ratio = statistics.median(mine / fixed for mine, fixed in pairs)
+    to_best, to_least = (median_ratio(found[DEFAULT], each) for each in (found[best], least_s))
     shown = "".join(f"{ms(seconds):>9}" for seconds in middle.values())
     print(
-        f"{tokens:6d}  {rate / 1e9:7.0f}  {ms(least_s):>10}{shown}   {ratio:5.2f} ({best})"
-        f"   {middle[DEFAULT] / least_s:5.2f}",
+        f"{tokens:6d}  {statistics.median(rates) / 1e9:7.0f}  {ms(statistics.median(least_s)):>10}"
+        f"{shown}   {to_best:5.2f} ({best})   {to_least:5.2f}",
         flush=True,
     )
 
@@ -92,8 +94,8 @@ def operations(config: dict[str, Any], tokens: int) -> float:
 
 
 def product_rate() -> float:
-    """Return the operations per second of large products in ONNX Runtime with all threads: the
-    best of several shapes and attempts."""
+    """Return the operations per second of large products in ONNX Runtime with all threads, of the
+    best of several shapes."""
     random = np.random.default_rng(0)
     best = 0.0
     for rows, columns, inner in _SHAPES:
@@ -103,8 +105,9 @@ def product_rate() -> float:
         graph.output(graph.node("MatMul", x, weight), "rows", columns)
         session, values = graph.session(), random.standard_normal((rows, inner), np.float32)
         session(values)
-        ends = time.perf_counter() + _SECONDS
-        while (begun := time.perf_counter()) < ends:
+        begun, count = time.perf_counter(), 0
+        while (took := time.perf_counter() - begun) < _SECONDS:
             session(values)
-            best = max(best, 2.0 * rows * columns * inner / (time.perf_counter() - begun))
+            count += 1
+        best = max(best, 2.0 * rows * columns * inner * count / took)
     return best

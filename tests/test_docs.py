@@ -119,9 +119,10 @@ def explained(page: str) -> set[str]:
 
 
 def test_files_that_the_pages_name_exist() -> None:
-    """Paths of code in the pages for contributors, such as `router/http/app.py`."""
-    for path in FOR_CONTRIBUTORS:
-        for named in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)[`:]", path.read_text(encoding="utf-8")):
+    """Paths of code such as `router/http/app.py`; in the pages for contributors also folders."""
+    for path in DOCUMENTS:
+        last = r"(?:\w+\.py)?" if path in FOR_CONTRIBUTORS else r"\w+\.py"
+        for named in re.findall(rf"`((?:\w+/)+{last})[`:]", path.read_text(encoding="utf-8")):
             assert (ROOT / named).exists(), f"{named} in {name_of(path)}"
 
 

@@ -77,7 +77,7 @@ def _lines(
     found: Mapping[Peer, Measured], versions: Mapping[Peer, str], reasons: Mapping[str, str]
 ) -> Iterator[str]:
     runs = max(len(pairs) for each in found.values() for pairs in each.values())
-    yield f"On {machine()}. Ours / theirs = ratio, medians of pairs in turn ({runs} at most)."
+    yield f"On {machine()}. Ours / theirs = ratio, medians of at most {runs} pairs in turn."
     yield "**Bold** is where we are behind."
     yield ""
     yield "| server | versions | weights |"

@@ -38,7 +38,10 @@ Which architectures take adapters by name is a [list of its own](adapters.md#arc
 Right, batched as `ragged` (each row at its own length) on both paths, with prefixes and INT8:
 {plain}.
 
-Those with a star can be divided, and are right and `ragged` on 2 ranks. The others:
+Those with a star can be divided, and are right and `ragged` on 2 ranks. The others are in the
+table. `dense`, `row by row` and `one at a time` are [slower ways to compute a
+batch](design/slots-and-slabs.md#is-a-model-batchable). The last column is the reason why a faster
+way or INT8 is not possible, often the error that the model's own code raised.
 
 | architecture | served | batched | how | as on a GPU | 2 ranks | prefixes | INT8 | why not faster |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

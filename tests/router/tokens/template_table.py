@@ -58,14 +58,14 @@ def row(name: str, directory: Path) -> list[str]:
     def shows(text: str, *messages: ChatMessage) -> bool:
         return text in template.render(messages, [TOOL], {})
 
-    first = "joined" if limits.several_systems else "each"
+    first = "joined" if limits.several_systems else "separate"
     beside = "kept" if shows("TEXT", USER, called(CALL, text="TEXT"), RESULT) else "left out"
     thought = shows("THOUGHT", USER, called(CALL, thought="THOUGHT"), RESULT)
     return [
         f"`{name}`",
         "described" if template.tools_place == "text" else "kept",
-        "in the first of the user's" if limits.system else first,
-        "the user's" if limits.later_system else "kept",
+        "in the first user message" if limits.system else first,
+        "a user message" if limits.later_system else "kept",
         "text" if limits.tool_messages else "kept",
         "one after the other" if limits.several_calls else "together",
         "before it" if limits.text_with_call else beside,

@@ -134,6 +134,12 @@ class Memory:
             self.fetch_reservations[seq] = left
         return left
 
+    def drop_fetched(self, seq: Sequence, number: int) -> None:
+        """Drop block ``number`` of what was fetched for ``seq``, if it is there, and release its
+        memory."""
+        if seq.fetch.payloads.pop(number, None) is not None:
+            self.release_fetch(seq, keep=self.fetch_reservations[seq] - 1)
+
     def drop_fetch(self, seq: Sequence) -> None:
         """Drop what was fetched for ``seq``, and release its memory."""
         seq.fetch.drop()
@@ -199,9 +205,9 @@ class Memory:
             while pool.num_evictable:
                 block = pool.pop_oldest()
                 self.backlog.discard(block)
-                self.backlog.lost(block.id)  # its bytes may be on their way here
                 self.evictions.append(Evict(block.id))
                 self.ledger.release(self.bytes_of(block))
+        self.backlog.lose_exported()
 
     def drop_snapshot(self, snapshot: Block) -> None:
         """Evict ``snapshot``, even if it is only about to be saved."""

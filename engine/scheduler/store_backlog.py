@@ -71,6 +71,12 @@ class StoreBacklog:
         """Do not expect the bytes of a block any more, or ignore them."""
         self._exported.pop(block_id, None)
 
+    def lose_exported(self) -> None:
+        """Ignore all bytes that are on their way here, also those of evicted blocks."""
+        for block in self._exported.values():
+            block.stored = False
+        self._exported.clear()
+
     def came_back(self, block_id: int, payload: Payload) -> Store | None:
         """Return the message for the kvstore, None for a block that is `lost`."""
         block = self._exported.pop(block_id, None)

@@ -195,7 +195,7 @@ class PrefixCache:
                 break
             if block is not None:
                 self._memory.blocks.pin(block)
-                seq.fetch.payloads.pop(number, None)
+                self._memory.drop_fetched(seq, number)
             elif number in seq.fetch.payloads:
                 if len(builder.inserts) >= self._max_inserts:
                     return blocks

@@ -90,3 +90,15 @@ def test_a_cleared_cache_is_not_sent(is_late: bool) -> None:
     engine.store_room = None
     engine.run()
     assert not engine.stored and not engine.scheduler.num_unstored
+
+
+def test_what_a_plan_in_flight_evicts_is_not_sent_once_the_cache_is_cleared() -> None:
+    settings = config(blocks=40, context_length=120, store_enabled=True, look_ahead=True)
+    engine = Engine(settings)
+    engine.serve(request("a", PROMPT[:60], max_tokens=1))
+    old = engine.cached
+    engine.submit(request("b", [0, *PROMPT[:109]]))
+    engine.run_until(lambda: engine.scheduler.memory.backlog.num_exported)
+    engine.scheduler.clear_cache()
+    engine.run()
+    assert old and old.isdisjoint(engine.stored)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from math import prod
 
 from engine.scheduler.config import SchedulerConfig
@@ -9,7 +11,7 @@ from engine.scheduler.planning.pictures import LARGEST_SHARE
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from shared import wire
-from shared.hashing import prompt_root
+from shared.hashing import Picture, block_hashes, prompt_root
 
 
 class Refusal(Exception):
@@ -72,8 +74,20 @@ def make_sequence(
         pictures=pictures,
     )
     if config.prefix_cache:
+        prompt = tuple(request.token_ids)
+        seq.block_hashes += _prompt_hashes(seq.parent_hash, prompt, seq.block_size, *seq.shown)
+        seq.parent_hash = seq.block_hashes[-1] if seq.block_hashes else seq.parent_hash
         seq.update_block_hashes()
     return seq
+
+
+@lru_cache(maxsize=1)
+def _prompt_hashes(
+    root: bytes, token_ids: tuple[int, ...], block_size: int, *pictures: Picture
+) -> SequenceOf[bytes]:
+    """Return the hashes of the full blocks of a prompt. All choices of a request have the same
+    prompt, and hashing a long one takes as long as a decode step."""
+    return block_hashes(root, token_ids, block_size, pictures)
 
 
 def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePicture, ...]:

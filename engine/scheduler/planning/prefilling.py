@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
-from engine.scheduler.planning.passes import OpenPass, OpenPasses, PlannedChunk
+from engine.scheduler.planning.passes import MUCH_SHORTER, OpenPass, OpenPasses, PlannedChunk
 from engine.scheduler.planning.picture_group import PictureGroup
 from engine.scheduler.planning.pictures import PictureTable, WholePictures
 from engine.scheduler.planning.plan_builder import PlanBuilder, PlannedEncoding
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 LOGPROBS_CHUNK_TOKENS = 64
 """Max chunk with log-probabilities, which need the logits of every position."""
-MUCH_SHORTER = 4
-"""A prompt overtakes one with this many times as many tokens left."""
 MIN_SHARED = 16
 """Prompts with fewer tokens left count as this long if chunks share a pass."""
 MAX_END_TOKENS = 32
@@ -152,7 +150,7 @@ class Prefilling:
             left_s -= seconds
             joined.append(PlannedChunk(seq, start, end))
             size = self._config.block_size
-            claimed.update(seq.block_hashes[start // size : (end + 1) // size])
+            claimed |= dict.fromkeys(seq.block_hashes[start // size : (end + 1) // size], 1)
         if not joined:
             return False
         builder.step.ends += joined
@@ -193,28 +191,25 @@ class Prefilling:
         else:
             self._lead_s += self._stretch_s
 
-    def _claimed(self) -> set[bytes]:
-        """Return the hashes of the blocks that open passes compute. They can be restored
-        afterwards."""
+    def _claimed(self) -> dict[bytes, int]:
+        """Return `OpenPasses.claimed`, nothing if blocks are useless without a state."""
         if self._config.reuses_states:
-            return set()
-        size = self._config.block_size
-        return {
-            block_hash
-            for one in self.passes
-            for chunk in one.chunks
-            if chunk.seq.status is not Status.FINISHED  # it publishes nothing any more
-            for block_hash in chunk.seq.block_hashes[chunk.start // size : chunk.end // size]
-        }
+            return {}
+        return self.passes.claimed(self._config.block_size, self._config.layers)
 
-    def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
-        """Return whether another sequence computes the next block of ``seq``. A sequence that
-        needs its prompt's log-probabilities has to compute the block itself."""
+    def _is_claimed(self, seq: Sequence, claimed: dict[bytes, int]) -> bool:
+        """Return whether others compute the next blocks of ``seq``, as many as are worth the wait.
+        A sequence that needs its prompt's log-probabilities has to compute them itself."""
         number = seq.num_computed_tokens // self._config.block_size
-        is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
-        return is_claimed and not seq.needs_prompt_logprobs
+        worth = claimed.get(next(iter(seq.block_hashes[number : number + 1]), b""))
+        if worth is None or seq.needs_prompt_logprobs:
+            return False
+        hashes = seq.block_hashes[number : number + worth]
+        return len(hashes) == worth and all(each in claimed for each in hashes)
 
-    def _has_to_compute(self, seq: Sequence, claimed: set[bytes], builder: PlanBuilder) -> bool:
+    def _has_to_compute(
+        self, seq: Sequence, claimed: dict[bytes, int], builder: PlanBuilder
+    ) -> bool:
         """Return whether ``seq`` has to compute its next tokens: no other sequence is computing
         them, and no running sequence has the rest of its prompt."""
         if self._is_claimed(seq, claimed):
@@ -231,7 +226,7 @@ class Prefilling:
         first: Sequence,
         candidates: SequenceOf[Sequence],
         limits: dict[Sequence, int],
-        claimed: set[bytes],
+        claimed: dict[bytes, int],
         builder: PlanBuilder,
         *,
         streaming: bool,
@@ -275,7 +270,7 @@ class Prefilling:
             left -= is_counted
             chunks.append(PlannedChunk(seq, start, start + tokens))
             builder.chunk(seq, start + tokens)
-            claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
+            claimed |= dict.fromkeys(seq.block_hashes[start // size : (start + tokens) // size], 1)
         assert chunks, "a pass has a chunk"
         self._group.begun()
         begun = OpenPass(builder.step.number, chunks, reserved)

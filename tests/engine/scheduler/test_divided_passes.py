@@ -199,6 +199,19 @@ def test_those_with_the_same_new_prefix_wait_for_its_pass_and_restore_it() -> No
     assert [client.cached[0] for client in clients] == [0, 400, 400, 400]
 
 
+@pytest.mark.parametrize("blocks", [1, 10])
+def test_a_prompt_does_not_wait_for_a_long_pass_that_has_little_of_it(blocks: int) -> None:
+    made = engine()
+    made.executor.speed_tokens_s = 100.0
+    shared = prompt(4 * blocks)
+    long = made.submit(request("long", [*shared, *prompt(380, 7)]))
+    made.run_until(lambda: made.executor.passes)
+    short = made.submit(request("short", [*shared, 1, 2]))
+    made.run_until(lambda: short.tokens)
+    assert made.executor.passes and not long.tokens
+    made.finish(short, long)
+
+
 def test_activations_of_a_pass_are_in_the_ledger() -> None:
     made = engine(pass_token_bytes=500)
     made.submit(request("long", prompt(401)))

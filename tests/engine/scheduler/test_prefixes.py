@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from engine.plan import Exported
+from engine.scheduler import intake
 from engine.scheduler.timing.chunks import ChunkPolicy
+from shared.hashing import block_hashes
 from tests.engine.scheduler.harness import BLOCK_BYTES, SHARED, Engine, config, request
 
 
@@ -260,6 +262,35 @@ def test_prefixes_are_copied_at_once_while_no_stream_runs() -> None:
     engine.finish(*clients)
     restored = [sum(len(each.block_ids) for each in plan.restores) for plan in engine.plans]
     assert [count for count in restored if count] == [3 * 24]
+
+
+def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(root: bytes, token_ids: tuple[int, ...], *others: Any) -> list[bytes]:
+        hashed.append(len(token_ids))
+        return block_hashes(root, token_ids, *others)
+
+    monkeypatch.setattr(intake, "block_hashes", counted)
+    engine = Engine(config())
+    for name in "abc":
+        engine.submit(request(name, SHARED[5:]))
+    engine.submit(request("d", SHARED[6:]))
+    assert hashed == [len(SHARED) - 5, len(SHARED) - 6]
+
+
+def test_what_was_fetched_but_is_in_memory_meanwhile_reserves_nothing() -> None:
+    engine = with_stored(41, max_restored_blocks=1, blocks=300)
+    engine.store_answers = False
+    clients = [engine.submit(request(f"{last}", [*SHARED, last])) for last in (1, 2)]
+    engine.run_turns(3)
+    engine.answer_store()
+    engine.answer_store()
+    while not all(client.tokens for client in clients):
+        engine.turn()
+        for seq, reserved in engine.scheduler.memory.fetch_reservations.items():
+            assert reserved == len(seq.fetch.payloads)
+    engine.finish(*clients)
 
 
 @pytest.mark.parametrize("how", ["abort", "raise"])

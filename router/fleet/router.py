@@ -21,6 +21,7 @@ from router.fleet.engines.sockets import EngineSockets
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.loop_lag import LoopLag
 from router.fleet.metrics.prometheus import EngineCollector, Metrics
+from router.fleet.model_names import ModelNames
 from router.fleet.models.supervised import ConfiguredModel, Supervised, SupervisorChannel
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from router.fleet.queue.admission import Admission
@@ -99,6 +100,7 @@ class Router:
             self.registry, self.dispatcher, self.supervised, self._send_to
         )
         self.adapters = Adapters(self.registry, self.supervised, self._send_to)
+        self.model_names = ModelNames(self.registry, self.supervised, self.adapters)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for slow work."""
@@ -197,13 +199,6 @@ class Router:
             await self.rate_limits.admit_request(tenant, headers)
             yield
 
-    @property
-    def model_names(self) -> dict[str, list[str]]:
-        """The names of each configured or joined model, by its own name."""
-        configured = {each.names[0]: each.names for each in self.supervised.models.values()}
-        joined = {model.id: model.names for model in self.registry.models.values()}
-        return {**configured, **joined}
-
     def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
         """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
         configured = self.adapters.find_configured(name)
@@ -254,11 +249,12 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
+        if name is not None:
+            self.model_names.check(name, tenant)
         configured, adapter = self.supervised.find(name), None
         replicas = self.registry.find_model(configured.names[0] if configured else name)
-        names = [] if replicas is None else replicas.names
         if replicas is None and name is not None and (found := self.adapters.find(name)):
-            (replicas, adapter), names = found, found.listed.names
+            replicas, adapter = found
         if replicas is None:
             if tenant.background and name in self.registry.left_names:  # a line of a batch waits
                 raise not_ready("its engines have left")
@@ -267,8 +263,8 @@ class Router:
             raise not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
-        if not tenant.may_use(names):
-            raise ModelForbidden(f"The API key may not use {name or replicas.id}.", param="model")
+        if name is None and not tenant.may_use(replicas.names):
+            raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
         if replicas.model is None:
             raise not_ready("; ".join(replicas.troubles))
         if not tenant.background:

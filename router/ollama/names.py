@@ -34,6 +34,6 @@ def listed_names(router: Router) -> dict[str, list[str]]:
     found = router.registry.models
     return {
         model_id: names
-        for model_id, names in router.model_names.items()
+        for model_id, names in router.model_names.all.items()
         if model_id in router.supervised.models or found[model_id].engines
     }

@@ -74,7 +74,7 @@ async def list_models(http: Request) -> Response:
     tenant: Tenant = http.state.tenant
     data = [
         _card(router, model_id, name, names)
-        for model_id, names in router.model_names.items()
+        for model_id, names in router.model_names.all.items()
         if tenant.may_use(names)
         for name in names
     ]
@@ -87,7 +87,7 @@ async def list_models(http: Request) -> Response:
 async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
     name = http.path_params["model"]
-    for model_id, names in router.model_names.items():
+    for model_id, names in router.model_names.all.items():
         if name in names:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"This API key may not use {name}.", param="model")

@@ -1,0 +1,40 @@
+"""The names of models, and who may use them."""
+
+from __future__ import annotations
+
+from router.errors import ModelForbidden
+from router.fleet.adapters import Adapters
+from router.fleet.engines.registry import Registry
+from router.fleet.models.supervised import Supervised
+from router.fleet.tenants.tenant import Tenant
+
+
+class ModelNames:
+    """The names of the models and adapters that are configured or have joined."""
+
+    def __init__(self, registry: Registry, supervised: Supervised, adapters: Adapters) -> None:
+        self._registry, self._supervised, self._adapters = registry, supervised, adapters
+
+    @property
+    def all(self) -> dict[str, list[str]]:
+        """The names of each configured or joined model, by its own name."""
+        configured = {each.names[0]: each.names for each in self._supervised.models.values()}
+        joined = {model.id: model.names for model in self._registry.models.values()}
+        return {**configured, **joined}
+
+    def check(self, name: str, tenant: Tenant) -> None:
+        """Raise `ModelForbidden` if there is a model or adapter called ``name``, loaded or not,
+        that ``tenant`` may not use. Raises `ModelNotFound` if several adapters are called so."""
+        names = self._names_of(name)
+        if names and not tenant.may_use(names):
+            raise ModelForbidden(f"The API key may not use {name}.", param="model")
+
+    def _names_of(self, name: str) -> list[str]:
+        """Return what a key may be allowed to use the model or adapter called ``name`` by."""
+        for names in self.all.values():
+            if name in names:
+                return names
+        if (served := self._adapters.find(name)) is not None:
+            return served.listed.names
+        configured = self._adapters.find_configured(name)
+        return [] if configured is None else self._adapters.names_for(configured, name)

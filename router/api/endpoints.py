@@ -158,7 +158,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
         began = time.monotonic()
         model = await loaded_model(router, request.model, http)
-        check_task(model, "generate", router)
+        check_task(model, "generate", router, tenant)
         writer = self.writer(body, model)
         generation = Generation(
             router, model, request, writer.id, tenant, state.get("traceparent", "")

@@ -21,10 +21,10 @@ MAX_TEXTS = 2048
 
 async def text_model(router: Router, name: str | None, caller: Caller, task: Task) -> Model:
     """Return the loaded model called ``name`` if it is for ``task``; without a name, the first such
-    model. Raises `ApiError`."""
-    name = default_model(task, router) if name is None else name
+    model that the caller may use. Raises `ApiError`."""
+    name = default_model(task, router, caller.tenant) if name is None else name
     model = await router.loaded_model(name, caller.tenant)
-    check_task(model, task, router)
+    check_task(model, task, router, caller.tenant)
     return model
 
 

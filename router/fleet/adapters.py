@@ -18,6 +18,7 @@ from router.errors import InvalidRequest, ModelNotFound, Unavailable
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import ConfiguredModel, Supervised
+from router.fleet.tenants.tenant import EVERYBODY
 from shared.adapter_names import MAX_NAMED_ADAPTERS, is_adapter_name
 from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
 
@@ -115,10 +116,9 @@ class Adapters:
             raise ModelNotFound(f"'{name}' is an adapter of several models: {choices}.")
         return ServedAdapter(models[0], models[0].adapters[name]) if models else None
 
-    def find_configured(self, name: str | None) -> ConfiguredModel | None:
+    def find_configured(self, name: str) -> ConfiguredModel | None:
         """Return the configured model called ``name``, or the one with an adapter called so."""
-        found = self._supervised.find(name)
-        if found is not None or name is None:
+        if (found := self._supervised.find(name)) is not None:
             return found
         if (served := self.find(name)) is not None:
             return self._supervised.find(served.model.id)
@@ -128,10 +128,10 @@ class Adapters:
                 return model
         return None
 
-    def names_for(self, model: ConfiguredModel, name: str | None) -> list[str]:
+    def names_for(self, model: ConfiguredModel, name: str) -> list[str]:
         """Return what a key may be allowed to use by which it may have ``model`` loaded, if a
         request calls it, or one of its adapters, ``name``."""
-        own = (name or "").rpartition(SEPARATOR)[2]
+        own = name.rpartition(SEPARATOR)[2]
         if name in model.names or own not in model.adapters:
             return model.names
         return [*model.names, own, f"{model.names[0]}{SEPARATOR}{own}"]
@@ -220,7 +220,10 @@ class Adapters:
                 self._send(engine, AdapterDecisions(decisions=model.decisions.all))
 
     def _model(self, base: str | None) -> ModelReplicas:
-        model = self._registry.find_model(base)
+        if base is None:
+            model = self._registry.default_model(EVERYBODY.may_use)
+        else:
+            model = self._registry.find_model(base)
         if model is None and (base is None or self._supervised.find(base)):
             raise Unavailable("The model is not loaded, so no engine could read the adapter.")
         if model is None:

@@ -22,12 +22,29 @@ class ModelNames:
         joined = {model.id: model.names for model in self._registry.models.values()}
         return {**configured, **joined}
 
-    def check(self, name: str, tenant: Tenant) -> None:
-        """Raise `ModelForbidden` if there is a model or adapter called ``name``, loaded or not,
-        that ``tenant`` may not use. Raises `ModelNotFound` if several adapters are called so."""
+    def wanted(self, name: str | None, tenant: Tenant) -> str | None:
+        """Return the name of what a request of ``tenant`` means by ``name``: without one, the first
+        model that it may use; None if there is no model at all.
+
+        Raises `ModelForbidden` if ``tenant`` may not use it, loaded or not, and `ModelNotFound` if
+        several adapters are called ``name``.
+        """
+        if name is None:
+            return self._default(tenant)
         names = self._names_of(name)
         if names and not tenant.may_use(names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
+        return name
+
+    def _default(self, tenant: Tenant) -> str | None:
+        for model in self._supervised.models.values():
+            if tenant.may_use(model.names):
+                return model.names[0]
+        if (joined := self._registry.default_model(tenant.may_use)) is not None:
+            return joined.id
+        if self.all:  # their names are not for this tenant
+            raise ModelForbidden("The API key may not use the default model.", param="model")
+        return None
 
     def _names_of(self, name: str) -> list[str]:
         """Return what a key may be allowed to use the model or adapter called ``name`` by."""

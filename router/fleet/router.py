@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from router.errors import ModelForbidden, ModelNotFound, Unavailable
+from router.errors import ModelNotFound, Unavailable
 from router.fleet.adapters import Adapters, with_adapter
 from router.fleet.administration import Administration
 from router.fleet.background import BackgroundTasks
@@ -38,6 +38,7 @@ from shared.wire import (
     Accepted,
     AdapterChecked,
     AdapterDecisions,
+    AdapterRef,
     Bye,
     CacheEvents,
     Encoded,
@@ -200,11 +201,12 @@ class Router:
             yield
 
     def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
-        """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
-        configured = self.adapters.find_configured(name)
-        if configured is None or self.draining:
+        """Return the model called ``name`` if it has to be loaded for a request of ``tenant``.
+        Raises `ModelNotFound` and `ModelForbidden`."""
+        if self.draining or (wanted := self.model_names.wanted(name, tenant)) is None:
             return None
-        if not tenant.may_use(self.adapters.names_for(configured, name)):
+        configured = self.adapters.find_configured(wanted)
+        if configured is None:
             return None
         model = self.registry.models.get(configured.names[0])
         # If it has engines, even lost ones, its queue accepts requests.
@@ -249,12 +251,7 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
-        if name is not None:
-            self.model_names.check(name, tenant)
-        configured, adapter = self.supervised.find(name), None
-        replicas = self.registry.find_model(configured.names[0] if configured else name)
-        if replicas is None and name is not None and (found := self.adapters.find(name)):
-            replicas, adapter = found
+        replicas, adapter = self._find(self.model_names.wanted(name, tenant))
         if replicas is None:
             if tenant.background and name in self.registry.left_names:  # a line of a batch waits
                 raise not_ready("its engines have left")
@@ -263,13 +260,19 @@ class Router:
             raise not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
-        if name is None and not tenant.may_use(replicas.names):
-            raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
         if replicas.model is None:
             raise not_ready("; ".join(replicas.troubles))
         if not tenant.background:
             self.admission.check_memory(replicas)
         return replicas.model if adapter is None else with_adapter(replicas.model, adapter)
+
+    def _find(self, name: str | None) -> tuple[ModelReplicas | None, AdapterRef | None]:
+        """Return the joined model called ``name``, or the one with an adapter called so."""
+        if name is None:
+            return None, None
+        configured = self.supervised.find(name)
+        replicas = self.registry.find_model(configured.names[0] if configured else name)
+        return (replicas, None) if replicas else self.adapters.find(name) or (None, None)
 
     # -- the supervisor --------------------------------------------------------
 

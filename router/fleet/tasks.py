@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from router.errors import InvalidRequest, NotSupported
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
 from shared.wire import Task
 
 _DOES: Mapping[Task, str] = {
@@ -26,12 +27,12 @@ _EXAMPLES: Mapping[Task, str] = {
 }
 
 
-def check_task(model: Model, task: Task, router: Router) -> None:
-    """Raise `NotSupported` if ``model`` does not perform ``task``; the message names a model that
-    does."""
+def check_task(model: Model, task: Task, router: Router, tenant: Tenant) -> None:
+    """Raise `NotSupported` if ``model`` does not perform ``task``; the message names models that
+    do, of those that ``tenant`` may use."""
     if (own := model.hello.task) == task:
         return
-    others = models_for(task, router)
+    others = models_for(task, router, tenant)
     advice = f"Use {' or '.join(others)} instead." if others else _nothing_loaded(task)
     raise NotSupported(
         f"The model '{model.names[0]}' {_DOES[own]} (use {_PATHS[own]}), but {_PATHS[task]} "
@@ -41,18 +42,20 @@ def check_task(model: Model, task: Task, router: Router) -> None:
     )
 
 
-def default_model(task: Task, router: Router) -> str:
-    """Return the name of the first model that performs ``task``. Raises `InvalidRequest`."""
-    if found := models_for(task, router):
+def default_model(task: Task, router: Router, tenant: Tenant) -> str:
+    """Return the name of the first model that performs ``task`` and that ``tenant`` may use. Raises
+    `InvalidRequest`."""
+    if found := models_for(task, router, tenant):
         return found[0]
     message = f"'model' is required: {_PATHS[task]} needs a model that {_DOES[task]}."
     raise InvalidRequest(f"{message} {_nothing_loaded(task)}", param="model")
 
 
-def models_for(task: Task, router: Router) -> list[str]:
-    """Return the names of the models that have joined for ``task``."""
+def models_for(task: Task, router: Router, tenant: Tenant) -> list[str]:
+    """Return the names of the models that have joined for ``task`` and that ``tenant`` may use."""
     models = router.registry.models.values()
-    return sorted(each.id for each in models if each.hello.task == task)
+    usable = (each for each in models if tenant.may_use(each.names))
+    return sorted(each.id for each in usable if each.hello.task == task)
 
 
 def _nothing_loaded(task: Task) -> str:

@@ -131,19 +131,17 @@ class Registry:
         """All models, and their earlier and upcoming versions that have engines."""
         return self._versions.all
 
-    def find_model(self, name: str | None) -> ModelReplicas | None:
-        """Return the model called ``name``; for None, the configured model, else the first."""
-        models = list(self.models.values())
-        if name is None:
-            configured = {self._settings.model, *self._settings.served_model_name[:1]}
-            models.sort(
-                key=lambda model: (
-                    model.hello.task != "generate",
-                    configured.isdisjoint(model.names),
-                )
-            )
-            return models[0] if models else None
-        return next((model for model in models if name in model.names), None)
+    def find_model(self, name: str) -> ModelReplicas | None:
+        return next((model for model in self.models.values() if name in model.names), None)
+
+    def default_model(self, may_use: Callable[[list[str]], bool]) -> ModelReplicas | None:
+        """Return the configured model, else the first, of those whose names ``may_use`` accepts."""
+        configured = {self._settings.model, *self._settings.served_model_name[:1]}
+        return min(
+            (model for model in self.models.values() if may_use(model.names)),
+            key=lambda model: (model.hello.task != "generate", configured.isdisjoint(model.names)),
+            default=None,
+        )
 
     @property
     def takes_images(self) -> bool:

@@ -98,12 +98,8 @@ class Supervised:
         """The names of the engines that the supervisor runs."""
         return {name for model in self.models.values() for name in model.engines}
 
-    def find(self, name: str | None) -> ConfiguredModel | None:
-        """Return the model called ``name``; for None, the first configured one."""
-        for model in self.models.values():
-            if name is None or name in model.names:
-                return model
-        return None
+    def find(self, name: str) -> ConfiguredModel | None:
+        return next((model for model in self.models.values() if name in model.names), None)
 
     def will_load(self, model_id: str) -> bool:
         """Return whether the supervisor will load the model on demand."""

@@ -276,7 +276,7 @@ async def score(http: Request) -> Response:
 
 async def _scoring_model(router: Router, name: str | None, caller: Caller) -> Model:
     """Return a reranking model, or an embedding model if it is named or there is no other."""
-    if name is None and not models_for("rerank", router):
+    if name is None and not models_for("rerank", router, caller.tenant):
         return await text_model(router, name, caller, "embed")
     if name is not None:
         model = await router.loaded_model(name, caller.tenant)

@@ -1,15 +1,17 @@
-"""What a key is told of models that it may not use."""
+"""Which model a request means, and what a key is told of models that it may not use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from router.errors import ModelForbidden, ModelNotFound
-from router.fleet.engines.engine import ModelReplicas
+from router.errors import InvalidRequest, ModelForbidden, ModelNotFound, NotSupported
+from router.fleet.engines.engine import Model, ModelReplicas
 from router.fleet.router import Router
+from router.fleet.tasks import check_task, default_model
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
 from tests.router.scripted_engine import make_hello
@@ -31,8 +33,10 @@ def router(socket_dir: Path) -> Iterator[Router]:
         part.close()
 
 
-def join(router: Router, model: str) -> None:
-    router.registry.models[model] = ModelReplicas(make_hello("one", model=model), Settings())
+def join(router: Router, model: str, **hello: Any) -> ModelReplicas:
+    joined = ModelReplicas(make_hello("one", model=model, **hello), Settings())
+    router.registry.models[model] = joined
+    return joined
 
 
 @pytest.mark.parametrize("name", ["a", "secret", "a:secret"])
@@ -42,9 +46,9 @@ def test_a_model_that_the_key_may_not_use_is_forbidden_loaded_or_not(
 ) -> None:
     if loaded is not None:
         join(router, loaded)
-    assert router.unloaded_model(name, ALICE) is None
-    with pytest.raises(ModelForbidden, match=f"The API key may not use {name}"):
-        router.model_for(name, ALICE)
+    for find in (router.unloaded_model, router.model_for):
+        with pytest.raises(ModelForbidden, match=f"The API key may not use {name}"):
+            find(name, ALICE)
 
 
 def test_an_unloaded_model_or_adapter_that_the_key_may_use_is_loaded(router: Router) -> None:
@@ -54,3 +58,29 @@ def test_an_unloaded_model_or_adapter_that_the_key_may_use_is_loaded(router: Rou
     join(router, "b")
     with pytest.raises(ModelNotFound):
         router.model_for("nothing", ALICE)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_default_is_a_model_that_the_key_may_use(router: Router, configured: bool) -> None:
+    if not configured:
+        router.on_supervisor_message({"models": {}})
+        assert router.model_names.wanted(None, ALICE) is None
+    join(router, "a")
+    if not configured:
+        with pytest.raises(ModelForbidden, match=r"may not use the default model\.$"):
+            router.model_for(None, ALICE)
+    join(router, "b")
+    assert router.model_names.wanted(None, ALICE) == "b"
+    assert router.model_names.wanted(None, Tenant()) == "a"
+
+
+def test_errors_about_tasks_name_only_models_that_the_key_may_use(router: Router) -> None:
+    chat = cast(Model, join(router, "b"))
+    join(router, "a", task="embed")
+    with pytest.raises(InvalidRequest, match="No such model is loaded here"):
+        default_model("embed", router, ALICE)
+    join(router, "z", aliases=["style"], task="embed")
+    assert default_model("embed", router, ALICE) == "z"
+    assert default_model("embed", router, Tenant()) == "a"
+    with pytest.raises(NotSupported, match=r"Use z instead\.$"):
+        check_task(chat, "embed", router, ALICE)

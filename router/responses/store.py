@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -170,9 +170,9 @@ def _decode(item: Raw) -> InputItem:
 
 
 class ResponseStore:
-    """Responses by API key and id. The least recently used are dropped when the count or the size
-    is over the limit. A response that later ones build on is kept, and counted, until they are
-    dropped."""
+    """Responses by API key and id. When the count or the size is over the limit, the key that has
+    most loses its least recently used ones, so that no key can drop those of another that has
+    less. A response that later ones build on is kept, and counted, until they are dropped."""
 
     def __init__(
         self,
@@ -183,11 +183,12 @@ class ResponseStore:
         """Load the turns in ``archive``, and keep it up to date."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
-        self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._entries: defaultdict[str, OrderedDict[str, StoredResponse]] = defaultdict(OrderedDict)
         """By API key and response id, least recently used first."""
         self._items: dict[tuple[str, str], StoredResponse] = {}
         """The turn that contains an item, by API key and item id."""
-        self.size_bytes = 0
+        self._num_bytes: Counter[str] = Counter()
+        """By API key."""
         self._lock = threading.RLock()
         """Guards everything above: responses are written on several threads."""
         self._numbers = itertools.count(1)
@@ -196,29 +197,33 @@ class ResponseStore:
             self._load(archive)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
+
+    @property
+    def size_bytes(self) -> int:
+        return self._num_bytes.total()
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         with self._lock:
             stored.number = next(self._numbers)
-            self._entries[stored.key, response_id] = stored
+            self._entries[stored.key][response_id] = stored
             self._retain(stored)
             if self._archive is not None:
                 # A turn that was dropped in the meantime is counted again (`_retain`) and written
                 # again.
                 for turn in itertools.takewhile(lambda each: each.ref_count == 1, stored.turns):
                     self._archive.add(turn.archived(response_id if turn is stored else None))
-            while self.size_bytes > self._max_bytes or len(self._entries) > self._max_responses:
-                _, oldest = self._entries.popitem(last=False)
-                self._forget_id(oldest)
-                self._release(oldest)
+            while self.size_bytes > self._max_bytes:
+                self._drop_oldest(max(self._num_bytes, key=lambda key: self._num_bytes[key]))
+            while len(self) > self._max_responses:
+                self._drop_oldest(max(self._entries, key=lambda key: len(self._entries[key])))
 
     def find(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a response. Raises `NotFound` with ``param``."""
         with self._lock:
-            stored = self._entries.get((key, response_id))
+            stored = self._entries[key].get(response_id)
             if stored is not None:
-                self._entries.move_to_end((key, response_id))
+                self._entries[key].move_to_end(response_id)
         if stored is None:
             raise NotFound(
                 f"There is no response '{response_id}'. It was not stored, was deleted, belongs "
@@ -238,7 +243,7 @@ class ResponseStore:
             stored = self.find(key, response_id)
             self._forget_id(stored)
             self._release(stored)
-            del self._entries[key, response_id]
+            del self._entries[key][response_id]
 
     def _load(self, archive: ResponseArchive) -> None:
         turns: dict[int, StoredResponse] = {}
@@ -256,7 +261,7 @@ class ResponseStore:
             stored.number = each.number
             turns[each.number] = stored
             if each.response_id is not None:
-                self._entries[each.key, each.response_id] = stored
+                self._entries[each.key][each.response_id] = stored
                 self._retain(stored)
         self._numbers, self._archive = itertools.count(last + 1), archive
         for number in (*lost, *(number for number, turn in turns.items() if not turn.ref_count)):
@@ -265,6 +270,11 @@ class ResponseStore:
     def close(self) -> None:
         if self._archive is not None:
             self._archive.close()
+
+    def _drop_oldest(self, key: str) -> None:
+        _, oldest = self._entries[key].popitem(last=False)
+        self._forget_id(oldest)
+        self._release(oldest)
 
     def _forget_id(self, stored: StoredResponse) -> None:
         if self._archive is not None and stored.ref_count > 1:
@@ -275,7 +285,7 @@ class ResponseStore:
             stored.ref_count += 1
             if stored.ref_count > 1:
                 return
-            self.size_bytes += stored.size_bytes
+            self._num_bytes[stored.key] += stored.size_bytes
             self._items.update(
                 ((stored.key, item_id), stored) for item_id in stored.item_ids if item_id
             )
@@ -286,7 +296,7 @@ class ResponseStore:
             stored.ref_count -= 1
             if stored.ref_count:
                 return
-            self.size_bytes -= stored.size_bytes
+            self._num_bytes[stored.key] -= stored.size_bytes
             if self._archive is not None:
                 self._archive.remove(stored.number)
             for item_id in filter(None, stored.item_ids):

@@ -308,6 +308,19 @@ def test_the_store_drops_the_least_recently_used_response() -> None:
     assert store.find("k", "a").item_ids == ["in_1", "out_1"]
 
 
+@pytest.mark.parametrize("limits", [{"max_responses": 4}, {"max_bytes": 4 * turn(0).size_bytes}])
+def test_a_key_drops_no_response_of_a_key_that_has_fewer(limits: dict[str, Any]) -> None:
+    store = ResponseStore(**{"max_bytes": 10**6, **limits})
+    store.put("a", turn(0, key="alice"))
+    for number in range(1, 7):
+        store.put(str(number), turn(number, key="bob"))
+    assert len(store) == 4 and store.find("alice", "a")
+    store.put("b", turn(7, key="alice"))  # bob has more, and loses his oldest
+    assert len(store) == 4 and store.find("alice", "a") and store.find("bob", "6")
+    with pytest.raises(NotFound):
+        store.find("bob", "4")
+
+
 @pytest.mark.parametrize("deleted_first", [False, True])
 def test_a_turn_that_later_turns_build_on_stays_and_counts(deleted_first: bool) -> None:
     one, store = turn(1), ResponseStore(max_bytes=10**6)

@@ -30,8 +30,7 @@ from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
 logger = logging.getLogger(__name__)
 
 _MISSED_HEARTBEATS = 2
-_SETTLE_S = 2.0
-_BUSY_S = 1.0
+_SETTLE_S, _BUSY_S = 2.0, 1.0
 _STOP_WAIT_S = 1.0
 _SEND_BACKOFF_S = 0.25
 
@@ -390,6 +389,8 @@ class Dispatcher:
                 self.departure_rate.record()
                 self._queues[entry.model].on_departure()
             self.place(entry.model)
+        if all(queue.is_idle for queue in self._queues.values()):
+            self.departure_rate.clear()  # it would take the idle time for slowness
 
     def _detach(self, entry: InFlight) -> None:
         if entry.engine is not None:

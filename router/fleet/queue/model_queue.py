@@ -69,6 +69,11 @@ class ModelQueue:
         """Without lines of batches."""
         return len(self._waiting)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequences wait or are in engines, except lines of batches."""
+        return not self._waiting and not self._running
+
     def num_waiting_of(self, tenant: Tenant) -> int:
         return self._waiting.num_waiting_of(tenant.name)
 

@@ -169,6 +169,8 @@ class Fleet:
                 one.sequence.key for one in placed if one.sequence.tenant.background == background
             )
             assert counted == Counter(keys)
+        if all(one.sequence.tenant.background for one in entries):  # idle times are not slow ones
+            assert self.dispatcher.departure_rate.estimate_s(0) is None
         for sequence, tokens in self.stopped.items():
             assert sequence.state in (STATE.STOPPING, STATE.DONE), "its text is complete"
             assert sequence.num_output_tokens == tokens

@@ -94,12 +94,13 @@ def with_notes(body: CountTokensRequest) -> CountTokensRequest:
     return replace(body, messages=messages, system=_noted(body.system, images=False))
 
 
-def _noted(content: Any, *, images: bool) -> Any:
-    """Return ``content`` with notes; ``images`` are kept if allowed."""
-    if not isinstance(content, list):
+def _noted(content: Any, *, images: bool, depth: int = 2) -> Any:
+    """Return ``content`` with notes; ``images`` are kept if allowed. Only ``depth`` levels are
+    searched, those of a message and a tool result: the translation refuses deeper blocks."""
+    if not isinstance(content, list) or not depth:
         return content
     return [
-        replace(block, content=_noted(block.content, images=images))
+        replace(block, content=_noted(block.content, images=images, depth=depth - 1))
         if _is_supported(block, images=images)
         else ContentBlockParam(type="text", text=content_note(block.type))
         for block in content

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, InvalidValue
 from router.schemas.body import Count, refused
-from router.schemas.conversation import MAX_TOOLS, ToolName
+from router.schemas.conversation import MAX_SCHEMA_DEPTH, MAX_TOOLS, ToolName, is_deeper
 from router.schemas.requests import MAX_STOP_STRINGS, LogprobsCount, StopString
 from router.schemas.sampling import SamplingRequest
 
 MAX_ITEMS = 10_000
+_LEVELS_AROUND_SCHEMA = 4
+"""Of a tool in a namespace: two lists and two objects."""
 _LIMIT = "Use 'max_output_tokens'."
 _HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
@@ -182,3 +185,15 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
                 "'text.format' of type 'json_schema' requires a 'schema'.",
                 param="text.format.schema",
             )
+        for name in ("text", "tools", "tool_choice"):
+            if _is_too_deep(getattr(self, name)):
+                raise InvalidValue(f"'{name}' is nested too deeply.", param=name)
+
+
+def _is_too_deep(field: object) -> bool:
+    """Return whether ``field`` is nested deeper than any schema in it may be. The answer repeats
+    it within other objects; near the limit of recursion it could be read but not written."""
+    try:
+        return is_deeper(msgspec.to_builtins(field), MAX_SCHEMA_DEPTH + _LEVELS_AROUND_SCHEMA)
+    except RecursionError:
+        return True

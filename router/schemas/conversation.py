@@ -135,7 +135,7 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
         parameters = self.parameters
         if parameters is None:
             return
-        if _is_deeper(parameters, MAX_SCHEMA_DEPTH):
+        if is_deeper(parameters, MAX_SCHEMA_DEPTH):
             raise self._invalid("are nested too deeply")
         properties, required = parameters.get("properties"), parameters.get("required")
         if properties and not isinstance(properties, dict):
@@ -154,7 +154,7 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
         return InvalidValue(f"The parameters of the tool '{self.name}' {reason}.", param="tools")
 
 
-def _is_deeper(schema: Any, depth: int) -> bool:
+def is_deeper(schema: Any, depth: int) -> bool:
     """Return whether objects and arrays in ``schema`` are nested more than ``depth`` levels."""
     level = [schema]
     for _ in range(depth + 1):

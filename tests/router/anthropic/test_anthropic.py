@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from router.anthropic.output import ContentBlockBuilder
+from router.anthropic.schemas import ContentBlockParam, CountTokensRequest, MessageParam
+from router.anthropic.translation import with_notes
 from router.generation.choice import OutputDelta
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
@@ -262,6 +264,16 @@ def test_thinking_and_calls_are_blocks_of_their_own() -> None:
         *("content_block_start", "input_json_delta", "input_json_delta", "content_block_stop"),
         *("content_block_start", "input_json_delta", "content_block_stop"),
     ]
+
+
+def test_a_note_stands_in_a_tool_result_and_nothing_deeper_is_searched() -> None:
+    unknown = ContentBlockParam(type="video")
+    inner = ContentBlockParam(type="tool_result", content=[unknown])  # is refused later
+    outer = ContentBlockParam(type="tool_result", content=[inner, unknown])
+    message = MessageParam(role="user", content=[outer])
+    found: Any = with_notes(CountTokensRequest(messages=[message])).messages[0].content
+    first, second = found[0].content
+    assert (first, second.type) == (inner, "text")
 
 
 def test_blank_text_alone_is_an_answer_and_a_call_cut_in_its_arguments_has_no_input() -> None:

@@ -25,6 +25,9 @@ from tests.router.conftest import Server, StartServer, bearer, error_of, named_e
 from tests.router.scripted_engine import ScriptedEngine
 
 IMAGE = {"type": "input_image", "image_url": "x"}
+DEEP: dict[str, Any] = {"type": "web_search"}
+for _ in range(60):
+    DEEP = {"type": "web_search", "tools": [DEEP]}
 
 
 def ask(server: Server, given: Any = "hi", **fields: Any) -> httpx.Response:
@@ -234,6 +237,10 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(served: Se
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "x" * 2000}, "input"),
         ({"max_tokens": 5}, "max_tokens"),
+        ({"tools": [{"type": "web_search", "parameters": DEEP}]}, "tools"),
+        ({"tools": [DEEP]}, "tools"),
+        ({"tool_choice": DEEP}, "tool_choice"),
+        ({"text": {"format": {"type": "text", "schema": DEEP}}}, "text"),
     ],
 )
 def test_an_error_names_the_wrong_field(served: Server, fields: dict[str, Any], param: str) -> None:

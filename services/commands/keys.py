@@ -29,7 +29,15 @@ from shared.network.allow_list import (
     read_allow_list,
     write_allow_list,
 )
-from shared.network.curve import ALLOW_LIST, CurveError, Role, create_pair, is_key, load_public
+from shared.network.curve import (
+    ALLOW_LIST,
+    CurveError,
+    Role,
+    check_free,
+    create_pair,
+    is_key,
+    load_public,
+)
 from shared.paths import user_path
 
 PROG = "mlx-lm-server keys"
@@ -76,6 +84,7 @@ def _key(text: str) -> str:
 
 def _make_all(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Create the keys of a server and of engines that read the same directory."""
+    check_free(directory, "server", "engine")
     server = create_pair(directory, "server").public
     engine = create_pair(directory, "engine").public
     allowed = parse_allowed_key(engine, ["name=native"])

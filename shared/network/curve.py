@@ -125,6 +125,7 @@ def create_pair(directory: Path, role: Role) -> KeyPair:
     """Create a key pair in a private directory. Raises `CurveError`, also if one exists."""
     public, secret = (z85.decode(key).hex() for key in zmq.curve_keypair())
     try:
+        check_free(directory, role)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(os.open(directory / f"{role}.secret", flags, 0o600), "w") as file:
@@ -135,6 +136,18 @@ def create_pair(directory: Path, role: Role) -> KeyPair:
     except OSError as error:
         raise CurveError(f"cannot write keys to {directory}: {error.strerror}") from None
     return KeyPair(public, secret)
+
+
+def check_free(directory: Path, *roles: Role) -> None:
+    """Raise `CurveError` if ``directory`` has keys of one of ``roles``, or the public key alone: an
+    engine's directory has the one of a server elsewhere."""
+    for role in roles:
+        if (directory / f"{role}.secret").exists():
+            raise CurveError(f"{directory} already has keys of {_a(role)}")
+        if (directory / f"{role}.key").exists():
+            raise CurveError(
+                f"{directory} has the {role}.key of another machine: use another directory"
+            )
 
 
 def load_pair(directory: Path, role: Role) -> KeyPair:

@@ -32,6 +32,7 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
+from shared.paths import python_path
 from shared.sandbox.memory_limit import MemoryLimit
 from shared.sandbox.pipe_frames import LENGTH, read_frame, write_frames
 from shared.wire import Grammar
@@ -117,7 +118,8 @@ class GrammarChecker:
             raise CheckerUnavailable("the engine is shutting down")
         try:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.grammar.checker"],
+                [sys.executable, "-P", "-m", "engine.grammar.checker"],
+                env={**os.environ, "PYTHONPATH": python_path()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # Rust writes its panics there

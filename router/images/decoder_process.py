@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from router.images.decoder import DecodedImage, DecodeJob
+from shared.paths import python_path
 from shared.sandbox.pipe_frames import LENGTH
 from shared.wire import MAX_IMAGE_BYTES
 
@@ -112,7 +113,8 @@ class DecoderProcess:
         if self._closed:
             raise OSError("the router is shutting down")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self.module],
+            [sys.executable, "-P", "-m", self.module],
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +148,16 @@ def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
     with pytest.raises(GrammarError):
         checker.check(lark(f'start: a0\n{deep}a{count}: "x"'))
     running(checker)
+
+
+def test_a_folder_of_the_same_name_in_the_working_directory_is_not_imported(
+    vocabulary: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    with closing(GrammarChecker(vocabulary)) as checker:
+        assert running(checker)
 
 
 def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) -> None:

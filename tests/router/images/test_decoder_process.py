@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,17 @@ def test_an_image_is_prepared(real: DecoderProcess, job: DecodeJob) -> None:
     answer, frames = real.prepare(job, IMAGE)
     assert answer.reason is None and len(answer.digest) == 32
     assert [spec.nbytes for spec in answer.specs] == [len(frame) for frame in frames]
+
+
+def test_a_folder_of_the_same_name_in_the_working_directory_is_not_imported(
+    job: DecodeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("router", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    with closing(QuickDecoder()) as process:
+        assert started(process, job)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from shared.exits import EXIT_FAILED, fail
+from shared.network.opener import opener
 
 EXIT_NO_SERVER = 3
 EXIT_CODES = (
@@ -86,7 +87,7 @@ def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> t
 
 def _send(request: urllib.request.Request) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with opener().open(request, timeout=_TIMEOUT_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

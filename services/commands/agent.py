@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from services.commands.admin_client import add_server_flags
 from services.commands.parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+from shared.network.opener import opener
 
 PROG = "mlx-lm-server agent"
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
@@ -178,7 +179,7 @@ def _target(url: str, name: str | None, key: str) -> Target:
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with opener().open(request, timeout=_TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
             # A model that was never loaded has not reported its context yet.
             found = {

@@ -12,6 +12,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
 
 from services.commands.admin_client import NoServer, ServerRefused
+from shared.network.opener import opener
 
 
 class StreamRefused(ServerRefused):
@@ -44,7 +45,7 @@ def opened(
         request.add_header("Authorization", f"Bearer {key}")
     failed = "no server responds at"
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with opener().open(request, timeout=timeout_s) as answer:
             failed = "the response is incomplete at"
             yield answer
     except urllib.error.HTTPError as error:

@@ -87,6 +87,11 @@ class OwnServer(ModelServer):
 
     @classmethod
     async def start(cls, model: str, flags: Sequence[str]) -> OwnServer:
+        """Raises: `LoadFailed` if the flags are invalid for such a server."""
+        try:
+            own_server.check(flags)
+        except own_server.OwnServerFailed as error:
+            raise LoadFailed(str(error)) from None
         key = secrets.token_urlsafe(32)
         link, child_end = socket.socketpair()
         with listen("127.0.0.1", 0) as http, child_end:

@@ -37,7 +37,8 @@ from shared import logs
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.imports.transformers_index import remember_transformers
-from shared.settings import is_loopback, parse
+from shared.network.host_names import is_loopback
+from shared.settings import parse
 from shared.supervisor_link import SupervisorLink
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version

@@ -10,15 +10,18 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from services.processes.listener import listen
+from shared import settings
+from shared.flags import FlagError
+from shared.network.opener import opener
 from shared.paths import python_path
 from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
 
+PROG = "mlx-lm-server"
 _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
 """Time after which a server that was told to stop is killed."""
@@ -28,7 +31,20 @@ _TLS_VARIABLES = ("MLX_LM_SERVER_SSL_CERTFILE", "MLX_LM_SERVER_SSL_KEYFILE")
 
 
 class OwnServerFailed(Exception):
-    """The server exited; the message contains its last output."""
+    """The server exited, or cannot be started; the message has its last output, or the reason."""
+
+
+def check(flags: Sequence[str]) -> None:
+    """Raise `OwnServerFailed` if ``flags``, or the file that they name, are invalid or set TLS."""
+    try:
+        found, _, _ = settings.read(flags, _environment(), PROG)
+    except FlagError as error:
+        raise OwnServerFailed(str(error)) from None
+    if found.ssl_certfile is not None:
+        raise OwnServerFailed(
+            "--ssl-certfile: this server is private and has no TLS: remove it from the flags or "
+            "the --config file"
+        )
 
 
 def arguments(
@@ -41,8 +57,7 @@ def arguments(
     descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: link.fileno()}
     command = [sys.executable, "-P", "-m", "services.supervision.local", "--host=127.0.0.1", *flags]
     numbers = {name: str(number) for name, number in descriptors.items()}
-    kept = {name: value for name, value in os.environ.items() if name not in _TLS_VARIABLES}
-    environment = {**kept, "PYTHONPATH": python_path(), **variables, **numbers}
+    environment = {**_environment(), "PYTHONPATH": python_path(), **variables, **numbers}
     started = {
         "env": environment,
         "stdin": subprocess.DEVNULL,
@@ -52,13 +67,16 @@ def arguments(
     return command, started
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _TLS_VARIABLES}
+
+
 @contextmanager
 def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
     """Run a server until the end of the block; yield its URL once it is ready.
 
-    Raises `OwnServerFailed` if it exits before."""
-    if tls := next((flag for flag in flags if flag.startswith("--ssl-")), None):
-        raise OwnServerFailed(f"{tls.partition('=')[0]}: this server is private and has no TLS")
+    Raises `OwnServerFailed` if its flags are invalid, or if it exits before."""
+    check(flags)
     link, child_end = socket.socketpair()
     with tempfile.TemporaryFile() as written, link:
         with listen("127.0.0.1", 0) as http, child_end:
@@ -86,7 +104,7 @@ def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+        with opener().open(f"{url}/readyz", timeout=5):
             return True
     except (urllib.error.URLError, OSError):
         return False

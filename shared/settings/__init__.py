@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, argument_parser, flags_of, resolve
 from shared.settings.adapters import adapters_of
-from shared.settings.checks import check, is_loopback
+from shared.settings.checks import check
 from shared.settings.groups import Settings
 from shared.settings.models import (
     VARIABLES,
@@ -49,7 +49,6 @@ __all__ = [
     "command_line",
     "fixed_changes",
     "flag_parser",
-    "is_loopback",
     "model_changes",
     "overlay",
     "parse",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
 from shared.flags import FlagError
+from shared.network.host_names import is_loopback
 from shared.network.hostfile import HostfileError, rdma_matrix, read_hostfile
 from shared.network.named_address import is_named
 from shared.rundir import MAX_SOCKET_PATH_BYTES
@@ -133,14 +133,6 @@ def _check_socket(name: str, address: str, has_keys: bool, may_be_named: bool) -
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
     if not has_keys and not is_loopback(host.strip("[]")):
         raise FlagError(f"{name}: {host} is another machine, which requires --curve-dir")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _is_path(path: str) -> bool:

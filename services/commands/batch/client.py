@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from services.commands.admin_client import NoServer
 from services.commands.event_stream import StreamRefused, opened
+from shared.network.opener import opener
 
 _TIMEOUT_S = 60.0
 _PIECE_BYTES = 256 * 1024
@@ -89,7 +90,7 @@ class BatchApi:
 
     def _answer(self, request: urllib.request.Request) -> Any:
         try:
-            with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
+            with opener(_Handler, _SecureHandler).open(request, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             try:
@@ -124,9 +125,6 @@ class _Handler(urllib.request.HTTPHandler):
 class _SecureHandler(urllib.request.HTTPSHandler):
     def https_open(self, request: urllib.request.Request) -> HTTPResponse:
         return self.do_open(_SecureConnection, request)
-
-
-_OPENER = urllib.request.build_opener(_Handler, _SecureHandler)
 
 
 def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:

@@ -11,12 +11,12 @@ import ssl
 import subprocess
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.request import HTTPSHandler
 
 from router.http.middleware.api_keys import ApiKeys
 from services.commands.doctor.report import Check, bad, good, warning
@@ -25,6 +25,7 @@ from services.ranks.remote_rank import SSH
 from shared.network.allow_list import AllowListError, read_allow_list
 from shared.network.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
 from shared.network.hostfile import HostfileError, RankHost, read_hostfile
+from shared.network.opener import opener
 from shared.settings import Settings
 from shared.version import installed_version
 
@@ -72,7 +73,7 @@ def _running_server(options: Settings) -> dict[str, Any] | None:
     own = ssl.create_default_context()
     own.check_hostname, own.verify_mode = False, ssl.CERT_NONE  # no secrets are sent
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=own) as answer:
+        with opener(HTTPSHandler(context=own)).open(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:  # a server that is not ready responds with 503
         text = error.read()

@@ -63,8 +63,9 @@ class Work:
             self._write_state(state)
         found = self._follow(api, state["batch"], show)
         self._fetch(api, found)
-        for each in (state["input"], *found.files):
-            if each is not None:
+        (self.folder / "state.json").unlink()  # without the server's files nothing can be continued
+        with contextlib.suppress(NoServer, KeyboardInterrupt):
+            for each in filter(None, (state["input"], *found.files)):
                 with contextlib.suppress(StreamRefused):
                     api.delete(each)
         shutil.rmtree(self.folder, ignore_errors=True)

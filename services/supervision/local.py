@@ -223,11 +223,10 @@ def _supervise(
         local.keep_spare(time.monotonic())
 
     def reload() -> None:
-        try:
-            new, entries, _ = settings.read(argv, os.environ, PROG)
-        except FlagError as error:
-            logger.error("keeping the old settings: %s", error)
+        found = _read_again(argv)
+        if found is None:
             return
+        new, entries = found
         if entries[0].alone and not models[0].alone:  # the file may be only partly written
             logger.error("keeping the old settings: %s has no [[model]] any more", new.config)
             return
@@ -257,6 +256,17 @@ def _supervise(
     if code in (EXIT_FAILED, EXIT_CONFIG):
         fail(PROG, f"run {PROG} doctor with the same flags to find the cause")
     return code
+
+
+def _read_again(argv: Sequence[str]) -> tuple[Settings, tuple[ModelEntry, ...]] | None:
+    """Return the settings and models as they are now, or log why they cannot be read."""
+    try:
+        new, entries, _ = settings.read(argv, os.environ, PROG)
+    except Exception as error:  # no file may end a running server
+        expected = isinstance(error, FlagError)
+        logger.error("keeping the old settings: %s", error, exc_info=not expected)
+        return None
+    return new, entries
 
 
 def announcement(

@@ -64,6 +64,8 @@ def _to_text(raw: Any) -> str:
         raise ValueError("empty")
     if "\0" in raw:  # neither a path nor a process argument can have one
         raise ValueError("contains a NUL character")
+    if not _is_unicode(raw):
+        raise ValueError("contains bytes that are not UTF-8")
     return raw
 
 
@@ -76,12 +78,20 @@ def _to_texts(raw: Any) -> tuple[str, ...]:
 def _to_object(raw: Any) -> dict[str, Any]:
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
-        json.dumps(value)  # TOML also has dates
+        written = json.dumps(value, ensure_ascii=False)  # TOML also has dates
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    if not _is_unicode(written):
+        raise ValueError("contains half of a surrogate pair")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether messages between processes can carry ``text``: Python keeps bytes of arguments
+    that are not UTF-8 as halves of surrogate pairs."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 _CONVERTERS: dict[Any, Any] = {

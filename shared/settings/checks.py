@@ -115,7 +115,7 @@ def _check_hosts(settings: Settings) -> None:
         )
     coordinator = settings.distributed_jaccl_coordinator
     host, _, port = (coordinator or "host:1").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not _is_port(port):
         raise FlagError(f"--distributed-jaccl-coordinator: {coordinator!r} is not HOST:PORT")
 
 
@@ -129,10 +129,14 @@ def _check_socket(name: str, address: str, has_keys: bool, may_be_named: bool) -
         return
     host, _, port = rest.rpartition(":")
     is_tcp = scheme == "tcp" or (may_be_named and is_named(address))
-    if not is_tcp or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not is_tcp or not host or not _is_port(port):
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
     if not has_keys and not is_loopback(host.strip("[]")):
         raise FlagError(f"{name}: {host} is another machine, which requires --curve-dir")
+
+
+def _is_port(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,5}", text) is not None and 0 < int(text) < 65536
 
 
 def _is_path(path: str) -> bool:

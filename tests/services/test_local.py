@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from services.commands import cli
 from services.processes import listener
 from services.supervision import local
 from services.supervision.launcher import ChildSpec
+from shared import logs, settings
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version
@@ -151,6 +153,34 @@ def test_engines_have_the_settings_of_their_model_and_read_no_file_themselves(
     assert (b.model, b.served_model_name, b.kv_bits) == ("org/b", ("org/b",), 8)
     assert (b.temperature, b.num_blocks) == (0.9, 64)
     assert b.chat_template_args == {"deep": True}
+
+
+class HungUpSupervisor:
+    """Gets SIGHUP once, and ends."""
+
+    def __init__(self, *_: object, on_hang_up: Callable[[], None], **__: object) -> None:
+        self._on_hang_up = on_hang_up
+
+    def run(self) -> int:
+        self._on_hang_up()
+        return 0
+
+
+def test_settings_that_cannot_be_read_again_end_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    fleet: Any = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(local, "Supervisor", HungUpSupervisor)
+    monkeypatch.setattr(local, "EngineFleet", lambda *_: fleet)
+    monkeypatch.setattr(logs, "setup", lambda *_: None)
+    options, models = parse_models([f"--model={tmp_path}"], {}, "prog")
+    monkeypatch.setattr(settings, "read", read)
+    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
+        assert local._supervise([], options, models, http, run_dir) == 0
+    assert "keeping the old settings: no such thing" in caplog.text
 
 
 def test_engines_allocate_in_huge_pages_unless_the_user_sets_tunables(

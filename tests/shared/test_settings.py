@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ REFERENCE = {
 and cost no request more than a little."""
 
 Refusal = Callable[..., str]
+NOT_UTF8 = os.fsdecode(b"ipc:///tmp/\xff")
 TWO_RANKS = "--distributed-mode ring --num-local-ranks 2"
 JACCL, DRAFTS = "--distributed-mode jaccl", "--spec-decode draft --draft-model-path x"
 
@@ -223,6 +225,15 @@ def test_a_source_of_drafts_is_taken_with_all_its_flags(source: str) -> None:
         ),
         ("--kvstore-socket dns+tcp://a:5", "--kvstore-socket: 'dns+tcp://a:5' is neither"),
         ("--kvstore-socket tcp://h", "--kvstore-socket: 'tcp://h' is neither"),
+        ("--kvstore-socket tcp://127.0.0.1:²", "--kvstore-socket: 'tcp://127.0.0.1:²' is neither"),
+        (f"--engine-socket tcp://127.0.0.1:{5000 * '9'}", "--engine-socket: 'tcp://127.0.0.1:9"),
+        (f"--engine-socket {NOT_UTF8}", "--engine-socket: contains bytes that are not UTF-8"),
+        (f"--model {NOT_UTF8}", "--model: contains bytes that are not UTF-8"),
+        (f"--ssd-cache-dir {NOT_UTF8}", "--ssd-cache-dir: contains bytes that are not UTF-8"),
+        (
+            """--chat-template-args '{"a": "\\ud800"}'""",
+            "--chat-template-args: contains half of a surrogate pair",
+        ),
         ("--kvstore-socket tcp://0.0.0.0:5555", "--kvstore-socket: 0.0.0.0 is another"),
         ("--engine-socket 'tcp://*:5555'", "--engine-socket: * is another machine"),
         ("--num-local-ranks 2", "--num-local-ranks: requires --distributed"),

@@ -40,6 +40,13 @@ class NoServer(Exception):
     """No server responded; the message is one line for the user."""
 
 
+class ServerFields(dict[str, Any]):
+    """A JSON object of a response. To look up a field that is missing raises `NoServer`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoServer(f"the server has another version: its response has no field {name!r}")
+
+
 def add_server_flags(
     parser: argparse.ArgumentParser, *, admin: bool = True, url_help: str | None = None
 ) -> None:
@@ -76,13 +83,19 @@ def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> t
     except (OSError, ValueError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error)).split())
         raise NoServer(f"no server responds at {options.url}: {reason}") from None
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
+    body = json_object(text)
+    if body is None:
         raise _other_server(options, status)
     return status, body
+
+
+def json_object(text: bytes) -> ServerFields | None:
+    """Return the JSON object that a server sent; None if it sent something else."""
+    try:
+        found = json.loads(text, object_hook=ServerFields)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, ServerFields) else None
 
 
 def _send(request: urllib.request.Request) -> tuple[int, bytes]:

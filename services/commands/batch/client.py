@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import NoServer
+from services.commands.admin_client import NoServer, ServerFields, json_object
 from services.commands.event_stream import StreamRefused, opened
 from shared.network.opener import opener
 
@@ -66,15 +66,15 @@ class BatchApi:
     def create(self, file_id: str, endpoint: str, window: str) -> BatchStatus:
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         with opened(f"{self._base}/batches", self._key, _TIMEOUT_S, body) as answer:
-            return _status(json.load(answer))
+            return _status(_object(answer))
 
     def find(self, batch_id: str) -> BatchStatus:
         with opened(f"{self._base}/batches/{batch_id}", self._key, _TIMEOUT_S) as answer:
-            return _status(json.load(answer))
+            return _status(_object(answer))
 
     def cancel(self, batch_id: str) -> BatchStatus:
         with opened(f"{self._base}/batches/{batch_id}/cancel", self._key, _TIMEOUT_S, {}) as answer:
-            return _status(json.load(answer))
+            return _status(_object(answer))
 
     def download(self, file_id: str, to: Path) -> None:
         url = f"{self._base}/files/{file_id}/content"
@@ -91,7 +91,7 @@ class BatchApi:
     def _answer(self, request: urllib.request.Request) -> Any:
         try:
             with opener(_Handler, _SecureHandler).open(request, timeout=_TIMEOUT_S) as answer:
-                return json.load(answer)
+                return _object(answer)
         except urllib.error.HTTPError as error:
             try:
                 message = str(json.loads(error.read())["error"]["message"])
@@ -134,7 +134,14 @@ def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:
     yield tail
 
 
-def _status(found: dict[str, Any]) -> BatchStatus:
+def _object(answer: HTTPResponse) -> ServerFields:
+    found = json_object(answer.read())
+    if found is None:
+        raise NoServer(f"{answer.url} responds, but is not an mlx-lm-server")
+    return found
+
+
+def _status(found: ServerFields) -> BatchStatus:
     counts = found["request_counts"]
     errors = (found.get("errors") or {}).get("data") or []
     return BatchStatus(

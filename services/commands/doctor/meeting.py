@@ -3,7 +3,6 @@ certificates, other machines."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import socket
@@ -15,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 from urllib.request import HTTPSHandler
 
 from router.http.middleware.api_keys import ApiKeys
+from services.commands.admin_client import NoServer, ServerFields, json_object
 from services.commands.doctor.report import Check, bad, good, warning
 from services.processes.listener import ListenError, listen
 from services.ranks.remote_rank import SSH
@@ -65,7 +64,7 @@ def _http(options: Settings) -> Iterator[Check]:
     yield good("http", f"{options.host}:{options.port} is free")
 
 
-def _running_server(options: Settings) -> dict[str, Any] | None:
+def _running_server(options: Settings) -> ServerFields | None:
     """Return the health of an mlx-lm-server at this port, None if there is none."""
     scheme = "http" if options.ssl_certfile is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
@@ -79,28 +78,26 @@ def _running_server(options: Settings) -> dict[str, Any] | None:
         text = error.read()
     except (OSError, ValueError, HTTPException):
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    ours = isinstance(found, dict) and {"version", "models"} <= found.keys()
-    return found if ours else None
+    found = json_object(text)
+    return found if found is not None and {"version", "models"} <= found.keys() else None
 
 
-def _versions(running: dict[str, Any]) -> Iterator[Check]:
+def _versions(running: ServerFields) -> Iterator[Check]:
     """Compare the versions of the running processes with this one."""
     own, remedy = installed_version(), "install the same version everywhere, and restart"
     if running["version"] != own:
         text = f"the running server has version {running['version']}, this installation {own}"
         yield warning("versions", text, remedy)
-    for model in running["models"]:
-        for engine in model["engines"]:
+    try:
+        for engine in (each for model in running["models"] for each in model["engines"]):
             if engine["version"] != running["version"]:
                 text = (
                     f"engine {engine['name']} has version {engine['version']}, its router "
                     f"{running['version']}"
                 )
                 yield bad("versions", text, remedy)
+    except NoServer as error:  # without one of these fields
+        yield bad("versions", str(error), remedy)
 
 
 def _socket(flag: str, address: str) -> Check:

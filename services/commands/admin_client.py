@@ -27,6 +27,7 @@ EXIT_CODES = (
 )
 KEY_VARIABLE = "MLX_LM_SERVER_ADMIN_KEY"
 URL_VARIABLE = "MLX_LM_SERVER_URL"
+_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 30
 _ANSWERS = {"done", "engines", "requests"}
 """Keys, one of which is in each response of a path below /admin."""
@@ -53,8 +54,8 @@ def add_server_flags(
     """Add the flags of commands that ask a server. With ``url_help``, --url has no default."""
     parser.add_argument(
         "--url",
-        default=None if url_help else os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000"),
-        help=url_help or f"server URL (default: ${URL_VARIABLE}, else http://127.0.0.1:8000)",
+        default=None if url_help else default_url(),
+        help=url_help or f"server URL (default: ${URL_VARIABLE}, else {_URL})",
     )
     if admin:
         parser.add_argument(
@@ -65,20 +66,24 @@ def add_server_flags(
         )
 
 
+def default_url() -> str:
+    """Return the URL in the environment, if one is set."""
+    return os.environ.get(URL_VARIABLE) or _URL
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> tuple[int, Any]:
-    """Return the status and the JSON object of the response. Raises `NoServer`."""
+    """Return the status and the JSON object of the response. Raises `NoServer`, `ServerRefused`."""
     url = "/".join([options.url.rstrip("/"), *(quote(part, safe="") for part in path)])
     if not url.startswith(("http://", "https://")):
         raise NoServer(f"{options.url} is not a server URL: it must begin with http:// or https://")
     url += f"?{urlencode(query)}" if query else ""
+    headers = authorization(getattr(options, "admin_key", ""))
     try:
-        request = urllib.request.Request(url, method=method)
-        if getattr(options, "admin_key", ""):
-            request.add_header("Authorization", f"Bearer {options.admin_key}")
+        request = urllib.request.Request(url, headers=headers, method=method)
         status, text = _send(request)
     except (OSError, ValueError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error)).split())
@@ -87,6 +92,13 @@ def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> t
     if body is None:
         raise _other_server(options, status)
     return status, body
+
+
+def authorization(key: str) -> dict[str, str]:
+    """Return the header with ``key``, if it is not empty. Raises `ServerRefused`."""
+    if not key.isascii() or not key.isprintable():
+        raise ServerRefused("the key has characters that a header cannot carry; use ASCII")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def json_object(text: bytes) -> ServerFields | None:

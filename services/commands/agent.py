@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import add_server_flags
+from services.commands.admin_client import ServerRefused, add_server_flags, authorization
 from services.commands.parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
 from shared.network.opener import opener
@@ -175,10 +175,8 @@ def _target(url: str, name: str | None, key: str) -> Target:
     """Ask the server at ``url`` for the model ``name``. Raises `LookupError` with the reason."""
     if not url.startswith(("http://", "https://")):
         raise LookupError(f"{url} is not a server URL: it must begin with http:// or https://")
-    request = urllib.request.Request(f"{url}/v1/models")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
     try:
+        request = urllib.request.Request(f"{url}/v1/models", headers=authorization(key))
         with opener().open(request, timeout=_TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
             # A model that was never loaded has not reported its context yet.
@@ -192,6 +190,8 @@ def _target(url: str, name: str | None, key: str) -> Target:
                 )
                 for each in models
             }
+    except ServerRefused as error:
+        raise LookupError(str(error)) from None
     except urllib.error.HTTPError as error:
         hint = ""
         if error.code == 401:

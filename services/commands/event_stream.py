@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import NoServer, ServerRefused
+from services.commands.admin_client import NoServer, ServerRefused, authorization
 from shared.network.opener import opener
 
 
@@ -34,18 +34,16 @@ def opened(
 ) -> Iterator[HTTPResponse]:
     """Yield the response of ``url``, to a POST of ``body`` as JSON if given.
 
-    ``timeout_s`` applies to each wait, also while the response is read. Raises `StreamRefused`, and
-    `NoServer` if the connection fails, also inside the context.
+    ``timeout_s`` applies to each wait, also while the response is read. Raises `ServerRefused`,
+    and `NoServer` if the connection fails, also inside the context.
     """
     if not url.startswith(("http://", "https://")):
         raise NoServer(f"--url: {url} does not begin with http:// or https://")
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
+    headers = {"Content-Type": "application/json", **authorization(key)}
     failed = "no server responds at"
     try:
-        with opener().open(request, timeout=timeout_s) as answer:
+        with _sent(url, data, headers, timeout_s) as answer:
             failed = "the response is incomplete at"
             yield answer
     except urllib.error.HTTPError as error:
@@ -55,6 +53,17 @@ def opened(
     except (OSError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error) or type(error).__name__).split())
         raise NoServer(f"{failed} {url}: {reason}") from None
+
+
+def _sent(
+    url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
+) -> HTTPResponse:
+    try:
+        request = urllib.request.Request(url, data, dict(headers))
+        answer: HTTPResponse = opener().open(request, timeout=timeout_s)
+        return answer
+    except ValueError as error:
+        raise NoServer(f"--url: {url}: {error}") from None
 
 
 def _message(body: bytes) -> str | None:

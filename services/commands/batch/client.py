@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import NoServer, ServerFields, json_object
+from services.commands.admin_client import NoServer, ServerFields, authorization, json_object
 from services.commands.event_stream import StreamRefused, opened
 from shared.network.opener import opener
 
@@ -37,7 +37,7 @@ class BatchStatus(NamedTuple):
 
 
 class BatchApi:
-    """Client of the server at ``url``. All methods raise `NoServer` and `StreamRefused`."""
+    """Client of the server at ``url``. All methods raise `NoServer` and `ServerRefused`."""
 
     def __init__(self, url: str, key: str) -> None:
         self._base, self._key = f"{url.rstrip('/').removesuffix('/v1')}/v1", key
@@ -56,12 +56,8 @@ class BatchApi:
             "Content-Type": f"multipart/form-data; boundary={boundary}",
             "Content-Length": str(length),
         }
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(f"{self._base}/files", headers=headers, method="POST")
         with path.open("rb") as file:
-            request.data = _body(head, file, tail)
-            return str(self._answer(request)["id"])
+            return str(self._answer("POST", "files", headers, _body(head, file, tail))["id"])
 
     def create(self, file_id: str, endpoint: str, window: str) -> BatchStatus:
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
@@ -84,12 +80,15 @@ class BatchApi:
                 raise NoServer(f"the connection to {url} was lost while reading the response")
 
     def delete(self, file_id: str) -> None:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        url = f"{self._base}/files/{file_id}"
-        self._answer(urllib.request.Request(url, headers=headers, method="DELETE"))
+        self._answer("DELETE", f"files/{file_id}", {})
 
-    def _answer(self, request: urllib.request.Request) -> Any:
+    def _answer(
+        self, method: str, path: str, headers: dict[str, str], data: Iterator[bytes] | None = None
+    ) -> ServerFields:
+        headers = {**headers, **authorization(self._key)}
         try:
+            url = f"{self._base}/{path}"
+            request = urllib.request.Request(url, data, headers, method=method)
             with opener(_Handler, _SecureHandler).open(request, timeout=_TIMEOUT_S) as answer:
                 return _object(answer)
         except urllib.error.HTTPError as error:

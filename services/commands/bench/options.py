@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from services.commands.admin_client import URL_VARIABLE, add_json_flag
+from services.commands.admin_client import add_json_flag, default_url
 from services.commands.parser import CommandParser
 from services.measuring.client import TIMEOUT_S
 from services.measuring.measures import Limits, Measure
@@ -153,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    url = os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000")
+    url = default_url()
     group.add_argument("--url", default=url, help="server URL (default: %(default)s)")
     group.add_argument(
         "--api-key",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from email.message import Message
@@ -11,7 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.commands import cli
+from services.commands import cli, control
+from services.commands.bench import options
+from services.commands.chat import command
 from services.commands.doctor import meeting
 from shared.settings import parse
 from tests.stand_ins.http_server import answering
@@ -72,8 +76,8 @@ def test_a_server_of_another_version_is_one_line(
 
 
 def test_the_doctor_meets_a_server_of_another_version(other: str) -> None:
-    options = parse(["--host=127.0.0.1", f"--port={urlsplit(other).port}"], {}, "prog")
-    assert any("no field 'version'" in check.text for check in meeting.checks(options))
+    settings = parse(["--host=127.0.0.1", f"--port={urlsplit(other).port}"], {}, "prog")
+    assert any("no field 'version'" in check.text for check in meeting.checks(settings))
 
 
 def test_a_batch_needs_a_server_that_sends_objects(
@@ -81,3 +85,43 @@ def test_a_batch_needs_a_server_that_sends_objects(
 ) -> None:
     with answering(lambda path, headers: (200, b"<html>")) as url:
         assert "is not an mlx-lm-server" in line(capsys, 3, *batch, f"--url={url}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["chat", "hi"], ["chat", "hi", "--model=m"], ["batch"], ["engines"], ["agent", "claude"]],
+    ids=" ".join,
+)
+def test_a_key_that_no_header_carries_is_one_line(
+    words: list[str],
+    other: str,
+    batch: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(shutil, "which", str)
+    for name in ("MLX_LM_SERVER_API_KEY", "MLX_LM_SERVER_ADMIN_KEY"):
+        monkeypatch.setenv(name, "schlüssel→")
+    said = line(capsys, 1, *(batch if words == ["batch"] else words), f"--url={other}")
+    assert "characters that a header cannot carry" in said
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://127.0.0.1/é", f"http://{70 * 'é'}"], ids=["IP", "path", "name"]
+)
+def test_an_address_that_cannot_be_sent_is_one_line(
+    url: str,
+    batch: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    for words in (["chat", "hi", "--model=m"], batch):
+        assert url in line(capsys, 3, *words, f"--url={url}")
+
+
+def test_an_empty_variable_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_LM_SERVER_URL", "")
+    for parser in (control.status_parser(), command.parser(), options.make_parser()):
+        assert parser.parse_args([]).url == "http://127.0.0.1:8000"

@@ -119,6 +119,8 @@ def import_blocks(root: Path, archive: Path) -> Outcome:
                 elif directory.info(key) is None:
                     directory.write(key, data, _last_used(member), durable=False)
                     outcome.add(len(data))
+    except ValueError as error:  # tarfile reads numbers of sparse files without a check
+        raise tarfile.ReadError(str(error)) from None
     finally:
         directory.close()
     return outcome

@@ -116,6 +116,17 @@ def test_an_archive_cannot_write_anything_else(root: Path, cache: Cache, tmp_pat
     assert "is not a file name" in cache("export", root, "/", code=1)
 
 
+def test_numbers_of_sparse_files_in_an_archive_may_be_nonsense(
+    cache: Cache, tmp_path: Path
+) -> None:
+    archive = tmp_path / "sparse.tar"
+    with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a/b")
+        info.pax_headers = {"GNU.sparse.map": "a,b"}
+        tar.addfile(info)
+    assert "is not an archive of blocks" in cache("import", tmp_path / "to", str(archive), code=1)
+
+
 @pytest.mark.parametrize("used", ["inf", "nan", "-5", "1e300"])
 def test_times_in_an_archive_may_be_nonsense(used: str, cache: Cache, tmp_path: Path) -> None:
     archive, elsewhere = tmp_path / "blocks.tar", tmp_path / "elsewhere"

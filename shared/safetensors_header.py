@@ -22,7 +22,11 @@ def read_header(path: Path, max_bytes: int = _MAX_BYTES) -> tuple[int, dict[str,
         length = int.from_bytes(file.read(8), "little")
         if length > max_bytes:
             raise ValueError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        header = None
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file")
     header.pop("__metadata__", None)

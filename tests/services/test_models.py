@@ -87,6 +87,14 @@ def test_a_model_that_does_not_fit_or_is_not_whole_says_why(
         hidden.rename(weights)
 
 
+def test_a_model_whose_header_is_too_deep_to_read_has_a_reason(tmp_path: Path) -> None:
+    header = 100_000 * b"["
+    weights = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    found = examined("me/deep", tmp_path, Settings())
+    assert found.trouble and "model.safetensors is not a safetensors file" in found.trouble
+
+
 def test_one_model_is_shown_by_bits_of_its_cache(
     models: Callable[..., str], tiny_model: Callable[..., Path]
 ) -> None:

@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_in_use(endpoint):
             return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
     stop = _StopRequest()
-    signal.signal(signal.SIGTERM, lambda *_: stop.request(FLUSH_S))
-    signal.signal(signal.SIGINT, lambda *_: stop.request(FLUSH_S))
+    stop.on_signals()
     try:
         directory = _open_directory(settings)
     except DirectoryInUse as error:
@@ -128,6 +127,14 @@ class _StopRequest:
         self.flush_s = FLUSH_S
         self.wake: Callable[[], None] = lambda: None
         """Ends the wait for messages. Called on any thread and in signal handlers."""
+
+    def on_signals(self) -> None:
+        """Let signals that end a process request a stop."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, lambda *_: self.request(FLUSH_S))
 
     def request(self, flush_s: float) -> None:
         self.flush_s = min(self.flush_s, flush_s)

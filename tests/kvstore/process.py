@@ -47,10 +47,10 @@ class Process:
         self.process.kill()
         self._reap()
 
-    def stop(self) -> int:
-        """Send SIGTERM; return the exit code."""
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal that stops it; return the exit code."""
         assert self.process
-        self.process.terminate()
+        self.process.send_signal(number)
         return self._reap()
 
     def pause(self) -> None:

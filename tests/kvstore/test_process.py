@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -43,13 +44,14 @@ def begin(kvstore: Process) -> Iterator[Begin]:
     context.destroy(linger=0)
 
 
-def test_sigterm_writes_what_is_queued_and_leaves_nothing_behind(
-    kvstore: Process, begin: Begin
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_writes_what_is_queued_and_leaves_nothing_behind(
+    sent: signal.Signals, kvstore: Process, begin: Begin
 ) -> None:
     engine = begin()
     for number in range(100):
         assert engine.put(number, 200_000).stored
-    assert kvstore.stop() == 0
+    assert kvstore.stop(sent) == 0
     assert not kvstore.socket_path.exists()
     assert not list(kvstore.directory.glob("nonce-*"))
     assert begin().has(*range(100)) == 100

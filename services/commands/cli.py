@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.exits import EXIT_FAILED, EXIT_OK, EXIT_USAGE, fail
 from shared.version import installed_version
 
 PROG = "mlx-lm-server"
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named in ``argv`` (default: sys.argv); return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    with _readers_that_leave():
+    with _lost_outputs():
         code = _run(argv)
         sys.stdout.flush()
     return code
@@ -97,19 +98,24 @@ def _open_closed_streams() -> None:
 
 
 @contextmanager
-def _readers_that_leave() -> Iterator[None]:
+def _lost_outputs() -> Iterator[None]:
     """Exit without a traceback if the reader of the output is gone, as with ``| head``, with the
-    exit code that a shell gives a program killed by SIGPIPE."""
+    exit code that a shell gives a program killed by SIGPIPE; or if the disk of the output is
+    full."""
     try:
         try:
             yield
         except SystemExit:  # help may still be in the buffer
             sys.stdout.flush()
             raise
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         # Otherwise the interpreter would write the buffer at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        if error.errno == errno.EPIPE:
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise SystemExit(fail(PROG, f"cannot write: {error.strerror}", EXIT_FAILED)) from None
 
 
 def _list_commands() -> None:

@@ -96,6 +96,22 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) ->
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_on_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_lm_server", "completion", "bash"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mlx-lm-server: cannot write: No space left on device\n"
+
+
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_stream_that_is_closed_is_none_of_the_files(closed: str) -> None:
     program = (

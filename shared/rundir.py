@@ -31,7 +31,7 @@ _LONGEST_BASE_BYTES = MAX_SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/") - _LON
 
 
 class RunDirError(Exception):
-    """The directory is not usable: there is no place for it, or a running server uses it."""
+    """There is no place for the directory."""
 
 
 class RunDir:
@@ -65,23 +65,11 @@ class RunDir:
                 reasons.append(f"{base}: {error.strerror}")
                 continue
             try:
-                return cls.open(path)
-            except RunDirError as error:
+                return cls(path, _lock_new(path))
+            except OSError as error:
                 shutil.rmtree(path, ignore_errors=True)
-                reasons.append(str(error))
+                reasons.append(f"{path}: {error.strerror}")
         raise RunDirError(f"no private directory for sockets: {'; '.join(reasons)}")
-
-    @classmethod
-    def open(cls, path: Path) -> RunDir:
-        """Lock the existing directory ``path``. Raises: `RunDirError` if it is locked, or cannot
-        have a lock file."""
-        try:
-            lock = _try_lock(path, create=True)
-        except OSError as error:
-            raise RunDirError(f"{path}: {error.strerror}") from error
-        if lock is None:
-            raise RunDirError(f"a running server uses {path}")
-        return cls(path, lock)
 
     def socket(self, name: str) -> str:
         """Return the ZeroMQ address of the socket ``name`` in this directory."""
@@ -118,14 +106,16 @@ def remove_if_abandoned(path: str | Path) -> bool:
     """Remove the directory if its supervisor is dead; return whether it was removed."""
     path = Path(path)
     try:
-        lock = _try_lock(path, create=False)
+        lock = try_lock(path / _LOCK, create=False)
     except OSError:
-        return False
+        return False  # gone, or so new that it has no lock yet
     if lock is None:
         return False
-    shutil.rmtree(path, ignore_errors=True)
+    is_there = os.fstat(lock).st_nlink > 0  # not removed between opening and locking
+    if is_there:
+        shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
-    return True
+    return is_there
 
 
 def sweep(base: Path) -> int:
@@ -141,16 +131,16 @@ def sweep(base: Path) -> int:
     return removed
 
 
-def _try_lock(path: Path, *, create: bool) -> int | None:
-    """Lock ``path`` and return the descriptor that holds the lock.
+def _lock_new(path: Path) -> int:
+    """Lock the new directory ``path``; return the descriptor that holds the lock. Raises: OSError.
 
-    None if another process holds it. Raises: `OSError` if the directory is gone or, without
-    ``create``, has no lock file: its owner has only just created it.
+    The file gets its name once it is locked: no other server ever finds it without an owner, and
+    removes the directory.
     """
-    lock = try_lock(path / _LOCK, create=create)
-    if lock is not None and not os.fstat(lock).st_nlink:  # removed between opening and locking
-        os.close(lock)
-        return None
+    unnamed = path / f"{_LOCK}.new"
+    lock = try_lock(unnamed)
+    assert lock is not None, "nothing else opens this file"
+    unnamed.rename(path / _LOCK)
     return lock
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from shared import rundir
+from shared.locks import try_lock
 from shared.rundir import (
     FRESH_S,
     MAX_SOCKET_PATH_BYTES,
@@ -69,11 +71,9 @@ def test_a_parent_with_too_long_a_path_is_skipped(
         assert run_dir.path.parent == Path("/tmp")
 
 
-def test_the_directory_of_a_running_server_is_neither_taken_nor_removed(tmp_path: Path) -> None:
+def test_the_directory_of_a_running_server_is_not_removed(tmp_path: Path) -> None:
     process, path = hold(tmp_path)
     with process:
-        with pytest.raises(RunDirError, match="a running server uses"):
-            RunDir.open(path)
         assert not remove_if_abandoned(path)
         assert sweep(tmp_path) == 0
         assert path.is_dir()
@@ -90,6 +90,25 @@ def test_the_directory_of_a_killed_server_is_removed_at_the_next_start(tmp_path:
     with RunDir.create(tmp_path) as run_dir:
         assert not path.exists()
         assert sorted(tmp_path.iterdir()) == sorted([other, run_dir.path])
+
+
+def test_servers_that_start_at_the_same_time_do_not_remove_the_directory_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    swept: list[int] = []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(0)
+            swept[0] = sweep(tmp_path)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with RunDir.create(tmp_path) as run_dir:
+        assert swept == [0] and run_dir.path.is_dir()
+        assert sweep(tmp_path) == 0
+        assert [file.name for file in run_dir.path.iterdir()] == ["lock"]
 
 
 def test_a_missing_directory_is_not_removed(tmp_path: Path) -> None:
@@ -147,8 +166,9 @@ def test_a_machine_that_cannot_be_written_is_told_in_one_line() -> None:
 
 def test_old_files_are_touched_so_that_no_cleaner_removes_them(socket_dir: Path) -> None:
     now = time.time()
-    held = RunDir.open(socket_dir)
-    run_dir = RunDir(socket_dir, held._lock, clock=lambda: now)
+    lock = try_lock(socket_dir / "lock")
+    assert lock is not None
+    run_dir = RunDir(socket_dir, lock, clock=lambda: now)
     (socket_dir / "engines.files").mkdir()
     files = [socket_dir / "engines", socket_dir / "engines.files" / "config.json"]
     with socket.socket(socket.AF_UNIX) as listener:

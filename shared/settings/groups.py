@@ -22,6 +22,8 @@ from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.speculation import SpeculationSettings
 
 _model_flag = partial(flag, None, shown_default="model default")
+_MAX_DISK_GB = 10**9
+"""An exabyte, which as a number of bytes has 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ class SSDCacheSettings:
         shown_default="~/.cache/mlx-lm-server/kv-cache",
     )
     no_ssd: bool = flag(False, "disable the SSD tier")
-    ssd_ttl_days: int = flag(7, "days until an unused block is deleted", at_least=1)
+    ssd_ttl_days: int = flag(7, "days until an unused block is deleted", at_least=1, at_most=36500)
     ssd_policy: Literal["evict_only", "write_through"] = flag(
         "evict_only", "store blocks when they are evicted from RAM, or every block once it is full"
     )
@@ -178,14 +180,24 @@ class SSDCacheSettings:
         "under pressure: drop blocks (best_effort), or retry and sync (persistent)",
     )
     ssd_async_writes: bool = flag(True, "write in the background")
-    ssd_writer_queue_size: int = flag(512, "max blocks queued for writing", at_least=1)
+    ssd_writer_queue_size: int = flag(
+        512, "max blocks queued for writing", at_least=1, at_most=1_000_000
+    )
     ssd_persistent_max_retries: int = flag(3, "retries of a write in persistent mode", at_least=0)
     ssd_flush_interval_s: float = flag(
-        1.0, "seconds between flushes of the writer (idle: five times as long)", more_than=0
+        1.0,
+        "seconds between flushes of the writer (idle: five times as long)",
+        more_than=0,
+        at_most=86400,
     )
-    ssd_max_size_gb: float = flag(50.0, "max size of the SSD tier in GB (0: no limit)", at_least=0)
+    ssd_max_size_gb: float = flag(
+        50.0, "max size of the SSD tier in GB (0: no limit)", at_least=0, at_most=_MAX_DISK_GB
+    )
     disk_reserve_gb: float = flag(
-        5.0, "disk space in GB that the SSD tier leaves free (0: none)", at_least=0
+        5.0,
+        "disk space in GB that the SSD tier leaves free (0: none)",
+        at_least=0,
+        at_most=_MAX_DISK_GB,
     )
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import zmq
 
@@ -22,6 +20,7 @@ from shared import logs
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.network.curve import CurveError, Gatekeeper
+from shared.network.socket_file import SocketFile, SocketFileError
 from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 
@@ -48,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if not settings.kvstore_socket:
         return fail(PROG, "--kvstore-socket is required for a standalone kvstore", EXIT_USAGE)
-    for endpoint in settings.kvstore_socket:
-        if _is_in_use(endpoint):
-            return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
+    try:
+        files = [SocketFile(endpoint) for endpoint in settings.kvstore_socket]
+    except SocketFileError as error:
+        return fail(PROG, f"--kvstore-socket: {error}")
     stop = _StopRequest()
     stop.on_signals()
     try:
@@ -60,12 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         reason = f"{settings.ssd_cache_dir}: {error.strerror}; use another directory, or --no-ssd"
         return fail(PROG, f"--ssd-cache-dir: {reason}")
-    store = DiskStore(
-        directory,
-        max_bytes=int(settings.ssd_max_size_gb * 1e9),
-        reserve_bytes=int(settings.disk_reserve_gb * 1e9),
-        ttl_s=settings.ssd_ttl_days * _DAY_S,
-    )
+    store = _make_store(settings, directory)
     writer = _make_writer(settings, store)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -94,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     server.send_replies()
     server.close()
     context.term()
-    for endpoint in settings.kvstore_socket:
-        _remove_socket(endpoint)
+    for file in files:
+        file.remove()
     directory.close()
     return EXIT_OK
 
@@ -162,6 +157,15 @@ def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> 
     return Gatekeeper(context, settings.curve_dir, any_model_only=True)
 
 
+def _make_store(settings: Settings, directory: BlockDirectory) -> DiskStore:
+    return DiskStore(
+        directory,
+        max_bytes=int(settings.ssd_max_size_gb * 1e9),
+        reserve_bytes=int(settings.disk_reserve_gb * 1e9),
+        ttl_s=settings.ssd_ttl_days * _DAY_S,
+    )
+
+
 def _make_writer(settings: Settings, store: DiskStore) -> Writer:
     return Writer(
         store,
@@ -185,22 +189,6 @@ def load_index(store: DiskStore) -> None:
     stats = store.stats()
     took_s = time.monotonic() - started
     logger.info("found %d blocks, %.1f GB, in %.1f s", stats.blocks, stats.bytes / 1e9, took_s)
-
-
-def _is_in_use(endpoint: str) -> bool:
-    """Return whether a process listens: a ZeroMQ bind would silently take over an ipc socket."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc":
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
-
-
-def _remove_socket(endpoint: str) -> None:
-    """Remove the file of an ipc socket, which ZeroMQ does not remove."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme == "ipc":
-        Path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

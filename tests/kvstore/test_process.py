@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
+from shared.network.socket_file import SocketFile
 from shared.supervisor_link import LINK_VARIABLE
 from tests.kvstore.blocks import file_of, wait_until
 from tests.kvstore.process import Process
@@ -79,17 +80,20 @@ def test_a_kvstore_that_cannot_start_says_why_in_one_line(
     kvstore.start()
     (tmp_path / "file").write_text("not a directory")
     other = socket_dir / "other"
+    starting = SocketFile(f"ipc://{socket_dir}/starting")
     alone = Process(tmp_path / "sub", other)
     alone.command = alone.command[:-2]  # without its socket
     for started, code, why in (
         (Process(kvstore.directory, other), EXIT_CONFIG, "another kvstore uses"),
-        (Process(tmp_path / "sub", kvstore.socket_path), EXIT_CONFIG, "is in use"),
+        (Process(tmp_path / "sub", kvstore.socket_path), EXIT_CONFIG, "another process uses it"),
+        (Process(tmp_path / "sub", socket_dir / "starting"), EXIT_CONFIG, "another process uses"),
         (Process(tmp_path / "file", other), EXIT_CONFIG, "--ssd-cache-dir"),
         (alone, EXIT_USAGE, "--kvstore-socket"),
     ):
         refused = started.run()
         assert (refused.returncode, refused.stderr.count("\n")) == (code, 1), why
         assert why in refused.stderr
+    starting.remove()
     assert kvstore.stop() == 0
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import zmq
 
-from shared.locks import try_lock
 from shared.logs import RateLimitedLogger
 from shared.network.allow_list import AllowedKey
 from shared.network.curve import Gatekeeper, guard, watch_peer
+from shared.network.socket_file import SocketFile, SocketFileError
 from shared.wire import Message, ToRouter, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -54,8 +51,10 @@ class EngineSocket:
         self._drop_log = RateLimitedLogger(logger, interval_s=1.0)
         self._receive_scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._path = address.removeprefix("ipc://")
-        self._lock = _lock(address)
+        try:
+            self._file = SocketFile(address)
+        except SocketFileError as error:
+            raise EngineSocketError(str(error)) from None
         self._socket = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
@@ -88,10 +87,7 @@ class EngineSocket:
         if self._watch is not None:
             self._watch.close()
         self._socket.close()
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                Path(self._path).unlink()  # ZeroMQ does not
-            os.close(self._lock)
+        self._file.remove()
 
     def send(self, peer: bytes, message: Message, *payload: bytes | memoryview) -> bool | None:
         """Return True if ``message`` is queued, False if the queue is full, None if there is no
@@ -151,18 +147,3 @@ class EngineSocket:
         except Exception:
             # An error in handling one message must not prevent the handling of others.
             logger.exception("handling a %s from peer %s", type(message).__name__, peer.hex())
-
-
-def _lock(address: str) -> int | None:
-    """Lock ``address`` against a second router, because a ZeroMQ bind would silently
-    take it over."""
-    scheme, _, path = address.partition("://")
-    if scheme != "ipc":
-        return None
-    try:
-        lock = try_lock(Path(path + ".lock"))
-    except OSError as error:
-        raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
-    if lock is None:
-        raise EngineSocketError(f"cannot bind {address}: another router uses it")
-    return lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ class SocketFileError(Exception):
 
 class SocketFile:
     """Reserve ``address`` for this process, because a ZeroMQ bind would silently take it over from
-    another one. Does nothing for an address that is not ``ipc://``.
+    another one, or replace a file. Does nothing for an address that is not ``ipc://``.
 
     Raises: `SocketFileError`.
     """
@@ -31,6 +32,8 @@ class SocketFile:
             return
         self._path = Path(path)
         try:
+            if self._is_other_file():
+                raise SocketFileError(f"cannot bind {address}: it exists, and is not a socket")
             self._lock = try_lock(Path(f"{path}.lock"))
         except OSError as error:
             raise SocketFileError(f"cannot bind {address}: {error.strerror}") from None
@@ -42,8 +45,16 @@ class SocketFile:
         """Remove the file, which ZeroMQ does not, and give the address up."""
         if self._lock is not None:
             with suppress(OSError):
-                self._path.unlink()
+                if not self._is_other_file():
+                    self._path.unlink()
             self._unlock()
+
+    def _is_other_file(self) -> bool:
+        """Return whether something else than a socket has the name: a bind would delete it."""
+        try:
+            return not stat.S_ISSOCK(self._path.lstat().st_mode)
+        except FileNotFoundError:
+            return False
 
     def _has_listener(self) -> bool:
         """Return whether a process without the lock listens, such as another program."""

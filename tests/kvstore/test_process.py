@@ -87,12 +87,14 @@ def test_a_kvstore_that_cannot_start_says_why_in_one_line(
         (Process(kvstore.directory, other), EXIT_CONFIG, "another kvstore uses"),
         (Process(tmp_path / "sub", kvstore.socket_path), EXIT_CONFIG, "another process uses it"),
         (Process(tmp_path / "sub", socket_dir / "starting"), EXIT_CONFIG, "another process uses"),
+        (Process(tmp_path / "sub", tmp_path / "file"), EXIT_CONFIG, "is not a socket"),
         (Process(tmp_path / "file", other), EXIT_CONFIG, "--ssd-cache-dir"),
         (alone, EXIT_USAGE, "--kvstore-socket"),
     ):
         refused = started.run()
         assert (refused.returncode, refused.stderr.count("\n")) == (code, 1), why
         assert why in refused.stderr
+    assert (tmp_path / "file").read_text() == "not a directory"
     starting.remove()
     assert kvstore.stop() == 0
 

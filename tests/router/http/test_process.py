@@ -96,6 +96,10 @@ def test_what_is_in_use_or_unusable_is_one_line(start_server: StartServer, tmp_p
         assert str(port) in refusal(log, f"--port={port}", own)
     line = refusal(log, "--port=0", own, key_flag(tmp_path, "secret rpm=many"))
     assert "line 1: Expected `int" in line and "secret" not in line
+    (tmp_path / "notes").write_text("mine")
+    notes = f"ipc://{tmp_path}/notes"
+    assert f"{notes}: it exists, and is not" in refusal(log, "--port=0", f"--engine-socket={notes}")
+    assert (tmp_path / "notes").read_text() == "mine"
     server = start_server()
     assert "--engine-socket" in refusal(log, "--port=0", f"--engine-socket={server.address}")
     assert server.client.get("/livez").status_code == 200

@@ -33,6 +33,22 @@ def test_the_address_of_another_program_is_taken_once_it_has_ended(socket_dir: P
     SocketFile(f"ipc://{path}").remove()
 
 
+def test_a_file_that_is_not_a_socket_is_never_deleted(socket_dir: Path) -> None:
+    path = socket_dir / "notes"
+    path.write_text("mine")
+    link = socket_dir / "link"
+    link.symlink_to(path)
+    for each in (path, link):
+        with pytest.raises(SocketFileError, match=f"cannot bind ipc://{each}: it exists, and is"):
+            SocketFile(f"ipc://{each}")
+    path.unlink()
+    link.unlink()
+    file = SocketFile(f"ipc://{path}")
+    path.write_text("mine")  # in place of the socket
+    file.remove()
+    assert {each.name for each in socket_dir.iterdir()} == {"notes", "notes.lock"}
+
+
 def test_an_address_that_cannot_be_reserved_is_refused_with_the_reason(socket_dir: Path) -> None:
     with pytest.raises(SocketFileError, match=r"cannot bind ipc://.*: No such file or directory"):
         SocketFile(f"ipc://{socket_dir}/none/s")

@@ -86,9 +86,14 @@ class LruIndex:
         if not self.is_complete:
             self._removed_while_loading.add(key)
 
-    def keys_of(self, namespace: str) -> list[BlockKey]:
+    def lacks(self, key: BlockKey) -> bool:
+        """Return whether the block was removed, or a complete index has not got it."""
+        return key in self._removed_while_loading or (self.is_complete and key not in self)
+
+    def blocks_of(self, namespace: str) -> list[tuple[BlockKey, FileInfo]]:
         found = self._namespaces.get(namespace)
-        return [] if found is None else [BlockKey(namespace, hash) for hash in found.blocks]
+        blocks = {} if found is None else found.blocks
+        return [(BlockKey(namespace, hash), _unpack_info(blocks[hash])) for hash in blocks]
 
     def oldest(self) -> tuple[BlockKey, FileInfo] | None:
         """Return the least recently used block."""

@@ -193,12 +193,11 @@ class DiskStore:
         """Delete all blocks of ``namespace``. Raises: OSError if a file cannot be deleted; the rest
         is, and it is not found any more."""
         with self._lock:
-            keys = self._index.keys_of(namespace)
+            found = self._index.blocks_of(namespace)
         failed = None
-        for key in keys:
+        for key, info in found:
             try:
-                if (info := self._directory.info(key)) is not None:
-                    self._remove(key, info.size, self._directory.remove, is_bad=True)
+                self._remove(key, info.size, self._directory.remove, is_bad=True)
             except OSError as error:
                 failed = failed or error
         if failed is not None:
@@ -253,7 +252,7 @@ class DiskStore:
         """
         with self._lock:
             known = key in self._index
-            if key in self._unremoved or (not known and self._index.is_complete):
+            if key in self._unremoved or self._index.lacks(key):
                 return None
         info = self._directory.info(key)
         if info is None and known:
@@ -388,8 +387,9 @@ class DiskStore:
         self._unsaved_use_times.clear()
 
     def _record_use(self, key: BlockKey, size: int, at: float) -> None:
-        self._index.record_use(key, size, at)
-        self._unsaved_use_times[key] = at
+        if not self._index.lacks(key):  # otherwise it was removed since it was looked up
+            self._index.record_use(key, size, at)
+            self._unsaved_use_times[key] = at
 
     def _forget(self, key: BlockKey) -> None:
         self._index.remove(key)

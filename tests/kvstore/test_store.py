@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.directory import BlockKey
+from kvstore.directory import BlockKey, FileInfo
 from kvstore.space import SETTLE_S, DiskSpace
 from kvstore.store import BlockTooLarge
 from services.processes.kvstore import load_index
@@ -51,6 +51,36 @@ def test_the_size_limit_evicts_what_was_used_least_recently(tier: Tier) -> None:
     assert store.stats().bytes == 3 * SIZE
     assert store.stats().evicted_total == 3
     assert sum(1 for _ in tier.directory.scan()) == 3
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_block_that_is_removed_while_it_is_looked_up_is_not_counted(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    tier.put(1, 2)
+    store = tier.open(load=loaded)
+    info = tier.directory.info
+
+    def overtaken(key: BlockKey) -> FileInfo | None:
+        found = info(key)
+        monkeypatch.undo()
+        tier.path(1).write_bytes(b"damaged")
+        tier.verify(1)
+        return found
+
+    monkeypatch.setattr(tier.directory, "info", overtaken)
+    tier.touch(1)
+    store.load()
+    store.clear(key_of(2).namespace)
+    assert (store.stats().blocks, store.stats().corrupt_total) == (0, 1)
+    assert store.stats().bytes == tier.directory.quarantined_bytes
+
+
+def test_a_cleared_namespace_has_no_blocks_whose_files_are_gone(tier: Tier) -> None:
+    tier.put(1, 2)
+    tier.path(1).unlink()
+    tier.store.clear(key_of(1).namespace)
+    assert (tier.store.stats().blocks, tier.store.stats().bytes) == (0, 0)
 
 
 def test_a_chain_loses_its_end_before_its_start(tier: Tier) -> None:

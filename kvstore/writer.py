@@ -119,14 +119,16 @@ class Writer:
                 late = self._stopping and (not loaded or time.monotonic() >= self._deadline)
                 put = self._puts.pop() if loaded or late else None
                 verification = self._verifications.popleft() if self._verifications else None
-                cleared = self._to_clear.pop() if self._to_clear and loaded else None
+                cleared: set[str] = set()
+                if loaded:
+                    cleared, self._to_clear = self._to_clear, cleared
                 stopping = self._stopping
             idle = not (put or verification or cleared)
             if not idle:
                 next_flush = min(next_flush, time.monotonic() + self._flush_interval_s)
             try:
-                if cleared and not late:  # first, because `put` came later
-                    self._report(partial(self._store.clear, cleared))
+                for namespace in () if late else cleared:  # all, because `put` came later
+                    self._report(partial(self._store.clear, namespace))
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
                 if verification and not late:

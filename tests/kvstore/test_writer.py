@@ -13,6 +13,7 @@ from kvstore import health, queue
 from kvstore.queue import PendingWrite
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
+from shared.hashing import HASH_BYTES
 from tests.kvstore.blocks import NAMESPACE, file_of, key_of, wait_until
 from tests.kvstore.tier import Tier
 
@@ -57,10 +58,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Outcomes(dict[int, str]):
-    def put(self, number: int, data: bytes | None = None) -> PendingWrite:
+    def put(
+        self, number: int, data: bytes | None = None, namespace: str = NAMESPACE
+    ) -> PendingWrite:
         return PendingWrite(
-            key_of(number),
-            file_of(number) if data is None else data,
+            key_of(number, namespace),
+            file_of(number, namespace=namespace) if data is None else data,
             lambda reason: self.__setitem__(number, reason),
         )
 
@@ -90,6 +93,22 @@ def test_blocks_that_wait_when_their_namespace_is_cleared_are_answered(tier: Wri
     wait_until(lambda: 9 in outcomes)
     writer.close(20)
     assert tier.there(*range(10)) == {9}
+
+
+def test_blocks_that_come_after_several_namespaces_were_cleared_are_kept(tier: WritingTier) -> None:
+    tier.disk.may_write.clear()
+    writer, outcomes = tier.start()
+    namespaces = [f"b{number}" * HASH_BYTES for number in range(8)]
+    writer.offer(outcomes.put(0))
+    for namespace in namespaces:
+        writer.clear(namespace)
+    for number, namespace in enumerate(namespaces, start=1):
+        assert writer.offer(outcomes.put(number, namespace=namespace)) == ""
+    tier.disk.may_write.set()
+    wait_until(lambda: len(outcomes) == 9)
+    writer.close(20)
+    for number, namespace in enumerate(namespaces, start=1):
+        assert tier.there(number, namespace=namespace) == {number}
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(

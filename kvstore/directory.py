@@ -234,6 +234,11 @@ class BlockDirectory:
                 foreign[0],
             )
 
+    def scan_namespace(self, namespace: str) -> Iterator[tuple[BlockKey, FileInfo]]:
+        """Like `scan`, for one namespace."""
+        digits, rank = split_namespace(namespace)
+        yield from _scan_folder(f"{self.root}/{digits}/rank_{rank}", namespace, [])
+
     # -- inside ----------------------------------------------------------------
 
     def _replace(self, path: Path, data: bytes, last_used: float, durable: bool) -> None:
@@ -312,19 +317,25 @@ def scan_blocks(root: Path, foreign: list[str]) -> Iterator[tuple[BlockKey, File
                 foreign.append(rank.path)
                 continue
             name = rank_namespace(namespace.name, int(rank.name.removeprefix("rank_")))
-            for fan in _entries(rank.path, foreign):
-                for entry in _entries(fan.path, foreign):
-                    found = _identify(name, fan.name, entry)
-                    if found is None:
-                        foreign.append(entry.path)
-                    else:
-                        yield found
+            yield from _scan_folder(rank.path, name, foreign)
 
 
 def block_path(root: Path, key: BlockKey) -> Path:
     name = key.hash.hex()
     digits, rank = split_namespace(key.namespace)
     return Path(f"{root}/{digits}/rank_{rank}/{name[:2]}/{name}{SUFFIX}")
+
+
+def _scan_folder(
+    path: str, namespace: str, foreign: list[str]
+) -> Iterator[tuple[BlockKey, FileInfo]]:
+    for fan in _entries(path, foreign):
+        for entry in _entries(fan.path, foreign):
+            found = _identify(namespace, fan.name, entry)
+            if found is None:
+                foreign.append(entry.path)
+            else:
+                yield found
 
 
 def _identify(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,13 @@ SHRINK_PART = 16
 """If a disk is full despite free space (a quota), the tier shrinks by this fraction."""
 SHRUNK_S = 60.0
 """How long the tier stays smaller before it grows again."""
+
+
+class NoRoom(OSError):
+    """There is no room for a block within the limits, whatever is evicted."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, "no room beyond the space that the tier must leave free")
 
 
 class DiskSpace:

@@ -13,7 +13,7 @@ from kvstore.directory import BlockDirectory, BlockKey
 from kvstore.disk import DISK_FULL, OF_NO_FILE
 from kvstore.health import DiskHealth
 from kvstore.index import LruIndex
-from kvstore.space import DiskSpace
+from kvstore.space import DiskSpace, NoRoom
 from shared.blockfile import BlockFileError, decode
 from shared.wire import StoreStats
 
@@ -31,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 class BlockTooLarge(Exception):
     """A block larger than the limit for all blocks."""
-
-
-class NoRoom(OSError):
-    """There is no room for a block within the limits, whatever is evicted."""
-
-    def __init__(self) -> None:
-        super().__init__(errno.ENOSPC, "no room beyond the space that the tier must leave free")
 
 
 class DiskStore:
@@ -67,6 +60,8 @@ class DiskStore:
         self._next_clock_save = float("-inf")
         self._space = DiskSpace(directory.free_bytes, max_bytes, reserve_bytes)
         self.health = DiskHealth()
+        self.hidden: frozenset[str] = frozenset()
+        """Namespaces whose blocks count as missing, because they are about to be cleared."""
         self._lock = threading.Lock()
         self._index = LruIndex()
         self._unremoved: dict[BlockKey, int] = {}
@@ -193,7 +188,8 @@ class DiskStore:
         """Delete all blocks of ``namespace``. Raises: OSError if a file cannot be deleted; the rest
         is, and it is not found any more."""
         with self._lock:
-            found = self._index.blocks_of(namespace)
+            known = self._index.blocks_of(namespace) if self._index.is_complete else None
+        found = self._directory.scan_namespace(namespace) if known is None else known
         failed = None
         for key, info in found:
             try:
@@ -252,7 +248,8 @@ class DiskStore:
         """
         with self._lock:
             known = key in self._index
-            if key in self._unremoved or self._index.lacks(key):
+            is_removed = key.namespace in self.hidden or key in self._unremoved
+            if is_removed or self._index.lacks(key):
                 return None
         info = self._directory.info(key)
         if info is None and known:

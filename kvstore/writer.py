@@ -90,11 +90,12 @@ class Writer:
             self._condition.notify_all()
 
     def clear(self, namespace: str) -> None:
-        """Queue the removal of all blocks of ``namespace``, including those waiting to
-        be written."""
+        """Queue the removal of all blocks of ``namespace``, including those waiting to be written.
+        From now on they are not found."""
         with self._condition:
             dropped = self._puts.drop(namespace)
             self._to_clear.add(namespace)
+            self._store.hidden |= {namespace}
             self._condition.notify_all()
         for put in dropped:
             put.on_done("cleared")
@@ -119,16 +120,16 @@ class Writer:
                 late = self._stopping and (not loaded or time.monotonic() >= self._deadline)
                 put = self._puts.pop() if loaded or late else None
                 verification = self._verifications.popleft() if self._verifications else None
-                cleared: set[str] = set()
-                if loaded:
-                    cleared, self._to_clear = self._to_clear, cleared
+                cleared, self._to_clear = self._to_clear, set()
                 stopping = self._stopping
             idle = not (put or verification or cleared)
             if not idle:
                 next_flush = min(next_flush, time.monotonic() + self._flush_interval_s)
             try:
-                for namespace in () if late else cleared:  # all, because `put` came later
+                for namespace in cleared:  # all, because `put` came later
                     self._report(partial(self._store.clear, namespace))
+                with self._condition:
+                    self._store.hidden = frozenset(self._to_clear)
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
                 if verification and not late:
@@ -149,8 +150,8 @@ class Writer:
 
     def _has_work(self) -> bool:
         # The total size must be known before anything is added.
-        has_puts = (len(self._puts) > 0 or self._to_clear) and self._store.is_loaded
-        return bool(has_puts or self._verifications or self._stopping)
+        has_puts = len(self._puts) > 0 and self._store.is_loaded
+        return bool(has_puts or self._to_clear or self._verifications or self._stopping)
 
     def _report(self, change: Callable[[], None]) -> None:
         """Make a change, and record a failure in the disk's health."""

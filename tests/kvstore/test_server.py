@@ -202,6 +202,22 @@ def test_a_namespace_is_cleared_and_others_stay(running: Running) -> None:
     engine.keep(0)
 
 
+def test_blocks_are_not_found_from_when_they_are_cleared(
+    persistent: Running, disk: FaultyDisk
+) -> None:
+    local, other = persistent.local_engine(), persistent.engine()
+    local.keep(1, 2)
+    disk.may_write.clear()
+    local.send(*put_of(9, namespace=OTHER))  # the writer is busy
+    local.send(wire.Clear(namespace=NAMESPACE))
+    assert local.get(1)[0].count == local.has(1) == 0
+    assert other.get(1)[0].count == 0
+    local.send(*put_of(3))
+    disk.may_write.set()
+    wait_until(lambda: local.has(3) == 1)
+    assert local.has(1) == local.has(2) == 0
+
+
 def test_a_persistent_put_is_answered_once_the_block_is_on_the_disk(persistent: Running) -> None:
     engine = persistent.engine()
     for number in range(5):

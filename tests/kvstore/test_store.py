@@ -12,7 +12,7 @@ from kvstore.directory import BlockKey, FileInfo
 from kvstore.space import SETTLE_S, DiskSpace
 from kvstore.store import BlockTooLarge
 from services.processes.kvstore import load_index
-from tests.kvstore.blocks import file_of, key_of
+from tests.kvstore.blocks import NAMESPACE, file_of, key_of
 from tests.kvstore.tier import Tier
 
 SIZE = len(file_of(1))
@@ -81,6 +81,22 @@ def test_a_cleared_namespace_has_no_blocks_whose_files_are_gone(tier: Tier) -> N
     tier.path(1).unlink()
     tier.store.clear(key_of(1).namespace)
     assert (tier.store.stats().blocks, tier.store.stats().bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, f"{NAMESPACE}/rank_3"])
+def test_blocks_that_are_cleared_during_a_scan_do_not_come_back(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, namespace: str
+) -> None:
+    tier.put(1, 2, namespace=namespace)
+    tier.put(3, namespace=f"{NAMESPACE}/rank_4")
+    store = tier.open(load=False)
+    found = list(tier.directory.scan())
+    store.clear(namespace)
+    monkeypatch.setattr(tier.directory, "scan", lambda: found)
+    store.load()
+    assert store.stats().blocks == 1
+    monkeypatch.undo()
+    assert len(list(tier.directory.scan())) == 1
 
 
 def test_a_chain_loses_its_end_before_its_start(tier: Tier) -> None:

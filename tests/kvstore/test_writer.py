@@ -221,6 +221,21 @@ def test_blocks_wait_until_it_is_known_how_many_there_are(tier: WritingTier) -> 
     wait_until(lambda: outcomes == {1: ""})
 
 
+def test_a_namespace_is_cleared_before_it_is_known_how_many_blocks_there_are(
+    tier: WritingTier,
+) -> None:
+    tier.put(1)
+    tier.put(1, namespace="0b" * HASH_BYTES)
+    store = tier.open(load=False)
+    writer, _ = tier.start(store)
+    writer.clear(NAMESPACE)
+    assert tier.there(1) == set()
+    writer.close(20)
+    assert not tier.path(1).exists()
+    store.load()
+    assert store.stats().blocks == 1
+
+
 def test_an_invalid_block_is_dropped_and_the_next_is_written(tier: WritingTier) -> None:
     writer, outcomes = tier.start()
     writer.offer(outcomes.put(1, b"rubbish"))

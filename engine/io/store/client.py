@@ -25,6 +25,7 @@ from engine.io.store import block_fetch
 from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payload
 from engine.io.store.block_puts import BlockPuts
 from engine.io.store.block_reader import BlockReader
+from engine.io.store.cache_clear import CacheClear
 from engine.io.store.questions import Question, Questions
 from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats, StoreCounters
@@ -79,7 +80,8 @@ class StoreClient:
         self._reading: set[BlockFetch] = set()
         self._waiting: list[BlockFetch] = []
         self._counters = StoreCounters()
-        self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
+        self._puts = BlockPuts(pool, self._counters, self._post, self._send_once_ready)
+        self._clear = CacheClear({blocks.namespace, self._states.namespace}, self._send_once_ready)
         self._warnings = RateLimitedLogger(logger)
         self._reader = BlockReader(pool, self._warnings, self._on_bad_block, self._on_reply)
         self._socket = StoreSocket(context, endpoint, keys)
@@ -148,16 +150,16 @@ class StoreClient:
                 self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
 
     def clear(self) -> None:
-        """Remove all blocks and states of this engine's kind."""
+        """Remove all blocks and states of this engine's kind, once the kvstore is there."""
         self._puts.clear()
-        for namespace in {self._blocks.namespace, self._states.namespace}:
-            self._post_if_ready(wire.Clear(namespace=namespace))
+        self._post(self._clear.want)
 
     def tick(self, now: float) -> None:
         """Run posted actions, timeouts and probes. ``now`` is time.monotonic()."""
         self._poll_connection()
         if self._socket.tick(now, is_idle=not self._has_questions):
             self._on_disconnected()
+        self._clear.send()
         with suppress(Empty):
             while True:
                 self._actions.get_nowait()()
@@ -201,6 +203,7 @@ class StoreClient:
                     self._puts.finish(ticket, stored=stored)
                 case wire.StoreStatsReply(stats=stats):
                     self._probed_at = None
+                    self._clear.on_probe_answered()
                     self._counters.set_store(stats)
 
     def close(self) -> None:
@@ -232,6 +235,7 @@ class StoreClient:
         self._counters.set_store(None)
         for fetch in [*self._waiting, *self._requested.values()]:
             self._give_up(fetch)
+        self._clear.on_disconnected()
         self._questions.drop_all()
         self._puts.drop_all()
 
@@ -248,6 +252,7 @@ class StoreClient:
                 how = "reading its files directly" if nonce else "receiving blocks over the wire"
                 logger.info("connected to the kvstore, %s", how)
             self._session = "ready"
+            self._clear.send()  # before anything is asked
             self._questions.send_waiting()
             waiting, self._waiting = self._waiting, []
             for fetch in waiting:
@@ -255,8 +260,7 @@ class StoreClient:
 
     @property
     def _has_questions(self) -> bool:
-        waiting = self._requested or self._waiting or self._reading
-        return bool(waiting or self._puts.num_under_way)
+        return bool(self._requested or self._waiting or self._reading or self._puts.num_under_way)
 
     def _probe(self, now: float) -> None:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
@@ -277,8 +281,8 @@ class StoreClient:
             return False
         return True
 
-    def _send_put(self, message: wire.Message, data: bytes) -> bool:
-        return self._session == "ready" and self._send(message, data)
+    def _send_once_ready(self, message: wire.Message, *payload: bytes) -> bool:
+        return self._session == "ready" and self._send(message, *payload)
 
     def _post_if_ready(self, message: wire.Message) -> None:
         self._post(lambda: self._send(message) if self.is_ready else None)

@@ -254,6 +254,25 @@ def test_what_is_not_sent_when_the_cache_is_cleared_is_not_stored(
     engine.keep(2)
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_cache_that_is_cleared_while_the_kvstore_is_away_is_empty_when_it_is_back(
+    engine: StoringEngine, hangs: bool
+) -> None:
+    engine.keep(1)
+    path = engine.file_path(1)
+    if hangs:
+        engine.kvstore.pause()
+    else:
+        engine.kvstore.kill()
+        wait_until(lambda: engine.client.stats.store is None)
+    engine.client.clear()
+    if hangs:
+        engine.kvstore.kill()
+    engine.kvstore.start()
+    wait_until(lambda: not path.exists())
+    engine.keep(1)
+
+
 def test_what_the_kvstore_does_not_take_is_told_and_arrives_when_it_does(
     engine: StoringEngine,
 ) -> None:

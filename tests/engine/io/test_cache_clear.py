@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from engine.io.store.cache_clear import CacheClear
+from shared import wire
+
+
+def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_it() -> None:
+    sent: list[wire.Message] = []
+    is_ready = False
+
+    def send(message: wire.Message) -> bool:
+        if is_ready:
+            sent.append(message)
+        return is_ready
+
+    clear = CacheClear({"a"}, send)
+    clear.send()
+    clear.want()
+    is_ready = True
+    for _ in range(2):
+        clear.send()
+        clear.on_probe_answered()  # it may have been sent before the clear
+        clear.on_disconnected()
+    assert sent == [wire.Clear(namespace="a")] * 2
+    clear.send()
+    clear.on_probe_answered()
+    clear.on_probe_answered()
+    clear.on_disconnected()
+    clear.send()
+    assert len(sent) == 3
+    clear.want()
+    assert len(sent) == 4

@@ -12,7 +12,7 @@ import msgspec
 from router.api.sse import encode_event
 from router.api.whitespace import WhitespaceBuffer
 from router.generation.choice import OutputDelta
-from router.tokens.reply_parser import CallDelta
+from router.tokens.reply_parser import CallDelta, ReplyDelta
 
 BlockStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -68,16 +68,7 @@ class OutputBuilder(Generic[_Block, _Event]):
 
     def feed(self, delta: OutputDelta) -> list[_Event]:
         """Add ``delta`` and return its events."""
-        events: list[_Event] = []
-        if delta.reasoning:
-            self._whitespace.interrupt(call=False)
-            events += self._extend("reasoning", self._open_reasoning, delta.reasoning)
-        if text := self._whitespace.feed(delta.text):
-            events += self._extend("text", self._open_text, text)
-        for call in delta.calls:
-            self._whitespace.interrupt(call=True)
-            events += self._extend(call.number, partial(self._open_call, call), call.arguments)
-        return events
+        return [event for part in delta.parts for event in self._add(part)]
 
     def finish(self, last_status: BlockStatus = "completed") -> list[_Event]:
         """End the answer and return the closing events. ``last_status`` is the status of the last
@@ -85,6 +76,18 @@ class OutputBuilder(Generic[_Block, _Event]):
         rest = self._whitespace.finish()
         events = self._extend("text", self._open_text, rest) if rest else []
         return events + self._close(last_status)
+
+    def _add(self, part: ReplyDelta) -> list[_Event]:
+        events: list[_Event] = []
+        if part.reasoning:
+            self._whitespace.interrupt(call=False)
+            events += self._extend("reasoning", self._open_reasoning, part.reasoning)
+        if text := self._whitespace.feed(part.text):
+            events += self._extend("text", self._open_text, text)
+        for call in part.calls:
+            self._whitespace.interrupt(call=True)
+            events += self._extend(call.number, partial(self._open_call, call), call.arguments)
+        return events
 
     def _extend(
         self, key: str | int, new_block: Callable[[int], OpenBlock[_Block, _Event]], delta: str

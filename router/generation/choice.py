@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
@@ -20,39 +21,59 @@ _INLINE_PARSE_WORK = 200_000
 
 
 class OutputDelta(NamedTuple):
-    """A part of a choice."""
+    """A piece of the output of a choice."""
 
-    text: str = ""
+    parts: tuple[ReplyDelta, ...] = ()
+    """In the order in which the model wrote them. `text`, `reasoning` and `calls` are those of all
+    parts, for APIs whose answers have one of each."""
     tokens: list[ScoredToken] | None = None
     """None if log-probabilities are not requested."""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
 
     def __bool__(self) -> bool:
         return any(self)
 
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.reasoning for part in self.parts)
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        """One delta for each tool call."""
+        return _calls(self.parts)
+
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
-        """Return ``deltas`` merged into one, with one delta for each tool call."""
+        """Return ``deltas`` merged into one."""
         scored = [delta.tokens for delta in deltas if delta.tokens is not None]
-        return _join(deltas, [token for tokens in scored for token in tokens] if scored else None)
+        tokens = [token for tokens in scored for token in tokens] if scored else None
+        return cls(_merged([part for delta in deltas for part in delta.parts]), tokens)
 
 
-def _join(
-    deltas: Sequence[OutputDelta | ReplyDelta], tokens: list[ScoredToken] | None
-) -> OutputDelta:
-    if len(deltas) == 1:  # the usual case in a stream
-        return OutputDelta(deltas[0].text, tokens, deltas[0].reasoning, deltas[0].calls)
+def _merged(parts: Sequence[ReplyDelta]) -> tuple[ReplyDelta, ...]:
+    """Return ``parts`` with successive parts of one kind merged."""
+    if len(parts) < 2:  # the usual case in a stream
+        return tuple(parts)
+    runs = groupby(parts, key=lambda part: (bool(part.reasoning), bool(part.text)))
+    return tuple(_joined(list(run)) for _, run in runs)
+
+
+def _joined(parts: Sequence[ReplyDelta]) -> ReplyDelta:
+    text = "".join(part.text for part in parts)
+    return ReplyDelta("".join(part.reasoning for part in parts), text, _calls(parts))
+
+
+def _calls(parts: Sequence[ReplyDelta]) -> tuple[CallDelta, ...]:
     pieces: dict[int, list[CallDelta]] = {}
-    for call in (call for delta in deltas for call in delta.calls):
+    for call in (call for part in parts for call in part.calls):
         pieces.setdefault(call.number, []).append(call)
-    calls = tuple(
+    return tuple(
         each[0]._replace(arguments="".join(piece.arguments for piece in each))
         for each in pieces.values()
     )
-    text = "".join(delta.text for delta in deltas)
-    reasoning = "".join(delta.reasoning for delta in deltas)
-    return OutputDelta(text, tokens, reasoning, calls)
 
 
 class Echo(NamedTuple):
@@ -134,7 +155,7 @@ class Choice:
             tokens = self._aligner.take(self._chars_shown)
             if self.finish_reason is not None and not self._cut_short:
                 tokens += self._aligner.take_rest()
-        return _join(parsed, tokens)
+        return OutputDelta(_merged(parsed), tokens)
 
     @property
     def behind(self) -> bool:
@@ -161,7 +182,7 @@ class Choice:
     def begin_echo(self) -> None:
         """Repeat the prompt, which takes some microseconds per token."""
         assert self._echo is not None
-        self._echoed.append(self._parse(self._begin_echo(self._echo)))
+        self._echoed += self._parse(self._begin_echo(self._echo))
         self._echo = None
 
     @property
@@ -169,7 +190,7 @@ class Choice:
         """Whether the text ended before its sequence ended by itself."""
         return self._detokenizer.stopped or self._stop_requested
 
-    def _parse(self, shown: str) -> ReplyDelta:
+    def _parse(self, shown: str) -> list[ReplyDelta]:
         self._chars_shown += len(shown)
         return self._parser.feed(shown)
 
@@ -207,7 +228,7 @@ class Choice:
             if detokenizer.stopped or parser.complete:
                 break
             self.reasoning_tokens += parser.in_reasoning
-            parsed.append(self._parse(detokenizer.feed(token)))
+            parsed += self._parse(detokenizer.feed(token))
         if self._aligner is not None and text_tokens:
             logprobs = sequence.logprobs[start : start + len(text_tokens)]
             self._aligner.add(text_tokens, logprobs)
@@ -224,9 +245,9 @@ class Choice:
             raise sequence.error
         if ends_with_stop_token and not self._stop_requested:
             detokenizer.count_stop_token()
-        parsed.append(self._parse(detokenizer.finish()))
+        parsed += self._parse(detokenizer.finish())
         limited = sequence.finish_reason == "length" and not self._cut_short
-        parsed.append(parser.finish(cut=limited or detokenizer.stopped))
+        parsed += parser.finish(cut=limited or detokenizer.stopped)
         if limited:
             self.finish_reason = "length"
         else:

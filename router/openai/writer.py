@@ -39,6 +39,7 @@ from router.schemas.completions import (
 )
 from router.schemas.requests import GenerationRequest
 from router.tokens.logprobs import chat_logprobs, text_logprobs
+from router.tokens.reply_parser import ReplyDelta
 
 DONE = "[DONE]"
 """The data of the event that ends a stream."""
@@ -127,7 +128,8 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     def _text_frame(self, generation: Generation, index: int) -> tuple[bytes, bytes]:
         if index not in self._text_frames:
-            choice = self._chunk_choice(generation, index, OutputDelta(_MARK), None)
+            marked = OutputDelta((ReplyDelta(text=_MARK),))
+            choice = self._chunk_choice(generation, index, marked, None)
             start, end = self._chunk_json(generation, choice).split(_PLACE)
             self._text_frames[index] = start, end
         return self._text_frames[index]

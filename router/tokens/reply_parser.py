@@ -15,7 +15,7 @@ class CallDelta(NamedTuple):
 
 
 class ReplyDelta(NamedTuple):
-    """The parts of a piece of generated text."""
+    """A part of an answer: reasoning, text, or calls."""
 
     reasoning: str = ""
     text: str = ""
@@ -42,10 +42,10 @@ class ReplyParser(Protocol):
         """Return how much `feed` may have to parse after ``chars`` more characters, in the unit of
         `router.tokens.parsing.calls.MAX_PARSE_WORK`."""
 
-    def feed(self, text: str) -> ReplyDelta:
-        """Return the parts that are final now."""
+    def feed(self, text: str) -> list[ReplyDelta]:
+        """Return the parts that are final now, in their order."""
 
-    def finish(self, *, cut: bool = False) -> ReplyDelta:
+    def finish(self, *, cut: bool = False) -> list[ReplyDelta]:
         """Return the rest. ``cut`` is true if a limit or a stop string ended the answer."""
 
 
@@ -59,8 +59,8 @@ class PlainReplyParser:
     def parse_work(self, chars: int) -> int:
         return 0
 
-    def feed(self, text: str) -> ReplyDelta:
-        return ReplyDelta(text=text)
+    def feed(self, text: str) -> list[ReplyDelta]:
+        return [ReplyDelta(text=text)] if text else []
 
-    def finish(self, *, cut: bool = False) -> ReplyDelta:
-        return ReplyDelta()
+    def finish(self, *, cut: bool = False) -> list[ReplyDelta]:
+        return []

@@ -120,9 +120,9 @@ class MarkedReplyParser:
     def parse_work(self, chars: int) -> int:
         return self._work.with_more(chars + len(self._pending)) if self._tools else 0
 
-    def feed(self, text: str) -> ReplyDelta:
+    def feed(self, text: str) -> list[ReplyDelta]:
         self._pending += text
-        out = _DeltaBuilder()
+        out: list[ReplyDelta] = []
         while not self.complete:
             markers = self._markers[self._state]
             match = _first_match(self._pending, markers)
@@ -136,27 +136,27 @@ class MarkedReplyParser:
             self._emit(self._pending[:start], out)
             self._pending = self._pending[start + len(marker.text) :]
             self._on_marker(marker, out)
-        return out.delta()
+        return out
 
-    def finish(self, *, cut: bool = False) -> ReplyDelta:
-        out = _DeltaBuilder()
+    def finish(self, *, cut: bool = False) -> list[ReplyDelta]:
+        out: list[ReplyDelta] = []
         if self.complete:
-            return out.delta()
+            return out
         stream = self._call_stream
         if stream is not None and stream.started:
             if stream.in_call:
                 self._emit(self._pending, out)
-            return out.delta()  # outside a call, the pending text is the start of another call
+            return out  # outside a call, the pending text is the start of another call
         self._emit(self._pending, out)
         self._pending = ""
         if cut and self._begun is not None and self._begun.started:
-            out.text.append(self._text.feed(self._begun.other_text))
+            self._add_text(self._begun.other_text, out)
         elif self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
             self._state = self._called_from
         elif self._begun is not None and self._begun.started:  # calls without markers
             self._close_begun(self._begun, "", out)
         if self._state is ReplyState.HEADER and not self._header_ended:
-            out.text.append(self._text.feed(self._header))
+            self._add_text(self._header, out)
         if self._maybe_json:
             text, self._maybe_json = "".join(self._maybe_json), None
             if not self._take_calls(text, out, repair=not cut):
@@ -164,14 +164,15 @@ class MarkedReplyParser:
                     calls, text = parse_complete_json_calls(text, self._tools)
                     self._emit_calls(calls, out)
                 if not self.complete:
-                    out.text.append(self._text.feed(text))
-        out.text.append(self._text.finish())
-        return out.delta()
+                    self._add_text(text, out)
+        if rest := self._text.finish():
+            out.append(ReplyDelta(text=rest))
+        return out
 
     def _no_work(self) -> ParseWork:
         return ParseWork(self._format.tools.name if self._format.tools is not None else "")
 
-    def _emit(self, text: str, out: _DeltaBuilder) -> None:
+    def _emit(self, text: str, out: list[ReplyDelta]) -> None:
         """Add ``text``, which belongs to the current state."""
         if not text:
             return
@@ -185,15 +186,16 @@ class MarkedReplyParser:
                 self._read_call(text, out)
                 begun = self._begun is not None and self._begun.started
                 if not begun and not may_become_json_calls(self._beginning):
-                    out.text.append(self._text.feed("".join(self._maybe_json)))
+                    self._add_text("".join(self._maybe_json), out)
                     begun, self._begun = True, None
                 if begun:
                     self._maybe_json = None
                     self._work = self._no_work()
             case ReplyState.NORMAL:
-                out.text.append(self._text.feed(text))
+                self._add_text(text, out)
             case ReplyState.REASONING:
-                out.reasoning.append(self._reasoning.feed(text))
+                if shown := self._reasoning.feed(text):
+                    out.append(ReplyDelta(reasoning=shown))
             case ReplyState.TOOL:
                 self._read_call(text, out)
                 begun = self._begun is not None and self._begun.started
@@ -204,7 +206,11 @@ class MarkedReplyParser:
             case ReplyState.HEADER:
                 self._header += text
 
-    def _on_marker(self, marker: Marker, out: _DeltaBuilder) -> None:
+    def _add_text(self, text: str, out: list[ReplyDelta]) -> None:
+        if shown := self._text.feed(text):
+            out.append(ReplyDelta(text=shown))
+
+    def _on_marker(self, marker: Marker, out: list[ReplyDelta]) -> None:
         """Change to the state that ``marker`` begins, if it is valid here."""
         before, after = self._state, marker.next_state
         if before is ReplyState.TOOL:
@@ -247,7 +253,7 @@ class MarkedReplyParser:
             else:
                 self._stream_call(self._call[0], out)
 
-    def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
+    def _close_call(self, end: str, out: list[ReplyDelta], *, parse: bool = True) -> bool:
         """End the current call at the marker ``end``. Return False if the marker is inside a
         string, or if the text is not a call and becomes text."""
         stream = self._active_call_stream
@@ -277,7 +283,7 @@ class MarkedReplyParser:
         return False
 
     def _close_begun(
-        self, begun: BegunCallParser | ArgumentParser, end: str, out: _DeltaBuilder
+        self, begun: BegunCallParser | ArgumentParser, end: str, out: list[ReplyDelta]
     ) -> bool:
         """End the calls that have begun at the marker ``end``, unless the marker is inside a
         string."""
@@ -288,10 +294,10 @@ class MarkedReplyParser:
         self._begun = None
         self._state = ReplyState.NORMAL
         if not self.complete:
-            out.text.append(self._text.feed(begun.other_text))
+            self._add_text(begun.other_text, out)
         return True
 
-    def _read_call(self, text: str, out: _DeltaBuilder) -> None:
+    def _read_call(self, text: str, out: list[ReplyDelta]) -> None:
         """Add the parts of calls in ``text``, which is between the markers of calls."""
         if self._begun is not None:
             self._add_fragments(self._begun.feed(text), out)
@@ -300,30 +306,30 @@ class MarkedReplyParser:
         else:
             self._stream_call(text, out)
 
-    def _stream_call(self, text: str, out: _DeltaBuilder) -> None:
+    def _stream_call(self, text: str, out: list[ReplyDelta]) -> None:
         """Add the parts of calls in ``text``, if it can be nothing but calls."""
         if self._active_call_stream is not None:
             self._add_fragments(self._active_call_stream.feed(text), out)
 
-    def _add_fragments(self, fragments: list[CallFragment], out: _DeltaBuilder) -> None:
+    def _add_fragments(self, fragments: list[CallFragment], out: list[ReplyDelta]) -> None:
         for name, arguments, id in fragments:
             if name is not None and self._single_call and self._ids:
                 self._ended = True
                 return
             if name is not None:
                 self._text.at_marker()
-                out.calls.append(self._call_delta(ParsedCall(name, arguments, id)))
+                out.append(ReplyDelta(calls=(self._call_delta(ParsedCall(name, arguments, id)),)))
             elif arguments:
-                out.calls.append(CallDelta(len(self._ids) - 1, arguments))
+                out.append(ReplyDelta(calls=(CallDelta(len(self._ids) - 1, arguments),)))
 
-    def _take_calls(self, text: str, out: _DeltaBuilder, *, repair: bool = True) -> bool:
+    def _take_calls(self, text: str, out: list[ReplyDelta], *, repair: bool = True) -> bool:
         """Add the calls that ``text`` consists of. Return False if it is something else."""
         assert self._format.tools is not None
         calls = parse_calls(text, self._format.tools, self._tools, repair=repair)
         self._emit_calls(calls, out)
         return bool(calls)
 
-    def _emit_calls(self, calls: list[ParsedCall], out: _DeltaBuilder) -> None:
+    def _emit_calls(self, calls: list[ParsedCall], out: list[ReplyDelta]) -> None:
         if calls:
             self._text.at_marker()
         for call in calls[:1] if self._single_call else calls:
@@ -331,23 +337,13 @@ class MarkedReplyParser:
                 self._ended = True
                 return
             self._taken.add((call.name, call.arguments))
-            out.calls.append(self._call_delta(call))
+            out.append(ReplyDelta(calls=(self._call_delta(call),)))
 
     def _call_delta(self, call: ParsedCall) -> CallDelta:
         id = call.id if call.id is not None and call.id not in self._ids else self._new_id()
         number = len(self._ids)
         self._ids.add(id)
         return CallDelta(number, call.arguments, id, call.name)
-
-
-class _DeltaBuilder:
-    def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.text: list[str] = []
-        self.calls: list[CallDelta] = []
-
-    def delta(self) -> ReplyDelta:
-        return ReplyDelta("".join(self.reasoning), "".join(self.text), tuple(self.calls))
 
 
 def _first_match(text: str, markers: tuple[Marker, ...]) -> tuple[int, Marker] | None:

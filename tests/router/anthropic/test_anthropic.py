@@ -12,7 +12,7 @@ from router.anthropic.output import ContentBlockBuilder
 from router.anthropic.schemas import ContentBlockParam, CountTokensRequest, MessageParam
 from router.anthropic.translation import with_notes
 from router.generation.choice import OutputDelta
-from router.tokens.reply_parser import CallDelta
+from router.tokens.reply_parser import CallDelta, ReplyDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, StartServer, error_of, named_events, ok
 from tests.router.scripted_engine import ScriptedEngine
@@ -231,11 +231,11 @@ def test_counted_tokens_are_those_of_an_answered_request(served: Server) -> None
 
 
 DELTAS = [
-    OutputDelta(reasoning="I "),
-    OutputDelta(reasoning="think.", text="\n\n"),
-    OutputDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
-    OutputDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
-    OutputDelta(text="\n"),
+    OutputDelta((ReplyDelta(reasoning="I "),)),
+    OutputDelta((ReplyDelta(reasoning="think."), ReplyDelta(text="\n\n"))),
+    OutputDelta((ReplyDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),)),
+    OutputDelta((ReplyDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),)),
+    OutputDelta((ReplyDelta(text="\n"),)),
 ]
 
 
@@ -277,8 +277,8 @@ def test_a_note_stands_in_a_tool_result_and_nothing_deeper_is_searched() -> None
 
 
 def test_blank_text_alone_is_an_answer_and_a_call_cut_in_its_arguments_has_no_input() -> None:
-    blank = OutputDelta("\n")
+    blank = OutputDelta((ReplyDelta(text="\n"),))
     assert not ContentBlockBuilder(show_thinking=True).feed(blank)
     assert [block["text"] for block in finished(blank)] == ["\n"]
     call = CallDelta(0, '{"x": ', "call_a", "f")
-    assert finished(OutputDelta(calls=(call,)))[0]["input"] == {}
+    assert finished(OutputDelta((ReplyDelta(calls=(call,)),)))[0]["input"] == {}

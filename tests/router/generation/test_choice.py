@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -39,6 +40,24 @@ def choice_of(sequence: RemoteSequence, text: IncrementalDetokenizer, reply: Any
         prompt_logprobs_source=sequence,
         **nothing,
     )
+
+
+def advanced(choice: Choice, tokens: list[int], steps: Iterable[int]) -> list[OutputDelta]:
+    """Return the output of ``choice``, whose tokens arrive in ``steps``."""
+    sequence, found = choice.sequence, []
+    for step in steps:
+        start = len(sequence.output_token_ids)
+        if sequence.done or start == len(tokens):
+            break
+        own, end = tokens[start : start + step], start + step >= len(tokens)
+        delta = Delta(
+            request_id="r", attempt=0, index=start, token_ids=own, finish="stop" if end else None
+        )
+        sequence.apply(delta, 0.0)
+        found.append(choice.advance())
+        while choice.behind:
+            found.append(choice.advance())
+    return [*found, choice.advance()]
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from router.generation.choice import OutputDelta
 from router.openai.writer import ChatCompletionWriter, TextCompletionWriter
 from router.tokens.logprobs import LogprobsContext
+from router.tokens.reply_parser import ReplyDelta
 from shared.wire import Abort, SamplingParams, Submit
 from tests.router.conftest import Server, error_of, events, eventually, ok
 from tests.router.scripted_engine import EOS, ScriptedEngine
@@ -48,11 +49,12 @@ def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, t
     writer = kind(body, SimpleNamespace(names=["m"], hello=hello))
     vocabulary: Any = SimpleNamespace(unique_name=str)
     generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(vocabulary, 0))
+    parts = (ReplyDelta(text=text),)
     for index in (0, 3):
         choice: Any = SimpleNamespace(index=index)
         alone, scored = (
             json.loads(writer.delta(generation, choice, delta)[6:])
-            for delta in (OutputDelta(text), OutputDelta(text, []))
+            for delta in (OutputDelta(parts), OutputDelta(parts, []))
         )
         assert alone.keys() == scored.keys()
         (one,), (other,) = alone["choices"], scored["choices"]

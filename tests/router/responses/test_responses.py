@@ -19,7 +19,7 @@ from router.responses.store import ItemReferences, ResponseStore, StoredResponse
 from router.schemas.conversation import ChatMessage
 from router.schemas.requests import ChatRequest
 from router.tokens.image_prompts import Prompt
-from router.tokens.reply_parser import CallDelta
+from router.tokens.reply_parser import CallDelta, ReplyDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, StartServer, bearer, error_of, named_events, ok
 from tests.router.scripted_engine import ScriptedEngine
@@ -263,12 +263,12 @@ def test_an_error_in_a_stream_is_two_events(server: Server, instructions: str) -
 
 
 DELTAS = [
-    OutputDelta(reasoning="I "),
-    OutputDelta(reasoning="think.", text="\n\n"),
-    OutputDelta(text="So:"),
-    OutputDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
-    OutputDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
-    OutputDelta(text="\n"),
+    OutputDelta((ReplyDelta(reasoning="I "),)),
+    OutputDelta((ReplyDelta(reasoning="think."), ReplyDelta(text="\n\n"))),
+    OutputDelta((ReplyDelta(text="So:"),)),
+    OutputDelta((ReplyDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),)),
+    OutputDelta((ReplyDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),)),
+    OutputDelta((ReplyDelta(text="\n"),)),
 ]
 
 

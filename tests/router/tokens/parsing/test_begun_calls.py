@@ -15,7 +15,14 @@ from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import syntax_named
 from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import BERLIN, REPLIES, TOKYO, TOOLS, Reply
-from tests.router.tokens.parsing.test_marked import BEGUN, TAGGED, format_of, named, read
+from tests.router.tokens.parsing.test_marked import (
+    BEGUN,
+    TAGGED,
+    calls_in,
+    format_of,
+    named,
+    read,
+)
 
 WHOLE = (
     *('"{\\"', "[TOOL_CALLS][", "<|open|>argument", '"Ada"', '\n{"city"', '[{"arguments"'),
@@ -33,7 +40,7 @@ STREAMED = [
 def test_a_call_is_shown_when_its_arguments_begin(reply: Reply) -> None:
     format = format_of(reply.parser)
     parser = MarkedReplyParser(format, format.initial_state, TOOLS)
-    shown = [parser.feed(character).calls for character in reply.written]
+    shown = [calls_in(parser.feed(character)) for character in reply.written]
     begin = next(position for position, calls in enumerate(shown) if calls)
     (first,) = shown[begin]
     (name, arguments), *_ = reply.calls
@@ -62,7 +69,7 @@ def test_whitespace_between_arguments_takes_linear_time() -> None:
 def test_arguments_between_tags_are_shown_one_by_one() -> None:
     written = tagged_call_of("city>\nBerlin", "days>\n3")
     parser = MarkedReplyParser(format_of("qwen3_coder"), ReplyState.NORMAL, TOOLS)
-    calls = [call for character in written for call in parser.feed(character).calls]
+    calls = [call for character in written for call in calls_in(parser.feed(character))]
     assert [call.arguments for call in calls] == ["{", '"city": "Berlin"', ', "days": 3', "}"]
     assert calls[0].name == "get_weather"
 
@@ -77,7 +84,7 @@ def test_each_argument_is_shown_when_it_is_whole(reply: Reply) -> None:
     parser = MarkedReplyParser(format_of(reply.parser), ReplyState.NORMAL, TOOLS)
     shown: list[list[str]] = []
     for position, character in enumerate(reply.written):
-        for call in parser.feed(character).calls:
+        for call in calls_in(parser.feed(character)):
             if call.name:
                 _, arguments = reply.calls[len(shown)]
                 assert reply.written[position + 1 :].count(str(next(iter(arguments.values()))))
@@ -186,8 +193,8 @@ def test_text_behind_the_calls_of_a_section_is_text(size: int) -> None:
 
 def test_a_call_within_reasoning_is_known_only_when_it_is_whole() -> None:
     parser = MarkedReplyParser(format_of("json_tools"), ReplyState.REASONING, TOOLS)
-    assert parser.feed(call_of('{"city": "x"', end="")) == ReplyDelta()
-    assert len(parser.feed("}}</tool_call>").calls) == 1
+    assert not parser.feed(call_of('{"city": "x"', end=""))
+    assert len(calls_in(parser.feed("}}</tool_call>"))) == 1
 
 
 def test_a_call_of_the_models_own_accord_keeps_its_id() -> None:

@@ -5,6 +5,7 @@ import pkgutil
 import random
 import time
 from collections.abc import Iterable
+from itertools import groupby, repeat
 from typing import Any, get_args
 
 import mlx_lm.tool_parsers
@@ -24,8 +25,7 @@ from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
-from shared.wire import Delta
-from tests.router.generation.test_choice import choice_of
+from tests.router.generation.test_choice import advanced, choice_of
 from tests.router.scripted_engine import make_submit
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
@@ -53,11 +53,16 @@ def pieces_of(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
+def calls_in(parts: Iterable[ReplyDelta]) -> list[CallDelta]:
+    return [call for part in parts for call in part.calls]
+
+
 def read_with(reply: MarkedReplyParser, pieces: list[str], *, cut: bool = False) -> ReplyDelta:
     """Parse a reply that comes in ``pieces``."""
-    parts = [*map(reply.feed, pieces), reply.finish(cut=cut)]
+    parts = [part for piece in pieces for part in reply.feed(piece)]
+    parts += reply.finish(cut=cut)
     calls: list[CallDelta] = []
-    for call in (call for part in parts for call in part.calls):
+    for call in calls_in(parts):
         if call.number == len(calls):
             calls.append(call)
         else:
@@ -263,9 +268,18 @@ def test_a_call_ends_reasoning() -> None:
 
 def test_text_is_shown_as_soon_as_it_cannot_begin_a_marker() -> None:
     reply = MarkedReplyParser(format_of("json_tools"), ReplyState.NORMAL, TOOLS)
-    assert reply.feed("Hello") == ReplyDelta("", "Hello")
-    assert reply.feed(" <t") == ReplyDelta()
-    assert reply.feed("able>") == ReplyDelta("", " <table>")
+    shown = [[part.text for part in reply.feed(piece)] for piece in ("Hello", " <t", "able>")]
+    assert shown == [["Hello"], [], [" <table>"]]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_parts_are_in_the_order_of_the_text(size: int) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    reply = MarkedReplyParser(format_of("json_tools"), ReplyState.NORMAL, TOOLS)
+    pieces = pieces_of(f"<think>a</think>b{call}c{call}", size)
+    parts = [part for piece in pieces for part in reply.feed(piece)]
+    kinds = ["call" if part.calls else part.reasoning or part.text for part in parts]
+    assert [kind for kind, _ in groupby(kinds)] == ["a", "b", "call", "c", "call"]
 
 
 def test_messages_with_headers_are_separated() -> None:
@@ -336,16 +350,7 @@ def answers(
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
     text = IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), stops)
     choice = choice_of(sequence, text, reply)
-    pieces = []
-    for start in range(0, len(ids), step):
-        if sequence.done:
-            break
-        own = ids[start : start + step]
-        finish: Any = "stop" if start + step >= len(ids) else None
-        delta = Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
-        sequence.apply(delta, 0.0)
-        pieces.append(choice.advance())
-    whole = OutputDelta.join([*pieces, choice.advance()])
+    whole = OutputDelta.join(advanced(choice, ids, repeat(step)))
     return whole.text, whole.reasoning, named(whole.calls), str(choice.finish_reason)
 
 

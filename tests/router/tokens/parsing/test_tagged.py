@@ -13,7 +13,7 @@ from router.tokens.parsing.formats import ReplyState
 from router.tokens.parsing.grammars import CALL_TEMPLATES, CallTemplate
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import syntax_named
-from tests.router.tokens.parsing.test_marked import format_of
+from tests.router.tokens.parsing.test_marked import calls_in, format_of
 
 STRING, NULL = {"type": "string"}, {"type": "null"}
 PROPERTIES: dict[str, Any] = {"text": STRING, "choice": {"enum": ["1", "2"]}, "unknown": {}}
@@ -58,8 +58,8 @@ def read(parser: str, text: str) -> list[Any]:
     found = [json.loads(call.arguments)]
     for size in (1, 7, len(text)):
         reply = MarkedReplyParser(format_of(parser), ReplyState.NORMAL, TOOLS)
-        deltas = [reply.feed(text[at : at + size]) for at in range(0, len(text), size)]
-        calls = [call for delta in (*deltas, reply.finish()) for call in delta.calls]
+        parts = [reply.feed(text[at : at + size]) for at in range(0, len(text), size)]
+        calls = [call for each in (*parts, reply.finish()) for call in calls_in(each)]
         found.append(json.loads("".join(call.arguments for call in calls)))
     return found
 

@@ -1,0 +1,87 @@
+"""Answers as lists of items or blocks: the same at any number of tokens per step."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.anthropic.output import ContentBlockBuilder
+from router.api.output import OutputBuilder
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import EVERYBODY
+from router.generation.choice import OutputDelta
+from router.responses.output import OutputItemBuilder
+from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.vocabulary import Vocabulary
+from tests.router.generation.test_choice import advanced, choice_of
+from tests.router.scripted_engine import make_submit
+from tests.router.tokens.parsing.replies import TOOLS
+from tests.router.tokens.parsing.test_marked import format_of
+
+CHAT_MODEL = True
+ARGUMENTS = '{"city": "Berlin"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+START = "<|start|>assistant<|channel|>"
+WRITTEN = {
+    f"<think>\nI look.\n</think>\n\nLet me check.\n{CALL}\nNow I wait.\n{CALL}{CALL}\nDone.": (
+        "json_tools",
+        ["I look.", "Let me check.", ARGUMENTS, "\n\nNow I wait.", *[ARGUMENTS] * 2, "\n\nDone."],
+    ),
+    "<|channel|>commentary<|message|>Let me check.<|end|>"
+    f"{START}analysis<|message|>I look.<|end|>{START}final<|message|>Done.": (
+        "harmony",
+        ["Let me check.", "I look.", "Done."],
+    ),
+}
+
+
+def random_steps(draw: random.Random) -> Iterator[int]:
+    while True:
+        yield draw.choice((1, 2, 9, 60))
+
+
+def deltas_of(tokenizer: Any, written: str, parser: str, steps: Iterable[int]) -> list[OutputDelta]:
+    """Return the output of a choice, whose tokens arrive in ``steps``."""
+    format, vocabulary = format_of(parser), Vocabulary(tokenizer)
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    sequence = RemoteSequence(make_submit("r", max_tokens=len(ids)), EVERYBODY, lambda: None)
+    reply = MarkedReplyParser(format, format.initial_state, TOOLS)
+    choice = choice_of(sequence, IncrementalDetokenizer(vocabulary.decoder()), reply)
+    return advanced(choice, ids, steps)
+
+
+def texts_of(builder: OutputBuilder[Any, Any], deltas: Iterable[OutputDelta]) -> list[str]:
+    """Return the texts of the items of ``deltas``, and the arguments of calls."""
+    for delta in deltas:
+        builder.feed(delta)
+    builder.finish()
+    return [text_of(msgspec.to_builtins(item)) for item in builder.finished]
+
+
+def text_of(item: Any) -> str:
+    match item:
+        case (
+            {"content": [{"text": str(text)}]}
+            | {"text": str(text)}
+            | {"thinking": str(text)}
+            | {"arguments": str(text)}
+        ):
+            return text
+    return json.dumps(item["input"])
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_items_are_in_the_order_of_the_text(loaded: Any, written: str) -> None:
+    parser, expected = WRITTEN[written]
+    draw = random.Random(1)
+    for _ in range(20):
+        deltas = deltas_of(loaded, written, parser, random_steps(draw))
+        for given in (deltas, [OutputDelta.join(deltas)]):
+            assert texts_of(OutputItemBuilder(summarized=False), given) == expected
+            assert texts_of(ContentBlockBuilder(show_thinking=True), given) == expected

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 MEDIA_TYPE = b"text/event-stream; charset=utf-8"
 
-_BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
-"""U+0085, U+2028, U+2029: legal in JSON, but many clients split lines there too."""
+_BREAKS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+"""Line breaks by their bytes, with their escapes: legal in JSON, but many clients split lines there
+too."""
 
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
@@ -20,8 +19,7 @@ def encode_event(data: bytes, name: str | None = None) -> bytes:
 
 def on_one_line(data: bytes) -> bytes:
     """Return JSON with the Unicode characters escaped at which clients may split lines."""
-    return data if data.isascii() else _BREAKS.sub(_escaped, data)
-
-
-def _escaped(found: re.Match[bytes]) -> bytes:
-    return b"\\u%04x" % ord(found[0].decode())
+    if not data.isascii():
+        for line_break, escape in _BREAKS.items():  # faster than a regular expression
+            data = data.replace(line_break, escape)
+    return data

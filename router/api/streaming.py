@@ -77,7 +77,7 @@ class EventStream:
         write_timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        self._repeated_bytes = request_bytes if writer.repeats_request else 0
+        self._request_bytes = request_bytes
         self._generation = generation
         self._writer = writer
         self._send = send
@@ -126,15 +126,14 @@ class EventStream:
 
     async def _write_error(self, error: ApiError) -> None:
         self._generation.stream_error = error
-        write, event = partial(self._writer.error, error), b""
+        event = b""
         with suppress(ApiError):  # all threads are busy: the stream ends without an error event
-            event = await self._generation.run_large(write, self._repeated_bytes)
+            event = await self._repeat(partial(self._writer.error, error))
         await self._write(event, more=False)
 
     async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer
-        start = partial(writer.stream_start, generation)
-        events = [await generation.run_large(start, self._repeated_bytes)]
+        events = [await self._repeat(partial(writer.stream_start, generation))]
         unfinished = list(generation.choices)
         self._keep_alive_timer.start(self._loop.time())
         while True:
@@ -154,7 +153,8 @@ class EventStream:
                 elif delta:
                     events.append(writer.delta(generation, choice, delta))
                 if choice.finish_reason is not None:
-                    events.append(writer.choice_end(generation, choice))
+                    end = partial(writer.choice_end, generation, choice)
+                    events.append(await self._repeat(end))
                     unfinished.remove(choice)
             if body := b"".join(events):
                 await self._write(body)
@@ -168,8 +168,15 @@ class EventStream:
             if not unfinished:
                 break
             await generation.changed()
-        end = partial(writer.stream_end, generation)
-        await self._write(await generation.run_large(end, self._repeated_bytes), more=False)
+        last = await self._repeat(partial(writer.stream_end, generation))
+        await self._write(last, more=False)
+
+    async def _repeat(self, write: Callable[[], bytes]) -> bytes:
+        """Return the events of ``write``, which may repeat the request and the answer so far."""
+        size = 0
+        if self._writer.repeats_request:
+            size = self._request_bytes + self._generation.answer_size
+        return await self._generation.run_large(write, size)
 
     async def _format(self, choice: Choice, delta: OutputDelta) -> bytes:
         generation, writer = self._generation, self._writer

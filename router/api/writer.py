@@ -24,8 +24,8 @@ class OutputWriter(Protocol):
     keep_alive: bytes
     """Sent while there is no event to send, to keep the connection alive."""
     repeats_request: bool
-    """Whether complete answers, `stream_start` and `stream_end` contain the request, which may be
-    large: they are then written on a thread."""
+    """Whether complete answers, and all events of a stream but its deltas, may contain the request
+    and the answer so far. If these are large, they are written on a thread."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         """Return the complete answer of a finished ``generation``, in pieces; ``deltas`` has one

@@ -292,12 +292,17 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """The number of tokens and alternatives in the complete answer."""
+        """The number of tokens and alternatives in the answer so far."""
         return num_entries(
             self._request,
             [len(choice.sequence.submit.token_ids) for choice in self.choices],
             [choice.completion_tokens for choice in self.choices],
         )
+
+    @property
+    def answer_size(self) -> int:
+        """The size of the answer so far, as for `run_large`."""
+        return self.num_entries * _CHARS_PER_ENTRY
 
     @property
     def logprobs_context(self) -> LogprobsContext:

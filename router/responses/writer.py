@@ -6,9 +6,10 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
+from msgspec import Raw
 
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE
@@ -96,10 +97,11 @@ class ResponseWriter:
 
     def stream_end(self, generation: Generation) -> bytes:
         response = self._finished(generation)
-        self._store(self.id, msgspec.json.encode(response))
+        encoded = msgspec.json.encode(response)
+        self._store(self.id, encoded)
         completed = response.status == "completed"
         event_type = ResponseCompletedEvent if completed else ResponseIncompleteEvent
-        return self._encode(event_type(response=response))
+        return self._encode(event_type(response=cast(ResponseObject, Raw(encoded))))
 
     def error(self, error: ApiError) -> bytes:
         """Return both of OpenAI's events, because a client may know only one of them."""

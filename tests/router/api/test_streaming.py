@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.types import Message
 from router.api.sse import encode_event
 from router.api.streaming import EventStream
 from router.errors import ApiError, Unavailable
+from router.generation.choice import OutputDelta
 from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Abort
 from tests.router.conftest import Server, eventually
@@ -38,8 +40,26 @@ class LargeWriter:
         return error.message.encode()
 
 
+class EndingWriter:
+    """Notes which of its events are written on the event loop's thread."""
+
+    id = "resp_1"
+    stream_type = b"text/event-stream"
+
+    def __init__(self, repeats: bool) -> None:
+        self.repeats_request = repeats
+        self.inline: list[bool] = []
+
+    def stream_start(self, *_: object) -> bytes:
+        self.inline.append(threading.current_thread() is threading.main_thread())
+        return b""
+
+    choice_end = stream_end = stream_start
+
+
 class ThreadedGeneration:
-    choices = ()
+    choices: Sequence[Any] = ()
+    answer_size = 0
 
     def __init__(self, refused: int) -> None:
         self.refused = refused
@@ -47,27 +67,44 @@ class ThreadedGeneration:
 
     def notify(self) -> None: ...
 
+    async def begin_echoes(self) -> None: ...
+
     async def run_large(self, work: Callable[[], bytes], size: int) -> bytes:
-        assert size > INLINE_SIZE
+        if size <= INLINE_SIZE:
+            return work()
         self.refused -= 1
         if self.refused < 0:
             raise Unavailable("no thread")
         return await asyncio.to_thread(work)
 
 
-def streamed(threads: int) -> tuple[LargeWriter, list[Message]]:
-    writer, sent = LargeWriter(), list[Message]()
+class EndedGeneration(ThreadedGeneration):
+    """One whose output comes at once."""
+
+    choices = (SimpleNamespace(finish_reason="stop", is_slow=False),)
+
+    def advance(self, _: object) -> OutputDelta:
+        self.answer_size = INLINE_SIZE + 1
+        return OutputDelta()
+
+
+def run_stream(generation: ThreadedGeneration, writer: Any, request_bytes: int) -> list[Message]:
+    sent = list[Message]()
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def run() -> None:
-        given: Any = (ThreadedGeneration(threads), writer, send)
-        stream = EventStream(*given, request_bytes=INLINE_SIZE + 1, write_timeout_s=60)
-        await stream.run([])
+        given: Any = (generation, writer, send)
+        await EventStream(*given, request_bytes=request_bytes, write_timeout_s=60).run([])
 
     asyncio.run(run())
-    return writer, sent
+    return sent
+
+
+def streamed(threads: int) -> tuple[LargeWriter, list[Message]]:
+    writer = LargeWriter()
+    return writer, run_stream(ThreadedGeneration(threads), writer, INLINE_SIZE + 1)
 
 
 EVERY_BREAK = "a\r\nb\vc\fd\x1ce\x1df\x1eg\x85h\u2028i\u2029j \u200b\u0385"
@@ -95,6 +132,13 @@ def test_where_no_thread_has_time_the_stream_ends_without_an_event() -> None:
     writer, (_, last) = streamed(threads=1)
     assert last == {"type": "http.response.body", "body": b"", "more_body": False}
     assert not writer.error_thread
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_events_that_repeat_a_large_answer_are_written_on_a_thread(repeats: bool) -> None:
+    writer = EndingWriter(repeats)
+    run_stream(EndedGeneration(9), writer, request_bytes=10)
+    assert writer.inline == [True, not repeats, not repeats]
 
 
 @pytest.mark.parametrize(

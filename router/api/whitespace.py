@@ -15,6 +15,11 @@ class WhitespaceBuffer:
         self._text_begun = False
         self._called = False
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is whitespace that may still be sent."""
+        return bool(self._held)
+
     def feed(self, text: str) -> str:
         """Return the part of the text so far that can be sent now."""
         if self._text_begun:

@@ -62,8 +62,12 @@ def _merged(parts: Sequence[ReplyDelta]) -> tuple[ReplyDelta, ...]:
 
 
 def _joined(parts: Sequence[ReplyDelta]) -> ReplyDelta:
-    text = "".join(part.text for part in parts)
-    return ReplyDelta("".join(part.reasoning for part in parts), text, _calls(parts))
+    return ReplyDelta(
+        "".join(part.reasoning for part in parts),
+        "".join(part.text for part in parts),
+        _calls(parts),
+        [span for part in parts for span in part.spans],
+    )
 
 
 def _calls(parts: Sequence[ReplyDelta]) -> tuple[CallDelta, ...]:

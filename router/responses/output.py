@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from router.api.output import OutputBuilder
@@ -12,6 +13,7 @@ from router.responses.items import OpenMessage, OpenReasoning, OpenSummary
 from router.responses.objects import OutputItem, SequencedEvent
 from router.responses.tools import ClientTool
 from router.schemas.completions import ChatCompletionTokenLogprob
+from router.tokens.reply_parser import ReplyDelta
 
 
 class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
@@ -26,6 +28,8 @@ class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
         tools: Iterable[ClientTool] = (),
         seal: Callable[[str], str] | None = None,
     ) -> None:
+        self._logprobs: deque[tuple[int, ChatCompletionTokenLogprob]] = deque()
+        """Where tokens begin, and their log-probabilities, until text behind them is known."""
         self._pending_logprobs: list[ChatCompletionTokenLogprob] = []
         """Log-probabilities of text not sent in an event yet."""
         open_message = partial(OpenMessage, self._pending_logprobs)
@@ -36,6 +40,24 @@ class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
     def feed(
         self, delta: OutputDelta, logprobs: Sequence[ChatCompletionTokenLogprob] = ()
     ) -> list[SequencedEvent]:
-        if delta.text:
-            self._pending_logprobs += logprobs
+        """Add ``delta``, with the ``logprobs`` of its tokens, and return its events."""
+        offsets = (token.offset for token in delta.tokens or ())
+        self._logprobs.extend(zip(offsets, logprobs, strict=True))
         return super().feed(delta)
+
+    def _add(self, part: ReplyDelta) -> list[SequencedEvent]:
+        for start, end in part.spans:
+            self._pending_logprobs += self._logprobs_of(start, end)
+        events = super()._add(part)
+        if not self._whitespace.holds:
+            self._pending_logprobs.clear()  # of whitespace that is no text
+        return events
+
+    def _logprobs_of(self, start: int, end: int) -> Iterator[ChatCompletionTokenLogprob]:
+        """Return those of the tokens between ``start`` and ``end``, also in part. Earlier ones are
+        dropped."""
+        found = self._logprobs
+        while len(found) > 1 and found[0][0] < start and found[1][0] <= start:
+            found.popleft()
+        while found and found[0][0] < end:
+            yield found.popleft()[1]

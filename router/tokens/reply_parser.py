@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -20,6 +21,8 @@ class ReplyDelta(NamedTuple):
     reasoning: str = ""
     text: str = ""
     calls: tuple[CallDelta, ...] = ()
+    spans: Sequence[tuple[int, int]] = ()
+    """Where ``text`` is in the text that was fed, as start and end of each contiguous piece."""
 
 
 class ReplyParser(Protocol):
@@ -56,11 +59,15 @@ class PlainReplyParser:
     called = False
     complete = False
 
+    def __init__(self) -> None:
+        self._length = 0  # of the text so far
+
     def parse_work(self, chars: int) -> int:
         return 0
 
     def feed(self, text: str) -> list[ReplyDelta]:
-        return [ReplyDelta(text=text)] if text else []
+        start, self._length = self._length, self._length + len(text)
+        return [ReplyDelta(text=text, spans=((start, self._length),))] if text else []
 
     def finish(self, *, cut: bool = False) -> list[ReplyDelta]:
         return []

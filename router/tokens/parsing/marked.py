@@ -76,6 +76,7 @@ class MarkedReplyParser:
         reasoning, and if calls can only be parsed when complete."""
         self._markers = format.markers(calls=bool(tools))
         self._pending = ""  # text that may be the start of a marker
+        self._length = 0  # of the whole text
         self._header = ""
         self._header_ended = False  # whether any header has
         self._call: list[str] = []  # text of the current call, including its first marker
@@ -122,6 +123,7 @@ class MarkedReplyParser:
 
     def feed(self, text: str) -> list[ReplyDelta]:
         self._pending += text
+        self._length += len(text)
         out: list[ReplyDelta] = []
         while not self.complete:
             markers = self._markers[self._state]
@@ -129,12 +131,13 @@ class MarkedReplyParser:
             if match is None:
                 texts = [marker.text for marker in markers]
                 certain = len(self._pending) - partial_match_length(self._pending, texts)
-                self._emit(self._pending[:certain], out)
-                self._pending = self._pending[certain:]
+                certain_text, self._pending = self._pending[:certain], self._pending[certain:]
+                self._emit(certain_text, out)
                 break
             start, marker = match
-            self._emit(self._pending[:start], out)
-            self._pending = self._pending[start + len(marker.text) :]
+            before, self._pending = self._pending[:start], self._pending[start:]
+            self._emit(before, out)
+            self._pending = self._pending[len(marker.text) :]
             self._on_marker(marker, out)
         return out
 
@@ -147,8 +150,8 @@ class MarkedReplyParser:
             if stream.in_call:
                 self._emit(self._pending, out)
             return out  # outside a call, the pending text is the start of another call
-        self._emit(self._pending, out)
-        self._pending = ""
+        rest, self._pending = self._pending, ""
+        self._emit(rest, out)
         if cut and self._begun is not None and self._begun.started:
             self._add_text(self._begun.other_text, out)
         elif self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
@@ -166,7 +169,7 @@ class MarkedReplyParser:
                 if not self.complete:
                     self._add_text(text, out)
         if rest := self._text.finish():
-            out.append(ReplyDelta(text=rest))
+            out.append(ReplyDelta(text=rest, spans=self._text.spans))
         return out
 
     def _no_work(self) -> ParseWork:
@@ -206,9 +209,10 @@ class MarkedReplyParser:
             case ReplyState.HEADER:
                 self._header += text
 
-    def _add_text(self, text: str, out: list[ReplyDelta]) -> None:
-        if shown := self._text.feed(text):
-            out.append(ReplyDelta(text=shown))
+    def _add_text(self, text: str, out: list[ReplyDelta], end: str = "") -> None:
+        """Add ``text``, which is before the marker ``end`` and the pending text."""
+        if shown := self._text.feed(text, self._length - len(self._pending) - len(end)):
+            out.append(ReplyDelta(text=shown, spans=self._text.spans))
 
     def _on_marker(self, marker: Marker, out: list[ReplyDelta]) -> None:
         """Change to the state that ``marker`` begins, if it is valid here."""
@@ -294,7 +298,7 @@ class MarkedReplyParser:
         self._begun = None
         self._state = ReplyState.NORMAL
         if not self.complete:
-            self._add_text(begun.other_text, out)
+            self._add_text(begun.other_text, out, end)
         return True
 
     def _read_call(self, text: str, out: list[ReplyDelta]) -> None:

@@ -11,10 +11,11 @@ from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import EVERYBODY
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.logprobs import TokenAligner
 from router.tokens.reply_parser import PlainReplyParser
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Delta
-from tests.router.scripted_engine import make_submit
+from tests.router.scripted_engine import make_submit, scores_of
 from tests.router.tiny_tokenizer import EOS
 
 
@@ -32,13 +33,19 @@ class InterruptedTokens(list[int]):
     __iadd__ = extend_and_read  # type: ignore[assignment]
 
 
-def choice_of(sequence: RemoteSequence, text: IncrementalDetokenizer, reply: Any) -> Choice:
-    nothing: dict[str, Any] = {"aligner": None, "echo": None, "prompt_text_tokens": [1]}
+def choice_of(
+    sequence: RemoteSequence,
+    text: IncrementalDetokenizer,
+    reply: Any,
+    aligner: TokenAligner | None = None,
+) -> Choice:
     return Choice(
         *(0, sequence, text, reply),
         stop=RemoteSequence.end,
         prompt_logprobs_source=sequence,
-        **nothing,
+        aligner=aligner,
+        echo=None,
+        prompt_text_tokens=[1],
     )
 
 
@@ -50,8 +57,10 @@ def advanced(choice: Choice, tokens: list[int], steps: Iterable[int]) -> list[Ou
         if sequence.done or start == len(tokens):
             break
         own, end = tokens[start : start + step], start + step >= len(tokens)
+        scores = [scores_of(token, 0, 0) for token in own]  # ignored if they are not requested
+        ended: Any = {"finish": "stop"} if end else {}
         delta = Delta(
-            request_id="r", attempt=0, index=start, token_ids=own, finish="stop" if end else None
+            request_id="r", attempt=0, index=start, token_ids=own, logprobs=scores, **ended
         )
         sequence.apply(delta, 0.0)
         found.append(choice.advance())

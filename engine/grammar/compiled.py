@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,14 @@ HEAVY_CHARS = 32 * 1024
 _JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 """Whitespace allowed between JSON tokens: enough for readability. If any amount is allowed, some
 models never finish."""
+
+_NO_FORCING = {"name": "no_forcing", "lark_grammar": 'start: ""\n%llguidance {"no_forcing": true}'}
+"""A grammar that the others do not refer to; its option applies to them too. Without it each mask
+walks over all the text that is forced at its position: see `engine.grammar.forced_text`."""
+
+_LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
+"""A mask computes new states of the lexer for at most about 7 ms; ordinary grammars use a fifth of
+this at most. A state takes 0.3 to 2 kB."""
 
 
 class GrammarError(Exception):
@@ -56,6 +65,7 @@ class CompiledGrammar:
     """A compiled grammar."""
 
     initial_matcher: LLMatcher  # a matcher in its initial state, copied for each sequence
+    tokenizer: LLTokenizer
     heavy: bool = False  # whether it may take a hundred megabytes
 
 
@@ -65,21 +75,26 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar
     Some grammars take minutes, or more stack than there is: see `engine.grammar.checker`.
     """
     began = time.thread_time()
+    whole = json.dumps({"grammars": [*_grammars(grammar), _NO_FORCING]})
+    start = LLMatcher(tokenizer, whole, log_level=0, limits=_LIMITS)
+    raise_if_error(start)
+    long = time.thread_time() - began > HEAVY_S
+    return CompiledGrammar(start, tokenizer, heavy=long or len(grammar.source) > HEAVY_CHARS)
+
+
+def _grammars(grammar: Grammar) -> list[dict[str, Any]]:
+    """Return the list of llguidance's grammars for ``grammar``. Raises `GrammarError`."""
     try:
         if grammar.kind == "json_schema":
             text = LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
-        elif grammar.kind == "regex":
+            found: list[dict[str, Any]] = json.loads(text)["grammars"]
+            return found
+        if grammar.kind == "regex":
             # As in JavaScript, \\d matches ASCII digits only.
-            text = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
-        else:
-            text = LLMatcher.grammar_from_lark(grammar.source)
+            return [{"lark_grammar": f"start: /{regex_to_lark(grammar.source, 'd')}/"}]
     except ValueError as error:
         raise GrammarError(str(error)) from None
-    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-    start = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-    raise_if_error(start)
-    long = time.thread_time() - began > HEAVY_S
-    return CompiledGrammar(start, heavy=long or len(grammar.source) > HEAVY_CHARS)
+    return [{"lark_grammar": grammar.source}]
 
 
 def raise_if_error(matcher: LLMatcher) -> None:

@@ -43,8 +43,7 @@ class ForcedSource(DraftSource):
             self._matcher = None
             return None
         self._followed = len(tokens)
-        inner = self._matcher.inner if self._proposes else None
-        forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
+        forced = tuple(self._matcher.forced_tokens()) if self._proposes else ()
         return Proposal(forced[:count], self.SOURCE, likely=(LIKELY,)) if forced else None
 
     def matcher(self) -> GrammarMatcher | None:

@@ -185,6 +185,8 @@ class GrammarMasker:
             except GrammarError as error:
                 errors[place] = str(error)
         for place, each in rows.items():
+            if each.matcher is not None and place not in errors:
+                _keep_only(bits[place], each.matcher.forced_token(bits[place]))
             before = bits[place].copy()
             _clear(bits[place], each.decode.forbidden)
             if not bits[place].any():  # the grammar allows only forbidden tokens
@@ -241,6 +243,13 @@ def _has(bits: Any, token: int | None) -> bool:
     if token is None or token // 32 >= len(bits):
         return False
     return bool(bits[token // 32] >> (token % 32) & 1)
+
+
+def _keep_only(bits: Any, token: int | None) -> None:
+    """Clear the bits of all tokens except ``token`` in a mask (words,), int32."""
+    if token is not None:
+        bits.fill(0)
+        bits.view(numpy.uint32)[token // 32] = 1 << token % 32
 
 
 def _clear(bits: Any, tokens: Iterable[int]) -> None:

@@ -94,7 +94,7 @@ def test_an_error_in_a_part_names_its_source_and_its_own_lines(checker: GrammarC
         (Grammar(kind="regex", source=r"(a)\1"), "backreferences"),
         (lark('start: "a" b\nb: /[0-9]+/ c\n'), "at 2(4): unknown name"),
         (lark("start: " + "(" * 20_000), "too deeply nested"),
-        (lark(""), "Empty grammar"),
+        (lark(""), "no start rule"),
         # It compiles, and fails at its first token.
         (
             schema(

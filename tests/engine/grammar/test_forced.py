@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from llguidance import LLTokenizer
 
-from engine.grammar.compiled import CompiledGrammar, compile_grammar
+from engine.grammar.compiled import compile_grammar
 from engine.grammar.forced import ForcedSource
 from engine.speculation.options import SpeculationOptions
 from engine.speculation.sequence_drafts import DraftRow
@@ -17,7 +18,7 @@ from shared import wire
 from shared.wire import Grammar
 from tests.shared.submits import submit
 
-SOURCE = "(yes|no), because of the temperature"
+SOURCE = "(yes|no), because of its age"
 PROMPT = [9, 8]
 
 
@@ -36,7 +37,7 @@ def test_tokens_are_proposed_where_only_one_text_is_allowed(tokenizer: LLTokeniz
     source = source_of(tokenizer)
     assert source.propose(PROMPT, 5) is None
     begun = [*PROMPT, *tokenizer.tokenize_str("yes")]
-    rest = tokenizer.tokenize_str(", because of the temperature")
+    rest = tokenizer.tokenize_str(", because of its age")
     proposal = source.propose(begun, 100)
     assert proposal is not None and list(proposal.tokens) == rest
     proposal = source.propose([*begun, *rest[:3]], 2)
@@ -79,7 +80,7 @@ def test_nothing_is_proposed_before_the_grammar_applies_nor_after_an_error(
 
 def test_grammars_that_may_be_large_get_no_second_matcher(tokenizer: LLTokenizer) -> None:
     grammar = Grammar(kind="regex", source=SOURCE)
-    heavy = CompiledGrammar(compile_grammar(tokenizer, grammar).initial_matcher, heavy=True)
+    heavy = replace(compile_grammar(tokenizer, grammar), heavy=True)
     request = request_with(grammar)
     assert ForcedSource.of(request, heavy) is None
     assert ForcedSource.of(request, None) is None

@@ -10,7 +10,8 @@ from llguidance import LLTokenizer
 from engine.grammar.compiled import CompiledGrammar, GrammarError, compile_grammar
 from shared.wire import Grammar
 
-CAPACITY = 256
+CAPACITY = 64
+"""Each grows with the texts of its sequences, usually by kilobytes and by 20 MB at worst."""
 HEAVY_CAPACITY = 8
 """Limit for grammars that may take a hundred megabytes each."""
 
@@ -45,6 +46,16 @@ class GrammarCache:
         return self._tokenizer.vocab_size
 
     def find(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
+        """Return the outcome of ``grammar``, None if it must be compiled (again)."""
+        found = self._known(grammar)
+        if isinstance(found, CompiledGrammar) and not found.is_usable:
+            key = grammar_key(grammar)
+            self._recent.pop(key, None)
+            self._in_use.pop(key, None)
+            return None
+        return found
+
+    def _known(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
         key = grammar_key(grammar)
         found = self._recent.get(key) or self._in_use.get(key)
         if found is not None:
@@ -67,7 +78,7 @@ class GrammarCache:
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Return a compiled grammar; compile it if it is missing. Raises `GrammarError`."""
         # It is missing if the executor runs the plans of another process.
-        found = self.find(grammar)
+        found = self._known(grammar)
         if isinstance(found, GrammarError):
             raise found
         if found is None:

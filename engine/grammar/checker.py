@@ -25,7 +25,9 @@ import numpy
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import (
+    LIGHT,
     STACK_BYTES,
+    CompiledGrammar,
     GrammarError,
     TokenizerSpec,
     compile_grammar,
@@ -48,6 +50,8 @@ PROCESSES_LOST = 2
 """Processes that a grammar may cost before it is rejected, which is remembered: the first may have
 been killed for another reason."""
 TRIED_TOKENS = 16
+HEAVY_TOKENS, HEAVY_WALK_S = 128, 0.25
+"""A grammar is heavy if it exceeds `LIGHT` within so many random tokens, or these take longer."""
 
 
 class CheckerUnavailable(Exception):
@@ -69,18 +73,19 @@ class GrammarChecker:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Raise `GrammarError` if ``grammar`` is invalid or exceeds the limits, or once it is not
-        wanted any more; `CheckerUnavailable`."""
+    def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Return whether ``grammar`` is heavy. Raise `GrammarError` if it is invalid or exceeds the
+        limits, or once it is not wanted any more; `CheckerUnavailable`."""
         for _ in range(PROCESSES_LOST):
             answer = self._try(grammar, is_wanted)
             if answer is not None:
                 break
         else:
             raise GrammarError("it is too deep or too large to compile")
-        message, number = msgspec.msgpack.decode(answer, type=tuple[str, int])
+        message, number, heavy = msgspec.msgpack.decode(answer, type=tuple[str, int, bool])
         if message:
             raise GrammarError(message, source=(*grammar.parts, grammar)[number].source)
+        return heavy
 
     def _try(self, grammar: Grammar, is_wanted: Callable[[], bool]) -> bytes | None:
         """Return the reply, None if the process exited."""
@@ -191,11 +196,14 @@ def _serve(
         faults = (_fault(tokenizer, grammar) for grammar in (*whole.parts, whole))
         try:
             with limit.applied():
+                began = time.thread_time()
                 faulty = ((fault, number) for number, fault in enumerate(faults) if fault)
-                found = next(faulty, ("", 0))
+                fault, number = next(faulty, ("", 0))
+                long = time.thread_time() - began > HEAVY_WALK_S
+                heavy = not fault and (long or _is_heavy(tokenizer, whole))
         except BaseException:  # out of memory, for example: a lost process is not waited for
             os._exit(1)
-        write_frames(answers, msgspec.msgpack.encode(found))
+        write_frames(answers, msgspec.msgpack.encode((fault, number, heavy)))
 
 
 def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
@@ -213,9 +221,23 @@ def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
     """Compile ``grammar`` and take a few random steps, because some become too large only then."""
-    matcher = compile_grammar(tokenizer, grammar).initial_matcher
-    rng = random.Random(0)
-    for _ in range(TRIED_TOKENS):
+    _walk(compile_grammar(tokenizer, grammar), TRIED_TOKENS)
+
+
+def _is_heavy(tokenizer: LLTokenizer, grammar: Grammar) -> bool:
+    """Return whether more steps of a valid ``grammar`` take much time or memory."""
+    began = time.thread_time()
+    try:
+        _walk(compile_grammar(tokenizer, grammar, LIGHT), HEAVY_TOKENS)
+    except GrammarError:
+        return True
+    return time.thread_time() - began > HEAVY_WALK_S
+
+
+def _walk(grammar: CompiledGrammar, count: int) -> None:
+    """Follow up to ``count`` random tokens. Raises `GrammarError`."""
+    matcher, rng = grammar.initial_matcher, random.Random(0)
+    for _ in range(count):
         mask = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
         raise_if_error(matcher)
         allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little"))

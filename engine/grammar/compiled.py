@@ -30,9 +30,10 @@ _NO_FORCING = {"name": "no_forcing", "lark_grammar": 'start: ""\n%llguidance {"n
 """A grammar that the others do not refer to; its option applies to them too. Without it each mask
 walks over all the text that is forced at its position: see `engine.grammar.forced_text`."""
 
-_LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
-"""A mask computes new states of the lexer for at most about 7 ms; ordinary grammars use a fifth of
-this at most. A state takes 0.3 to 2 kB."""
+LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
+"""A mask computes new states of the lexer for up to 7 ms. A state takes 0.3 to 2 kB."""
+LIGHT = LLParserLimits(step_lexer_fuel=25_000, max_lexer_states=10_000, verbose_errors=False)
+"""Ordinary grammars need no more. One that does is heavy."""
 
 
 class GrammarError(Exception):
@@ -66,17 +67,28 @@ class CompiledGrammar:
 
     initial_matcher: LLMatcher  # a matcher in its initial state, copied for each sequence
     tokenizer: LLTokenizer
-    heavy: bool = False  # whether it may take a hundred megabytes
+    heavy: bool = False  # whether it may take a hundred megabytes, or long masks
+
+    @property
+    def is_usable(self) -> bool:
+        """False once its sequences, which share a lexer, have exceeded the limits of it."""
+        matcher = self.initial_matcher.deep_copy()
+        matcher.compute_bitmask()
+        return not matcher.is_error()
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar:
+def compile_grammar(
+    tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimits = LIMITS
+) -> CompiledGrammar:
     """Compile ``grammar``. Raises `GrammarError` with llguidance's message.
 
     Some grammars take minutes, or more stack than there is: see `engine.grammar.checker`.
     """
     began = time.thread_time()
     whole = json.dumps({"grammars": [*_grammars(grammar), _NO_FORCING]})
-    start = LLMatcher(tokenizer, whole, log_level=0, limits=_LIMITS)
+    start = LLMatcher(tokenizer, whole, log_level=0, limits=limits)
+    raise_if_error(start)
+    start.compute_bitmask()  # copies keep it
     raise_if_error(start)
     long = time.thread_time() - began > HEAVY_S
     return CompiledGrammar(start, tokenizer, heavy=long or len(grammar.source) > HEAVY_CHARS)
@@ -101,6 +113,6 @@ def raise_if_error(matcher: LLMatcher) -> None:
     """Raise `GrammarError` if ``matcher`` has failed, without llguidance's internal details."""
     if matcher.is_error():
         message = matcher.get_error()
-        for inside in ("\n<state>", "\n<grammar>", "\n<backtrace>"):
+        for inside in ("\n<state>", "\n<grammar>", "\n<backtrace>", "\n<non-verbose/>"):
             message = message.split(inside)[0]
         raise GrammarError(message.strip()[:MAX_MESSAGE_CHARS] or "it cannot be compiled")

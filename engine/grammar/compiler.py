@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llguidance import LLTokenizer
 
@@ -170,8 +170,9 @@ class GrammarCompiler:
 
     def _outcome(self, checker: GrammarChecker, run: _Compilation) -> CompileOutcome:
         try:
-            checker.check(run.grammar, lambda: not run.is_abandoned)
-            return compile_grammar(self._tokenizer, run.grammar)
+            heavy = checker.check(run.grammar, lambda: not run.is_abandoned)
+            compiled = compile_grammar(self._tokenizer, run.grammar)
+            return replace(compiled, heavy=heavy or compiled.heavy)
         except (GrammarError, CheckerUnavailable) as error:
             return error
         except Exception as error:

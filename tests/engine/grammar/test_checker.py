@@ -58,6 +58,23 @@ def test_a_grammar_that_compiles_passes(checker: GrammarChecker, grammar: Gramma
     checker.check(grammar)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "heavy"),
+    [
+        (schema({"type": "object"}), False),
+        (schema({"const": "lorem ipsum dolor " * 1500}), False),
+        (schema({"enum": [f"shelf {i} of the warehouse" for i in range(500)]}), False),
+        (Grammar(kind="regex", source="a{200000}"), False),
+        (Grammar(kind="regex", source="x[0-9]{1,3}a{200000}"), False),
+        (Grammar(kind="regex", source=r"(\w+ ?){1,2000}"), True),
+    ],
+)
+def test_a_grammar_is_heavy_if_random_texts_take_much_time_or_memory(
+    checker: GrammarChecker, grammar: Grammar, heavy: bool
+) -> None:
+    assert checker.check(grammar) is heavy
+
+
 def test_an_error_in_a_part_names_its_source_and_its_own_lines(checker: GrammarChecker) -> None:
     part = Grammar(kind="lark", source='start: "a"\n  b', param="b")
     whole = Grammar(kind="lark", source='start: "a"', param="a", parts=[lark("start: /a/"), part])

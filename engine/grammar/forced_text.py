@@ -12,8 +12,13 @@ from typing import Any
 import numpy
 from llguidance import LLMatcher, LLTokenizer
 
-LOOK_AHEAD_BYTES = 24
-"""Enough to know the first token. A byte takes up to 0.1 ms, once for each byte of a text."""
+NEEDED_BYTES = 16
+"""A token is chosen by so much of the text, or by the longest possible token if that has more. By
+no more either: a choice must not depend on what else is known, such as after a draft."""
+MAX_TOKEN_BYTES = 64
+"""If a longer token is possible, none is chosen."""
+MORE_BYTES = 8
+"""Found in addition, to look ahead less often. A byte takes up to 0.1 ms, once for each byte."""
 
 _MAX_WORDS = 64
 """Words of a mask that are not 0, above which nothing is forced: of the tokens that begin a text,
@@ -34,6 +39,8 @@ class ForcedText:
         self._known = b""
         self._has_end = False
         """Whether nothing is forced after the known bytes, except ``_last``."""
+        self._is_whole = False
+        """Whether they end the whole text."""
         self._last: list[int] = []
         """The control token that is forced there, if there is one."""
 
@@ -51,30 +58,33 @@ class ForcedText:
         or one that later text may join in a token."""
         allowed = _tokens(mask)
         longest = max(map(self._text, allowed), key=len, default=b"")
-        if len(allowed) < 2 or not all(longest.startswith(self._text(t) or b"\0") for t in allowed):
+        if len(allowed) < 2 or len(longest) > MAX_TOKEN_BYTES:
             return None
-        self._look_ahead(inner)
-        if self._has_end and len(self._known) < len(longest):
+        if not all(longest.startswith(self._text(t) or b"\0") for t in allowed):
             return None
-        first = self._tokenized(self._known, before)[0]
-        return first if first in allowed else None
+        needed = max(NEEDED_BYTES, len(longest))
+        self._look_ahead(inner, needed)
+        if len(self._known) < len(longest):
+            return None
+        first = self._tokenized(self._known[:needed], before)[:1]
+        return first[0] if first and first[0] in allowed else None
 
     def tokens(self, inner: LLMatcher, before: Sequence[int]) -> list[int]:
         """Return the tokens of the text that ``inner`` forces after the token ``before``, without
         those at its end that later text may join."""
-        self._look_ahead(inner)
+        self._look_ahead(inner, NEEDED_BYTES)
         if self._has_end and (self._last or self._is_whole):
             return [*self._tokenized(self._known, before), *self._last]
         found: list[int] = self._tokenizer.tokenize_partial(self._known, list(before))[0]
         return found
 
-    def _look_ahead(self, inner: LLMatcher) -> None:
-        """Extend the known bytes to `LOOK_AHEAD_BYTES`."""
-        if self._has_end or 2 * len(self._known) > LOOK_AHEAD_BYTES:
+    def _look_ahead(self, inner: LLMatcher, needed: int) -> None:
+        """Extend the known bytes if there are fewer than ``needed``."""
+        if self._has_end or len(self._known) >= needed:
             return
         ahead = inner.deep_copy()
         ahead.consume_tokens(self._tokenizer.tokenize_bytes(self._known))
-        while len(self._known) < LOOK_AHEAD_BYTES:
+        while len(self._known) < needed + MORE_BYTES:
             token = self._first_part(ahead)
             if token is None or self._tokenizer.is_special_token(token):
                 self._has_end, self._is_whole = True, ahead.is_stopped()
@@ -114,10 +124,9 @@ class ForcedText:
 
 def _tokens(mask: Any) -> list[int]:
     """Return the tokens in ``mask`` (words,), int32; none if they are many."""
-    used = mask != 0
-    if numpy.count_nonzero(used) > _MAX_WORDS:
+    words = (mask != 0).nonzero()[0]
+    if len(words) > _MAX_WORDS:
         return []
-    words = used.nonzero()[0]
     bits = numpy.unpackbits(mask[words].view(numpy.uint8), bitorder="little").nonzero()[0]
     found: list[int] = (words[bits // 32] * 32 + bits % 32).tolist()
     return found

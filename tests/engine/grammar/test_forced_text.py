@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.grammar.compiled import compile_grammar
 from engine.grammar.forced import ForcedSource
-from engine.grammar.forced_text import LOOK_AHEAD_BYTES
+from engine.grammar.forced_text import MORE_BYTES, NEEDED_BYTES
 from engine.grammar.matcher import GrammarMatcher
 from shared.wire import Grammar
 from tests.shared.submits import submit
@@ -59,7 +59,7 @@ def test_no_step_computes_all_of_a_long_forced_text(
     began = time.monotonic()
     for _ in range(100):
         proposal = source.propose(tokens, 16)
-        assert proposal is not None and len(proposal.tokens) <= LOOK_AHEAD_BYTES
+        assert proposal is not None and len(proposal.tokens) <= NEEDED_BYTES + MORE_BYTES
         mask = numpy.frombuffer(matcher.inner.compute_bitmask(), numpy.int32)
         token = matcher.forced_token(mask)
         tokens.append(allowed(mask)[0] if token is None else token)
@@ -109,6 +109,23 @@ def test_the_text_is_found_again_after_a_rollback(tokenizer: LLTokenizer) -> Non
     assert matcher.forced_tokens() == rest
     matcher.advance(rest)
     assert matcher.forced_tokens() == []
+
+
+def test_the_choice_of_a_token_does_not_depend_on_what_is_known(tokenizer: LLTokenizer) -> None:
+    text = "the other thing that they gathered there together " * 3
+    grammar = compile_grammar(tokenizer, Grammar(kind="lark", source=f'start: "{text}"'))
+    followed = GrammarMatcher(grammar)
+    tokens: list[int] = []
+    while followed.inner is not None and not followed.inner.is_stopped():
+        fresh = GrammarMatcher(grammar)
+        fresh.advance(tokens)
+        assert fresh.inner is not None
+        mask = numpy.frombuffer(followed.inner.compute_bitmask(), numpy.int32)
+        token = followed.forced_token(mask)
+        assert fresh.forced_token(mask) == token
+        tokens.append(allowed(mask)[0] if token is None else token)
+        followed.advance(tokens[-1:])
+    assert tokens == tokenizer.tokenize_str(text)
 
 
 def test_a_control_token_may_end_a_forced_text(tokenizer: LLTokenizer) -> None:

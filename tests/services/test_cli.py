@@ -74,23 +74,27 @@ def test_help_all_shows_every_flag_at_the_width_of_the_terminal(
     assert all(line.strip().startswith(("--", "{")) for line in names), names
 
 
+def run_to(output: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command whose buffered output goes to the descriptor ``output``."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_lm_server", *words],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("words", [["engines", "--help"], ["--version"]])
 def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) -> None:
     """As `| head` does, but certainly before the first line."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_lm_server", *words],
-            cwd=ROOT,
-            env=environment,
-            stdout=write_end,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = run_to(write_end, *words)
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
@@ -99,15 +103,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) ->
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_on_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_lm_server", "completion", "bash"],
-            cwd=ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = run_to(full.fileno(), "completion", "bash")
     assert done.returncode == 1
     assert done.stderr == "mlx-lm-server: cannot write: No space left on device\n"
 

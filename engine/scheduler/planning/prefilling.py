@@ -201,11 +201,11 @@ class Prefilling:
         """Return whether others compute the next blocks of ``seq``, as many as are worth the wait.
         A sequence that needs its prompt's log-probabilities has to compute them itself."""
         number = seq.num_computed_tokens // self._config.block_size
-        worth = claimed.get(next(iter(seq.block_hashes[number : number + 1]), b""))
-        if worth is None or seq.needs_prompt_logprobs:
+        if number >= len(seq.block_hashes) or seq.needs_prompt_logprobs:
             return False
+        worth = claimed.get(seq.block_hashes[number], 0)
         hashes = seq.block_hashes[number : number + worth]
-        return len(hashes) == worth and all(each in claimed for each in hashes)
+        return len(hashes) == worth > 0 and all(each in claimed for each in hashes)
 
     def _has_to_compute(
         self, seq: Sequence, claimed: dict[bytes, int], builder: PlanBuilder

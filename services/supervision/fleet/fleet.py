@@ -240,6 +240,10 @@ class EngineFleet:
             self._models, budgets(entries, sizes, self._pool.total_bytes), strict=True
         ):
             model.budget_bytes = size
+            if int((model.entry.settings.memory_gb or 0.0) * 1e9) > size:
+                given_gb = model.entry.settings.memory_gb
+                line = "model %s gets %.2f GB of memory, because there is no more (--memory-gb %g)"
+                logger.warning(line, model.id, size / 1e9, given_gb)
 
     def _load_what_fits(self) -> None:
         """Start engines of the models that were not put away, in the order of the configuration,
@@ -254,6 +258,9 @@ class EngineFleet:
             while self._lacks_engines(model) and self._pool.fits(model):
                 self._pool.start(model)
                 planned += model.budget_bytes
+            if model.engines and self._lacks_engines(model):
+                count, engines = len(model.engines), model.scaling.wanted
+                logger.warning("model %s: %d of %d engines fit in memory", model.id, count, engines)
             if not model.engines:
                 planned += model.budget_bytes
                 will_fit = planned <= self._pool.total_bytes and model.entry not in self._pulled

@@ -79,10 +79,10 @@ def total_bytes(settings: Settings, device_bytes: int | None) -> int:
 def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total: int) -> list[int]:
     """Return the bytes that one engine of each of ``entries`` may use, including weights.
 
-    ``--memory-gb`` or ``memory_gb`` takes precedence. If all models fit at once, each gets its
-    weights and an equal share of the rest. Otherwise each gets its weights and half as much again,
-    at least 2 GiB, so that others fit next to it. A model of unknown size gets an equal share of
-    the memory.
+    ``--memory-gb`` or ``memory_gb`` takes precedence, up to ``total``. If all models fit at once,
+    each gets its weights and an equal share of the rest. Otherwise each gets its weights and half
+    as much again, at least 2 GiB, so that others fit next to it. A model of unknown size gets an
+    equal share of the memory.
     """
     engines = sum(entry.settings.engines for entry in entries)
     known = [size or 0 for size in weights]
@@ -91,7 +91,7 @@ def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total:
     found = []
     for entry, size in zip(entries, weights, strict=True):
         if entry.settings.memory_gb is not None:
-            found.append(int(entry.settings.memory_gb * 1e9))
+            found.append(min(total, int(entry.settings.memory_gb * 1e9)))
         elif size is None:
             found.append(total // engines)
         elif all_fit:

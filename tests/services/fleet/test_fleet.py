@@ -232,6 +232,23 @@ def test_the_server_ends_if_no_model_can_be_loaded_for_good_unless_one_has_crash
     assert run.ended_with == code
 
 
+def test_a_model_that_is_given_more_memory_than_there_is_gets_all_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = FleetRun.settled(2 * GB, entry("a", 16.0, alone=True))
+    assert (run.states, run.ended_with) == ({"a": "ready"}, None)
+    assert "model a gets 2.00 GB of memory, because there is no more (--memory-gb 16)" in caplog.text
+    run = FleetRun(2 * GB, [entry("a", 16.0), entry("b", pinned=True)])
+    run.settle(a=(1, 0.0), b=(0, 1.0))
+    assert run.states == {"a": "broken", "b": "ready"}
+
+
+def test_engines_that_do_not_fit_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    run = FleetRun.settled(2 * GB, entry("a", 1.5, engines=3, alone=True))
+    assert run.log == ["+engine-0"]
+    assert "model a: 1 of 3 engines fit in memory" in caplog.text
+
+
 def test_another_configuration_adds_takes_out_and_restarts_models() -> None:
     run = FleetRun.settled(9 * GB, entry("a"), entry("b"), entry("c"))
     run.log.clear()

@@ -114,12 +114,16 @@ class EngineMemory:
 
     @classmethod
     def of(cls, settings: Settings) -> EngineMemory:
-        """Return ``--memory-gb``, or an equal share of the device's memory for each of
-        ``--engines``, divided equally among the ranks on this machine."""
+        """Return ``--memory-gb``, or an equal share for each of ``--engines`` of
+        ``--fleet-memory-gb`` or the device's memory, divided equally among the ranks on this
+        machine. Where there are several models, their engines get ``--memory-gb``."""
         device = device_memory_bytes()
-        if settings.memory_gb is None:
-            return cls(device // settings.engines // settings.ranks_here, False)
-        return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks_here, True)
+        if settings.memory_gb is not None:
+            return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks_here, True)
+        is_budget = settings.fleet_memory_gb is not None
+        if settings.fleet_memory_gb is not None:
+            device = min(device, int(settings.fleet_memory_gb * 1e9))
+        return cls(device // settings.engines // settings.ranks_here, is_budget)
 
     def at_most(self, size_bytes: int) -> EngineMemory:
         """Return this memory, or the smaller memory of another rank, which keeps as much KV."""

@@ -228,6 +228,17 @@ def test_a_budget_is_all_the_engines_and_never_more_than_the_device(
     assert blocks_of(1, memory_gb=500.0) == blocks_of(1, memory_gb=64.0)
 
 
+def test_the_engines_of_one_model_share_the_memory_of_the_fleet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=False)
+    assert EngineMemory.of(Settings(fleet_memory_gb=8.0)) == EngineMemory(8 * 10**9, True)
+    shared = EngineMemory.of(Settings(fleet_memory_gb=8.0, engines=2))
+    assert shared == EngineMemory(4 * 10**9, True)
+    assert EngineMemory.of(Settings(fleet_memory_gb=999.0)).size_bytes == 64 * GB
+    assert blocks_of(1, memory_gb=30.0, fleet_memory_gb=40.0) == blocks_of(1, memory_gb=30.0)
+
+
 def test_the_pool_gets_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_device(monkeypatch, 64 * GB, gpu=True)
     alone = blocks_of(1)

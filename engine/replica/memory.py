@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from engine.executor.base import ExecutorSpec
 from engine.model.load import LoadedModel
+from shared.machine_memory import usable_bytes
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -205,8 +205,7 @@ def device_memory_bytes() -> int:
         size = info.get("max_recommended_working_set_size") or info.get("total_memory")
         if size:
             return int(size)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, _container_limit_bytes() or total)
+    return usable_bytes()
 
 
 def set_limits(own: EngineMemory) -> None:
@@ -233,13 +232,3 @@ def _within_buffers(num_blocks: int) -> int:
         max_buffers(),
     )
     return most
-
-
-def _container_limit_bytes() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                return int(file.read())
-        except (OSError, ValueError):
-            continue
-    return None

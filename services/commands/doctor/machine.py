@@ -13,12 +13,12 @@ from pathlib import Path
 import zmq
 
 from services.commands.doctor.report import Check, bad, good, warning
-from services.supervision.fleet.memory import machine_bytes
+from services.supervision.fleet.memory import engines_bytes
 from shared.locks import try_lock
+from shared.machine_memory import CGROUP, machine_bytes, usable_bytes
 from shared.rundir import RunDir, RunDirError, ends_with_login
 from shared.settings import Settings
 
-CGROUP = Path("/sys/fs/cgroup")
 DESCRIPTORS = 4096
 """Each connection and each open block file takes one. mlx-lm sets the limit to this value when it
 is imported, which fails if less is allowed."""
@@ -47,13 +47,12 @@ def checks(options: Settings | None) -> Iterator[Check]:
 
 
 def _memory() -> Check:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = machine_bytes()
     text = f"{total / _GB:.1f} GB"
-    limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
-    if limit is not None and limit < total:
-        text += f", of which this container may use {limit / _GB:.1f} GB"
-    elif machine_bytes() < total:
-        text += f", of which Metal recommends about {machine_bytes() / _GB:.1f} GB for models"
+    if usable_bytes() < total:
+        text += f", of which this container may use {usable_bytes() / _GB:.1f} GB"
+    elif engines_bytes() < total:
+        text += f", of which Metal recommends about {engines_bytes() / _GB:.1f} GB for models"
     return Check("memory", text)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.model.load import DEMOS
 from services.processes.model_files import weights_in
+from shared.machine_memory import usable_bytes
 from shared.paths import user_cache, user_path
 from shared.settings import ModelEntry, Settings
 
@@ -63,9 +63,9 @@ def model_directory(model: str) -> Path | None:
         return None
 
 
-def machine_bytes() -> int:
+def engines_bytes() -> int:
     """Return the memory that engines may use on this machine, as far as known without MLX."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = usable_bytes()
     return int(total * DARWIN_SHARE) if sys.platform == "darwin" else total
 
 
@@ -73,7 +73,7 @@ def total_bytes(settings: Settings, device_bytes: int | None) -> int:
     """Return the memory of all engines together; ``device_bytes`` is what an engine reported."""
     if settings.fleet_memory_gb is not None:
         return int(settings.fleet_memory_gb * 1e9)
-    return device_bytes or machine_bytes()
+    return device_bytes or engines_bytes()
 
 
 def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total: int) -> list[int]:

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.supervision.fleet.memory import budgets, entry_bytes, weights_bytes
+from services.supervision.fleet.memory import (
+    budgets,
+    entry_bytes,
+    total_bytes,
+    weights_bytes,
+)
+from shared import machine_memory
 from shared.exits import EXIT_CONFIG, EXIT_FAILED
 from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
@@ -237,10 +243,25 @@ def test_a_model_that_is_given_more_memory_than_there_is_gets_all_of_it(
 ) -> None:
     run = FleetRun.settled(2 * GB, entry("a", 16.0, alone=True))
     assert (run.states, run.ended_with) == ({"a": "ready"}, None)
-    assert "model a gets 2.00 GB of memory, because there is no more (--memory-gb 16)" in caplog.text
+    assert (
+        "model a gets 2.00 GB of memory, because there is no more (--memory-gb 16)" in caplog.text
+    )
     run = FleetRun(2 * GB, [entry("a", 16.0), entry("b", pinned=True)])
     run.settle(a=(1, 0.0), b=(0, 1.0))
     assert run.states == {"a": "broken", "b": "ready"}
+
+
+def test_models_share_what_their_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine_memory, "machine_bytes", lambda: 64 * GB)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert total_bytes(Settings(), None) == 64 * GB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(Settings(), None) == 64 * GB
+    (tmp_path / "memory.max").write_text(f"{8 * GB}\n")
+    assert total_bytes(Settings(), None) == 8 * GB
 
 
 def test_engines_that_do_not_fit_are_named(caplog: pytest.LogCaptureFixture) -> None:

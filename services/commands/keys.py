@@ -42,6 +42,8 @@ from shared.paths import user_path
 
 PROG = "mlx-lm-server keys"
 VARIABLE = "MLX_LM_SERVER_CURVE_DIR"
+_NATIVE = "native"
+"""The name of the engines that have the keys beside those of the server."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,12 +85,17 @@ def _key(text: str) -> str:
 
 
 def _make_all(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Create the keys of a server and of engines that read the same directory."""
+    """Create the keys of a server and of engines that read the same directory. Keys of engines
+    elsewhere stay on the list."""
     check_free(directory, "server", "engine")
-    server = create_pair(directory, "server").public
-    engine = create_pair(directory, "engine").public
-    allowed = parse_allowed_key(engine, ["name=native"])
-    write_allow_list(directory / ALLOW_LIST, [allowed])
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _changing(directory):
+        listed = read_allow_list(directory / ALLOW_LIST).values()
+        server = create_pair(directory, "server").public
+        engine = create_pair(directory, "engine").public
+        allowed = parse_allowed_key(engine, [f"name={_NATIVE}"])
+        others = [one for one in listed if one.name != _NATIVE]
+        write_allow_list(directory / ALLOW_LIST, [*others, allowed])
     return {"server key": server, "engine key": engine, "allowed": _describe(allowed)}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.commands import keys
-from shared.network.curve import EngineKeys, KeyPair
+from shared.network.allow_list import read_allow_list
+from shared.network.curve import ALLOW_LIST, EngineKeys, KeyPair, load_public
 
 SERVER = KeyPair.fresh().public
 
@@ -30,3 +31,24 @@ def test_keys_of_both_sides_are_written_together_or_not_at_all(tmp_path: Path) -
     before = sorted(tmp_path.iterdir())
     assert keys.main(["init", f"--curve-dir={tmp_path}"]) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_new_keys_of_a_server_leave_the_engines_elsewhere_on_the_list(tmp_path: Path) -> None:
+    directory = f"--curve-dir={tmp_path}"
+    elsewhere = KeyPair.fresh().public
+    assert keys.main(["allow", directory, elsewhere, "--name=studio", "--model=small"]) == 0
+    assert keys.main(["init", directory]) == 0
+    first = read_allow_list(tmp_path / ALLOW_LIST)
+    for each in ("server.key", "server.secret", "engine.key", "engine.secret"):
+        (tmp_path / each).unlink()
+    assert keys.main(["init", directory]) == 0
+    second = read_allow_list(tmp_path / ALLOW_LIST)
+    assert first[elsewhere] == second[elsewhere]
+    assert [one.name for one in second.values()] == ["studio", "native"]
+    assert second.keys() - {elsewhere} == {load_public(tmp_path, "engine")}
+
+
+def test_keys_beside_an_unreadable_list_are_not_created(tmp_path: Path) -> None:
+    (tmp_path / ALLOW_LIST).write_text("nonsense\n")
+    assert keys.main(["init", f"--curve-dir={tmp_path}"]) == 1
+    assert [each.name for each in tmp_path.iterdir()] == [ALLOW_LIST]

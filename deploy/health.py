@@ -14,6 +14,9 @@ import urllib.error
 import urllib.request
 
 TIMEOUT_S = 4.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without http_proxy, which Docker sets in containers: a proxy reaches neither this container nor
+the network of its neighbours."""
 
 
 def main(what: str, url: str = "") -> int:
@@ -33,7 +36,7 @@ def main(what: str, url: str = "") -> int:
 def engines_are_ready(url: str, host: str) -> None:
     """Look for engines named HOST-0, HOST-1, ..., perhaps after the name of their key and a dot."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        with DIRECT.open(url, timeout=TIMEOUT_S) as answer:
             health = json.load(answer)
     except urllib.error.HTTPError as error:  # with the same body, where another engine is missing
         health = json.load(error)
@@ -51,7 +54,7 @@ def engines_are_ready(url: str, host: str) -> None:
 
 
 def url_answers(url: str) -> None:
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+    with DIRECT.open(url, timeout=TIMEOUT_S):
         pass
 
 

@@ -70,3 +70,15 @@ def test_a_router_that_is_gone_is_an_error_of_one_line(
     assert health.main("engine", f"http://127.0.0.1:{free_port}/health") == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "refused" in error
+
+
+def test_no_proxy_is_asked(
+    site: HealthSite, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("urllib.request._opener", None)  # it would have been made without these
+    site.engines = [engine(f"keys.{HOST}-0")]
+    assert health.main(site.url) == health.main("engine", site.url) == 0

@@ -114,6 +114,32 @@ def test_the_schemas_find_mistakes() -> None:
         kubernetes_validate.validate(policy, VERSIONS[0], strict=True)
 
 
+def test_a_model_may_have_no_replica() -> None:
+    models = [
+        {"name": "off", "model": "a/b", "replicas": 0},
+        {"name": "usual", "model": "a/c"},
+        {"name": "unset", "model": "a/d", "replicas": None},
+    ]
+    found = engines_of(render({**values_of("minimal"), "models": models}))
+    assert [one["spec"]["replicas"] for one in found] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("models", "reason"),
+    [
+        ([{"name": "Qwen3.5", "model": "a/b"}], "the name Qwen3.5 has other characters than"),
+        ([{"model": "a/b"}], "the name <nil> has other characters than"),
+        ([{"name": "small"}], "small has no model"),
+        (2 * [{"name": "small", "model": "a/b"}], "two have the name small"),
+    ],
+)
+def test_models_that_cannot_be_installed_are_refused_by_name(
+    models: list[dict[str, Any]], reason: str
+) -> None:
+    with pytest.raises(Exception, match=f"models: {reason}"):
+        render({**values_of("minimal"), "models": models})
+
+
 def test_the_server_takes_all_flags(objects: Objects, capsys: pytest.CaptureFixture[str]) -> None:
     for workload in workloads(objects):
         settings = settings_of(workload)

@@ -229,6 +229,7 @@ class DiskStore:
                 bytes=self._used_bytes(),
                 limit_bytes=self._space.limit_bytes() or 0,
                 indexing=not self._index.is_complete,
+                is_clearing=bool(self.hidden),
                 state=self.health.state,
                 disk_errors_total=self.health.errors,
                 reads_total=self._reads,

@@ -277,6 +277,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     limit_bytes: int = 0
     indexing: bool = False  # the index is being rebuilt
+    is_clearing: bool = False  # blocks of a cleared namespace are being removed
     state: StoreState = "ok"  # otherwise nothing is written until the disk works again
     disk_errors_total: int = 0
     reads_total: int = 0

@@ -208,13 +208,17 @@ def test_blocks_are_not_found_from_when_they_are_cleared(
     local, other = persistent.local_engine(), persistent.engine()
     local.keep(1, 2)
     disk.may_write.clear()
-    local.send(*put_of(9, namespace=OTHER))  # the writer is busy
+    local.send(*put_of(9, namespace=OTHER))
+    assert local.has(9) == 0
+    wait_until(lambda: not len(persistent.writer._puts))  # the writer is busy with it
     local.send(wire.Clear(namespace=NAMESPACE))
     assert local.get(1)[0].count == local.has(1) == 0
     assert other.get(1)[0].count == 0
+    assert local.stats().is_clearing
     local.send(*put_of(3))
     disk.may_write.set()
     wait_until(lambda: local.has(3) == 1)
+    assert not local.stats().is_clearing
     assert local.has(1) == local.has(2) == 0
 
 

@@ -203,7 +203,7 @@ class StoreClient:
                     self._puts.finish(ticket, stored=stored)
                 case wire.StoreStatsReply(stats=stats):
                     self._probed_at = None
-                    self._clear.on_probe_answered()
+                    self._clear.on_probe_answered(is_clearing=stats.is_clearing)
                     self._counters.set_store(stats)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from engine.io.store.cache_clear import CacheClear
 from shared import wire
 
 
-def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_it() -> None:
+def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_and_run_it() -> None:
     sent: list[wire.Message] = []
     is_ready = False
 
@@ -19,14 +19,20 @@ def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_it() -> None
     is_ready = True
     for _ in range(2):
         clear.send()
-        clear.on_probe_answered()  # it may have been sent before the clear
+        clear.on_probe_answered(is_clearing=False)  # it may have been sent before the clear
         clear.on_disconnected()
     assert sent == [wire.Clear(namespace="a")] * 2
     clear.send()
-    clear.on_probe_answered()
-    clear.on_probe_answered()
+    clear.on_probe_answered(is_clearing=False)
+    for _ in range(3):
+        clear.on_probe_answered(is_clearing=True)
     clear.on_disconnected()
     clear.send()
-    assert len(sent) == 3
-    clear.want()
+    assert len(sent) == 4, "it was killed while it removed blocks"
+    clear.on_probe_answered(is_clearing=False)
+    clear.on_probe_answered(is_clearing=False)
+    clear.on_disconnected()
+    clear.send()
     assert len(sent) == 4
+    clear.want()
+    assert len(sent) == 5

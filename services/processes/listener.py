@@ -24,6 +24,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ListenError(f"--host: {host!r} cannot be resolved ({reason})") from None
+    # A name such as localhost has addresses of both kinds, and clients often ask 127.0.0.1.
+    found.sort(key=lambda each: each[0] != socket.AF_INET)
     family, kind, protocol, _, address = found[0]
     in_use = f"--port: {port} is in use by another program; --port 0 picks a free port"
     if sys.platform == "darwin" and _is_answered(family, address):

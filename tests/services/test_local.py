@@ -32,6 +32,18 @@ def test_a_port_in_use_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", line)
 
 
+def test_a_name_with_addresses_of_both_kinds_is_served_at_its_ipv4_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [*found])
+    with listener.listen("localhost", 0) as http:
+        assert http.getsockname()[0] == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "line"),
     [

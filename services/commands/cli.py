@@ -58,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named in ``argv`` (default: sys.argv); return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    with _lost_outputs():
-        code = _run(argv)
-        sys.stdout.flush()
+    try:
+        with _lost_outputs():
+            code = _run(argv)
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # while a command imports its modules, or a server ends
+        return 128 + signal.SIGINT
     return code
 
 

@@ -46,6 +46,17 @@ def test_help_shows_the_commands_and_the_ten_common_flags(
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_ctrl_c_before_a_command_handles_it_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["serve", "--model=demo"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_the_help_of_a_command_names_it_and_says_what_it_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

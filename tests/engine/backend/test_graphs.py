@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from engine.backend.graphs import Graph, Shared
+
+
+def test_onnx_runtime_keeps_no_identifier_for_its_makers_statistics(tmp_path: Path) -> None:
+    """It would be created when the library is loaded, and sent with the names of models."""
+    pytest.importorskip("onnxruntime")
+    program = "import sys; from engine.backend import graphs; sys.exit(graphs.unusable() or 0)"
+    # Its makers leave out machines that test: no other variables.
+    environment = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, check=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_bound_is_read_and_written_in_every_call_by_all_that_share_it() -> None:

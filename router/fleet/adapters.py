@@ -25,6 +25,8 @@ from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapt
 CHECK_TIMEOUT_S = 60.0
 """The longest that engines may take to read an adapter."""
 SEPARATOR = ":"
+MayUse = Callable[[list[str]], bool]
+"""Whether something called by any of these names may be used."""
 
 
 class ListedAdapter(NamedTuple):
@@ -88,53 +90,45 @@ class Adapters:
         ]
         return [*served, *configured]
 
-    def find_listed(self, name: str) -> ListedAdapter | None:
-        """Return the adapter called ``name``, whether or not its model is loaded. Raises what
-        `find` raises."""
-        if (served := self.find(name)) is not None:
-            return served.listed
-        for each in self.listed:
-            own = each.own_name
-            if name in (own, *(f"{model}{SEPARATOR}{own}" for model in each.model_names)):
-                return each
-        return None
+    def find_listed(self, name: str, may_use: MayUse = EVERYBODY.may_use) -> ListedAdapter | None:
+        """Return the adapter called ``name``, with or without its model's name before it, whether
+        or not its model is loaded; None if there is none.
+
+        Of several models' adapters of that name, only those count whose names ``may_use`` accepts:
+        it is what one key may use. Raises `ModelNotFound` if these are still several."""
+        found = self._called(name)
+        usable = [each for each in found if may_use(each.names)]
+        if len(usable) > 1:
+            choices = ", ".join(each.name for each in usable)
+            raise ModelNotFound(f"'{name}' is an adapter of several models: {choices}.")
+        return next(iter([*usable, *found]), None)
 
     def find(self, name: str) -> ServedAdapter | None:
-        """Return the adapter called ``name``, with or without its model's name before it; None
-        if there is none, or if its model is not loaded. Raises `ModelNotFound` if several models
-        have one of that name, whether they are loaded or not."""
-        base, separator, own = name.rpartition(SEPARATOR)
-        model = self._registry.find_model(base) if separator else None
-        if model is not None and own in model.adapters:
-            return ServedAdapter(model, model.adapters[own])
-        loaded = self._registry.models
-        models = [each for each in loaded.values() if name in each.adapters]
-        configured = [each.names[0] for each in self._configured_with(name)]
-        if len(models) + len(configured) > 1:
-            ids = [*(each.id for each in models), *configured]
-            choices = ", ".join(f"{each}{SEPARATOR}{name}" for each in ids)
-            raise ModelNotFound(f"'{name}' is an adapter of several models: {choices}.")
-        return ServedAdapter(models[0], models[0].adapters[name]) if models else None
+        """Return the adapter called ``name`` as `find_listed` does; None if its model is not
+        loaded. Raises what `find_listed` raises."""
+        found = self.find_listed(name)
+        if found is None or found.adapter is None:
+            return None
+        return ServedAdapter(self._registry.models[found.model_id], found.adapter)
 
-    def find_configured(self, name: str) -> ConfiguredModel | None:
-        """Return the configured model called ``name``, or the one with an adapter called so."""
+    def find_configured(
+        self, name: str, may_use: MayUse = EVERYBODY.may_use
+    ) -> ConfiguredModel | None:
+        """Return the configured model called ``name``, or the one with an adapter called so, found
+        as by `find_listed`, or else in the configuration. Raises what `find_listed` raises."""
         if (found := self._supervised.find(name)) is not None:
             return found
-        if (served := self.find(name)) is not None:
-            return self._supervised.find(served.model.id)
+        if (adapter := self.find_listed(name, may_use)) is not None:
+            return self._supervised.find(adapter.model_id)
         base, _, own = name.rpartition(SEPARATOR)
         for model in self._supervised.models.values():
             if own in model.adapters and (not base or base in model.names):
                 return model
         return None
 
-    def names_for(self, model: ConfiguredModel, name: str) -> list[str]:
-        """Return what a key may be allowed to use by which it may have ``model`` loaded, if a
-        request calls it, or one of its adapters, ``name``."""
-        own = name.rpartition(SEPARATOR)[2]
-        if name in model.names or own not in model.adapters:
-            return model.names
-        return [*model.names, own, f"{model.names[0]}{SEPARATOR}{own}"]
+    def is_known(self, name: str) -> bool:
+        """Return whether any adapter is called ``name``."""
+        return bool(self._called(name))
 
     async def load(self, name: str, path: str, base: str | None) -> ServedAdapter:
         """Let requests name the adapter in ``path``, a directory where the engines are, in place of
@@ -200,9 +194,20 @@ class Adapters:
         loaded = self._registry.models
         return (each for each in self._supervised.models.values() if each.names[0] not in loaded)
 
-    def _configured_with(self, name: str) -> list[ConfiguredModel]:
-        """Return the configured models that are not loaded and have an adapter called ``name``."""
-        return [each for each in self._unloaded() if name in each.adapters]
+    def _called(self, name: str) -> list[ListedAdapter]:
+        """Return the adapters called ``name``: of one model, or of all if it names none."""
+        base, separator, own = name.rpartition(SEPARATOR)
+        served = [
+            ServedAdapter(model, model.adapters[own]).listed
+            for model in self._registry.models.values()
+            if own in model.adapters and (not separator or base in model.names)
+        ]
+        configured = [
+            ListedAdapter(model.names[0], model.names, own)
+            for model in self._unloaded()
+            if own in model.adapters and (not separator or base in model.names)
+        ]
+        return [*served, *configured]
 
     def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
         """Decide for ``model``, and for its versions with the same weights, of which one may be

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.errors import ModelForbidden
-from router.fleet.adapters import Adapters
+from router.fleet.adapters import SEPARATOR, Adapters, ListedAdapter
 from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from router.fleet.tenants.tenant import Tenant
@@ -24,17 +24,26 @@ class ModelNames:
 
     def wanted(self, name: str | None, tenant: Tenant) -> str | None:
         """Return the name of what a request of ``tenant`` means by ``name``: without one, the first
-        model that it may use; None if there is no model at all.
+        model that it may use; None if there is no model at all. Of an adapter, it is the whole
+        name, with its model's.
 
         Raises `ModelForbidden` if ``tenant`` may not use it, loaded or not, and `ModelNotFound` if
-        several adapters are called ``name``.
+        several adapters that it may use are called ``name``.
         """
         if name is None:
             return self._default(tenant)
-        names = self._names_of(name)
+        names = next((names for names in self.all.values() if name in names), None)
+        meant = name
+        if names is None:
+            adapter = self._adapters.find_listed(name, tenant.may_use)
+            if adapter is not None:
+                meant, names = adapter.name, adapter.names
+            elif (model := self._adapters.find_configured(name)) is not None:
+                own = name.rpartition(SEPARATOR)[2]  # its engines do not have it now
+                names = ListedAdapter(model.names[0], model.names, own).names
         if names and not tenant.may_use(names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
-        return name
+        return meant
 
     def _default(self, tenant: Tenant) -> str | None:
         for model in self._supervised.models.values():
@@ -45,13 +54,3 @@ class ModelNames:
         if self.all:  # their names are not for this tenant
             raise ModelForbidden("The API key may not use the default model.", param="model")
         return None
-
-    def _names_of(self, name: str) -> list[str]:
-        """Return what a key may be allowed to use the model or adapter called ``name`` by."""
-        for names in self.all.values():
-            if name in names:
-                return names
-        if (served := self._adapters.find(name)) is not None:
-            return served.listed.names
-        configured = self._adapters.find_configured(name)
-        return [] if configured is None else self._adapters.names_for(configured, name)

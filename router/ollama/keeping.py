@@ -35,7 +35,7 @@ async def load_or_unload(
 def keep(router: Router, body: OllamaModelUse, name: str, tenant: Tenant) -> None:
     """Keep the model served as ``name`` loaded for as long as ``body``, which has been answered,
     requests, or as configured. A ``tenant`` that may not use the model has no effect."""
-    model = router.adapters.find_configured(name)
+    model = router.adapters.find_configured(name, tenant.may_use)
     if router.settings.ollama_manage and model is not None and tenant.may_use(model.names):
         router.supervised.keep(model, body.keep_s)
 
@@ -47,7 +47,7 @@ def _unload(router: Router, name: str, http: Request) -> None:
             param="keep_alive",
         )
     model = router.supervised.find(name)
-    if model is None and router.adapters.find(name) is not None:
+    if model is None and router.adapters.find_listed(name, http.state.tenant.may_use):
         raise InvalidRequest(f"{name} is an adapter: unload its model.", param="model")
     if model is None:
         router.model_for(name, http.state.tenant)  # raises if there is no such model

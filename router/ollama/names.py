@@ -15,11 +15,10 @@ def served_name(router: Router, name: str) -> str:
     bare = name
     for hub in _HUBS:
         bare = bare.removeprefix(hub)
+    known = (router.supervised.find, router.registry.find_model, router.adapters.is_known)
     for one in (name, bare):
         for each in (one, one.removesuffix(_LATEST), one + _LATEST):
-            if router.adapters.find_configured(each) or router.registry.find_model(each):
-                return each
-            if router.adapters.find(each):
+            if any(finds(each) for finds in known):
                 return each
     return bare
 

@@ -92,7 +92,7 @@ async def show_model(http: Request) -> Response:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"This API key may not use {name}.", param="model")
             return json_response(_card(router, model_id, name, names))
-    if (found := router.adapters.find_listed(name)) is not None:
+    if (found := router.adapters.find_listed(name, http.state.tenant.may_use)) is not None:
         if not http.state.tenant.may_use(found.names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
         return json_response(_adapter_card(router, found))

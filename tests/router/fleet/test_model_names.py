@@ -14,7 +14,7 @@ from router.fleet.router import Router
 from router.fleet.tasks import check_task, default_model
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
-from tests.router.scripted_engine import make_hello
+from tests.router.scripted_engine import adapter_ref, make_hello
 
 ALICE = Tenant(name="alice", models=frozenset(["b", "style"]), alone=False)
 
@@ -84,3 +84,25 @@ def test_errors_about_tasks_name_only_models_that_the_key_may_use(router: Router
     assert default_model("embed", router, Tenant()) == "a"
     with pytest.raises(NotSupported, match=r"Use z instead\.$"):
         check_task(chat, "embed", router, ALICE)
+
+
+def test_of_adapters_of_one_name_only_those_count_that_the_key_may_use(router: Router) -> None:
+    """Neither a choice nor an error tells a key of others."""
+    models = {
+        name: {"names": [name], "state": "unloaded", "adapters": adapters}
+        for name, adapters in {"a": ["tone"], "b": ["tone"], "c": ["tone"]}.items()
+    }
+    router.on_supervisor_message({"models": models})
+    one, two = Tenant(models=frozenset(["b"])), Tenant(models=frozenset(["b", "c"]))
+    for loaded in ("", "a", "b"):
+        if loaded:
+            join(router, loaded).adapters["tone"] = adapter_ref("tone")
+        assert router.model_names.wanted("tone", one) == "b:tone"
+        for find in (router.unloaded_model, router.model_for):
+            with pytest.raises(
+                ModelNotFound, match=r"several models: (b:tone, c|c:tone, b):tone\."
+            ):
+                find("tone", two)
+            with pytest.raises(ModelForbidden, match="may not use tone"):
+                find("tone", Tenant(models=frozenset(["d"])))
+    assert router.unloaded_model("tone", Tenant(models=frozenset(["c"]))) is not None

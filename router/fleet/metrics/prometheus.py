@@ -230,6 +230,16 @@ class Metrics:
         """Add a gauge that is evaluated only when Prometheus scrapes."""
         Gauge(_PREFIX + name, help_, registry=self.registry).set_function(value)
 
+    def on_tokens(self, model: str, now: float, previous: float, arrived_at: float) -> None:
+        """Observe new tokens of a sequence at ``now``. The ``previous`` ones came at that time; 0:
+        there were none. Times are from ``time.monotonic``."""
+        if previous:
+            self.inter_token.labels(model).observe(now - previous)
+        else:
+            first_token_s = now - arrived_at
+            self.first_token.labels(model).observe(first_token_s)
+            self.recent.on_first_token(model, now, first_token_s)
+
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 

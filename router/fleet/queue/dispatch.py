@@ -228,13 +228,9 @@ class Dispatcher:
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
         """Move the queued sequences of ``model`` to its successor, if they can continue there."""
-        queue = self._queues[model]
         for entry in list(self._in_flight.values()):
-            if entry.model is model and entry.engine is None:
-                entry.model = entry.next_version(prefer_successor=True)
-                if entry.model is not model:
-                    queue.discard(entry.sequence)
-                    self._queues[entry.model].push(entry.sequence)
+            if entry.model is model:
+                self._change_version(entry, entry.next_version(prefer_successor=True))
         if model.successor is not None:
             self.place(model.successor)
 
@@ -250,6 +246,7 @@ class Dispatcher:
             if not model.engines and not len(queue):
                 del self._queues[model]  # it may be gone for good, with its tokenizer
         for entry in list(self._in_flight.values()):
+            self._change_version(entry, entry.next_version())  # if its engines have left
             self._check_timeouts(entry, now)
 
     def place(self, model: ModelReplicas) -> None:
@@ -320,12 +317,7 @@ class Dispatcher:
             self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
             return 0
         if delta.token_ids and not sequence.tenant.background:
-            if previous:
-                self._metrics.inter_token.labels(model_id).observe(now - previous)
-            else:
-                first_token_s = now - sequence.arrived_at
-                self._metrics.first_token.labels(model_id).observe(first_token_s)
-                self._metrics.recent.on_first_token(model_id, now, first_token_s)
+            self._metrics.on_tokens(model_id, now, previous, sequence.arrived_at)
         if delta.finish is not None:
             if sequence.usage is not None and not sequence.tenant.background:
                 self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)
@@ -377,6 +369,14 @@ class Dispatcher:
         entry.model = entry.next_version()
         self._queues[entry.model].push(entry.sequence)
         self.place(entry.model)
+
+    def _change_version(self, entry: InFlight, version: ModelReplicas) -> None:
+        """Move ``entry`` to the queue of ``version``, if it waits in that of another."""
+        waits = entry.sequence.state is RemoteRequestState.WAITING
+        if waits and entry.model is not version:
+            self._queues[entry.model].discard(entry.sequence)
+            entry.model = version
+            self._queues[version].push(entry.sequence)
 
     def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
         self._in_flight.pop(entry.sequence.request_id, None)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.metrics.prometheus import Metrics
+from router.fleet.queue.dispatch import Dispatcher
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
+from shared.settings import Settings
 from shared.wire import Ping
 from tests.router.conftest import Server, StartServer, eventually, text_of
+from tests.router.scripted_engine import make_hello, make_submit
 from tests.router.tiny_tokenizer import write_tokenizer
 
 
@@ -46,6 +54,32 @@ def test_what_waits_goes_to_a_new_version_whose_tokens_mean_the_same(server: Ser
     assert text_of(waiting.result(60)) == "new"
     first.leave()
     assert text_of(begun.result(60)) == "new", "it had no token yet"
+
+
+def version(name: str) -> ModelReplicas:
+    """Return a version with one engine, which takes one sequence."""
+    hello = make_hello(name, max_sequences=1)
+    found = ModelReplicas(hello, Settings())
+    found.renderer = SimpleNamespace()  # type: ignore[assignment]
+    found.engines.append(Engine(name.encode(), hello, name, 5.0))
+    found.engines[0].phase = "ready"
+    return found
+
+
+def test_what_was_prepared_for_a_version_does_not_wait_for_engines_that_leave() -> None:
+    old, new = version("a"), version("b")
+    dispatcher = Dispatcher(Settings(), lambda *_: True, Metrics("test"), lambda *_: None)
+    old.successor = new
+    dispatcher.on_model_replaced(old)
+    sequences = [RemoteSequence(make_submit(id), Tenant(), lambda: None) for id in "xy"]
+    for sequence in sequences:  # they were prepared meanwhile
+        dispatcher.admit(old.version_for(has_output=False), [sequence])
+    dispatcher.tick()
+    assert [one.engine for one in dispatcher.in_flight] == [old.engines[0], None]
+    old.engines[0].phase = "draining"
+    dispatcher.tick()
+    dispatcher.place(new)  # as with each heartbeat
+    assert [one.engine for one in dispatcher.in_flight] == [*old.engines, *new.engines]
 
 
 def test_an_engine_may_not_take_the_name_of_another_model(server: Server) -> None:

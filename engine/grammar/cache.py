@@ -48,6 +48,12 @@ class GrammarCache:
     def find(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
         """Return the outcome of ``grammar``, None if it must be compiled (again)."""
         found = self._known(grammar)
+        if isinstance(found, CompiledGrammar):
+            try:
+                found.mask_time.check()
+            except GrammarError as error:
+                self.add(grammar, error)
+                return error
         if isinstance(found, CompiledGrammar) and not found.is_usable:
             key = grammar_key(grammar)
             self._recent.pop(key, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -35,6 +35,13 @@ LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbos
 LIGHT = LLParserLimits(step_lexer_fuel=25_000, max_lexer_states=10_000, verbose_errors=False)
 """Ordinary grammars need no more. One that does is heavy."""
 
+SLOW_MASK_S, PATIENCE_S = 0.02, 2.0
+"""A grammar is too slow once its masks have taken this long in total, each without the first 20 ms.
+Its sequences then fail: every step of the engine waits for a mask. `LIMITS` does not bound the time
+in which an ambiguous grammar compares the ways to read a text, which grows with the text."""
+SUSPECT_MASKS = 64
+"""The number of masks after a slow one that are measured."""
+
 
 class GrammarError(Exception):
     """A grammar cannot be compiled, or an output violates it."""
@@ -61,6 +68,37 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
         return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=ends)
 
 
+class MaskTime:
+    """The time that the masks of one grammar have taken beyond `SLOW_MASK_S` each."""
+
+    def __init__(self) -> None:
+        self._excess_s = 0.0
+        self._suspicions = 0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count the time of ``count`` masks, or of as many tokens that were followed. Raises
+        `GrammarError` if the grammar is too slow."""
+        self._excess_s += max(0.0, seconds - SLOW_MASK_S * max(1, count))
+        self._suspicions = SUSPECT_MASKS if seconds > SLOW_MASK_S else max(0, self._suspicions - 1)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `GrammarError` if the grammar is too slow."""
+        if self._excess_s > PATIENCE_S:
+            raise GrammarError(
+                "it takes too long to find which tokens it allows; make it less ambiguous"
+            )
+
+    def suspect(self) -> None:
+        """Record that one of several masks was slow, which may be of this grammar."""
+        self._suspicions = SUSPECT_MASKS
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next mask should be computed alone, to see how long that takes."""
+        return self._suspicions > 0
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
     """A compiled grammar."""
@@ -68,6 +106,7 @@ class CompiledGrammar:
     initial_matcher: LLMatcher  # a matcher in its initial state, copied for each sequence
     tokenizer: LLTokenizer
     heavy: bool = False  # whether it may take a hundred megabytes, or long masks
+    mask_time: MaskTime = field(default_factory=MaskTime)  # of all its sequences
 
     @property
     def is_usable(self) -> bool:

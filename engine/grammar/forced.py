@@ -3,6 +3,7 @@ only what it allows, and drafts that it rejects are not verified."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from engine.grammar.compiled import CompiledGrammar, GrammarError
@@ -39,11 +40,13 @@ class ForcedSource(DraftSource):
             return None
         try:
             self._matcher.advance(tokens[self._followed :])
+            self._followed = len(tokens)
+            began = time.thread_time()
+            forced = tuple(self._matcher.forced_tokens()) if self._proposes else ()
+            self._matcher.mask_time.add(time.thread_time() - began)
         except GrammarError:  # the executor will report the error too
             self._matcher = None
             return None
-        self._followed = len(tokens)
-        forced = tuple(self._matcher.forced_tokens()) if self._proposes else ()
         return Proposal(forced[:count], self.SOURCE, likely=(LIKELY,)) if forced else None
 
     def matcher(self) -> GrammarMatcher | None:

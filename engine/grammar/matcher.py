@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher
 
-from engine.grammar.compiled import CompiledGrammar, GrammarError, raise_if_error
+from engine.grammar.compiled import CompiledGrammar, GrammarError, MaskTime, raise_if_error
 from engine.grammar.forced_text import ForcedText
 
 
@@ -29,12 +30,19 @@ class GrammarMatcher:
             self.inner = grammar.initial_matcher.deep_copy()
 
     @property
+    def mask_time(self) -> MaskTime:
+        """The time of the masks of all sequences with its grammar."""
+        return self._grammar.mask_time
+
+    @property
     def num_outputs(self) -> int:
         """The number of outputs it has followed."""
         return len(self._outputs)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow ``tokens``. Raises `GrammarError` at a forbidden token, and from then on."""
+        """Follow ``tokens``. Raises `GrammarError` at a forbidden token, and from then on, and if
+        the grammar is too slow."""
+        began = time.thread_time()
         for token in tokens:
             self._outputs.append(token)
             if self.inner is not None:
@@ -44,6 +52,7 @@ class GrammarMatcher:
             elif self._outputs[-len(self._after) :] == self._after:
                 self._applies_from = len(self._outputs)
                 self.inner = self._grammar.initial_matcher.deep_copy()
+        self.mask_time.add(time.thread_time() - began, len(tokens))
 
     def forced_token(self, mask: Any) -> int | None:
         """Return the only token that should follow, of the several that ``mask`` (words,) allows

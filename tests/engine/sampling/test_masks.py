@@ -11,7 +11,9 @@ import numpy
 import pytest
 from llguidance import LLTokenizer
 
+import engine.sampling.masks as sampling_masks
 from engine.backend import arrays
+from engine.grammar import compiled
 from engine.grammar.cache import GrammarCache
 from engine.plan import Decode, Slot
 from engine.sampling import noise
@@ -61,6 +63,38 @@ def test_masks_change_only_constrained_rows(
     for row, tokens in enumerate(left):
         places = sorted(tokens)
         assert (masked[row, places] == given[row, places]).all()
+
+
+def test_a_grammar_whose_masks_take_too_long_fails_alone_and_is_refused_from_then_on(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ways to divide a text in two or three are more with each letter."""
+    for module in (compiled, sampling_masks):
+        monkeypatch.setattr(module, "SLOW_MASK_S", 0.002)
+    monkeypatch.setattr(compiled, "PATIENCE_S", 0.02)
+    grammars = GrammarCache(tokenizer)
+    masker = GrammarMasker(grammars, WIDTH)
+    sources = "start: s\ns: s s s | s s | /[a-z]/", "start: /[a-z]+/"
+    slow, usual = (Grammar(kind="lark", source=source) for source in sources)
+    token = tokenizer.tokenize_str("a")[0]
+    for index in range(200):
+        rows = [
+            msgspec.structs.replace(
+                decode(row, None, output_index=index, token_id=token),
+                grammar=None if index else grammar,
+                constrained=True,
+            )
+            for row, grammar in enumerate((slow, usual))
+        ]
+        pending = masker.start(rows, [token] * 2)
+        assert pending is not None
+        found = pending.result()
+        if found.failed:
+            break
+    assert [row for row, _ in found.failed] == [0] and found.rows == [1]
+    error = grammars.find(slow)
+    assert isinstance(error, compiled.GrammarError) and "takes too long" in str(error)
+    assert isinstance(grammars.find(usual), compiled.CompiledGrammar)
 
 
 def test_forbidden_tokens_are_allowed_only_if_nothing_else_is(

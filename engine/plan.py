@@ -295,6 +295,10 @@ class Exported(NamedTuple):
     payload: Payload
 
 
+class GrammarFault(str):
+    """The reason of a failure for which the grammar of the request is at fault."""
+
+
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of the tokens that follow those at positions from ``start`` on."""
 
@@ -316,8 +320,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     before the result of the slot's first decode."""
     exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
-    """The slots whose chunk or grammar raised an exception, with the reason. Nothing of theirs was
-    saved, and the rest of the chunk's pass is dropped; everything else in the plan was done."""
+    """The slots whose chunk or grammar raised an exception, with the reason: a `GrammarFault` if
+    the request is at fault. Nothing of theirs was saved, and the rest of the chunk's pass is
+    dropped; everything else in the plan was done."""
     failed_pictures: tuple[tuple[bytes, str], ...] = ()
     """Digests of pictures whose encoding failed, with the reason. Nothing is kept for them."""
     elapsed_s: float = 0.0  # time on the device of a step that overlapped with no other step

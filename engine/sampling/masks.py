@@ -24,7 +24,7 @@ from engine.backend import arrays
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiled import SLOW_MASK_S, GrammarError, MaskTime, raise_if_error
 from engine.grammar.matcher import GrammarMatcher
-from engine.plan import Decode, Slot
+from engine.plan import Decode, GrammarFault, Slot
 
 MAX_THREADS = 4
 USUAL_MASK_S = 0.001
@@ -174,7 +174,7 @@ class GrammarMasker:
             try:
                 inner = each.advance()
             except GrammarError as error:
-                errors[place] = str(error)
+                errors[place] = _reason(error)
                 continue
             if inner is not None and each.matcher is not None:
                 awake.append(_Awake(inner, place, each.matcher.mask_time))
@@ -212,7 +212,7 @@ class GrammarMasker:
                     each.mask_time.add(time.thread_time() - began)
                 raise_if_error(each.inner)
             except GrammarError as error:
-                errors[each.place] = str(error)
+                errors[each.place] = _reason(error)
         return errors
 
 
@@ -239,7 +239,7 @@ class _ConstrainedRow(NamedTuple):
         Raises `GrammarError` if there is no matcher, or if it has lost tokens or rejects one."""
         matcher, known = self.matcher, self.decode.output_index
         if matcher is None or self.token is None:
-            raise GrammarError("the executor does not know the grammar")
+            raise GrammarError("the executor does not know the grammar", transient=True)
         if self.decode.grammar is not None:
             tokens = (*(self.decode.history or ()), self.token)
             matcher.advance(tokens[len(tokens) - known :])
@@ -248,7 +248,7 @@ class _ConstrainedRow(NamedTuple):
             if matcher.num_outputs == known - 1:
                 matcher.advance([self.token])
         if matcher.num_outputs != known:
-            raise GrammarError("the executor has lost part of the answer")
+            raise GrammarError("the executor has lost part of the answer", transient=True)
         return matcher.inner
 
     def go_back(self) -> None:
@@ -256,6 +256,10 @@ class _ConstrainedRow(NamedTuple):
         if self.matcher is not None:
             with suppress(GrammarError):  # then it fails again in the next step
                 self.matcher.begin_again(self.decode.output_index - 1)
+
+
+def _reason(error: GrammarError) -> str:
+    return str(error) if error.transient else GrammarFault(error)
 
 
 def _rounds(constrained: Sequence[_ConstrainedRow]) -> Iterable[list[int]]:

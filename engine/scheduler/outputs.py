@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine.plan import Cancellation, Payload, StateSearch
+from engine.plan import Cancellation, GrammarFault, Payload, StateSearch
 from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 
@@ -74,6 +74,7 @@ class Outputs:
                 finish=finish,
                 stop_token=seq.token_ids[-1] if finish == "stop" else None,
                 error=error,
+                param=_at_fault(seq, error),
                 usage=seq.usage(now_s) if finish or first or predicted else None,
             )
         )
@@ -84,6 +85,13 @@ class Outputs:
         self.messages, self.deltas, self.fetches, self.stores = [], [], [], []
         self.touches, self.state_touches = [], []
         return taken
+
+
+def _at_fault(seq: Sequence, error: str | None) -> str | None:
+    """Return the field of its request that is to blame for the ``error`` of ``seq``, if any."""
+    if not isinstance(error, GrammarFault):
+        return None
+    return (seq.request.grammar.param if seq.request.grammar else None) or "grammar"
 
 
 @dataclass(slots=True)

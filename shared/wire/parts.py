@@ -169,6 +169,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     stop_token: int | None = None  # the last of `token_ids`, if it is a stop token (not text)
     error: str | None = None
+    param: str | None = None  # the field of the request that caused the error; None: none did
     # Running counts: in the last delta of an attempt, in the first with tokens, and after drafts.
     usage: Usage | None = None
 

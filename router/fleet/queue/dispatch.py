@@ -20,7 +20,7 @@ from router.fleet.metrics.prometheus import Metrics
 from router.fleet.queue.model_queue import DepartureRate, ModelQueue
 from router.fleet.queue.placement import choose_engine
 from router.fleet.sequences.remote_request import InFlight, RemoteRequest, RemoteRequestState
-from router.fleet.sequences.remote_sequence import MissingTokensError, RemoteSequence
+from router.fleet.sequences.remote_sequence import MissingTokensError, RemoteSequence, failure
 from router.fleet.sequences.remote_texts import RemoteTexts
 from router.fleet.sequences.timeouts import engine_lost, overdue
 from router.fleet.tenants.tenant import Tenant
@@ -171,7 +171,7 @@ class Dispatcher:
                 self._end(entry, lambda: entry.sequence.end(delta.usage))
         elif delta.finish == "error":
             logger.error("engine %s failed %s: %s", engine.name, delta.request_id, delta.error)
-            self._end(entry, lambda: entry.sequence.fail(InternalError()))
+            self._end(entry, lambda: entry.sequence.fail(failure(delta)))
         elif delta.finish == "abort":
             planned = engine.phase == "draining"
             self._retry_or_fail(entry, f"engine {engine.name} aborted it", planned=planned)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from router.errors import ApiError
+from router.errors import ApiError, InternalError, InvalidRequest
 from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 from router.fleet.tenants.tenant import Tenant
 from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs, Usage
@@ -17,6 +17,13 @@ from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprob
 
 class MissingTokensError(Exception):
     """Tokens are missing, so this attempt cannot be continued."""
+
+
+def failure(delta: Delta) -> ApiError:
+    """Return the error for a sequence that its engine could not finish."""
+    if delta.param is None:
+        return InternalError()
+    return InvalidRequest(f"Invalid '{delta.param}': {delta.error}.", param=delta.param)
 
 
 class RemoteSequence(RemoteRequest):

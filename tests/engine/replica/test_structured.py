@@ -203,13 +203,15 @@ def test_a_grammar_may_apply_behind_certain_tokens_only(whole: Whole) -> None:
 def test_a_grammar_that_fails_ends_its_request_alone(whole: Whole) -> None:
     """Its source is valid, but its parser exceeds llguidance's limit at the second token."""
     many = ",".join(f'"k{i}":{{"type":"string"}}' for i in range(2000))
-    wide = Grammar(kind="json_schema", source=f'{{"type":"object","properties":{{{many}}}}}')
+    source = f'{{"type":"object","properties":{{{many}}}}}'
+    wide = Grammar(kind="json_schema", source=source, param="response_format")
     ask(whole, "wide", grammar=wide)
     ask(whole, "a")
     ask(whole, "free", grammar=None, max_tokens=12, stop_token_ids=[])
     whole.run()
     assert whole.ends["wide"].finish == "error"
     assert "items" in (whole.ends["wide"].error or "")
+    assert whole.ends["wide"].param == "response_format"
     assert_bound(whole, "a")
     assert len(whole.texts["free"]) == 12
 

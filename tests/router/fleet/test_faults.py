@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from shared.wire import Abort, Ping, Submit, encode
+from shared.wire import Abort, Delta, Ping, Submit, Tokens, encode
 from tests.router.conftest import Server, StartServer, begin, error_of, eventually, text_of
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine, names_of
 
 FLAGS = ("--restart-wait-s=4", "--first-token-timeout-s=5", "--request-timeout-s=3")
 
@@ -44,6 +44,19 @@ def streamed(text: str) -> str:
 def assert_complete(answer: Future[httpx.Response]) -> None:
     text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
+
+
+def test_an_error_during_an_answer_names_the_field_at_fault(server: Server) -> None:
+    """A grammar may exceed a limit only then."""
+    engine = server.join("hello", hold_tokens_after=0)
+    answer = server.begin("x")
+    eventually(runs(engine))
+    told: dict[str, Any] = {"finish": "error", "error": "too many states", "param": "guided_regex"}
+    delta = Delta(**names_of(engine.got(Submit)[-1]), index=0, token_ids=[], **told)
+    engine.say(*encode(Tokens(deltas=[delta])))
+    error = error_of(answer.result(60), 400)
+    assert error["param"] == "guided_regex"
+    assert error["message"] == "Invalid 'guided_regex': too many states."
 
 
 # -- engines that go away ------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from router.api.body import json_response, read_body
+from router.api.body import read_body, send_json
 from router.api.endpoints import cancel_on_disconnect, loaded_model
 from router.api.images import with_images
 from router.api.operations import Operation
@@ -87,24 +89,48 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-async def tokenize(http: Request) -> Response:
-    router: Router = http.app.state.router
-    request, size = await read_body(http, router, TokenizeRequest)
-    tenant: Tenant = http.state.tenant
-    model = await loaded_model(router, request.model, http)
-    async with router.admit(tenant, model, http.state.limits_left):
+_Body = TypeVar("_Body", TokenizeRequest, DetokenizeRequest)
+
+
+class TokenEndpoint(ABC, Generic[_Body]):
+    """An ASGI application."""
+
+    body_type: type[_Body]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        router: Router = http.app.state.router
+        body, size = await read_body(http, router, self.body_type)
+        model = await loaded_model(router, body.model, http)
+        async with router.admit(http.state.tenant, model, http.state.limits_left):
+            answer = await self._answer(body, size, model, http)
+            # Within the limit of concurrent requests, because it may be many times as large as
+            # the body.
+            await send_json(send, [answer], ())
+
+    @abstractmethod
+    async def _answer(self, body: _Body, size: int, model: Model, http: Request) -> bytes:
+        """Return the answer in JSON. ``size`` is that of ``body``, in bytes. Raises `ApiError` and
+        `ClientDisconnected`."""
+
+
+class Tokenize(TokenEndpoint[TokenizeRequest]):
+    body_type = TokenizeRequest
+
+    async def _answer(self, body: TokenizeRequest, size: int, model: Model, http: Request) -> bytes:
+        router: Router = http.app.state.router
+        tenant: Tenant = http.state.tenant
         messages: list[ChatMessage] = []
-        if request.messages is not None:
+        if body.messages is not None:
             salt = f"{tenant.name}/" if router.settings.cache_salt_per_key else ""
-            given = request.messages
+            given = body.messages
             sent = await router.work.run_large(tenant.name, lambda: with_sent_images(given), size)
             async with cancel_on_disconnect(http.receive):
                 messages, size = await with_images(router, sent, model, http.state, salt, size)
-        work = partial(_tokenized, request, messages, model)
-        return await router.work.run(tenant.name, work, size)
+        return await router.work.run(tenant.name, partial(_tokenized, body, messages, model), size)
 
 
-def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Model) -> Response:
+def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Model) -> bytes:
     renderer, special = model.renderer, request.add_special_tokens
     if request.messages is None:
         tokens = renderer.encode(request.prompt or "", add_special_tokens=special is not False)
@@ -118,21 +144,24 @@ def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Mod
         ).token_ids
     texts = renderer.token_strings(tokens) if request.return_token_strs else None
     context = model.hello.context_length
-    return json_response(
+    return msgspec.json.encode(
         TokenizeResponse(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
     )
 
 
-async def detokenize(http: Request) -> Response:
-    router: Router = http.app.state.router
-    request, size = await read_body(http, router, DetokenizeRequest)
-    tenant: Tenant = http.state.tenant
-    model = await loaded_model(router, request.model, http)
-    async with router.admit(tenant, model, http.state.limits_left):
-        return await router.work.run(tenant.name, lambda: _detokenized(request, model), size)
+class Detokenize(TokenEndpoint[DetokenizeRequest]):
+    body_type = DetokenizeRequest
+
+    async def _answer(
+        self, body: DetokenizeRequest, size: int, model: Model, http: Request
+    ) -> bytes:
+        router: Router = http.app.state.router
+        return await router.work.run(
+            http.state.tenant.name, partial(_detokenized, body, model), size
+        )
 
 
-def _detokenized(request: DetokenizeRequest, model: Model) -> Response:
+def _detokenized(request: DetokenizeRequest, model: Model) -> bytes:
     if max(request.tokens, default=0) >= model.hello.vocab_size:
         over = next(i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size)
         raise InvalidValue(
@@ -140,14 +169,14 @@ def _detokenized(request: DetokenizeRequest, model: Model) -> Response:
             "token id.",
             param=f"tokens[{over}]",
         )
-    return json_response(DetokenizeResponse(prompt=model.renderer.decode(request.tokens)))
+    return msgspec.json.encode(DetokenizeResponse(prompt=model.renderer.decode(request.tokens)))
 
 
 _operation = partial(Operation, tag="Tokens", method="POST", errors=(*BODY_ERRORS, *MODEL_ERRORS))
 OPERATIONS = (
     _operation(
         path="/tokenize",
-        endpoint=tokenize,
+        endpoint=Tokenize(),
         summary="Tokenize a text or a conversation",
         body_type=TokenizeRequest,
         example={"prompt": "Hello", "return_token_strs": True},
@@ -155,7 +184,7 @@ OPERATIONS = (
     ),
     _operation(
         path="/detokenize",
-        endpoint=detokenize,
+        endpoint=Detokenize(),
         summary="Convert token ids to text",
         body_type=DetokenizeRequest,
         example={"tokens": [1, 2, 3]},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from typing import Any
 
+import httpx
 import pytest
 
 from shared.wire import Submit
-from tests.router.conftest import Server, error_of, ok
+from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 from tests.router.scripted_engine import VOCAB, ScriptedEngine
 from tests.router.tiny_tokenizer import BOS, CONTEXT
 
@@ -83,6 +87,20 @@ def test_detokenizing_restores_the_text(server: Server, text: str) -> None:
 )
 def test_an_error_names_the_field(server: Server, path: str, body: Any, param: str) -> None:
     assert refused(server, path, **body)["param"] == param
+
+
+def test_an_answer_counts_as_a_request_until_it_is_read(start_server: StartServer) -> None:
+    server = start_server("--max-request-bytes=5000000")
+    zero = server.join().tokenizer.encode("\x00").ids[-1]  # in JSON, six characters
+    body = json.dumps({"tokens": [zero] * 1_200_000}, separators=(",", ":")).encode()
+    small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+    with (
+        httpx.Client(transport=httpx.HTTPTransport(socket_options=small)) as slow,
+        slow.stream("POST", f"{server.url}/detokenize", content=body),
+    ):
+        time.sleep(0.2)
+        assert server.client.get("/health").json()["requests"] == 1
+    eventually(lambda: server.client.get("/health").json()["requests"] == 0)
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import msgspec
 from msgspec import structs
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.endpoints import cancel_on_disconnect
@@ -23,6 +24,7 @@ from router.api.operations import Operation
 from router.api.sse import encode_event
 from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Unavailable
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
 from router.http.status.figures import Point, ServerStatus
 from router.http.status.sampler import StatusSampler
 from router.waiting import wait_at_most
@@ -32,6 +34,12 @@ HISTORY_SAMPLES = 300
 EVERY_S = 1.0
 WRITE_TIMEOUT_S = 30.0
 """A viewer that reads nothing for this long is disconnected."""
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +52,8 @@ class StatusFeed:
         self._router = router
         self._history: deque[Point] = deque(maxlen=HISTORY_SAMPLES)
         self._sampler = StatusSampler(router)
-        self._viewers: set[asyncio.Event] = set()
-        """Each is set when there is a new event, or when there will be none."""
+        self._viewers: dict[asyncio.Event, str] = {}
+        """The API key of each. It is set when there is a new event, or when there will be none."""
         self._task: asyncio.Task[None] | None = None
         self._sampled_at = 0.0
         self._status: ServerStatus | None = None
@@ -70,39 +78,42 @@ class StatusFeed:
         # Browsers send a GET without asking. Such a page could read nothing, but occupy all slots.
         if not _may_watch(Headers(scope=scope), self._router.settings.cors_origin):
             raise SiteForbidden("Pages of other sites cannot read the feed: see --cors-origin.")
-        with self._viewer() as changed:
+        if scope["method"] == "HEAD":  # a response without an end would block its connection
+            await Response(headers=_HEADERS)(scope, receive, send)
+            return
+        with self._viewer(scope["state"]["tenant"]) as changed:
             async with cancel_on_disconnect(receive):
                 await self._show(changed, send)
 
     @contextmanager
-    def _viewer(self) -> Iterator[asyncio.Event]:
+    def _viewer(self, tenant: Tenant) -> Iterator[asyncio.Event]:
         """Count a viewer; the first one starts the sampler, and the last one stops it."""
         if self._router.ending.is_set():
             raise Unavailable("The server is shutting down.", code="shutting_down")
-        if len(self._viewers) >= MAX_VIEWERS:
+        own = list(self._viewers.values()).count(tenant.name)
+        free = MAX_VIEWERS - len(self._viewers)
+        # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
+        if free <= (0 if tenant.alone else own):
             raise TooManyRequests(
-                f"The limit of {MAX_VIEWERS} viewers is reached.",
+                f"The limit of {MAX_VIEWERS} viewers is reached"
+                f"{' for this API key' if free else ''}.",
                 code="too_many_viewers",
                 retry_after_s=10,
             )
         changed = asyncio.Event()
-        self._viewers.add(changed)
+        self._viewers[changed] = tenant.name
         if self._task is None:
             self._task = asyncio.create_task(self._sample())
         try:
             yield changed
         finally:
-            self._viewers.discard(changed)
+            del self._viewers[changed]
             if not self._viewers and self._task is not None:
                 self._task.cancel()
                 self._task = None
 
     async def _show(self, changed: asyncio.Event, send: Send) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),
-        ]
+        headers = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if time.monotonic() - self._sampled_at > EVERY_S:
             await changed.wait()  # the first sample

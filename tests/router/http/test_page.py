@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 
 from router.errors import ClientDisconnected, Unavailable
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import EVERYBODY
 from router.http.app import create_app
 from router.http.middleware.api_keys import ApiKeys
 from router.http.status.feed import MAX_VIEWERS, StatusFeed
@@ -74,18 +75,21 @@ def get(app: ASGIApp, path: str, method: str = "GET", **headers: str) -> httpx.R
 class Viewer:
     """Reads the feed of an application until it has ``count`` pieces, and then goes away."""
 
-    def __init__(self, count: int, *, stuck: bool = False, key: str | None = None) -> None:
-        self.count, self.stuck = count, stuck
+    def __init__(
+        self, count: int, *, stuck: bool = False, key: str | None = None, method: str = "GET"
+    ) -> None:
+        self.count, self.stuck, self.method = count, stuck, method
         self.headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
         self.status = 0
         self.pieces: list[bytes] = []
         self.gone = asyncio.Event()
 
     async def read(self, app: ASGIApp) -> None:
-        scope = {"type": "http", "method": "GET", "path": "/page/feed", "query_string": b""}
+        scope = {"type": "http", "method": self.method, "path": "/page/feed", "query_string": b""}
         headers = [(b"host", b"localhost"), *self.headers]
+        state = {"tenant": EVERYBODY}
         try:
-            await app({**scope, "headers": headers}, self._receive, self._send)
+            await app({**scope, "headers": headers, "state": state}, self._receive, self._send)
         except ClientDisconnected:
             assert self.gone.is_set()
 
@@ -212,6 +216,29 @@ async def test_viewers_are_bounded(app_of: AppOf) -> None:
     for viewer in viewers:
         viewer.gone.set()
     await asyncio.gather(*tasks)
+
+
+@in_loop
+async def test_no_key_takes_all_places_of_viewers(app_of: AppOf) -> None:
+    app = app_of(api_key=("sesame", "other"))
+    viewers = [Viewer(10**6, key="sesame") for _ in range(MAX_VIEWERS)]
+    tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
+    await until(lambda: all(viewer.pieces for viewer in viewers))
+    refused = [viewer for viewer in viewers if viewer.status == 429]
+    assert len(refused) == MAX_VIEWERS // 2
+    other = Viewer(1, key="other")
+    await other.read(app)
+    assert other.status == 200
+    for viewer in viewers:
+        viewer.gone.set()
+    await asyncio.gather(*tasks)
+
+
+@in_loop
+async def test_a_head_request_for_the_feed_ends(app_of: AppOf) -> None:
+    viewer = Viewer(1, method="HEAD")
+    await asyncio.wait_for(viewer.read(app_of()), 10)
+    assert viewer.status == 200 and viewer.pieces == [b""]
 
 
 def test_pages_of_other_sites_get_no_feed(app_of: AppOf) -> None:

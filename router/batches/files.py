@@ -25,7 +25,13 @@ from router.batches.objects import (
     FileList,
     FileObject,
 )
-from router.batches.queries import page_query, required, run_store, storage_failed
+from router.batches.queries import (
+    FileNotFound,
+    page_query,
+    required,
+    run_store,
+    storage_failed,
+)
 from router.batches.storage.store import RESULT_FILES, BatchStore, NewFile, Row
 from router.batches.uploads import Upload, boundary_of
 from router.errors import (
@@ -139,11 +145,17 @@ class FileEndpoints:
 
     async def _pieces(self, path: Path) -> AsyncIterator[bytes]:
         """Yield the content of a file. It is opened for each piece, because clients that do not
-        read could otherwise use up the descriptors of this process."""
+        read could otherwise use up the descriptors of this process. Raises `FileNotFound` and
+        `StorageFailed`."""
         start = 0
-        while piece := await self._directory.read(partial(_read_piece, path, start)):
-            start += len(piece)
-            yield piece
+        try:
+            while piece := await self._directory.read(partial(_read_piece, path, start)):
+                start += len(piece)
+                yield piece
+        except FileNotFoundError:
+            raise FileNotFound("The file was deleted during its download.") from None
+        except OSError as error:
+            raise storage_failed(error) from None
 
     # -- uploads ---------------------------------------------------------------
 

@@ -106,7 +106,8 @@ class RequestMiddleware:
             record.error_code = "client_disconnected"
         except ApiError as error:
             record.error_code = error.code or error.type
-            await error_response(error, scope)(scope, receive, send_with_id)
+            if not record.status:  # otherwise the server closes the connection
+                await error_response(error, scope)(scope, receive, send_with_id)
         except Exception:
             record.error_code = "internal_error"
             logger.exception("%s %s failed (%s)", scope["method"], path, request_id)

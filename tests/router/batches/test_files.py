@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -16,9 +17,15 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 
 from router.batches.uploads import Upload
 from router.errors import InvalidRequest
+from router.fleet.router import Router
+from router.http.app import create_app
+from router.http.middleware.api_keys import ApiKeys
+from shared.settings import Settings
+from tests.conftest import in_loop
 from tests.router.batches.conftest import ASKED, BatchClient, line
 from tests.router.conftest import Server, StartServer, error_of, eventually, key_flag, ok
 
@@ -51,6 +58,30 @@ def test_a_download_that_nobody_reads_holds_no_file_open(
         open_files = map(os.readlink, Path(f"/proc/{server.process.pid}/fd").iterdir())
         assert not [each for each in open_files if "/files/" in each]
     assert batches.api.files.content(file_id).read() == b"x" * 1_900_000
+
+
+@in_loop
+async def test_a_download_of_a_file_that_is_deleted_is_cut_off(
+    socket_dir: Path, tmp_path: Path
+) -> None:
+    router = Router(Settings(batch_dir=tmp_path), [f"ipc://{socket_dir}/engines"], "test")
+    app = create_app(router, ApiKeys(router.settings))
+    parts: Any = {"data": {"purpose": "batch"}, "files": {"file": bytes(600_000)}}
+    asgi = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=asgi, base_url="http://localhost") as client:
+        file_id = (await client.post("/v1/files", **parts)).json()["id"]
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            (tmp_path / "files" / file_id).unlink()
+
+    scope = {"type": "http", "method": "GET", "path": f"/v1/files/{file_id}/content"}
+    await app({**scope, "query_string": b"", "headers": []}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
+    for close in (router.engine_sockets.close, *router.closers):
+        close()
 
 
 def test_names_on_the_disk_are_the_servers_own(batches: BatchClient, batch_dir: Path) -> None:

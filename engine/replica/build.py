@@ -31,7 +31,7 @@ from engine.replica.kept_costs import KeptCosts
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.rehearsal import rehearse
 from engine.replica.speculation import make_speculator
-from engine.replica.vision import served_vision, with_pictures
+from engine.replica.vision import served_vision, vision_bytes, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.speculator import MAX_DRAFT_TOKENS, Speculator
 from engine.vision.load import ServedVision
@@ -104,7 +104,7 @@ def build_replica(
     draft_model, draft_bytes = _draft_model(executor, loaded, settings, proofs)
     other_bytes += 0 if adapted is None else adapted.reserved_bytes
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
-    other_bytes += draft_bytes + slots_bytes + (0 if served is None else served.bytes)
+    other_bytes += draft_bytes + slots_bytes + vision_bytes(served)
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     adapters = None if adapted is None else adapted.opened(executor)
     executor.release_weights(loaded.weight_files)

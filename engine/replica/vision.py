@@ -19,6 +19,7 @@ from engine.executor.pictures import PictureEmbeddings
 from engine.model.load import LoadedModel
 from engine.model.multimodal import attends_both_ways, serves_pictures, takes_pictures
 from engine.replica.head import ServedHead
+from engine.replica.memory import HEADROOM_BYTES
 from engine.scheduler import SchedulerConfig
 from engine.vision.load import ServedVision, open_vision
 from shared.settings import Settings
@@ -29,6 +30,19 @@ MAX_BYTES = 512 << 20
 """Max size of cached embeddings."""
 MAX_SHARE = 1 / 16
 """The same as a fraction of the engine's memory."""
+SCORES_SHARE = 1 / 8
+"""Max attention scores of a tower's layer on a CPU, as a fraction of the engine's memory. They are
+as many as the square of a picture's patches."""
+LEAST_SCORES = HEADROOM_BYTES // 2
+"""The same with little memory."""
+
+
+def vision_bytes(served: ServedVision | None) -> int:
+    """Return the memory for pictures in addition to that for keys and values, and to that which is
+    left for each step."""
+    if served is None:
+        return 0
+    return served.bytes + max(0, served.scores_bytes - HEADROOM_BYTES)
 
 
 def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> SchedulerConfig:
@@ -77,7 +91,10 @@ def served_vision(
         return None
     embedded = embedding_of(loaded.model)(mx.zeros((1, 1), mx.int32))
     room_bytes = min(MAX_BYTES, int(memory_bytes * MAX_SHARE))
-    served = open_vision(loaded, embedded, room_bytes, widen=device.uses_host())
+    on_cpu = mx.default_device() == mx.cpu
+    scores_bytes = max(LEAST_SCORES, int(memory_bytes * SCORES_SHARE)) if on_cpu else 0
+    widen = device.uses_host()
+    served = open_vision(loaded, embedded, room_bytes, scores_bytes, widen=widen)
     if served is None:
         return None
     if served.has_axes:

@@ -26,9 +26,8 @@ def take_pictures(
     try:
         if not pixels.hold(request, frames):
             return refused("full", "the engine has no memory left for pictures")
+        return pixels.with_grids(request)
     except TooLarge as error:
         return refused("too_large", str(error))
-    try:
-        return pixels.with_grids(request)
     except ValueError as error:
         return refused("invalid", str(error))

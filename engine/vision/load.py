@@ -20,7 +20,7 @@ from engine.model.multimodal import (
     takes_pictures,
 )
 from engine.vision.encoder import VisionEncoder
-from engine.vision.pixels import PixelStore
+from engine.vision.pixels import PixelStore, ScoreLimit
 from shared.imports.bare_package import leave_out_code_of
 from shared.wire import Vision
 
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 PIXELS = 2
 """Max memory for the picture arrays of all requests, as a multiple of the room for embeddings:
 patches of pixels in fp32 are about as large as their embeddings."""
-
-
+SCORE_BYTES = 2 * 4
+"""Memory of one attention score on a CPU: the score and its softmax, in fp32."""
 MAX_CHARACTERS = 300
 """Max length of a reason: some list every weight of a checkpoint."""
 
@@ -48,11 +48,12 @@ class ServedVision:
     vision: Vision
     weight_bytes: int
     room_bytes: int  # for cached embeddings
+    scores_bytes: int  # that the attention of a tower's layer may take for a moment
     pixels: PixelStore  # arrays of pictures, received with requests
 
     @property
     def bytes(self) -> int:
-        """Memory for pictures, in addition to keys and values."""
+        """Memory that is kept for pictures, in addition to keys and values."""
         return self.weight_bytes + (1 + PIXELS) * self.room_bytes
 
     @property
@@ -65,16 +66,17 @@ class ServedVision:
 
 
 def open_vision(
-    loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
+    loaded: LoadedModel, embedded: mx.array, room_bytes: int, scores_bytes: int, *, widen: bool
 ) -> ServedVision | None:
     """Return the picture encoder for ``loaded``, if it belongs to one of the `FAMILIES`. None if
     the model takes no pictures; a failure is logged. ``embedded``: embeddings of tokens in the
-    language model. ``room_bytes``: see `ServedVision`. With ``widen`` weights are in fp32, for
+    language model. ``room_bytes``: see `ServedVision`. ``scores_bytes`` limit the attention of
+    pictures of any size; 0: the device stores no scores. With ``widen`` weights are in fp32, for
     CPUs, on which 16 bits are slow."""
     if not takes_pictures(loaded.config):
         return None
     try:
-        served = _opened(loaded, embedded, room_bytes, widen=widen)
+        served = _opened(loaded, embedded, room_bytes, scores_bytes, widen=widen)
     except VisionUnusable as reason:
         logger.warning("the model is served without pictures: %s", reason)
         return None
@@ -87,7 +89,7 @@ def open_vision(
 
 
 def _opened(
-    loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
+    loaded: LoadedModel, embedded: mx.array, room_bytes: int, scores_bytes: int, *, widen: bool
 ) -> ServedVision:
     model_type = str(loaded.config.get("model_type"))
     family = FAMILIES[model_type]
@@ -103,11 +105,13 @@ def _opened(
         raise VisionUnusable(why[:MAX_CHARACTERS]) from error
     vision = _vision(model, loaded, family)
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
-    merge = 0
+    merge, limit = 0, None
     if family.has_axes:
-        sections = _sections(loaded.config)
+        sections, tower = _sections(loaded.config), model.config.vision_config
         encoder.axes_of_pairs = axes_of_pairs(sections, interleaved=family.interleaved)
-        merge = int(model.config.vision_config.spatial_merge_size)
+        merge = int(tower.spatial_merge_size)
+        if scores_bytes:
+            limit = ScoreLimit(int(tower.num_heads) * SCORE_BYTES, scores_bytes)
     encoder.deep_layers = deep_layers(loaded.config)
     encoder.attends_both_ways = attends_both_ways(loaded.config)
     if family.unscaled:
@@ -120,7 +124,9 @@ def _opened(
         encoder.use_host()
     compute(model)
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(PIXELS * room_bytes, merge))
+    pixels = PixelStore(PIXELS * room_bytes, merge, limit)
+    at_once = 0 if limit is None else scores_bytes
+    return ServedVision(encoder, vision, nbytes, room_bytes, at_once, pixels)
 
 
 def _sections(config: dict[str, Any]) -> list[int]:

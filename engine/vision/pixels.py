@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from struct import unpack
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -16,18 +17,35 @@ Pixels = tuple[tuple[ArraySpec, bytes], ...]
 
 
 class TooLarge(Exception):
-    """One request exceeds the limit for all requests. The text says so."""
+    """A request, or one of its pictures, exceeds a limit. The text names both."""
+
+
+class ScoreLimit(NamedTuple):
+    """The limit of the attention scores of a picture that attends to itself as a whole."""
+
+    pair_bytes: int  # of the scores of two patches, in all heads
+    max_bytes: int  # of all scores
+
+    def check(self, patches: int) -> None:
+        """Raise `TooLarge` if the scores of so many ``patches`` do not fit."""
+        size_bytes = patches**2 * self.pair_bytes
+        if size_bytes > self.max_bytes:
+            raise TooLarge(
+                f"a picture has {patches} patches, and attention among them takes "
+                f"{size_bytes / 1e9:.1f} GB; this engine has {self.max_bytes / 1e9:.1f} GB for it. "
+                "Send a smaller picture"
+            )
 
 
 class PixelStore:
     """Arrays by digest. They stay until their request ends, because a restarted request needs
     them again."""
 
-    def __init__(self, max_bytes: int, merge: int = 0) -> None:
+    def __init__(self, max_bytes: int, merge: int = 0, scores: ScoreLimit | None = None) -> None:
         """``max_bytes`` limits the arrays of all requests together, in host memory. ``merge``:
         side length, in patches, of the square behind one embedding, if positions have axes;
-        otherwise 0."""
-        self._merge = merge
+        otherwise 0. ``scores`` limits pictures with axes; None: their size does not matter."""
+        self._merge, self._scores = merge, scores
         self._max_bytes = max_bytes
         self._by_digest: dict[bytes, Pixels] = {}
         self._holders: dict[RequestKey, frozenset[bytes]] = {}
@@ -56,12 +74,15 @@ class PixelStore:
     def with_grids(self, request: Submit) -> Submit:
         """Return ``request`` with the grid of each picture if positions have axes, and with none
         otherwise, regardless of the request: blocks with equal names must have equal positions.
-        Raises: ValueError if the arrays have no grid."""
+        Raises: ValueError if the arrays have no grid, and TooLarge if they have too many
+        patches."""
         pixels, merge = self._by_digest, self._merge
-        images = tuple(
-            structs.replace(one, grid=_grid(pixels[one.digest], merge) if merge else None)
-            for one in request.images
-        )
+        grids = [_grid(pixels[one.digest], merge) if merge else None for one in request.images]
+        if self._scores is not None:
+            for grid in filter(None, grids):
+                self._scores.check(grid[1] * grid[2] * merge**2)
+        pairs = zip(request.images, grids, strict=True)
+        images = tuple(structs.replace(one, grid=grid) for one, grid in pairs)
         return structs.replace(request, images=images)
 
     def keep_only(self, live: Collection[RequestKey]) -> None:

@@ -25,7 +25,7 @@ from engine.batch import device
 from engine.plan import Plan
 from engine.replica.vision import served_vision
 from engine.vision.encoder import VisionEncoder
-from shared.wire import SamplingParams
+from shared.wire import DIGEST_BYTES, ArraySpec, ImagePart, SamplingParams
 from tests.engine.conftest import Wrap
 from tests.engine.guesses import guessing
 from tests.engine.stream_errors import BrokenPiece
@@ -322,6 +322,28 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
     monkeypatch.setattr(one.serving.pixels, "_max_bytes", sizes["two"] - 1)
     one.serve("more", one.requests["two"])
     assert one.whole.refused["more"].reason == "too_large"
+
+
+def test_a_picture_to_which_attention_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
+    """On a CPU the scores of all pairs of patches are in memory at once. This many would end the
+    process."""
+    model = make_vision_model("qwen2_vl", tmp_path / "model")
+    whole = Whole(model, **BLOCK_OF, memory_gb=4)
+    for name, side in (("small", 40), ("large", 160)):
+        patches = ArraySpec(name="pixel_values", dtype="float32", shape=(side * side, 96))
+        grid = ArraySpec(name="image_grid_thw", dtype="int64", shape=(1, 3))
+        length = side * side // 4
+        digest = name.encode().ljust(DIGEST_BYTES)
+        shown = ImagePart(digest=digest, start=1, length=length, arrays=(patches, grid))
+        assert whole.replica.vision is not None
+        token = whole.replica.vision.vision.image_token_id
+        frames = bytes(patches.nbytes), np.array([1, side, side], "<i8").tobytes()
+        whole.submit(name, [5, *[token] * length, 6], 1, images=(shown,), frames=frames)
+    whole.run()
+    assert whole.texts["small"] and not whole.texts["large"]
+    refusal = whole.refused["large"]
+    assert (refusal.reason, refusal.param) == ("too_large", "images")
+    assert "25600 patches" in refusal.message and "10.5 GB" in refusal.message
 
 
 def test_pictures_of_requests_that_ended_are_forgotten(one: Seeing) -> None:

@@ -39,6 +39,9 @@ SLOW_MASK_S, PATIENCE_S = 0.02, 2.0
 """A grammar is too slow once its masks have taken this long in total, each without the first 20 ms.
 Its sequences then fail: every step of the engine waits for a mask. `LIMITS` does not bound the time
 in which an ambiguous grammar compares the ways to read a text, which grows with the text."""
+FORGIVEN_SHARE = 0.01
+"""The share of the time that masks may take like this for as long as the grammar is used: one that
+is served for weeks may have a few slow masks an hour."""
 SUSPECT_MASKS = 64
 """The number of masks after a slow one that are measured."""
 
@@ -72,13 +75,16 @@ class MaskTime:
     """The time that the masks of one grammar have taken beyond `SLOW_MASK_S` each."""
 
     def __init__(self) -> None:
-        self._excess_s = 0.0
+        self._excess_s, self._counted_at = 0.0, time.monotonic()
         self._suspicions = 0
 
     def add(self, seconds: float, count: int = 1) -> None:
         """Count the time of ``count`` masks, or of as many tokens that were followed. Raises
         `GrammarError` if the grammar is too slow."""
-        self._excess_s += max(0.0, seconds - SLOW_MASK_S * max(1, count))
+        now = time.monotonic()
+        kept_s = max(0.0, self._excess_s - FORGIVEN_SHARE * (now - self._counted_at))
+        self._excess_s = kept_s + max(0.0, seconds - SLOW_MASK_S * max(1, count))
+        self._counted_at = now
         self._suspicions = SUSPECT_MASKS if seconds > SLOW_MASK_S else max(0, self._suspicions - 1)
         self.check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -95,6 +96,19 @@ def test_a_grammar_whose_masks_take_too_long_fails_alone_and_is_refused_from_the
     error = grammars.find(slow)
     assert isinstance(error, compiled.GrammarError) and "takes too long" in str(error)
     assert isinstance(grammars.find(usual), compiled.CompiledGrammar)
+
+
+def test_slow_masks_now_and_then_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(compiled, "time", SimpleNamespace(monotonic=lambda: now))
+    served, slow = compiled.MaskTime(), compiled.SLOW_MASK_S + compiled.PATIENCE_S / 10
+    for _ in range(100):
+        served.add(slow)
+        now += compiled.PATIENCE_S / 10 / compiled.FORGIVEN_SHARE
+    for _ in range(10):
+        served.add(slow)
+    with pytest.raises(compiled.GrammarError, match="takes too long"):
+        served.add(slow)
 
 
 def test_forbidden_tokens_are_allowed_only_if_nothing_else_is(

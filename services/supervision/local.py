@@ -223,6 +223,7 @@ def _supervise(
         local.keep_spare(time.monotonic())
 
     def reload() -> None:
+        nonlocal models
         found = _read_again(argv)
         if found is None:
             return
@@ -234,6 +235,7 @@ def _supervise(
             names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))
             logger.warning("changing these settings requires a restart of the server: %s", names)
         fleet.reconfigure(new, entries)
+        models = entries
 
     supervisor = Supervisor(
         services,

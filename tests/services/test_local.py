@@ -168,13 +168,16 @@ def test_engines_have_the_settings_of_their_model_and_read_no_file_themselves(
 
 
 class HungUpSupervisor:
-    """Gets SIGHUP once, and ends."""
+    """Gets SIGHUP, and ends."""
+
+    times = 1
 
     def __init__(self, *_: object, on_hang_up: Callable[[], None], **__: object) -> None:
         self._on_hang_up = on_hang_up
 
     def run(self) -> int:
-        self._on_hang_up()
+        for _ in range(self.times):
+            self._on_hang_up()
         return 0
 
 
@@ -193,6 +196,35 @@ def test_settings_that_cannot_be_read_again_end_no_server(
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
         assert local._supervise([], options, models, http, run_dir) == 0
     assert "keeping the old settings: no such thing" in caplog.text
+
+
+def test_a_file_that_has_lost_its_models_changes_nothing_though_it_had_none_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(f'model = "{tmp_path}"\n')
+    later = iter((f'[[model]]\npath = "{tmp_path}"\n', ""))
+    read = settings.read
+    served: list[str] = []
+
+    def read_next(*given: Any) -> Any:
+        file.write_text(next(later))
+        return read(*given)
+
+    fleet: Any = SimpleNamespace(
+        close=lambda: None, reconfigure=lambda _, entries: served.append(entries[0].id)
+    )
+    monkeypatch.setattr(local, "Supervisor", HungUpSupervisor)
+    monkeypatch.setattr(HungUpSupervisor, "times", 2)
+    monkeypatch.setattr(local, "EngineFleet", lambda *_: fleet)
+    monkeypatch.setattr(logs, "setup", lambda *_: None)
+    argv = [f"--config={file}"]
+    options, models = parse_models(argv, {}, "prog")
+    monkeypatch.setattr(settings, "read", read_next)
+    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
+        assert local._supervise(argv, options, models, http, run_dir) == 0
+    assert served == [str(tmp_path)]
+    assert "has no [[model]] any more" in caplog.text
 
 
 def test_engines_allocate_in_huge_pages_unless_the_user_sets_tunables(

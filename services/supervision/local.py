@@ -224,18 +224,14 @@ def _supervise(
 
     def reload() -> None:
         nonlocal models
-        found = _read_again(argv)
+        found = _read_again(argv, models)
         if found is None:
             return
-        new, entries = found
-        if entries[0].alone and not models[0].alone:  # the file may be only partly written
-            logger.error("keeping the old settings: %s has no [[model]] any more", new.config)
-            return
+        new, models = found
         if fixed := settings.fixed_changes(options, new):
             names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))
             logger.warning("changing these settings requires a restart of the server: %s", names)
-        fleet.reconfigure(new, entries)
-        models = entries
+        fleet.reconfigure(new, models)
 
     supervisor = Supervisor(
         services,
@@ -260,13 +256,19 @@ def _supervise(
     return code
 
 
-def _read_again(argv: Sequence[str]) -> tuple[Settings, tuple[ModelEntry, ...]] | None:
-    """Return the settings and models as they are now, or log why they cannot be read."""
+def _read_again(
+    argv: Sequence[str], served: Sequence[ModelEntry]
+) -> tuple[Settings, Sequence[ModelEntry]] | None:
+    """Return the settings and models as they are now, or log why they cannot be read, or replace
+    those that are ``served``."""
     try:
         new, entries, _ = settings.read(argv, os.environ, PROG)
     except Exception as error:  # no file may end a running server
         expected = isinstance(error, FlagError)
         logger.error("keeping the old settings: %s", error, exc_info=not expected)
+        return None
+    if entries[0].alone and not served[0].alone:  # the file may be only partly written
+        logger.error("keeping the old settings: %s has no [[model]] any more", new.config)
         return None
     return new, entries
 

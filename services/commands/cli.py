@@ -57,6 +57,8 @@ _HELP = ("-h", "--help", "--help-all")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named in ``argv`` (default: sys.argv); return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if os.getpid() == 1:  # of a container, where a signal without a handler is ignored
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     _open_closed_streams()
     try:
         with _lost_outputs():

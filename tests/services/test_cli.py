@@ -52,9 +52,23 @@ def test_ctrl_c_before_a_command_handles_it_prints_nothing(
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    monkeypatch.setattr("importlib.import_module", interrupted)
     assert cli.main(["serve", "--model=demo"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_process_of_a_container_can_be_stopped_before_its_command_handles_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handled: dict[int, Any] = {}
+    codes: list[int] = []
+    monkeypatch.setattr(signal, "signal", handled.__setitem__)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    assert (cli.main(["--version"]), handled) == (0, {}), "elsewhere the system ends it"
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert cli.main(["--version"]) == 0
+    handled[signal.SIGTERM](signal.SIGTERM, None)
+    assert codes == [143]
 
 
 def test_the_help_of_a_command_names_it_and_says_what_it_does(

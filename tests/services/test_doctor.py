@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.directory import BlockDirectory
 from services.commands import cli
-from services.commands.doctor import command, machine
+from services.commands.doctor import command, machine, meeting
 from services.processes import listener
 from services.processes.model_files import INDEX, problems
 from shared.network.curve import create_pair
@@ -222,3 +222,11 @@ def test_files_that_are_no_models_are_told_apart(
         "model.safetensors is not a safetensors file",
         "tokenizer.json is not valid JSON",
     ]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "dns+tcp"])
+@pytest.mark.parametrize("host", ["no-such-router.invalid", 70 * "a" + ".invalid"])
+def test_a_name_that_leads_nowhere_is_found(scheme: str, host: str) -> None:
+    found = meeting._socket("--engine-socket", f"{scheme}://{host}:5555")
+    assert found.verdict == "BAD"
+    assert found.text.startswith(f"{host} cannot be resolved (")

@@ -24,6 +24,7 @@ from services.ranks.remote_rank import SSH
 from shared.network.allow_list import AllowListError, read_allow_list
 from shared.network.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
 from shared.network.hostfile import HostfileError, RankHost, read_hostfile
+from shared.network.named_address import is_named
 from shared.network.opener import opener
 from shared.settings import Settings
 from shared.version import installed_version
@@ -102,12 +103,13 @@ def _versions(running: ServerFields) -> Iterator[Check]:
 
 def _socket(flag: str, address: str) -> Check:
     scheme, _, place = address.partition("://")
-    if scheme == "tcp":
+    if scheme == "tcp" or is_named(address):
         host, _, port = place.rpartition(":")
         try:
             socket.getaddrinfo(host.strip("[]") if host != "*" else None, int(port))
-        except OSError as error:
-            return bad(flag[2:], f"{host} cannot be resolved ({error.strerror})", f"correct {flag}")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            return bad(flag[2:], f"{host} cannot be resolved ({reason})", f"correct {flag}")
         return good(flag[2:], address)
     path = Path(place)
     if not path.parent.is_dir():

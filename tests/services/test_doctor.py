@@ -225,8 +225,8 @@ def test_files_that_are_no_models_are_told_apart(
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "dns+tcp"])
-@pytest.mark.parametrize("host", ["no-such-router.invalid", 70 * "a" + ".invalid"])
-def test_a_name_that_leads_nowhere_is_found(scheme: str, host: str) -> None:
+def test_a_name_that_leads_nowhere_is_found(scheme: str) -> None:
+    host = 70 * "a" + ".invalid"  # too long to ask anybody
     found = meeting._socket("--engine-socket", f"{scheme}://{host}:5555")
     assert found.verdict == "BAD"
     assert found.text.startswith(f"{host} cannot be resolved (")

@@ -186,10 +186,18 @@ async def send_json(
         }
     )
     for piece in pieces:
-        for start in range(0, len(piece), _PIECE_BYTES):
-            part = piece[start : start + _PIECE_BYTES]
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_body(send, piece)
+    await send_body(send, b"", more=False)
+
+
+async def send_body(send: Send, body: bytes, more: bool = True) -> None:
+    """Send a part of a body, in pieces: each `send` copies what it is given on the event loop."""
+    end = 0
+    while len(body) - end > _PIECE_BYTES:
+        start, end = end, end + _PIECE_BYTES
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": True})
+    last = body[end:] if end else body
+    await send({"type": "http.response.body", "body": last, "more_body": more})
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:

@@ -10,6 +10,7 @@ from functools import partial
 
 from starlette.types import Send
 
+from router.api.body import send_body
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, InternalError
 from router.generation.choice import Choice, OutputDelta
@@ -186,7 +187,7 @@ class EventStream:
     async def _write(self, body: bytes, more: bool = True) -> None:
         now = self._loop.time()
         self._write_timer.start(now)
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await send_body(self._send, body, more)
         self._write_timer.stop()
         self._keep_alive_timer.start(now)
 

@@ -134,6 +134,17 @@ def test_where_no_thread_has_time_the_stream_ends_without_an_event() -> None:
     assert not writer.error_thread
 
 
+def test_a_large_event_is_sent_in_pieces() -> None:
+    class Writer(EndingWriter):
+        def stream_end(self, *_: object) -> bytes:
+            return bytes(range(250)) * 4000
+
+    _, *sent = run_stream(EndedGeneration(9), Writer(repeats=False), request_bytes=10)
+    assert b"".join(each["body"] for each in sent) == bytes(range(250)) * 4000
+    assert max(len(each["body"]) for each in sent) <= 256 * 1024
+    assert [each["more_body"] for each in sent] == [True, True, True, False]
+
+
 @pytest.mark.parametrize("repeats", [False, True])
 def test_events_that_repeat_a_large_answer_are_written_on_a_thread(repeats: bool) -> None:
     writer = EndingWriter(repeats)

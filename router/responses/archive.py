@@ -81,9 +81,12 @@ class ResponseArchive:
         self._file = file  # last: if any of this fails, the next write tries again
 
     def load(self) -> Iterator[ArchivedTurn]:
-        """Yield all turns, oldest first, and start accepting changes."""
-        for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
-            yield ArchivedTurn(*row)
+        """Yield all turns, oldest first, and start accepting changes. Raises `ArchiveError`."""
+        try:
+            for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
+                yield ArchivedTurn(*row)
+        except sqlite3.Error as error:
+            raise ArchiveError(f"{self._directory} cannot be read: {error}") from None
         self._thread.start()
 
     def add(self, turn: ArchivedTurn) -> None:

@@ -123,6 +123,22 @@ def test_a_restarted_router_has_the_responses(start_server: StartServer, tmp_pat
         start_server(flag)
 
 
+def test_a_damaged_file_ends_the_start_with_a_line_that_says_so(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    with opened(tmp_path) as store:
+        for number in range(200):
+            store.put(str(number), turn(number))
+    file = tmp_path / "responses.db"
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + b"\xff" * 8192 + whole[middle + 8192 :])
+    with pytest.raises(AssertionError) as caught:
+        start_server(f"--response-store-dir={tmp_path}")
+    assert f"--response-store-dir: {tmp_path} cannot be read: " in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_what_was_deleted_stays_deleted_though_the_disk_failed_at_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, busy: bool

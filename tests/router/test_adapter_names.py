@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from router.errors import ModelNotFound
+from router.errors import ModelForbidden, ModelNotFound
 from router.fleet.adapters import Adapters, ServedAdapter
 from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.model_names import ModelNames
 from router.fleet.models.supervised import Supervised
+from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
 from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
 from tests.router.scripted_engine import adapter_ref as ref
@@ -37,6 +40,7 @@ class Fleet:
             models=self.models, versions=self.versions, find_model=self.models.get
         )
         self.adapters = Adapters(registry, supervised, self._send)
+        self.names = ModelNames(registry, supervised, self.adapters)
 
     def _send(self, engine: Engine, message: Message) -> bool:
         self.sent.append((engine.name, message))
@@ -95,9 +99,9 @@ def test_a_full_name_finds_the_model_that_is_to_be_loaded() -> None:
 )
 def test_an_adapters_key_loads_the_model_for_it_alone(allowed: str, name: str, may: bool) -> None:
     fleet = Fleet(two=["same", "own"])
-    model = fleet.adapters.find_configured(name)
-    assert model is not None
-    assert (allowed in fleet.adapters.names_for(model, name)) is may
+    tenant = Tenant(name="alice", models=frozenset([allowed]), alone=False)
+    with nullcontext() if may else pytest.raises(ModelForbidden):
+        fleet.names.wanted(name, tenant)
 
 
 def test_an_adapter_that_left_the_flags_has_no_name_once_the_last_engine_is_replaced() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from router.errors import InvalidRequest
 from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.conversations.tools import tool_schema
@@ -125,10 +126,9 @@ class ModelReplies:
         messages = False  # whether an answer consists of messages, the last of which may be a call
         if not policy.required:
             if bound is not None:
-                schema = msgspec.json.decode(bound.source) if bound.kind == "json_schema" else None
-                if not isinstance(schema, dict):
+                alternative = _json_rule_of(bound)
+                if alternative is None:
                     return None
-                alternative = json_rule(schema)
             elif not any(function.strict for function in functions):
                 return None
             elif format.transitions:
@@ -196,3 +196,16 @@ class ModelReplies:
             start -= 1
         tail = prompt[start:]
         return "".join(self.added_tokens.get(t) or self._vocabulary.token_text(t) for t in tail)
+
+
+def _json_rule_of(grammar: Grammar) -> str | None:
+    """Return the rule of the JSON that ``grammar`` allows; None if it is not a schema with fields.
+    Raises `InvalidRequest`."""
+    if grammar.kind != "json_schema":
+        return None
+    try:
+        schema = msgspec.json.decode(grammar.source)
+        return json_rule(schema) if isinstance(schema, dict) else None
+    except RecursionError:  # this is a few calls deeper than the check of the request was
+        param = grammar.param
+        raise InvalidRequest(f"'{param}' is nested too deeply.", param=param) from None

@@ -252,6 +252,18 @@ def test_a_tool_whose_parameters_nest_deeply_is_an_error(server: Server, kind: s
     assert_error(server.chat(tools=tools, tool_choice=kind), 400, "tools")
 
 
+def test_no_depth_of_a_schema_beside_tools_is_an_error_of_the_server(server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 1}
+    large = json.dumps({**asked, "_": "x" * 9_000})[:-1]  # such a body is decoded on a thread
+    found = set()
+    for depth in range(960, 1000):
+        schema = '{"not":' * depth + "{}" + "}" * depth
+        answer = post(server, f'{large}, "guided_json": {schema}}}', path="/v1/chat/completions")
+        found.add(answer.status_code)
+    assert found <= {200, 400}
+
+
 def test_the_number_of_prompts_is_checked_before_any_is_tokenized() -> None:
     def parse(prompt: list[Any]) -> CompletionRequest:
         return parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest)

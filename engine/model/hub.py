@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ Report = Callable[[int, int], None]
 def download(model: str, report: Report) -> Path:
     """Return the folder of ``model``, a Hugging Face model id, after downloading what is missing.
 
-    Raises `ModelUnavailable` with a one-line message that says what to do."""
+    The hub is asked each time, but need not answer if nothing is missing. Raises
+    `ModelUnavailable` with a one-line message that says what to do."""
     from huggingface_hub import errors, snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -49,7 +51,27 @@ def download(model: str, report: Report) -> Path:
         ) from error
     except Exception as error:  # the hub's HTTP client changes, and so do its exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if (kept := _kept(model)) is not None:
+            logger.warning("%s is used as it is on this machine: the hub fails (%s)", model, reason)
+            return kept
         raise ModelUnavailable(f"cannot download {model}: {reason}") from error
+
+
+def _kept(model: str) -> Path | None:
+    """Return the folder of ``model`` in the hub's cache; None if config or weights are missing."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(model, local_files_only=True))
+        weights = {file.name for file in folder.glob("model*.safetensors")}
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        else:  # part of several files needs one
+            named = {"model.safetensors"}
+    except Exception:  # of the hub's library, or of a damaged index
+        return None
+    return folder if named <= weights and (folder / "config.json").is_file() else None
 
 
 def download_with_log(model: str) -> Path:

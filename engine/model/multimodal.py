@@ -22,7 +22,9 @@ class Family(NamedTuple):
     """Fields of the language model's config that may be missing, if mlx-lm requires them or has
     other defaults."""
     has_axes: bool = False
-    """Whether positions within a picture have three axes."""
+    """Whether positions within a picture have three axes. Its tower takes any size of picture."""
+    any_size: bool = False
+    """Whether a tower without axes takes any size, too, and not only tiles of one size."""
     interleaved: bool = False
     """Whether the pairs of a head take the axes in turn."""
     unscaled: bool = False
@@ -44,8 +46,8 @@ FAMILIES = {
     "idefics3": Family("<image>", text="llama", defaults=_LLAMA),
     "smolvlm": Family("<image>", text="llama", defaults=_LLAMA),
     "llava": Family("<image>"),
-    "pixtral": Family("[IMG]"),
-    "mistral3": Family("[IMG]"),
+    "pixtral": Family("[IMG]", any_size=True),
+    "mistral3": Family("[IMG]", any_size=True),
     "internvl": Family("<IMG_CONTEXT>", text="qwen3", defaults={"tie_word_embeddings": False}),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),

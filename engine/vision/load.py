@@ -105,13 +105,14 @@ def _opened(
         raise VisionUnusable(why[:MAX_CHARACTERS]) from error
     vision = _vision(model, loaded, family)
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
-    merge, limit = 0, None
+    merge, limit, tower = 0, None, model.config.vision_config
     if family.has_axes:
-        sections, tower = _sections(loaded.config), model.config.vision_config
+        sections = _sections(loaded.config)
         encoder.axes_of_pairs = axes_of_pairs(sections, interleaved=family.interleaved)
         merge = int(tower.spatial_merge_size)
-        if scores_bytes:
-            limit = ScoreLimit(int(tower.num_heads) * SCORE_BYTES, scores_bytes)
+    if scores_bytes and (family.has_axes or family.any_size):
+        heads = tower.num_heads if family.has_axes else tower.num_attention_heads
+        limit = ScoreLimit(int(tower.patch_size), int(heads) * SCORE_BYTES, scores_bytes)
     encoder.deep_layers = deep_layers(loaded.config)
     encoder.attends_both_ways = attends_both_ways(loaded.config)
     if family.unscaled:

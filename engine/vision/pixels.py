@@ -23,6 +23,7 @@ class TooLarge(Exception):
 class ScoreLimit(NamedTuple):
     """The limit of the attention scores of a picture that attends to itself as a whole."""
 
+    patch_size: int  # side length in pixels
     pair_bytes: int  # of the scores of two patches, in all heads
     max_bytes: int  # of all scores
 
@@ -44,7 +45,7 @@ class PixelStore:
     def __init__(self, max_bytes: int, merge: int = 0, scores: ScoreLimit | None = None) -> None:
         """``max_bytes`` limits the arrays of all requests together, in host memory. ``merge``:
         side length, in patches, of the square behind one embedding, if positions have axes;
-        otherwise 0. ``scores`` limits pictures with axes; None: their size does not matter."""
+        otherwise 0. ``scores`` limits each picture; None: its size does not matter."""
         self._merge, self._scores = merge, scores
         self._max_bytes = max_bytes
         self._by_digest: dict[bytes, Pixels] = {}
@@ -77,13 +78,15 @@ class PixelStore:
         Raises: ValueError if the arrays have no grid, and TooLarge if they have too many
         patches."""
         pixels, merge = self._by_digest, self._merge
-        grids = [_grid(pixels[one.digest], merge) if merge else None for one in request.images]
-        if self._scores is not None:
-            for grid in filter(None, grids):
-                self._scores.check(grid[1] * grid[2] * merge**2)
-        pairs = zip(request.images, grids, strict=True)
-        images = tuple(structs.replace(one, grid=grid) for one, grid in pairs)
-        return structs.replace(request, images=images)
+        images = []
+        for one in request.images:
+            its = pixels[one.digest]
+            grid = _grid(its, merge) if merge else None
+            if self._scores is not None:
+                size = self._scores.patch_size
+                self._scores.check(grid[1] * grid[2] * merge**2 if grid else _patches(its, size))
+            images.append(structs.replace(one, grid=grid))
+        return structs.replace(request, images=tuple(images))
 
     def keep_only(self, live: Collection[RequestKey]) -> None:
         """Forget the arrays of all requests not in ``live``."""
@@ -111,6 +114,13 @@ def _grid(pixels: Pixels, merge: int) -> tuple[int, int, int]:
             if min(time, rows // merge, columns // merge) > 0:
                 return time, rows // merge, columns // merge
     raise ValueError("a picture has no grid")
+
+
+def _patches(pixels: Pixels, size: int) -> int:
+    """Return the number of patches of a picture in pixels, with this ``size`` of each side. Raises:
+    ValueError if it is not in pixels."""
+    height, width = next((spec.shape for spec, _ in pixels if spec.name == "pixel_values"), ())[-2:]
+    return (height // size) * (width // size)
 
 
 def _nbytes(pixels: Pixels) -> int:

@@ -25,7 +25,8 @@ from engine.batch import device
 from engine.plan import Plan
 from engine.replica.vision import served_vision
 from engine.vision.encoder import VisionEncoder
-from shared.wire import DIGEST_BYTES, ArraySpec, ImagePart, SamplingParams
+from router.images.processor import PreparedImage
+from shared.wire import ImagePart, SamplingParams
 from tests.engine.conftest import Wrap
 from tests.engine.guesses import guessing
 from tests.engine.stream_errors import BrokenPiece
@@ -324,20 +325,26 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
     assert one.whole.refused["more"].reason == "too_large"
 
 
-def test_a_picture_to_which_attention_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
-    """On a CPU the scores of all pairs of patches are in memory at once. This many would end the
+@pytest.mark.parametrize("family", ["qwen2_vl", "pixtral"])
+def test_a_picture_to_which_attention_takes_too_much_memory_is_refused(
+    tmp_path: Path, family: str
+) -> None:
+    """On a CPU the scores of all pairs of patches are in memory at once. These would end the
     process."""
-    model = make_vision_model("qwen2_vl", tmp_path / "model")
-    whole = Whole(model, **BLOCK_OF, memory_gb=4)
-    for name, side in (("small", 40), ("large", 160)):
-        patches = ArraySpec(name="pixel_values", dtype="float32", shape=(side * side, 96))
-        grid = ArraySpec(name="image_grid_thw", dtype="int64", shape=(1, 3))
-        length = side * side // 4
-        digest = name.encode().ljust(DIGEST_BYTES)
-        shown = ImagePart(digest=digest, start=1, length=length, arrays=(patches, grid))
+    whole = Whole(make_vision_model(family, tmp_path / "model"), **BLOCK_OF, memory_gb=4)
+    for name, side in (("small", 20), ("large", 160)):
+        if family == "pixtral":
+            shape, size = (1, 3, 4 * side, 4 * side), [[4 * side, 4 * side]]
+            arrays = {"pixel_values": np.zeros(shape, np.float32), "image_sizes": np.array(size)}
+        else:
+            arrays = {"pixel_values": np.zeros((side**2, 96), np.float32)}
+            arrays["image_grid_thw"] = np.array([[1, side, side]])
+        length = side**2 // 4 if family == "qwen2_vl" else side**2
+        prepared = PreparedImage(name.encode().ljust(32), [], arrays)
+        shown = ImagePart(digest=prepared.digest, start=1, length=length, arrays=prepared.specs)
         assert whole.replica.vision is not None
         token = whole.replica.vision.vision.image_token_id
-        frames = bytes(patches.nbytes), np.array([1, side, side], "<i8").tobytes()
+        frames = tuple(map(bytes, prepared.frames))
         whole.submit(name, [5, *[token] * length, 6], 1, images=(shown,), frames=frames)
     whole.run()
     assert whole.texts["small"] and not whole.texts["large"]

@@ -127,6 +127,10 @@ class Executor(ABC):
 
 
 def is_allocation_failure(error: Exception) -> bool:
-    """Return whether ``error`` means that memory ran out. MLX has no error class for that."""
-    words = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "malloc")
+    """Return whether ``error`` means that memory ran out. MLX and ONNX Runtime, whose words are the
+    last, have no error class for that."""
+    words = (
+        *("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "malloc"),
+        *("bad_alloc", "bad allocation", "failed to allocate"),
+    )
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from engine.backend import graphs
 from engine.backend.file_rows import FilesChanged
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
 from engine.core import MAX_FAILURES
-from engine.executor.base import PendingStep
+from engine.executor.base import PendingStep, is_allocation_failure
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.executor.steps import BatchedStep
@@ -55,6 +57,18 @@ def prompts() -> list[list[int]]:
 def submit_all(whole: Whole, given: list[list[int]]) -> None:
     for number, prompt in enumerate(given):
         whole.submit(f"r{number}", prompt, 20 + number)
+
+
+@pytest.mark.skipif(bool(graphs.unusable()), reason=graphs.unusable())
+def test_without_memory_onnx_runtimes_error_is_known_too() -> None:
+    """Its result is larger than any address space."""
+    graph, count = graphs.Graph(), 1 << 23
+    product = graph.node("MatMul", graph.input("x", "rows", 1), graph.input("y", 1, "columns"))
+    graph.output(product, "rows", "columns")
+    given = np.zeros((count, 1), np.float32)
+    with pytest.raises(Exception, match="alloc") as raised:
+        graph.session(threads=1)(given, given.T)
+    assert is_allocation_failure(raised.value)
 
 
 def failing(original: Callable[..., Any], when: Iterator[bool]) -> Callable[..., Any]:

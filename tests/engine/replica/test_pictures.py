@@ -23,7 +23,8 @@ from engine.backend import graphs
 from engine.backend.gpu_path import forced_gpu_path
 from engine.batch import device
 from engine.plan import Plan
-from engine.replica.vision import served_vision
+from engine.replica.memory import HEADROOM_BYTES
+from engine.replica.vision import served_vision, vision_bytes
 from engine.vision.encoder import VisionEncoder
 from router.images.processor import PreparedImage
 from shared.wire import ImagePart, SamplingParams
@@ -351,6 +352,13 @@ def test_a_picture_to_which_attention_takes_too_much_memory_is_refused(
     refusal = whole.refused["large"]
     assert (refusal.reason, refusal.param) == ("too_large", "images")
     assert "25600 patches" in refusal.message and "10.5 GB" in refusal.message
+
+
+def test_scores_are_kept_free_beyond_what_each_step_has(one: Seeing) -> None:
+    assert vision_bytes(None) == 0
+    assert vision_bytes(one.serving) == one.serving.bytes
+    large = replace(one.serving, scores_bytes=3 * HEADROOM_BYTES)
+    assert vision_bytes(large) == one.serving.bytes + 2 * HEADROOM_BYTES
 
 
 def test_pictures_of_requests_that_ended_are_forgotten(one: Seeing) -> None:

@@ -84,9 +84,7 @@ class Adapters:
             for adapter in model.adapters.values()
         ]
         configured = [
-            ListedAdapter(model.names[0], model.names, name)
-            for model in self._unloaded()
-            for name in model.adapters
+            _unloaded_adapter(model, name) for model in self._unloaded() for name in model.adapters
         ]
         return [*served, *configured]
 
@@ -197,16 +195,16 @@ class Adapters:
     def _called(self, name: str) -> list[ListedAdapter]:
         """Return the adapters called ``name``: of one model, or of all if it names none."""
         base, separator, own = name.rpartition(SEPARATOR)
+
+        def has_it(model: ModelReplicas | ConfiguredModel) -> bool:
+            return own in model.adapters and (not separator or base in model.names)
+
         served = [
             ServedAdapter(model, model.adapters[own]).listed
             for model in self._registry.models.values()
-            if own in model.adapters and (not separator or base in model.names)
+            if has_it(model)
         ]
-        configured = [
-            ListedAdapter(model.names[0], model.names, own)
-            for model in self._unloaded()
-            if own in model.adapters and (not separator or base in model.names)
-        ]
+        configured = [_unloaded_adapter(model, own) for model in self._unloaded() if has_it(model)]
         return [*served, *configured]
 
     def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
@@ -276,6 +274,10 @@ class Adapters:
                 "The engines found different adapters in this directory.", param="path"
             )
         return adapter
+
+
+def _unloaded_adapter(model: ConfiguredModel, own_name: str) -> ListedAdapter:
+    return ListedAdapter(model.names[0], model.names, own_name)
 
 
 def with_adapter(model: Model, adapter: AdapterRef) -> Model:

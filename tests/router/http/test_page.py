@@ -7,7 +7,8 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -200,38 +201,42 @@ async def test_viewers_share_samples_and_a_slow_one_hurts_nobody(router_of: Rout
     await until(lambda: asyncio.all_tasks() == before)  # nobody looks: the sampler ends
 
 
-@in_loop
-async def test_viewers_are_bounded(app_of: AppOf) -> None:
-    app = app_of()
-    viewers = [Viewer(10**6) for _ in range(MAX_VIEWERS)]
+@asynccontextmanager
+async def many_viewers(
+    app: ASGIApp, key: str | None = None
+) -> AsyncIterator[list[tuple[Viewer, asyncio.Task[None]]]]:
+    """Yield `MAX_VIEWERS` viewers that have an answer and stay, with their tasks."""
+    viewers = [Viewer(10**6, key=key) for _ in range(MAX_VIEWERS)]
     tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
     await until(lambda: all(viewer.pieces for viewer in viewers))
-    refused, welcome = Viewer(1), Viewer(1)
-    await refused.read(app)
-    assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
-    viewers[0].gone.set()
-    await tasks[0]
-    await welcome.read(app)
-    assert welcome.status == 200
+    yield list(zip(viewers, tasks, strict=True))
     for viewer in viewers:
         viewer.gone.set()
     await asyncio.gather(*tasks)
+
+
+@in_loop
+async def test_viewers_are_bounded(app_of: AppOf) -> None:
+    app = app_of()
+    async with many_viewers(app) as ((first, task), *_):
+        refused, welcome = Viewer(1), Viewer(1)
+        await refused.read(app)
+        assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
+        first.gone.set()
+        await task
+        await welcome.read(app)
+        assert welcome.status == 200
 
 
 @in_loop
 async def test_no_key_takes_all_places_of_viewers(app_of: AppOf) -> None:
     app = app_of(api_key=("sesame", "other"))
-    viewers = [Viewer(10**6, key="sesame") for _ in range(MAX_VIEWERS)]
-    tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
-    await until(lambda: all(viewer.pieces for viewer in viewers))
-    refused = [viewer for viewer in viewers if viewer.status == 429]
-    assert len(refused) == MAX_VIEWERS // 2
-    other = Viewer(1, key="other")
-    await other.read(app)
-    assert other.status == 200
-    for viewer in viewers:
-        viewer.gone.set()
-    await asyncio.gather(*tasks)
+    async with many_viewers(app, "sesame") as viewers:
+        refused = [viewer for viewer, _ in viewers if viewer.status == 429]
+        assert len(refused) == MAX_VIEWERS // 2
+        other = Viewer(1, key="other")
+        await other.read(app)
+        assert other.status == 200
 
 
 @in_loop

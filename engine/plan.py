@@ -6,39 +6,40 @@ sent to another rank, or run by a fake.
 
 The storage that plans refer to:
 
-* A **slab** is a set of rows of one capacity (tokens). It is allocated and freed as a whole, and
-  may get more rows, or lose the last ones. A **slot** is one row of a slab. It holds the KV of
-  one running sequence, left-aligned: the token at position p lies at index p. Writing beyond a
-  sequence's length is harmless: those positions are never attended to, and are overwritten when
-  the sequence gets there.
-* A **block** is an immutable copy of ``block_size`` consecutive positions of some sequence, in
-  all layers. The executor knows it by an integer id that the scheduler assigns. Sequences never
-  read blocks in place; blocks are copied into slots.
-* A **snapshot** is an immutable copy of the recurrent state that a sequence had after a number
-  of positions, for models with recurrent layers. Its id comes from the same numbers as those of
-  blocks, and it is evicted like a block. A `Move` takes the slot's state along.
+* A **page** holds the KV of ``page_tokens`` consecutive positions of some sequence, in all layers.
+  Pages are numbered from 0. Several sequences may read a page; only a page that one sequence has
+  is written, and only behind the positions that others may read.
+* A **slot** is the number of a running sequence. Its **table** names the pages with its KV: the
+  token at position p lies in entry ``p // page_tokens``. Recurrent state, the last token and what
+  sampling remembers are kept under the slot too. What a page holds behind a sequence's length is
+  never read.
+* A **snapshot** is an immutable copy of the recurrent state that a sequence had after a number of
+  positions, for models with recurrent layers. The scheduler assigns its id.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from shared.wire import Grammar, PackedLogprobs, SamplingParams, TokenLogprobs
 
 Payload = tuple[bytes | memoryview, ...]
-"""The content of a block or a snapshot: one buffer per storage group of the model, or per array of
-its state. Order and sizes are the same throughout a namespace."""
+"""The content of a page or a snapshot: buffers in the order of the model's storage groups, or one
+per array of its state. Order and sizes are the same throughout a namespace."""
+
+Slot: TypeAlias = int
+"""The number of a running sequence, below the max number of sequences that run at once."""
 
 
 class StateSearch(NamedTuple):
-    """The state with which a fetch of blocks should end: the last one that the blocks reach.
+    """The state with which a fetch of pages should end: the last one that the pages reach.
 
-    Counts are numbers of leading ``hashes``: a state at count n follows block ``hashes[n - 1]``."""
+    Counts are numbers of leading ``hashes``: a state at count n follows page ``hashes[n - 1]``."""
 
-    hashes: list[bytes]  # of consecutive blocks; the last ones are to be fetched
-    num_ready: int  # number of blocks that need not be fetched
+    hashes: list[bytes]  # of consecutive pages; the last ones are to be fetched
+    num_ready: int  # number of pages that need not be fetched
     in_ram: tuple[int, ...] = ()  # counts above `num_ready` that have a state in RAM
 
 
@@ -70,60 +71,57 @@ class FoundState(NamedTuple):
     payload: Payload
 
 
-class Slot(NamedTuple):
-    slab_id: int
-    row: int
-
-
 class PlanOp(msgspec.Struct, frozen=True, array_like=True):
     """Base class of the operations of a plan."""
 
 
-class Evict(PlanOp, frozen=True):
-    """Forget a block or a snapshot."""
+class Export(PlanOp, frozen=True):
+    """Return the bytes of a page or of a snapshot in `StepResult.exported`."""
 
-    block_id: int  # of the block or the snapshot
-    export: bool = False  # return its bytes in `StepResult.exported`
-
-
-class SlabSpec(PlanOp, frozen=True):
-    """Allocate a slab."""
-
-    slab_id: int  # a new id
-    rows: int
-    capacity: int  # tokens of each row
-
-
-class ResizeSlab(PlanOp, frozen=True):
-    """Change the number of rows of a slab. Remaining rows keep their content and slots."""
-
-    slab_id: int
-    rows: int  # rows from this number on are not in use
+    block_id: int  # under which they are returned; of the snapshot if ``page`` is None
+    page: int | None = None
 
 
 class Insert(PlanOp, frozen=True):
-    """Create a block or a snapshot from bytes."""
+    """Write a page, or create a snapshot, from bytes."""
 
-    block_id: int  # in the format of an earlier `Exported`
+    block_id: int  # of the snapshot if ``page`` is None; otherwise only for `BlockName`
     payload: Payload  # as in an earlier `Exported`
-    is_snapshot: bool = False
+    page: int | None = None
 
 
 class BlockName(PlanOp, frozen=True):
-    """The kvstore's name for a block or snapshot that this plan inserts or exports. Other ranks
+    """The kvstore's name for a page or a snapshot that this plan inserts or exports. Other ranks
     need it, because each inserts and stores its own part."""
 
-    block_id: int  # of the block or the snapshot
+    block_id: int  # as in `Insert` and `Export`
     hash: bytes
     is_snapshot: bool = False
 
 
-class Restore(PlanOp, frozen=True):
-    """Copy blocks into a slot."""
+class Table(PlanOp, frozen=True):
+    """Change the table of a slot: entries before ``first`` stay, and ``pages`` follow them."""
 
     slot: Slot
-    start: int  # position of the first block
-    block_ids: tuple[int, ...]
+    first: int
+    pages: tuple[int, ...]
+
+
+class CopyPage(PlanOp, frozen=True):
+    """Copy the first ``positions`` of page ``source`` to page ``target``."""
+
+    source: int
+    target: int
+    positions: int
+
+
+class Unpack(PlanOp, frozen=True):
+    """Keep the values of a slot's positions outside of its pages too, in the form that attention
+    reads, from this plan on until the slot is freed. Only if `ExecutorSpec.unpacked_token_bytes`
+    is not 0."""
+
+    slot: Slot
+    tokens: int  # room for so many positions; 0: drop the values
 
 
 class RestoreState(PlanOp, frozen=True):
@@ -132,23 +130,6 @@ class RestoreState(PlanOp, frozen=True):
     slot: Slot
     position: int  # the snapshot was taken after this many positions
     snapshot_id: int
-
-
-class Move(PlanOp, frozen=True):
-    """Copy the first ``length`` positions of ``source`` to ``target``."""
-
-    source: Slot
-    target: Slot
-    length: int
-
-
-class CopyPositions(PlanOp, frozen=True):
-    """Copy the KV of positions ``start`` to ``end`` of ``source`` to ``target``."""
-
-    source: Slot
-    target: Slot
-    start: int
-    end: int  # exclusive
 
 
 class Decode(PlanOp, frozen=True):
@@ -173,8 +154,8 @@ class Decode(PlanOp, frozen=True):
     """Tokens that must not be sampled now (EOS before ``min_tokens``)."""
     logprobs: int | None = None  # number of alternatives to return
     history: tuple[int, ...] | None = None
-    """All tokens at the positions before this one. Sent with the first decode in a slot if sampling
-    looks back or there is a grammar."""
+    """All tokens at the positions before this one. Sent with a sequence's first decode in its slot
+    if sampling looks back or there is a grammar."""
     constrained: bool = False
     """The token must be one that the grammar allows; a ``forbidden`` token only if the grammar
     allows nothing else."""
@@ -245,15 +226,6 @@ class Stretch(PlanOp, frozen=True):
     `ExecutorSpec.layers` or more."""
 
 
-class Save(PlanOp, frozen=True):
-    """Copy consecutive positions of a slot into new blocks, as they are after this plan's decodes
-    and chunks."""
-
-    slot: Slot
-    start: int  # position of the first block
-    block_ids: tuple[int, ...]
-
-
 class SaveState(PlanOp, frozen=True):
     """Copy a slot's state into a new snapshot, as it is after this plan's decodes and chunks."""
 
@@ -266,32 +238,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The operations of one step. The executor runs them in the order of these fields."""
 
     step: int
+    exports_first: tuple[Export, ...] = ()
+    """Pages and snapshots as they are before this plan, which may overwrite or evict them."""
     dropped_passes: tuple[int, ...] = ()  # passes that are abandoned
     dropped_pictures: tuple[bytes, ...] = ()  # digests: embeddings, including incomplete ones
-    evictions: tuple[Evict, ...] = ()
-    freed_slabs: tuple[int, ...] = ()
+    evictions: tuple[int, ...] = ()  # ids of snapshots to forget
     freed_slots: tuple[Slot, ...] = ()
-    """Slots vacated by a sequence with a grammar or a history, which can be dropped."""
-    resized_slabs: tuple[ResizeSlab, ...] = ()  # those that lose rows come first
-    new_slabs: tuple[SlabSpec, ...] = ()
+    """Slots that their sequence has left: all that is kept under them is dropped."""
+    moved_pages: tuple[CopyPage, ...] = ()  # before the number of pages changes
+    num_pages: int = 0
+    """The number of pages from now on; 0: as before. Pages that remain keep their content."""
+    tables: tuple[Table, ...] = ()
+    copies: tuple[CopyPage, ...] = ()  # in this order
     inserts: tuple[Insert, ...] = ()
-    restores: tuple[Restore, ...] = ()
+    unpacked: tuple[Unpack, ...] = ()
     state_restores: tuple[RestoreState, ...] = ()
-    moves: tuple[Move, ...] = ()
-    copies: tuple[CopyPositions, ...] = ()
     decodes: tuple[Decode, ...] = ()
     encodes: tuple[EncodePicture, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     """The pass of ``chunks`` is computed completely if no stretch has its number."""
-    saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
-    exports: tuple[int, ...] = ()  # ids of blocks and snapshots
+    exports: tuple[Export, ...] = ()  # as they are after this plan
     names: tuple[BlockName, ...] = ()  # for everything inserted or exported
 
 
 class Exported(NamedTuple):
-    block_id: int  # of a block or a snapshot
+    block_id: int  # as in `Export`
     payload: Payload
 
 
@@ -321,8 +294,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
     """The slots whose chunk or grammar raised an exception, with the reason: a `GrammarFault` if
-    the request is at fault. Nothing of theirs was saved, and the rest of the chunk's pass is
-    dropped; everything else in the plan was done."""
+    the request is at fault. What their pages hold of it is meaningless, and the rest of the
+    chunk's pass is dropped; everything else in the plan was done."""
     failed_pictures: tuple[tuple[bytes, str], ...] = ()
     """Digests of pictures whose encoding failed, with the reason. Nothing is kept for them."""
     elapsed_s: float = 0.0  # time on the device of a step that overlapped with no other step

@@ -50,7 +50,7 @@ class LayeredPass:
 
     def advance(self, end: int) -> list[Any]:
         """Compute until ``end`` layers are done. Return the arrays to evaluate, unless the pass is
-        complete: once evaluated, nothing refers to a slab any more."""
+        complete: once evaluated, nothing refers to the pages any more."""
         self._end = end
         if self._entered >= 0:
             self._batch.resume()
@@ -73,7 +73,7 @@ class LayeredPass:
 
     def enter_state(self, number: int) -> None:
         """Record that the recurrent state ``number`` of the layout is used now."""
-        # The model's own attention may be pending here, with references to slabs.
+        # The model's own attention may be pending here, with references to pages.
         if self._batch.attends:
             self._enter(self._of_state[number], ())
 

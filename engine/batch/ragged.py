@@ -2,16 +2,15 @@
 
 mlx-lm's models call ``cache.update_and_fetch(keys, values)`` and pass the result to
 `mlx_lm.models.base.scaled_dot_product_attention`. Here the result is a handle, not an
-array: our attention recognises it and attends directly to the slabs. Subclasses implement
+array: our attention recognises it and attends directly to the pages. Subclasses implement
 it for a device (`engine.batch.graph`, `engine.batch.cpu.host`). Rows in a batch are
-ordered by slab and row.
+ordered by slot.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,8 @@ from engine.batch.embeddings import GivenEmbedding
 from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.pages import Pages
+from engine.cache.slots import Slots
 from engine.plan import Slot
 
 _stock_attention = mlx_lm_base.scaled_dot_product_attention
@@ -73,11 +73,8 @@ class RaggedBatch(ABC):
     attends = True
     """Whether attention is computed here, not by the model's own code."""
 
-    has_rings = False
-    """Whether slots may keep only the window of a layer, see `Layout.with_rings`."""
-
-    writes_in_place = False
-    """Whether slabs are written directly in the host's memory, outside MLX's graph."""
+    pages_class: type[Pages]
+    """The storage that rows are in."""
 
     deterministic = False
     """Whether a row's logits have the same bits whatever rows and chunks are computed with it."""
@@ -85,9 +82,11 @@ class RaggedBatch(ABC):
     division: LayeredPass | None = None
     """Controls this pass while it is computed in several parts."""
 
-    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
-        self.slabs = slabs
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        self.slots = slots
         self.rows = rows
+        self.tables = [slots.tables[row.slot] for row in rows]
+        """The pages of each row, as they are now: later plans may change the slots' tables."""
         self.width = max([row.end - row.start for row in rows])
         """The largest number of new tokens of any row."""
         self.decoding = self.width == 1
@@ -104,14 +103,14 @@ class RaggedBatch(ABC):
         self.layout = layout
         self.new_states: dict[int, mx.array] = {}
         self.also_written: list[mx.array] = []
-        """Further results of the pass, to be evaluated with slabs and states."""
+        """Further results of the pass, to be evaluated with pages and states."""
 
     @property
     def views(self) -> list[Any]:
         """The cache list to call the model with.
 
         The views refer to the batch, and the batch does not refer to them: a reference cycle
-        would keep freed slabs alive until the garbage collector runs."""
+        would keep its arrays alive until the garbage collector runs."""
         return [self._view(node) for node in self.layout.tree]
 
     def _view(self, node: Node) -> Any:
@@ -124,17 +123,6 @@ class RaggedBatch(ABC):
     def kv_view(self, number: int, layer: AttentionLayout) -> Any:
         """Return the replacement of mlx-lm's cache for layer ``number``."""
         return KVCacheView(self, number, layer)
-
-    def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
-        """Yield each slab, the index in the batch of its first row, and its rows."""
-        if self.rows[0].slot.slab_id == self.rows[-1].slot.slab_id:  # rows are ordered by slab
-            yield self.slabs[self.rows[0].slot.slab_id], 0, self.rows
-            return
-        first = 0
-        for number, members in groupby(self.rows, key=lambda row: row.slot.slab_id):
-            stretch = list(members)
-            yield self.slabs[number], first, stretch
-            first += len(stretch)
 
     @classmethod
     def make_deterministic(cls) -> bool:
@@ -183,12 +171,12 @@ class RaggedBatch(ABC):
         return found
 
     def pause(self) -> None:
-        """Drop references that would prevent writing slabs in place. Called when a pass is
+        """Drop references that would prevent writing pages in place. Called when a pass is
         suspended."""
         return
 
     def resume(self) -> None:
-        """Prepare to resume a suspended pass. The rows of slabs may have changed."""
+        """Prepare to resume a suspended pass. The number of pages may have changed."""
         return
 
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
@@ -211,7 +199,7 @@ class RaggedBatch(ABC):
         if number in self.new_states:
             return self.new_states[number]
         if self.rows[0].start > 0:
-            return self.slabs.states.get(number, [row.slot for row in self.rows])
+            return self.slots.states.get(number, [row.slot for row in self.rows])
         if len(self.rows) > 1:
             raise ValueError("a row at position 0 shares its pass with other rows")
         return None
@@ -227,7 +215,7 @@ class RaggedBatch(ABC):
         kept = [state for state in states if state is not None]
         if len(kept) < len(states):
             raise TypeError("this model leaves recurrent state unset")
-        return self.also_written + self.slabs.states.put([row.slot for row in self.rows], kept)
+        return self.also_written + self.slots.states.put([row.slot for row in self.rows], kept)
 
     @abstractmethod
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -354,7 +342,7 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Replace mlx-lm's function: attend to the slabs for our handles, and to arrays as before.
+    """Replace mlx-lm's function: attend to the pages for our handles, and to arrays as before.
 
     Raises TypeError if the model changed a handle or the mask."""
     if not isinstance(keys, KVCacheView):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -11,14 +10,13 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from engine.cache.quantization import UNQUANTIZED, Precision, Quantization
-from engine.scheduler.config import Ring
 
 PROBE_TOKENS = (1, 6)
 """Lengths of the chunks that are run in order to find a model's layout."""
 
 
 class UnsupportedLayout(Exception):
-    """Slots cannot hold this model's state. The message names the layer and the reason."""
+    """Pages cannot hold this model's state. The message names the layer and the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,6 @@ class AttentionLayout:
     value_dim: int
     dtype: mx.Dtype
     window: int | None  # the number of most recent positions that a token sees, None for all
-    ring_tokens: int | None = None
-    """Number of positions that a slot keeps; position p has index ``p % ring_tokens``. None for
-    all."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +37,19 @@ class ArrayLayout:
     kv_heads: int
     dim: int
     dtype: mx.Dtype  # the type that they are computed in
-    quantization: Quantization | None = None  # if set, blocks hold codes and scales
-    dequantized: bool = False
-    """Whether slots hold dequantized values and scales, from which the codes can be recovered
-    (`engine.cache.quantization`). Otherwise slots hold the same as blocks."""
+    quantization: Quantization | None = None  # if set, pages hold codes and scales
 
     @property
-    def block_token_bytes(self) -> int:
+    def token_bytes(self) -> int:
+        """Bytes of one position in a page."""
         scheme = self.quantization
-        return self._plain_bytes if scheme is None else self.kv_heads * scheme.token_bytes(self.dim)
+        if scheme is None:
+            return self.value_bytes
+        return self.kv_heads * (scheme.code_bytes(self.dim) + scheme.scale_bytes(self.dim))
 
     @property
-    def slot_token_bytes(self) -> int:
-        scheme = self.quantization
-        if scheme is None or not self.dequantized:
-            return self.block_token_bytes
-        return self._plain_bytes + self.kv_heads * scheme.scale_bytes(self.dim)
-
-    @property
-    def _plain_bytes(self) -> int:
+    def value_bytes(self) -> int:
+        """Bytes of one position as attention reads it."""
         return self.kv_heads * self.dim * int(self.dtype.size)
 
 
@@ -95,67 +84,42 @@ Node = KVNode | StateNode | tuple["Node", ...]
 
 @dataclass(frozen=True)
 class StorageGroup:
-    """All arrays of a slot with the same layout. Blocks store them together."""
+    """All arrays with the same layout. The bytes of a page have them together."""
 
     kind: ArrayLayout
-    arrays: tuple[int, ...]  # indices into ``Slab.arrays``
+    arrays: tuple[int, ...]  # indices into ``Layout.arrays``
 
     def parts(self, tokens: int) -> tuple[tuple[tuple[int, ...], mx.Dtype], ...]:
-        """Return shapes and types of this group's arrays in a block of ``tokens`` tokens.
+        """Return shapes and types of this group's arrays in a page of ``tokens`` tokens.
 
-        They are one array, or codes (packed, in bytes) and scales."""
+        They are one array (arrays, kv_heads, tokens, dim), or codes (.., bytes) and scales
+        (scales of a group, arrays, kv_heads, tokens, groups)."""
         kind, scheme = self.kind, self.kind.quantization
         rows = (len(self.arrays), kind.kv_heads, tokens)
         if scheme is None:
             return (((*rows, kind.dim), kind.dtype),)
-        codes = (*rows, scheme.code_bytes(kind.dim)), mx.uint8
-        return codes, ((2, *rows, kind.dim // scheme.group_size), mx.float16)
-
-
-class ArrayPlace(NamedTuple):
-    """Where a slab keeps the keys or the values of a layer.
-
-    Slots with dequantized values keep both in one array, which is written by one operation. For
-    other slots that would take more operations than two arrays."""
-
-    array: int  # number in ``Slab.arrays``
-    half: int | None  # 0 or 1: keys or values, which share the array. None if it is not shared
-
-
-class ScalesPlace(NamedTuple):
-    """A slab keeps the scales of all arrays of one layout and ring in one array."""
-
-    array: int  # number in ``Slab.scales``
-    at: int  # index along its first axis
+        codes = (*rows, scheme.code_bytes(kind.dim)), mx.int8 if scheme.is_symmetric else mx.uint8
+        return codes, ((scheme.scales, *rows, kind.dim // scheme.group_size), mx.float16)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All layers of a model, and how slots and blocks store them."""
+    """All layers of a model, and how pages store them."""
 
     layers: tuple[AttentionLayout, ...]
     states: tuple[StateLayout, ...]
     tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
-    dequantized: bool = False  # whether slots hold dequantized values
-    longest_pass: int | None = None  # max tokens of a row in a pass, None if there are no rings
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """Keys of layer 0, values of layer 0, keys of layer 1, and so on."""
-    places: tuple[ArrayPlace, ...] = field(init=False)
-    """Where a slab keeps each of them."""
     groups: tuple[StorageGroup, ...] = field(init=False)
-    kinds: tuple[int, ...] = field(init=False)
-    """For each array the index of the first one that is equal."""
-    scales: tuple[ScalesPlace | None, ...] = field(init=False)
-    """Where a slab keeps the scales of each array, None if it is not quantized."""
 
     def __post_init__(self) -> None:
         arrays = []
         for layer in self.layers:
             for dim in (layer.key_dim, layer.value_dim):
                 scheme = self.precision.for_dim(dim)
-                dequantized = self.dequantized and scheme is not None
-                arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme, dequantized))
+                arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme))
         grouped: dict[ArrayLayout, list[int]] = {}
         for index, array in enumerate(arrays):
             if array.dim:  # some layers have keys only
@@ -163,48 +127,10 @@ class Layout:
         groups = (StorageGroup(kind, tuple(members)) for kind, members in grouped.items())
         object.__setattr__(self, "arrays", tuple(arrays))
         object.__setattr__(self, "groups", tuple(groups))
-        first: dict[ArrayLayout, int] = {}
-        kinds = tuple(first.setdefault(array, index) for index, array in enumerate(arrays))
-        object.__setattr__(self, "kinds", kinds)
-        object.__setattr__(self, "places", tuple(self._placed()))
-        counts: dict[tuple[int, int | None], int] = {}
-        places: list[ScalesPlace | None] = []
-        for number, array in enumerate(arrays):
-            if array.quantization is None:
-                places.append(None)
-                continue
-            key = kinds[number], self.ring_tokens(number)
-            counts[key] = counts.get(key, 0) + 1
-            places.append(ScalesPlace(list(counts).index(key), counts[key] - 1))
-        object.__setattr__(self, "scales", tuple(places))
 
-    def _placed(self) -> Iterator[ArrayPlace]:
-        array = 0
-        for keys, values in zip(self.arrays[::2], self.arrays[1::2], strict=True):
-            if shared := keys == values and keys.dequantized:
-                yield from (ArrayPlace(array, 0), ArrayPlace(array, 1))
-            else:
-                yield from (ArrayPlace(array, None), ArrayPlace(array + 1, None))
-            array += 1 if shared else 2
-
-    def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
+    def with_precision(self, precision: Precision) -> Layout:
         """Return the layout of the same model with keys and values kept in ``precision``."""
-        return replace(self, precision=precision, dequantized=dequantized)
-
-    def with_rings(self, longest_pass: int, block_size: int) -> Layout:
-        """Return the layout of the same model with rings: layers with a window keep only the
-        window, plus room for a pass of up to ``longest_pass`` tokens, rounded up to a block.
-
-        Without such layers nothing changes, and passes may be longer."""
-        if not any(layer.window for layer in self.layers):
-            return self
-        layers = []
-        for layer in self.layers:
-            tokens = None
-            if layer.window is not None:
-                tokens = -(-(layer.window + longest_pass) // block_size) * block_size
-            layers.append(replace(layer, ring_tokens=tokens))
-        return replace(self, layers=tuple(layers), longest_pass=longest_pass)
+        return replace(self, precision=precision)
 
     def with_layer(self, layer: AttentionLayout) -> Layout:
         """Return the layout of the same model with one more layer, the last in the cache list."""
@@ -212,26 +138,8 @@ class Layout:
         return replace(self, layers=(*self.layers, layer), tree=(*self.tree, node))
 
     def is_of(self, probed: Layout) -> bool:
-        """Return whether this is ``probed``, except for precision and rings."""
-        layers = tuple(replace(layer, ring_tokens=None) for layer in self.layers)
-        return (layers, self.states, self.tree) == (probed.layers, probed.states, probed.tree)
-
-    def ring_tokens(self, number: int) -> int | None:
-        """Return `AttentionLayout.ring_tokens` of array ``number`` of a slot."""
-        return self.layers[number // 2].ring_tokens
-
-    @property
-    def rings(self) -> tuple[Ring, ...]:
-        """The windows of layers that slots keep as rings, shortest first."""
-        found: dict[int, int] = {}
-        for number, array in enumerate(self.arrays):
-            tokens = self.ring_tokens(number)
-            if tokens is not None:
-                found[tokens] = found.get(tokens, 0) + array.slot_token_bytes
-        return tuple(
-            Ring(tokens, tokens - (self.longest_pass or 0), size_bytes)
-            for tokens, size_bytes in sorted(found.items())
-        )
+        """Return whether this is ``probed``, except for precision."""
+        return (self.layers, self.states, self.tree) == (probed.layers, probed.states, probed.tree)
 
     @property
     def unquantized_layers(self) -> tuple[int, ...]:
@@ -245,36 +153,29 @@ class Layout:
         return min((a.quantization.bits for a in self.arrays if a.quantization), default=16)
 
     @property
-    def block_token_bytes(self) -> int:
-        """Bytes of one position of a block, in all layers."""
-        return sum(array.block_token_bytes for array in self.arrays)
+    def token_bytes(self) -> int:
+        """Bytes of one position in pages, in all layers."""
+        return sum(array.token_bytes for array in self.arrays)
 
     @property
-    def slot_token_bytes(self) -> int:
-        """Bytes of one position of a slot, in all layers."""
-        return sum(array.slot_token_bytes for array in self.arrays)
+    def value_bytes(self) -> int:
+        """Bytes of one position as attention reads it, in all layers."""
+        return sum(array.value_bytes for array in self.arrays)
 
     @property
-    def array_bytes(self) -> int:
-        """Bytes of one position in the largest array of a slot, which may be an array of scales."""
-        scales: dict[int, int] = {}
-        values: dict[int, int] = {}
-        for number, (array, place) in enumerate(zip(self.arrays, self.scales, strict=True)):
-            at = self.places[number].array
-            values[at] = values.get(at, 0) + array.slot_token_bytes
-            if place is not None and array.quantization is not None:
-                own = array.kv_heads * array.quantization.scale_bytes(array.dim)
-                scales[place.array] = scales.get(place.array, 0) + own
-        return max((*values.values(), *scales.values()), default=0)
+    def layer_value_bytes(self) -> int:
+        """The same in the largest layer."""
+        pairs = zip(self.arrays[::2], self.arrays[1::2], strict=True)
+        return max((keys.value_bytes + values.value_bytes for keys, values in pairs), default=0)
 
-    def block_buffers(self, tokens: int) -> tuple[int, ...]:
-        """Return the bytes of each buffer of a stored block of ``tokens`` tokens."""
+    def page_buffers(self, tokens: int) -> tuple[int, ...]:
+        """Return the bytes of each buffer of a stored page of ``tokens`` tokens."""
         parts = (part for group in self.groups for part in group.parts(tokens))
         return tuple(prod(shape) * int(dtype.size) for shape, dtype in parts)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a slot's recurrent state, whatever its capacity."""
+        """Bytes of the recurrent state of one sequence."""
         return sum(state.state_bytes for state in self.states)
 
 

@@ -56,15 +56,17 @@ class Quantization(NamedTuple):
         """Whether the bias follows from the scale, so that zero is representable."""
         return self.bits == 8
 
+    @property
+    def scales(self) -> int:
+        """Numbers of a group: a scale, and a bias if it does not follow from the scale."""
+        return 1 if self.is_symmetric else 2
+
     def code_bytes(self, dim: int) -> int:
         return dim * self.bits // 8
 
     def scale_bytes(self, dim: int) -> int:
         """Return the bytes of the scales and biases of ``dim`` elements."""
-        return 2 * int(mx.float16.size) * (dim // self.group_size)
-
-    def token_bytes(self, dim: int) -> int:
-        return self.code_bytes(dim) + self.scale_bytes(dim)
+        return self.scales * int(mx.float16.size) * (dim // self.group_size)
 
 
 class Precision(NamedTuple):

@@ -79,16 +79,6 @@ class StateStore:
         batch, row = self._by_slot[slot]
         return [array[mx.array([row])] for array in batch.arrays]
 
-    def copy(self, source: Slot, target: Slot) -> list[mx.array]:
-        """Set the state of ``target`` to that of ``source``. Return the arrays to evaluate."""
-        if source not in self._by_slot:
-            return []
-        return self.put([target], self.copy_of(source))
-
-    def free(self, slab: int, first_row: int = 0) -> None:
-        """Drop the state of the slots of ``slab`` from row ``first_row`` on."""
-        self._by_slot = {
-            slot: held
-            for slot, held in self._by_slot.items()
-            if slot.slab_id != slab or slot.row < first_row
-        }
+    def free(self, slot: Slot) -> None:
+        """Drop the state of ``slot``. Its arrays go with the last slot of their batch."""
+        self._by_slot.pop(slot, None)

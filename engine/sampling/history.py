@@ -50,16 +50,6 @@ class TokenHistory:
         there = positions <= last
         return self._tokens[rows, mx.where(there, positions, last)], there
 
-    def move(self, source: Slot, target: Slot) -> None:
-        if source in self._rows:
-            self.free_slots([target])
-            self._rows[target] = self._rows.pop(source)
-
-    def free_slabs(self, slabs: Iterable[int]) -> None:
-        """Drop the rows of slots of freed ``slabs``."""
-        gone = set(slabs)
-        self.free_slots([slot for slot in self._rows if slot.slab_id in gone])
-
     def free_slots(self, slots: Iterable[Slot]) -> None:
         """Drop the rows of those of ``slots`` that have one."""
         self._free += [self._rows.pop(slot) for slot in slots if slot in self._rows]

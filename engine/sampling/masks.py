@@ -65,7 +65,7 @@ PendingMasks = Future[TokenMasks] | None
 class GrammarMasker:
     """The matchers of slots whose sequences have a grammar.
 
-    Slots are moved and slabs freed here as in the executor.
+    Slots are freed here as in the executor.
     """
 
     def __init__(self, grammars: GrammarCache, vocab_size: int) -> None:
@@ -108,16 +108,6 @@ class GrammarMasker:
 
     def reset(self) -> None:
         self._matchers.clear()
-
-    def move(self, source: Slot, target: Slot) -> None:
-        self._matchers.pop(target, None)
-        if source in self._matchers:
-            self._matchers[target] = self._matchers.pop(source)
-
-    def free_slabs(self, slabs: Iterable[int]) -> None:
-        """Drop the matchers of slots of freed ``slabs``."""
-        gone = set(slabs)
-        self.free_slots([slot for slot in self._matchers if slot.slab_id in gone])
 
     def free_slots(self, slots: Iterable[Slot]) -> None:
         """Drop the matchers of ``slots``, because each may take a hundred megabytes."""

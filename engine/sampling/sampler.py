@@ -52,7 +52,7 @@ class SamplerOutput(NamedTuple):
 class Sampler:
     """Samples tokens, and keeps the history that penalties and grammars need.
 
-    Slots are moved and slabs freed here as in the executor."""
+    Slots are freed here as in the executor."""
 
     def __init__(self) -> None:
         self._history = TokenHistory()
@@ -109,16 +109,6 @@ class Sampler:
         self._history = TokenHistory()
         if self.masker is not None:
             self.masker.reset()
-
-    def move(self, source: Slot, target: Slot) -> None:
-        self._history.move(source, target)
-        if self.masker is not None:
-            self.masker.move(source, target)
-
-    def free_slabs(self, slabs: Sequence[int]) -> None:
-        self._history.free_slabs(slabs)
-        if self.masker is not None:
-            self.masker.free_slabs(slabs)
 
     def free_slots(self, slots: Sequence[Slot]) -> None:
         self._history.free_slots(slots)

@@ -189,22 +189,21 @@ class InProcessEngine:
         scores = [score for delta in self._finish() for score in delta.prompt_logprobs or ()]
         return [score.top_ids[0] for score in scores]
 
-    def block(self, text: str) -> tuple[bytes | memoryview, ...]:
-        """Return the payload of the first block of ``text``, as sent to the kvstore."""
-        from engine.plan import Chunk, Evict, Plan, Save, SlabSpec, Slot
+    def page(self, text: str) -> tuple[bytes | memoryview, ...]:
+        """Return the payload of the first page of ``text``, as sent to the kvstore."""
+        from engine.plan import Chunk, Export, Plan, fixed_tables
 
-        number, tokens = 1 << 30, self.loaded.tokenizer.encode(text)
-        slot = Slot(number, 0)
+        tokens, executor = self.loaded.tokenizer.encode(text), self.replica.executor
+        tables = fixed_tables(1, len(tokens), executor.spec.page_tokens)
         plan = Plan(
             step=0,
-            new_slabs=(SlabSpec(number, 1, len(tokens)),),
-            chunks=(Chunk(slot, 0, tuple(tokens)),),
-            saves=(Save(slot, 0, (number,)),),
-            exports=(number,),
+            num_pages=len(tables[0].pages),
+            tables=tables,
+            chunks=(Chunk(0, 0, tuple(tokens)),),
+            exports=(Export(0, 0),),
         )
-        result = self.replica.executor.dispatch(plan).read()
-        gone = Plan(step=0, freed_slabs=(number,), evictions=(Evict(number),))
-        self.replica.executor.dispatch(gone).read()
+        result = executor.dispatch(plan).read()
+        executor.reset()
         return result.exported[0].payload
 
     def _finish(self) -> list[Delta]:

@@ -33,6 +33,16 @@ Slot: TypeAlias = int
 """The number of a running sequence, below the max number of sequences that run at once."""
 
 
+FEWEST_PAGE_TOKENS = 64
+"""Positions of a page, if blocks divide them. Fewer cost kernels, files and tables; with more, the
+last page of a sequence wastes more."""
+
+
+def page_tokens(block_size: int) -> int:
+    """Return the positions of a page: whole blocks of ``block_size`` positions."""
+    return -(-FEWEST_PAGE_TOKENS // block_size) * block_size
+
+
 class StateSearch(NamedTuple):
     """The state with which a fetch of pages should end: the last one that the pages reach.
 
@@ -105,6 +115,13 @@ class Table(PlanOp, frozen=True):
     slot: Slot
     first: int
     pages: tuple[int, ...]
+
+
+def fixed_tables(slots: int, tokens: int, size: int) -> tuple[Table, ...]:
+    """Return tables with pages of ``size`` for ``tokens`` positions of each slot below ``slots``,
+    for callers without a scheduler."""
+    count = -(-tokens // size)
+    return tuple(Table(n, 0, tuple(range(n * count, (n + 1) * count))) for n in range(slots))
 
 
 class CopyPage(PlanOp, frozen=True):

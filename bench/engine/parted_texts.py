@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from engine.batch.device import HOST_VARIABLE
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Plan, fixed_tables
 from shared.wire import SamplingParams
 
 if TYPE_CHECKING:  # imports mlx
@@ -69,7 +69,7 @@ def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
     from engine.batch import device
     from engine.cache.quantization import Precision
     from engine.proving.choose import choose_executor
-    from engine.proving.trial import BLOCK_SIZE
+    from engine.proving.trial import PAGE_TOKENS
     from engine.zoo.build import build
     from engine.zoo.common import VOCAB_SIZE
     from engine.zoo.configs import config
@@ -78,7 +78,7 @@ def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
     model = build(name)
     vocab_size = config(name).get("vocab_size", VOCAB_SIZE)
     precision = Precision() if bits == 16 else Precision(8)
-    executor = choose_executor(model, vocab_size, BLOCK_SIZE, precision).executor
+    executor = choose_executor(model, vocab_size, PAGE_TOKENS, precision).executor
     if not executor.spec.batches_decodes or executor.spec.kv_bits != bits:
         return None
     alone = [text for prompt in prompts for text in _texts(executor, [prompt])]
@@ -91,11 +91,14 @@ def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
 def _texts(executor: Executor, prompts: Prompts) -> Texts:
     """Return the greedy continuations of ``prompts``, all computed at once."""
     steps = count(1)
-    slots = [Slot(0, row) for row in range(len(prompts))]
-    slab = SlabSpec(0, len(slots), LONGEST_PROMPT + TOKENS + 16)
+    slots = range(len(prompts))
+    size = executor.spec.page_tokens
+    tables = fixed_tables(len(prompts), LONGEST_PROMPT + TOKENS + 16, size)
     pairs = list(zip(slots, prompts, strict=True))
     chunks = tuple(Chunk(slot, 0, tuple(prompt[:-1])) for slot, prompt in pairs)
-    executor.dispatch(Plan(step=next(steps), new_slabs=(slab,), chunks=chunks)).read()
+    num_pages = sum(len(table.pages) for table in tables)
+    begin = Plan(step=next(steps), num_pages=num_pages, tables=tables, chunks=chunks)
+    executor.dispatch(begin).read()
     texts: Texts = [[] for _ in prompts]
     for number in range(TOKENS):
         decodes = tuple(
@@ -105,5 +108,5 @@ def _texts(executor: Executor, prompts: Prompts) -> Texts:
         result = executor.dispatch(Plan(step=next(steps), decodes=decodes)).read()
         for text, token in zip(texts, result.tokens, strict=True):
             text.append(token)
-    executor.dispatch(Plan(step=next(steps), freed_slabs=(0,))).read()
+    executor.dispatch(Plan(step=next(steps), freed_slots=tuple(slots))).read()
     return texts

@@ -10,10 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from engine.adapters.places import AdapterStore
-from engine.plan import Decode, Plan, StepResult
+from engine.plan import FEWEST_PAGE_TOKENS, Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
-from engine.scheduler.config import Ring
 from engine.scheduler.timing.chunks import MAX_TOKENS
 
 
@@ -25,15 +24,21 @@ class ExecutorSpec:
     look_ahead: bool  # whether a plan may be dispatched before the previous result is read
     batches_decodes: bool  # whether all decodes of a plan are computed in one pass
     batches_chunks: bool  # whether the same holds for its chunks
-    max_sequences: int | None  # max slots in use at once, None: no limit
-    # Whether KV can be saved to blocks and state to snapshots, and restored from them.
+    max_sequences: int | None  # max sequences that run at once, None: no limit
+    # Whether sequences can share pages of KV, and continue from snapshots of state.
     prefix_cache: bool
     keeps_kv: bool  # whether each token adds KV; if not, only state is saved and restored
     kv_bits: int  # bits per KV element, 16 if all of it has the model's own type
-    block_token_bytes: int  # bytes of one position of a block
-    slot_token_bytes: int  # the same for a slot, which may keep more than a block
-    state_bytes: int  # bytes of a slot's recurrent state, whatever its capacity
-    block_buffers: tuple[int, ...] = ()  # bytes of each buffer of a stored block
+    token_bytes: int  # bytes of one position in pages, in all layers
+    state_bytes: int  # bytes of the recurrent state of one sequence
+    page_tokens: int = FEWEST_PAGE_TOKENS  # positions of a page
+    unpacked_token_bytes: int = 0
+    """Bytes of one position whose values are kept outside of pages too (`Unpack`), with which steps
+    are faster; 0 if the executor has no use for that."""
+    gather_token_bytes: int = 0
+    """Temporary bytes of one position while a pass reads pages: its values in the largest layer, as
+    often as they exist at once."""
+    page_buffers: tuple[int, ...] = ()  # bytes of each buffer of a stored page
     state_buffers: tuple[int, ...] = ()  # the same for a stored state
     state_layout: tuple[str, ...] = ()
     """Shapes and types of a state's arrays. Stored states with another layout are not read."""
@@ -42,10 +47,6 @@ class ExecutorSpec:
     guesses: str = ""
     """Name of the component that guesses tokens after a run (`Decode.guesses`); empty if there
     is none."""
-    shares_slabs: bool = False
-    """Whether slots of one capacity should share a slab. If so, ``slot_token_bytes`` includes
-    its copy while it grows, one array at a time."""
-    rings: tuple[Ring, ...] = ()  # the part of ``slot_token_bytes`` that long slots do without
     max_chunk_tokens: int = MAX_TOKENS  # max useful tokens of a chunk
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that plans can request one by one (`Stretch`)
@@ -114,8 +115,8 @@ class Executor(ABC):
         """Start ``plan``.
 
         An error that concerns only one chunk is reported in the result's ``failed``. Any other
-        error is raised, here or in `PendingStep.read`. After that, no slab, block or state is
-        valid until `reset`."""
+        error is raised, here or in `PendingStep.read`. After that, no page or state is valid
+        until `reset`."""
 
     def wait(self) -> None:  # noqa: B027  # not abstract: most executors have nothing in flight
         """Wait until nothing is in flight, before something else uses the device
@@ -123,7 +124,7 @@ class Executor(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop every slab, block and state, and every unread step."""
+        """Drop all pages and states, and every unread step."""
 
 
 def is_allocation_failure(error: Exception) -> bool:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import msgspec
 
 from engine.batch.ragged import RaggedBatch, Row
-from engine.cache.slabs import Slabs
+from engine.cache.slots import Slots
 from engine.cache.states import KeptStates
 from engine.plan import Decode
 
@@ -81,7 +81,7 @@ class DecodePasses:
     """Computes decodes, in as few passes as the model allows."""
 
     model: Any
-    slabs: Slabs
+    slots: Slots
     batch: Callable[[Sequence[Row]], RaggedBatch]
     one_row: bool  # whether each row needs its own pass
     pads: bool  # whether rows of uneven width may share a pass
@@ -100,7 +100,7 @@ class DecodePasses:
             states = batch.commit_states()
             if len(passes) == 1:
                 return logits[0], states
-            self.send([logits[-1], states, self.contents(batch)])
+            self.send([logits[-1], states, self.slots.contents])
         places = [row for members in passes for member in members for row in member]
         back = mx.array(sorted(range(len(places)), key=places.__getitem__))
         return mx.concatenate(logits)[back], []
@@ -114,14 +114,11 @@ class DecodePasses:
             run for run, all_rows in zip(runs, rows.by_decode(), strict=True) if run != all_rows
         ]
         slots = [rows.decodes[run.start].slot for run in wrong]
-        self.send(self.slabs.states.put_back(kept, slots))
+        self.send(self.slots.states.put_back(kept, slots))
         for run in wrong:
             batch, given = self._batch_of(rows, [run], inputs)
             batch.logits(self.model, given, kv_only=True)
-            self.send([batch.commit_states(), self.contents(batch)])
-
-    def contents(self, batch: RaggedBatch) -> list[Any]:
-        return [self.slabs[number].contents for number in {row.slot.slab_id for row in batch.rows}]
+            self.send([batch.commit_states(), self.slots.contents])
 
     def _batch_of(
         self, rows: DecodeRows, members: Sequence[range], inputs: mx.array

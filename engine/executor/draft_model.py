@@ -1,4 +1,4 @@
-"""A draft model: a small model with the same vocabulary, in its own slots.
+"""A draft model: a small model with the same vocabulary, in its own pages.
 
 It is independent of the target's slots and plans. Each call compares its state of a sequence
 with the text, so the state may be behind: after rejected drafts, after steps without drafts, or
@@ -15,7 +15,7 @@ from engine.executor.base import Executor, PendingStep
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiled import GrammarError
 from engine.grammar.matcher import GrammarMatcher
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Plan, Slot, Unpack, fixed_tables
 from engine.sampling.masks import GrammarMasker
 from engine.speculation.source import BatchSource, DraftRequest
 
@@ -108,16 +108,17 @@ class DraftModel(BatchSource):
         context_tokens: int,
         capacity: int,
         rows: int,
+        page_tokens: int,
         vocab_size: int,
     ) -> None:
-        """Use ``rows`` slots of ``capacity`` tokens. ``wait`` is the target's `Executor.wait`.
+        """Use ``rows`` slots of ``capacity`` tokens, in pages of ``page_tokens``. ``wait`` is the target's `Executor.wait`.
 
         A sequence starts in a slot with its last ``context_tokens``. Nothing is drafted after
         tokens from ``vocab_size`` on, because the target may have more logits than tokens."""
         self.max_sequences = rows
         self.executor, self._wait = executor, wait
         self._context = context_tokens
-        self._capacity = capacity
+        self._capacity, self._page_tokens = capacity, page_tokens
         self._vocab_size = vocab_size
         self._failures = 0
         self._masker: GrammarMasker | None = None
@@ -133,7 +134,8 @@ class DraftModel(BatchSource):
     @property
     def slots_bytes(self) -> int:
         """The memory of its slots."""
-        return self.max_sequences * self._capacity * self.executor.spec.slot_token_bytes
+        spec = self.executor.spec
+        return self.max_sequences * self._capacity * (spec.token_bytes + spec.unpacked_token_bytes)
 
     @property
     def is_usable(self) -> bool:
@@ -168,9 +170,16 @@ class DraftModel(BatchSource):
         self.executor.reset()
         self._steps = 0
         self._held: dict[object, _Held] = {}  # by sequence, least recently used first
-        self._free = [Slot(0, row) for row in range(self.max_sequences)]
-        slab = SlabSpec(0, self.max_sequences, self._capacity)
-        self._dispatch(Plan(step=self._steps, new_slabs=(slab,))).read()
+        self._free: list[Slot] = list(range(self.max_sequences))
+        tables = fixed_tables(self.max_sequences, self._capacity, self._page_tokens)
+        unpacks = self.executor.spec.unpacked_token_bytes > 0
+        begin = Plan(
+            step=self._steps,
+            num_pages=sum(len(table.pages) for table in tables),
+            tables=tables,
+            unpacked=tuple(Unpack(slot, self._capacity) for slot in self._free if unpacks),
+        )
+        self._dispatch(begin).read()
 
     def _propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         held = self._take_slots(asked)

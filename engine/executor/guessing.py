@@ -1,16 +1,16 @@
 """Drafts from a model's own head for multi-token prediction.
 
-The head's keys and values are one more layer of the slots. Each pass of the model writes them
+The head's keys and values are one more layer of the pages. Each pass of the model writes them
 for the positions that it computes, from the token at a position and the hidden state of the
 previous position. They therefore depend on no later token, and behave like the keys and values
-of other layers: blocks contain them, slots move with them, and rejected drafts are overwritten.
-(The report and vLLM index the same pairs by the hidden state's position. An entry then depends
-on the next token, and a block would end with one that the next block's first token decides.
-Rotation depends only on differences of positions.)"""
+of other layers: sequences share them in pages, and rejected drafts are overwritten. (The report
+and vLLM index the same pairs by the hidden state's position. An entry then depends on the next
+token, and a page would end with one that the next page's first token decides. Rotation depends
+only on differences of positions.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -18,11 +18,11 @@ import msgspec
 
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.layout import Layout
-from engine.cache.slabs import Slabs
+from engine.cache.slots import Slots
 from engine.executor.decoding import DecodeRows
 from engine.executor.hidden import HiddenStates
 from engine.mtp.head import MTPHead, embed, last_layer
-from engine.plan import Decode, Plan
+from engine.plan import Decode, Slot
 from engine.sampling.sampler import Sampler
 
 Send: TypeAlias = Callable[[list[Any]], None]
@@ -96,7 +96,7 @@ class Guesser:
     def __init__(
         self, model: Any, head: MTPHead, layout: Layout, batch_class: type[RaggedBatch]
     ) -> None:
-        """``layout`` is the layout of the slots, including the head's layer."""
+        """``layout`` is the layout of the pages, including the head's layer."""
         self._plain, self._head = model, head
         self._layout, self._batch_class = layout, batch_class
         dtype = embed(model, mx.zeros((1, 1), mx.int32)).dtype
@@ -104,14 +104,14 @@ class Guesser:
         self.model = ModelWithHead(model, head, self._states)
         """Replaces the model."""
 
-    def reset(self, slabs: Slabs) -> None:
-        """Start again, with slots in ``slabs``."""
-        self._slabs = slabs
+    def reset(self, slots: Slots) -> None:
+        """Start again, with sequences in ``slots``."""
+        self._slots = slots
         self._states.clear()
 
-    def follow(self, plan: Plan) -> None:
-        """See `HiddenStates.follow`."""
-        self._states.follow(plan)
+    def free_slots(self, slots: Iterable[Slot]) -> None:
+        """Drop the hidden states of ``slots``."""
+        self._states.free_slots(slots)
 
     def guess(
         self,
@@ -147,7 +147,8 @@ class Guesser:
 
     def _wanted(self, rows: DecodeRows, run: range) -> Wanted:
         decode = _later(rows.decodes[run[-1]], 1)
-        room = self._slabs[decode.slot.slab_id].capacity - decode.position
+        pages = self._slots.pages
+        room = len(self._slots.tables[decode.slot]) * pages.page_tokens - decode.position
         return Wanted(run[-1], decode, min(decode.guesses, room))
 
     def _step(
@@ -161,11 +162,10 @@ class Guesser:
         """Apply the head once to ``tokens`` (rows,) and the ``hidden`` states (rows, 1, dim) before
         them. Return guesses and the head's hidden states."""
         rows = [_row(decode) for decode in decodes]
-        batch = self._batch_class(self._layout, self._slabs, rows)
+        batch = self._batch_class(self._layout, self._slots, rows)
         step = _HeadStep(self._plain, self._head, hidden)
         found = sampler.guess(batch.logits(step, tokens[:, None])[:, -1], decodes, tokens)
-        slabs = [self._slabs[number].contents for number in {row.slot.slab_id for row in rows}]
-        send([found, step.hidden, slabs])
+        send([found, step.hidden, self._slots.contents])
         return found, step.hidden
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from engine.backend.settling import compute
 from engine.batch.ragged import Row
-from engine.plan import Plan, Slot
+from engine.plan import Slot
 
 KEPT_TOKENS = 32
 """Longer passes are chunks, which are never rewound: only their last state is kept."""
@@ -35,7 +35,7 @@ class HiddenStates:
     """The model's hidden states of each slot's sequence in its last pass, and the state before
     them.
 
-    A sequence with a restored prefix has none yet, because blocks do not contain hidden states.
+    A sequence with a restored prefix has none yet, because pages do not contain hidden states.
     Unknown states are zeros."""
 
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
@@ -47,18 +47,10 @@ class HiddenStates:
     def clear(self) -> None:
         self._kept.clear()
 
-    def follow(self, plan: Plan) -> None:
-        """Drop and move slots as in ``plan``, before its passes are computed."""
-        for slot in (*(r.slot for r in plan.restores), *(c.target for c in plan.copies)):
+    def free_slots(self, slots: Iterable[Slot]) -> None:
+        """Drop the states of ``slots``."""
+        for slot in slots:
             self._kept.pop(slot, None)
-        for move in plan.moves:
-            self._kept.pop(move.target, None)
-            if move.source in self._kept:
-                self._kept[move.target] = self._kept.pop(move.source)
-        rows = dict.fromkeys(plan.freed_slabs, 0) | {r.slab_id: r.rows for r in plan.resized_slabs}
-        gone = [slot for slot in self._kept if slot.row >= rows.get(slot.slab_id, slot.row + 1)]
-        for slot in gone:
-            del self._kept[slot]
 
     def before(self, rows: Sequence[Row]) -> mx.array:
         """Return the state of the position before each of ``rows``: (batch, 1, dim)."""

@@ -22,7 +22,7 @@ class Piece:
     """Work that is dispatched without waiting in between."""
 
     started: float
-    holds_slabs: bool = False
+    holds_pages: bool = False
     elapsed_s: float | None = None
     """Set once it is done: seconds, without those shared with the previous piece."""
 
@@ -32,7 +32,7 @@ class DeviceLine:
 
     MLX writes an array in place only while nothing else refers to its buffer. A kernel's inputs
     are referenced until its command buffer has run, and so is each array that is evaluated by
-    name. Work that writes slabs would copy them whole if it were dispatched while such work is
+    name. Work that writes pages would copy them whole if it were dispatched while such work is
     in flight. A step's graph is therefore built while the device is busy, and dispatched when
     the previous piece is done: the device is idle for about the time of dispatching a few
     kernels."""
@@ -61,14 +61,14 @@ class DeviceLine:
         self,
         arrays: Sequence[Any],
         *,
-        holds_slabs: bool = True,
+        holds_pages: bool = True,
         kept: bool = False,
         since: float | None = None,
     ) -> Piece:
         """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight, or as a piece that
         is done. Raises: RuntimeError, if it waits.
 
-        ``holds_slabs``: whether they are arrays of slabs, or depend on them. ``kept``: whether they
+        ``holds_pages``: whether they are arrays of pages, or depend on them. ``kept``: whether they
         are kept for long; `wait` then waits for each, because an array that nobody waits for keeps
         an event of the device, of which there is a limited number. A new piece is timed from
         ``since``, when the host started to build it: the time that the device waited for it counts
@@ -76,12 +76,12 @@ class DeviceLine:
         started = time.perf_counter() if since is None else since
         if self._waits:
             compute(arrays)
-            return Piece(started, holds_slabs, self._clock.elapsed_s(started))
+            return Piece(started, holds_pages, self._clock.elapsed_s(started))
         if self.piece is None:
             self.piece = Piece(started)
-        self.piece.holds_slabs |= holds_slabs
+        self.piece.holds_pages |= holds_pages
         # All arrays of a call share an event, which is signalled once all are computed. A reference
-        # to one of `arrays` might prevent a slab from being written in place.
+        # to one of `arrays` might prevent pages from being written in place.
         self._marker = mx.zeros(1, mx.int32)
         mx.async_eval(arrays, self._marker)
         self._kept += arrays if kept else ()
@@ -108,7 +108,7 @@ class DeviceLine:
             self.piece = self._marker = None
             self._kept.clear()
 
-    def wait_for_slabs(self) -> None:
-        """Wait until slabs can be written in place."""
-        if self.piece is not None and self.piece.holds_slabs:
+    def wait_for_pages(self) -> None:
+        """Wait until pages can be written in place."""
+        if self.piece is not None and self.piece.holds_pages:
             self.wait()

@@ -13,7 +13,7 @@ from engine.backend.settling import is_device_failure
 from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
 from engine.batch.ragged import RaggedBatch, Row
-from engine.cache.slabs import Slabs
+from engine.cache.slots import Slots
 from engine.executor.base import is_allocation_failure
 from engine.executor.line import DeviceLine
 from engine.executor.pictures import PictureEmbeddings, PictureUnusable
@@ -48,10 +48,9 @@ class Passes:
     part that one plan computes."""
 
     model: Any
-    slabs: Slabs
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
-    longest: int | None  # max tokens of a chunk, see `Layout.longest_pass`
+    slots: Slots | None = None
     pictures: PictureEmbeddings | None = None  # None: the model takes no pictures
     open: dict[int, list[ChunkPass]] = field(default_factory=dict)
 
@@ -96,10 +95,6 @@ class Passes:
         kv_only = not any(chunk.target_ids for chunk in ordered)
 
         def compute() -> mx.array:
-            if self.longest is not None and width > self.longest:
-                raise ValueError(
-                    f"a chunk of {width} tokens does not fit into the rings of the slots"
-                )
             inputs = mx.array(tokens, mx.int32)
             embeddings = self._embeddings(ordered, given)
             return batch.logits(self.model, inputs, kv_only=kv_only, given=embeddings)
@@ -215,8 +210,7 @@ class Prefill:
     def _advance(self, one: ChunkPass, end: int) -> list[Any]:
         """Build the graph up to layer ``end``. Return the arrays to evaluate."""
         pending = one.layers.advance(end)
-        slabs = {chunk.slot.slab_id for chunk in one.chunks}
-        written = [self._passes.slabs[number].contents for number in slabs]
+        written = self._passes.slots.contents
         logits = one.layers.logits
         if logits is None:
             return [pending, written]

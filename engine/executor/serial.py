@@ -1,4 +1,4 @@
-"""The executor for models that do not fit into slots: one sequence in mlx-lm's own caches."""
+"""The executor for models whose caches do not fit into pages: one sequence in mlx-lm's own caches."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class SerialExecutor(Executor):
             prefix_cache=False,
             keeps_kv=True,
             kv_bits=16,
-            block_token_bytes=token_bytes,
-            slot_token_bytes=token_bytes,
+            token_bytes=token_bytes,
             state_bytes=0,
         )
         self._sampler = Sampler()
@@ -55,13 +54,9 @@ class SerialExecutor(Executor):
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
-        for number in plan.freed_slabs:
-            self._running = {s: one for s, one in self._running.items() if s.slab_id != number}
-        self._sampler.free_slabs(plan.freed_slabs)
+        for slot in plan.freed_slots:
+            self._running.pop(slot, None)
         self._sampler.free_slots(plan.freed_slots)
-        for move in plan.moves:
-            self._running[move.target] = self._running.pop(move.source)
-            self._sampler.move(move.source, move.target)
         failed: list[tuple[Slot, str]] = []
         prompt_logprobs: list[PromptLogprobs] = []
         decoded = [self._decode(decode, failed, prompt_logprobs) for decode in plan.decodes]

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from engine.batch import device
 from engine.batch.layered import num_layers
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
@@ -24,6 +23,9 @@ EXPERTS_CHUNK_TOKENS = 8192
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
 """Sizes of heads for which Metal has a kernel that attends with many queries and stores no scores
 (`ScaledDotProductAttention::use_fallback` in MLX)."""
+GATHERED_LAYERS = 3
+"""Layers whose values are gathered at once: MLX dispatches operations ahead, and frees a layer's
+when its command buffer is done."""
 SCORE_ARRAYS = 3
 """Arrays of scores that exist at once: masks and biases make others, and MLX dispatches a few
 operations ahead."""
@@ -32,10 +34,10 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 def spec_of(
-    model: Any, layout: Layout, batch_class: type[RaggedBatch], block_size: int, *, guesses: bool
+    model: Any, layout: Layout, batch_class: type[RaggedBatch], page_tokens: int, *, guesses: bool
 ) -> ExecutorSpec:
     """Return the properties of ``model``, which has ``layout``. Its weights need not be loaded."""
-    shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
+    on_gpu = mx.default_device() == mx.gpu
     has_experts = any(isinstance(module, _EXPERTS) for module in model.modules())
     chunk_tokens = GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS
     return ExecutorSpec(
@@ -49,26 +51,23 @@ def spec_of(
         prefix_cache=True,
         verifies_drafts=True,
         # Elsewhere, rows are padded to the longest.
-        decodes_ends=not (batch_class.runs_model or layout.states or layout.rings or guesses),
+        decodes_ends=not (batch_class.runs_model or layout.states or guesses),
         guesses=Guesser.NAME if guesses else "",
         keeps_kv=bool(layout.layers) or not layout.states,
         kv_bits=layout.kv_bits,
-        block_token_bytes=max(1, layout.block_token_bytes),
-        slot_token_bytes=max(1, layout.slot_token_bytes + shares_slabs * layout.array_bytes),
+        page_tokens=page_tokens,
+        token_bytes=max(1, layout.token_bytes),
+        unpacked_token_bytes=batch_class.pages_class.unpacks * layout.value_bytes,
+        gather_token_bytes=GATHERED_LAYERS * layout.layer_value_bytes if on_gpu else 0,
         state_bytes=layout.state_bytes,
-        block_buffers=layout.block_buffers(block_size),
+        page_buffers=layout.page_buffers(page_tokens),
         state_buffers=tuple(state.state_bytes for state in layout.states),
         state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
-        shares_slabs=shares_slabs,
-        rings=layout.rings,
         has_experts=has_experts,
         layers=num_layers(layout),
         pass_token_bytes=activation_bytes(model),
         score_bytes=attention_score_bytes(model, layout, batch_class) if on_gpu else 0,
-        max_chunk_tokens=min(
-            EXPERTS_CHUNK_TOKENS if has_experts else chunk_tokens,
-            layout.longest_pass or EXPERTS_CHUNK_TOKENS,
-        ),
+        max_chunk_tokens=EXPERTS_CHUNK_TOKENS if has_experts else chunk_tokens,
     )
 
 
@@ -98,7 +97,7 @@ def attention_score_bytes(model: Any, layout: Layout, batch_class: type[RaggedBa
     sizes = [
         int(layer.dtype.size)
         for layer in layout.layers
-        if (layer.window is None or not batch_class.has_rings)
+        if layer.window is None
         and (is_capped or layer.key_dim != layer.value_dim or layer.key_dim not in FUSED_HEAD_DIMS)
     ]
     heads = _largest(list(_arguments(model)), "num_attention_heads", "n_heads", "n_head")

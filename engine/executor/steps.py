@@ -15,7 +15,6 @@ from engine.executor.guessing import Guesses
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import BuiltPass, Prefill
 from engine.executor.stopwatch import StepClock, Stopwatch
-from engine.executor.unchecked import UncheckedSlots
 from engine.plan import Exported, Payload, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.sampler import SamplerOutput
 from shared.wire import TokenLogprobs
@@ -24,7 +23,6 @@ from shared.wire import TokenLogprobs
 @dataclass(eq=False)
 class DecodeOutput:
     sampled: SamplerOutput
-    is_nan: mx.array  # (rows,): whether the logits are NaN
     rows: DecodeRows
     guesses: Guesses | None = None
 
@@ -53,12 +51,6 @@ class DecodeOutput:
             scores = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
         return tuple(self.tokens[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
 
-    def valid_slots(self) -> list[Slot]:
-        """Return the slots whose logits are numbers, including those of drafts."""
-        rows = zip(self.rows.decodes, self.is_nan.tolist(), strict=True)
-        bad = {decode.slot for decode, is_nan in rows if is_nan}
-        return [decode.slot for decode in self.rows.decodes if decode.slot not in bad]
-
     def tokens_by_slot(self) -> dict[Slot, int]:
         """Return the token of each slot without drafts."""
         slots = (decode.slot for decode in self.rows.decodes)
@@ -73,7 +65,7 @@ class LateResults:
         self._chunks: list[tuple[int, list[Piece]]] = []
 
     def add_export(self, piece: Piece | None, block: int, export: Callable[[], Payload]) -> None:
-        """Export ``block`` once ``piece`` is done."""
+        """Return the bytes of ``block`` once ``piece`` is done."""
         self._exports.append((piece, block, export))
 
     def add_chunks(self, step: int, pieces: list[Piece]) -> None:
@@ -103,7 +95,6 @@ class BatchedStep(PendingStep):
     ahead: bool  # whether dispatching returns without waiting for the device
     line: DeviceLine
     late: LateResults
-    unchecked: UncheckedSlots
     stopwatch: Stopwatch
     clock: StepClock
     started: float
@@ -111,7 +102,7 @@ class BatchedStep(PendingStep):
     prefill: Prefill
     decoded: DecodeOutput | None = None
     unsent: list[list[Any]] = field(default_factory=list)  # to dispatch before the chunks
-    unsent_kept: list[list[mx.array]] = field(default_factory=list)  # blocks and snapshots
+    unsent_kept: list[list[mx.array]] = field(default_factory=list)  # exports and snapshots
     save_chunks: Callable[[], Piece | None] = lambda: None
     """Saves and exports what the chunks computed."""
     piece: Piece | None = None  # with the decodes
@@ -161,8 +152,6 @@ class BatchedStep(PendingStep):
             self.finish()
             self.line.wait()
         tokens, runs, logprobs = self.decoded.read() if self.decoded else ((), (), ())
-        if self.decoded:
-            self.unchecked.checked(self.plan.step, self.decoded.valid_slots())
         if self.ahead:
             elapsed_s = (self.piece.elapsed_s or 0.0) if self.piece else 0.0
         else:
@@ -216,6 +205,6 @@ class BatchedStep(PendingStep):
     def _send_pass(self, built: BuiltPass) -> None:
         if self.ahead:
             with self.stopwatch.waiting():
-                self.line.wait_for_slabs()
+                self.line.wait_for_pages()
         with self.stopwatch.computing():
             self._pieces.append(self.line.send(built.arrays))

@@ -76,10 +76,9 @@ class _LedStep(PendingStep):
     def read(self, *, early: bool = False) -> StepResult:
         result = self._own.read(early=early)
         self._progress.finish(result.tokens)
-        # A sequence without a mask, or without its prefix, fails alone: it is computed like the
+        # A sequence without a mask, or without its state, fails alone: it is computed like the
         # others.
-        alone = {restore.slot for restore in self._plan.restores}
-        alone |= {restore.slot for restore in self._plan.state_restores}
+        alone = {restore.slot for restore in self._plan.state_restores}
         alone |= {decode.slot for decode in self._plan.decodes}
         for slot, reason in result.failed:
             if slot not in alone:

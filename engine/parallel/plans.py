@@ -26,14 +26,14 @@ OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")
 
 
 class StoredName(NamedTuple):
-    """The kvstore's name of a block or a recurrent state."""
+    """The kvstore's name of a page or a recurrent state."""
 
     hash: bytes
     is_state: bool
 
 
 class RankBlocks(Protocol):
-    """This rank's parts of blocks and states: fetched ones, and ones to be stored. All methods are
+    """This rank's parts of pages and states: fetched ones, and ones to be stored. All methods are
     thread-safe."""
 
     def fetched(self, name: StoredName) -> Payload:
@@ -61,7 +61,7 @@ class ReceivedPlan(NamedTuple):
             raise RankFailed("a plan inserts blocks, but there is no kvstore")
         names = {name.block_id: stored_name(name) for name in plan.names}
         inserts = tuple(
-            Insert(insert.block_id, blocks.fetched(names[insert.block_id]), insert.is_snapshot)
+            Insert(insert.block_id, blocks.fetched(names[insert.block_id]), insert.page)
             for insert in plan.inserts
         )
         return msgspec.structs.replace(plan, inserts=inserts)
@@ -100,7 +100,7 @@ _ANY_SAMPLING = SamplingParams(seed=0)
 def pack(plan: Plan, released: Sequence[StoredName] = ()) -> bytes:
     """Return ``plan`` in the form for the other ranks, without any KV. ``released`` as in
     `ReceivedPlan`."""
-    inserts = tuple(_SentInsert(each.block_id, each.is_snapshot) for each in plan.inserts)
+    inserts = tuple(_SentInsert(each.block_id, each.page) for each in plan.inserts)
     decodes = tuple(_SentDecode(*[getattr(d, name) for name, _ in _DECODE]) for d in plan.decodes)
     fields = [getattr(plan, name) for name, _ in _PLAN]
     return _encoder.encode(_SentPlan(*fields, decodes, inserts, tuple(released)))
@@ -113,7 +113,7 @@ def unpack(packed: bytes) -> ReceivedPlan:
         Decode(sampling=_ANY_SAMPLING, **{name: getattr(each, name) for name, _ in _DECODE})
         for each in sent.decodes
     )
-    inserts = tuple(Insert(each.block_id, (), each.is_snapshot) for each in sent.inserts)
+    inserts = tuple(Insert(each.block_id, (), each.page) for each in sent.inserts)
     others = {name: getattr(sent, name) for name, _ in _PLAN}
     plan = Plan(decodes=decodes, inserts=inserts, **others)
     return ReceivedPlan(plan, sent.released)

@@ -48,23 +48,20 @@ class ChosenExecutor(NamedTuple):
 def choose_executor(
     model: Any,
     vocab_size: int,
-    block_size: int,
+    page_tokens: int,
     precision: Precision = UNQUANTIZED,
-    longest_pass: int | None = None,
     record: Record | None = None,
 ) -> ChosenExecutor:
     """Try the kinds of batching from fastest to slowest, and return the first correct one.
 
-    With ``longest_pass``, the max tokens of a sequence in one pass, slots keep only the window of
-    layers with a window, if the kind of batching supports it. The last resort is always correct:
-    mlx-lm's own caches, one sequence at a time. What ``record`` remembers is not proven again; a
-    successful proof is added to it.
+    The last resort is always correct: mlx-lm's own caches, one sequence at a time. What ``record``
+    remembers is not proven again; a successful proof is added to it.
     """
-    if record is not None and (found := _remembered(model, block_size, record)) is not None:
+    if record is not None and (found := _remembered(model, page_tokens, record)) is not None:
         return found
     logger.info("checking that batches give mlx-lm's answers; this takes longer than loading")
     began = time.monotonic()
-    found, is_lasting = _proven(model, vocab_size, block_size, precision, longest_pass)
+    found, is_lasting = _proven(model, vocab_size, page_tokens, precision)
     if record is not None and is_lasting and isinstance(found.executor, BatchedExecutor):
         executor = found.executor
         record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
@@ -73,11 +70,11 @@ def choose_executor(
 
 
 def _proven(
-    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+    model: Any, vocab_size: int, page_tokens: int, precision: Precision
 ) -> tuple[ChosenExecutor, bool]:
     """Return the first that is correct, and whether the next start would choose the same."""
     if device.rounds_activations(model):
-        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass)
+        return _proven_with_8_bits(model, vocab_size, page_tokens, precision)
     reasons: list[str] = []
     is_lasting = True
     try:
@@ -88,17 +85,14 @@ def _proven(
             reasons.append(known)
             classes = [RowBatch]
         for batch_class in classes:
-            layout = probed
-            if longest_pass is not None and batch_class.has_rings:
-                layout = probed.with_rings(longest_pass, block_size)
             try:
-                prove(model, layout, batch_class, given)
+                prove(model, probed, batch_class, given)
             except NotBatchable as reason:
                 reasons.append(str(reason))
                 is_lasting &= reason.is_lasting
                 continue
-            kept, unquantized, lasts = _quantized(model, layout, batch_class, vocab_size, precision)
-            executor = BatchedExecutor(model, kept, block_size, batch_class)
+            kept, unquantized, lasts = _quantized(model, probed, batch_class, vocab_size, precision)
+            executor = BatchedExecutor(model, kept, page_tokens, batch_class)
             chosen = ChosenExecutor(executor, "".join(reasons[:1]), unquantized)
             return chosen, is_lasting and lasts
     except UnsupportedLayout as reason:
@@ -109,14 +103,14 @@ def _proven(
 
 
 def _proven_with_8_bits(
-    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+    model: Any, vocab_size: int, page_tokens: int, precision: Precision
 ) -> tuple[ChosenExecutor, bool]:
     """Choose with activations in fp32 and the same codes, where the proof can be strict. Then show
     that activations in 8 bits differ only by their rounding."""
     with device.exact_products(model):
-        found, is_lasting = _proven(model, vocab_size, block_size, precision, longest_pass)
+        found, is_lasting = _proven(model, vocab_size, page_tokens, precision)
         if isinstance(executor := found.executor, BatchedExecutor):
-            layout = executor.layout.with_precision(UNQUANTIZED, dequantized=False)
+            layout = executor.layout.with_precision(UNQUANTIZED)
             exact = proof_references(model, layout, vocab_size)
     if not isinstance(executor, BatchedExecutor):
         return found, is_lasting
@@ -128,7 +122,7 @@ def _proven_with_8_bits(
         prove(model, layout, batch_class, given, rounding_of_activations(given, exact))
     except NotBatchable as reason:
         return _one_at_a_time(model, precision, str(reason)), is_lasting
-    executor = BatchedExecutor(model, executor.layout, block_size, batch_class)
+    executor = BatchedExecutor(model, executor.layout, page_tokens, batch_class)
     return found._replace(executor=executor), is_lasting
 
 
@@ -137,7 +131,7 @@ def _one_at_a_time(model: Any, precision: Precision, reason: str) -> ChosenExecu
     return ChosenExecutor(SerialExecutor(model, measured_token_bytes(model)), reason, unquantized)
 
 
-def _remembered(model: Any, block_size: int, record: Record) -> ChosenExecutor | None:
+def _remembered(model: Any, page_tokens: int, record: Record) -> ChosenExecutor | None:
     """Return the executor that ``record`` names; None if the model now has another one."""
     if (proven := record.read()) is None:
         return None
@@ -147,7 +141,7 @@ def _remembered(model: Any, block_size: int, record: Record) -> ChosenExecutor |
     if batch_class is None or (batch_class.runs_model and not layout.is_of(probe_layout(model))):
         return None
     logger.info("%s was proven correct at an earlier start", proven.batch)
-    executor = BatchedExecutor(model, layout, block_size, batch_class)
+    executor = BatchedExecutor(model, layout, page_tokens, batch_class)
     return ChosenExecutor(executor, proven.reason, proven.unquantized)
 
 
@@ -162,8 +156,7 @@ def _quantized(
 ) -> tuple[Layout, str, bool]:
     """Return ``layout`` with ``precision`` as far as proven, what stays unquantized, and whether it
     would at the next start."""
-    dequantized = device.slots_dequantized(layout)
-    quantized = layout.with_precision(precision, dequantized=dequantized)
+    quantized = layout.with_precision(precision)
     if quantized.kv_bits < 16:
         try:
             prove(model, quantized, batch, short_references(model, quantized, vocab_size))

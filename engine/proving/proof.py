@@ -1,6 +1,6 @@
 """The proof that a model may be batched, before it serves anything.
 
-A model's code may use keys, masks, state or offsets in a way that slots do not expect. Its answers
+A model's code may use keys, masks, state or offsets in a way that pages do not expect. Its answers
 would then be wrong without an error. The loaded model itself is therefore run on a few random
 sequences of different lengths, through mlx-lm's own caches and through the batched executor. Both
 must give the same logits.
@@ -19,7 +19,7 @@ from engine.cache.layout import Layout
 from engine.executor.base import is_allocation_failure
 from engine.executor.batched import BatchedExecutor
 from engine.proving.oracle import Reference, make_reference, rounding_noise
-from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
+from engine.proving.trial import PAGE_TOKENS, StepFailed, Trial
 
 TOLERANCE = 2e-3
 """Always allowed. Like all tolerances here, a fraction of the spread (standard deviation) of the
@@ -108,7 +108,7 @@ def prove(
 
     A difference of up to ``rounding`` is also allowed. Errors of a GPU are raised as they are: they
     say nothing about batches."""
-    executor = BatchedExecutor(model, layout, BLOCK_SIZE, batch)
+    executor = BatchedExecutor(model, layout, PAGE_TOKENS, batch)
     trial = Trial(executor, stretch=-(-executor.spec.layers // STRETCHES))
     try:
         trial.run_short(given)

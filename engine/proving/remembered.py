@@ -49,8 +49,6 @@ class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
     states: tuple[StateLayout, ...]
     tree: list[Any]  # `Layout.tree`: a layer's number, numbers of states, or a list of these
     precision: Precision
-    dequantized: bool
-    longest_pass: int | None
     reason: str  # from `ChosenExecutor`, like the next
     unquantized: str
 
@@ -62,8 +60,6 @@ class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
             states=layout.states,
             tree=[_plain(node) for node in layout.tree],
             precision=layout.precision,
-            dequantized=layout.dequantized,
-            longest_pass=layout.longest_pass,
             reason=reason,
             unquantized=unquantized,
         )
@@ -71,8 +67,7 @@ class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> Layout:
         tree = tuple(_node(each) for each in self.tree)
-        kept = self.precision, self.dequantized, self.longest_pass
-        return Layout(self.layers, self.states, tree, *kept)
+        return Layout(self.layers, self.states, tree, self.precision)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=str)

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.layout import KVNode, Layout, Node, StateNode
 from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
-from engine.cache.slabs import StoredKV
+from engine.cache.pages import StoredKV
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Slot
 from engine.proving.oracle import Reference, compute_logits, logits_distance
@@ -110,7 +110,7 @@ class _Run:
         new, prompt = (tokens[self._length :], 1) if self.steps else (tokens, length)
         logits = compute_logits(self._model, self._caches, new, prompt, at_once)[-1]
         for update in self._updates:
-            update.stored = ()  # otherwise the slabs' next writes would copy them
+            update.stored = ()  # they may be views of what the next step writes
         self.steps += len(new) - prompt + 1
         self._seen, self._length = _bytes_of(stored), len(tokens)
         return logits

@@ -14,20 +14,23 @@ from engine.executor.base import Executor, PendingStep
 from engine.plan import (
     Chunk,
     Decode,
+    CopyPage,
+    Export,
     Plan,
-    ResizeSlab,
     SaveState,
-    SlabSpec,
     Slot,
     StepResult,
     Stretch,
+    Table,
 )
 from engine.proving.oracle import Reference
 from engine.proving.replay import Replay, RoundingMismatch
 from shared.wire import SamplingParams
 
-BLOCK_SIZE = 16
-CAPACITY = 96
+PAGE_TOKENS = 16
+SLOTS, PAGES_EACH = 4, 6
+"""Slots, and the pages that each begins with."""
+PAGES = SLOTS * PAGES_EACH
 DRAFTED = 2
 """Tokens of a prompt that are computed as drafts."""
 GREEDY = SamplingParams(temperature=0.0, seed=1)
@@ -72,7 +75,7 @@ class Trial:
 
     def run_short(self, references: Sequence[Reference]) -> None:
         """Check whether rows disturb each other. For an executor that batches."""
-        self.run(new_slabs=(SlabSpec(0, 4, CAPACITY),))
+        self.begin()
         self.join_and_leave(references, pace=1)
         self.draft(references)
 
@@ -81,15 +84,20 @@ class Trial:
         if self._spec.max_sequences == 1:
             self.one_by_one(references)
             return
-        self.run(new_slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
+        self.begin()
         self.join_and_leave(references)
         self.draft(references)
         if self._spec.prefix_cache:
             self.rewind(references)
             self.reuse_a_prefix(references)
-        self.move(references)
-        if self._spec.look_ahead and self._spec.shares_slabs:
+        self.move_pages(references)
+        if self._spec.look_ahead:
             self.look_ahead(references)
+
+    def begin(self) -> None:
+        """Give every slot pages that are not neighbours."""
+        tables = (Table(slot, 0, tuple(range(slot, PAGES, SLOTS))) for slot in range(SLOTS))
+        self.run(num_pages=PAGES, tables=tuple(tables))
 
     # -- stages ----------------------------------------------------------------
 
@@ -97,11 +105,10 @@ class Trial:
         """Run one sequence after the other, each prefilled in two chunks."""
         self._stage = "one at a time"
         for number, one in enumerate(references):
-            slot = Slot(number, 0)
-            self.run(new_slabs=(SlabSpec(number, 1, CAPACITY),))
-            self.prefill(slot, one)
+            self.prefill(number, one)
             for step in range(one.steps):
-                self.decode((slot, one, step))
+                self.decode((number, one, step))
+            self.run(freed_slots=(number,))
 
     def join_and_leave(self, references: Sequence[Reference], pace: int = 2) -> None:
         """Add a sequence every ``pace`` steps; each leaves when it is done.
@@ -109,7 +116,7 @@ class Trial:
         There are three slots, so that later sequences reuse slots.
         """
         self._stage = "joining and leaving"
-        free = [Slot(0, row) for row in (3, 0, 2)]
+        free = [3, 0, 2]
         waiting = list(references)
         joining: dict[Slot, tuple[Reference, list[Chunk]]] = {}
         running: dict[Slot, tuple[Reference, int]] = {}
@@ -136,7 +143,7 @@ class Trial:
         last of a prompt are random, so most are rejected. One row goes on."""
         self._stage = "drafts"
         one, other = references[:2]
-        slots = Slot(0, 1), Slot(0, 2)
+        slots = 1, 2
         prompt, rest = one.prompt[:-DRAFTED], one.prompt[-DRAFTED:]
         before = replace(one, prompt=prompt, continuation=rest + one.continuation)
         self.prefill(slots[0], before)
@@ -155,7 +162,7 @@ class Trial:
     def rewind(self, references: Sequence[Reference]) -> None:
         """Rewind one row while another continues."""
         self._stage = "rewinding"
-        back, other = (Slot(0, 2), references[4]), (Slot(0, 0), references[1])
+        back, other = (2, references[4]), (0, references[1])
         self.prefill(*back)
         self.prefill(*other)
         self.decode((*other, 0), (*back, 0), keep=(SaveState(back[0], back[1].position(1), 20),))
@@ -166,54 +173,72 @@ class Trial:
         self.decode((*back, 1), (*other, back[1].steps - 1))
 
     def reuse_a_prefix(self, references: Sequence[Reference]) -> None:
-        """Start two slots from two blocks of the last sequence, which were exported as bytes."""
+        """Start two slots from two pages of the last sequence, which were exported as bytes. Both
+        read the same pages."""
         self._stage = "reusing a prefix"
-        one, source = references[4], Slot(0, 2)
-        end, step = 2 * BLOCK_SIZE, min(2 * BLOCK_SIZE, self._spec.max_chunk_tokens)
+        one, source = references[4], 2
+        end, step = 2 * PAGE_TOKENS, min(2 * PAGE_TOKENS, self._spec.max_chunk_tokens)
         for start in range(0, end - step, step):
             self.run(chunks=(_chunk(source, one, start, start + step),))
+        pages = tuple(Export(1 + i, source + i * SLOTS) for i in range(2 * self._spec.keeps_kv))
+        has_state = bool(self._spec.state_bytes)
         saved = self.run(
             chunks=(_chunk(source, one, end - step, end),),
-            saves=(plan.Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
-            state_saves=(SaveState(source, end, 3),) * bool(self._spec.state_bytes),
-            exports=(1, 2, 3),
+            state_saves=(SaveState(source, end, 3),) * has_state,
+            exports=(*pages, *(Export(3),) * has_state),
         )
         inserts = tuple(
-            plan.Insert(number + 10, tuple(bytes(part) for part in parts), is_snapshot=number == 3)
+            plan.Insert(
+                number + 10,
+                tuple(bytes(part) for part in parts),
+                None if number == 3 else PAGES - 1 + number,
+            )
             for number, parts in saved.exported
         )
         self.prefill(source, references[0])
-        self.run(inserts=inserts)
-        for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
-            self.run(
-                restores=(plan.Restore(target, 0, (11, 12)),) * self._spec.keeps_kv,
-                state_restores=(plan.RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
-            )
+        tables = tuple(
+            Table(slot, 0, (PAGES, PAGES + 1, *range(slot, PAGES - 2 * SLOTS, SLOTS)))
+            for slot in (1, 3)
+        )
+        self.run(num_pages=PAGES + 2, tables=tables, inserts=inserts)
+        for number, target in enumerate((1, 3)):
+            self.run(state_restores=(plan.RestoreState(target, end, 13),) * has_state)
             for start in range(end, len(one.prompt) - 1, self._spec.max_chunk_tokens):
                 until = min(start + self._spec.max_chunk_tokens, len(one.prompt) - 1)
                 self.run(chunks=(_chunk(target, one, start, until),))
             for step in range(one.steps):
                 beside = () if number else ((source, references[0], step),)
                 self.decode((target, one, step), *beside)
+        self.begin()
 
-    def move(self, references: Sequence[Reference]) -> None:
-        """Move a sequence to another slab, and continue it beside one that stays."""
-        self._stage = "moving"
+    def move_pages(self, references: Sequence[Reference]) -> None:
+        """Move the pages of a sequence so that there are fewer pages, and copy the part of a page
+        that it has, beside a sequence whose pages stay."""
+        self._stage = "moving pages"
         one, other = references[0], references[2]
-        self.prefill(Slot(0, 1), one)
-        self.prefill(Slot(0, 3), other)
-        self.decode((Slot(0, 1), one, 0), (Slot(0, 3), other, 0))
-        self.run(moves=(plan.Move(Slot(0, 1), Slot(1, 0), one.position(1)),))
+        self.prefill(3, one)
+        self.prefill(1, other)
+        self.decode((3, one, 0), (1, other, 0))
+        pages = range(0, PAGES - SLOTS, SLOTS)
+        last, end = divmod(one.position(1) - 1, PAGE_TOKENS)
+        table = (*pages[:last], 2, *pages[last + 1 :])
+        self.run(
+            moved_pages=tuple(CopyPage(page + 3, page, PAGE_TOKENS) for page in pages),
+            num_pages=PAGES - SLOTS,
+            tables=(Table(3, 0, table), Table(1, PAGES_EACH - 1, ())),
+            copies=(CopyPage(pages[last], 2, end + 1),),
+        )
         for step in range(1, one.steps):
-            self.decode((Slot(1, 0), one, step), (Slot(0, 3), other, step))
+            self.decode((3, one, step), (1, other, step))
+        self.begin()
 
     def look_ahead(self, references: Sequence[Reference]) -> None:
-        """Let a slab grow and shrink, and dispatch each decode before the previous one is read."""
+        """Let the number of pages grow and shrink, and dispatch each decode before the previous one
+        is read."""
         self._stage = "looking ahead"
-        beside, *both = Slot(2, 2), (Slot(2, 0), references[4]), (Slot(2, 1), references[1])
-        self.run(new_slabs=(SlabSpec(2, 1, CAPACITY),))
+        beside, *both = 2, (0, references[4]), (1, references[1])
         self.prefill(*both[0])
-        self.run(resized_slabs=(ResizeSlab(2, 3),))
+        self.run(num_pages=2 * PAGES)
         self.prefill(*both[1])
         self.prefill(beside, references[2])
         last = both[0][1].steps - 1
@@ -225,14 +250,14 @@ class Trial:
             decoded.pending.finish()
             before = decoded
         self._read(before)
-        self.run(resized_slabs=(ResizeSlab(2, 2),))
+        self.run(num_pages=PAGES)
         self.decode(*((*one, last) for one in both))
 
     # -- steps -----------------------------------------------------------------
 
     def run(self, **parts: Any) -> StepResult:
         """Run a plan, or several if its chunks are computed in parts."""
-        last = {name: parts.pop(name, ()) for name in ("saves", "state_saves", "exports")}
+        last = {name: parts.pop(name, ()) for name in ("state_saves", "exports")}
         if not parts.get("chunks") or self._stretch >= self._spec.layers:
             return self._run(**parts, **last)
         number = self._begin(**parts)

@@ -17,10 +17,10 @@ from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.draft_model import DraftModel
-from engine.executor.spec import GPU_CHUNK_TOKENS
 from engine.model.load import LoadedModel
 from engine.parallel.group import RankGroup, RankSampler
 from engine.parallel.leader import Leader
+from engine.plan import page_tokens
 from engine.proving.choose import choose_executor
 from engine.proving.remembered import AgreedRecord, ProofRecord, Record, code_digest
 from engine.replica import memory
@@ -40,9 +40,6 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-RESTORED_BYTES, MAX_RESTORED_BLOCKS = 64 * 1024 * 1024, 256
-"""Max cached positions that one step on a CPU copies into slots: about 10 ms, because streams wait
-for it."""
 PREFAULT_BYTES = 256 * 1024 * 1024
 """Max KV memory that is touched at startup: what a first long prompt of a small model uses. For
 a tiny model, it covers the whole context."""
@@ -191,7 +188,7 @@ def _record(
     proof."""
     own_code = code_digest(loaded.path.glob("*.py"))
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
-    kv = settings.block_size, settings.kv_bits, settings.kv_group_size, longest_pass(settings)
+    kv = settings.block_size, settings.kv_bits, settings.kv_group_size
     adapted = bool(settings.adapter or settings.max_adapters)  # with other graphs
     moved = None if layers is None else layers.names
     record = ProofRecord(proofs, model, kv, moved, settings.ranks, adapted)
@@ -213,9 +210,8 @@ def choose_executor_of(
         executor, reason, unquantized = choose_executor(
             loaded.model,
             loaded.vocab_size,
-            settings.block_size,
+            page_tokens(settings.block_size),
             Precision(settings.kv_bits, settings.kv_group_size),
-            longest_pass(settings),
             record,
         )
     if group is not None:
@@ -237,13 +233,6 @@ def choose_executor_of(
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)
     return executor
-
-
-def longest_pass(settings: Settings) -> int:
-    """Return the max tokens of a sequence in one pass: a chunk, or drafts to verify."""
-    chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
-    size = settings.block_size
-    return -(-chunk_tokens // size) * size + MAX_DRAFT_TOKENS
 
 
 def _log_sizes(
@@ -282,9 +271,8 @@ def _scheduler_config(
     return SchedulerConfig(
         block_size=settings.block_size,
         block_bytes=sizes.block_bytes,
-        slot_block_bytes=sizes.slot_block_bytes,
-        shares_slabs=spec.shares_slabs,
-        rings=spec.rings,
+        gather_token_bytes=spec.gather_token_bytes,
+        unpacked_token_bytes=spec.unpacked_token_bytes,
         batches_chunks=spec.batches_chunks,
         state_bytes=spec.state_bytes,
         max_snapshots=sizes.max_snapshots,
@@ -307,17 +295,10 @@ def _scheduler_config(
         prefix_cache=reuses_prefixes,
         store_enabled=_uses_store(settings),
         store_policy=settings.ssd_policy,
-        max_restored_blocks=_max_restored_blocks(spec, sizes),
         look_ahead=spec.look_ahead,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
-
-
-def _max_restored_blocks(spec: ExecutorSpec, sizes: MemorySizes) -> int | None:
-    if spec.look_ahead:  # a GPU copies gigabytes in milliseconds
-        return None
-    return min(max(RESTORED_BYTES // sizes.slot_block_bytes, 1), MAX_RESTORED_BLOCKS)
 
 
 def _uses_store(settings: Settings) -> bool:

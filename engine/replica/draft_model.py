@@ -16,6 +16,7 @@ from engine.executor.draft_model import ROOM_TOKENS, DraftModel
 from engine.model import load as models
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LoadedModel
+from engine.plan import page_tokens
 from engine.proving.choose import choose_executor
 from engine.proving.remembered import ProofRecord, code_digest
 from engine.replica.memory import EngineMemory
@@ -48,18 +49,19 @@ def open_draft_model(
             list(target.eos_token_ids),
         )
     executor, weights_bytes = _open_executor(loaded, settings, proofs)
-    block_size = settings.block_size
     rows = min(settings.max_batch_size, MAX_ROWS)
     if settings.spec_decode == "draft":
         rows = min(rows, settings.spec_decode_disable_batch_size)
     context = min(settings.draft_context_len, loaded.context_length // 2)
-    capacity = -(-min(context + ROOM_TOKENS, loaded.context_length) // block_size) * block_size
+    page = page_tokens(settings.block_size)
+    capacity = -(-min(context + ROOM_TOKENS, loaded.context_length) // page) * page
     source = DraftModel(
         executor,
         wait,
         context_tokens=context,
         capacity=capacity,
         rows=rows,
+        page_tokens=page,
         vocab_size=loaded.vocab_size,
     )
     logger.info(
@@ -86,7 +88,7 @@ def _open_executor(
         model = loaded.fingerprint, loaded.adapter, code, loaded.vocab_size
         record = ProofRecord(proofs, model, (block_size, 16, settings.kv_group_size, 0), moved)
     executor, reason, _ = choose_executor(
-        loaded.model, loaded.vocab_size, block_size, UNQUANTIZED, record=record
+        loaded.model, loaded.vocab_size, page_tokens(block_size), UNQUANTIZED, record
     )
     if executor.spec.state_bytes or not executor.spec.batches_decodes:
         why = reason or "its recurrent layers cannot be rewound to an earlier token"

@@ -18,6 +18,7 @@ from engine.model.fingerprint import digest
 from engine.model.load import LoadedModel
 from engine.mtp.head import MTPHead, embed
 from engine.mtp.weights import HeadUnusable, head_files, load_head
+from engine.plan import page_tokens
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class ServedHead:
 
     executor: BatchedExecutor
     nbytes: int  # of its weights
-    fingerprint: str  # identifies its weights, because blocks contain its keys and values too
+    fingerprint: str  # identifies its weights, because pages contain its keys and values too
 
 
 def with_head(
@@ -57,10 +58,10 @@ def with_head(
     nbytes = sum(weight.nbytes for _, weight in tree_flatten(head.parameters()))
     nbytes += 0 if layers is None else layers.nbytes
     logger.info("drafts come from the model's own head too: %.2f GB of weights", nbytes / 1e9)
-    block_size = settings.block_size
+    page = page_tokens(settings.block_size)
     layout, batch_class = executor.layout.with_layer(layer), executor.batch_class
     return ServedHead(
-        executor=BatchedExecutor(loaded.model, layout, block_size, batch_class, head),
+        executor=BatchedExecutor(loaded.model, layout, page, batch_class, head),
         nbytes=nbytes,
         fingerprint=digest(loaded.path / "config.json", files),
     )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Plan, Unpack, fixed_tables
 from shared.wire import SamplingParams
 
 if TYPE_CHECKING:  # imports mlx, and the BLAS must be loaded before that
@@ -32,11 +32,11 @@ def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False
     _allocate(executor, 1, start + tokens + 16)
     if filled:
         _fill(executor, [start])
-    chunk = Chunk(Slot(0, 0), start, tuple(noise(start, tokens)))
+    chunk = Chunk(0, start, tuple(noise(start, tokens)))
     begun = time.perf_counter()
     executor.dispatch(Plan(step=0, chunks=(chunk,))).read()
     seconds = time.perf_counter() - begun
-    _free(executor)
+    _free(executor, 1)
     return seconds
 
 
@@ -57,7 +57,7 @@ class DecodeSteps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _free(self._executor)
+        _free(self._executor, len(self._lengths))
 
     def step_s(self, adapters: Sequence[int] = ()) -> float:
         """Return the seconds of the next step, with the adapters in these places if there are
@@ -65,7 +65,7 @@ class DecodeSteps:
         done, sampling = self._done, SamplingParams(seed=0)
         places = adapters or [0] * len(self._lengths)
         decodes = tuple(
-            Decode(Slot(0, row), length + done, None if done else 5, done, sampling, adapter=place)
+            Decode(row, length + done, None if done else 5, done, sampling, adapter=place)
             for row, (length, place) in enumerate(zip(self._lengths, places, strict=True))
         )
         self._done += 1
@@ -83,11 +83,19 @@ def decode_s(
 
 
 def _allocate(executor: Executor, rows: int, capacity: int) -> None:
-    executor.dispatch(Plan(step=0, new_slabs=(SlabSpec(0, rows, capacity),))).read()
+    tables = fixed_tables(rows, capacity, executor.spec.page_tokens)
+    unpacks = executor.spec.unpacked_token_bytes > 0
+    plan = Plan(
+        step=0,
+        num_pages=sum(len(table.pages) for table in tables),
+        tables=tables,
+        unpacked=tuple(Unpack(slot, capacity) for slot in range(rows) if unpacks),
+    )
+    executor.dispatch(plan).read()
 
 
-def _free(executor: Executor) -> None:
-    executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
+def _free(executor: Executor, rows: int) -> None:
+    executor.dispatch(Plan(step=0, freed_slots=tuple(range(rows)))).read()
 
 
 def _fill(executor: Executor, lengths: Sequence[int]) -> None:
@@ -96,4 +104,4 @@ def _fill(executor: Executor, lengths: Sequence[int]) -> None:
         tokens = noise(row, length)
         for start in range(0, length, CHUNK_TOKENS):
             part = tuple(tokens[start : start + CHUNK_TOKENS])
-            executor.dispatch(Plan(step=0, chunks=(Chunk(Slot(0, row), start, part),))).read()
+            executor.dispatch(Plan(step=0, chunks=(Chunk(row, start, part),))).read()

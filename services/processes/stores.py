@@ -117,6 +117,6 @@ def _kinds(namespace: bytes, spec: ExecutorSpec, rank: int) -> tuple[FileKind, F
     """Return the kinds of files of a rank's blocks and states."""
     states = state_namespace(namespace, spec.state_layout)
     return (
-        FileKind(rank_namespace(namespace.hex(), rank), spec.block_buffers),
+        FileKind(rank_namespace(namespace.hex(), rank), spec.page_buffers),
         FileKind(rank_namespace(states.hex(), rank), spec.state_buffers),
     )

@@ -16,13 +16,14 @@ from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.cache.layout import Layout, probe_layout
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot, StepResult
+from engine.plan import Chunk, Decode, Plan, Slot, StepResult, Unpack, fixed_tables
 from shared.wire import SamplingParams, TokenLogprobs
 from tests.engine.sampling.test_penalties import mlx_lm_logits
 from tests.tiny_models import VOCAB_SIZE
 
 GREEDY = SamplingParams(seed=1)
-BLOCK = 16
+PAGE = 16
+"""Positions of a page: few, so that sequences have several."""
 _alone: dict[tuple[int, ...], list[int]] = {}
 
 
@@ -108,9 +109,17 @@ def next_decode(
 class PlanRunner:
     """Drives an executor with plans made by hand, without a scheduler."""
 
-    def __init__(self, executor: Any, *slabs: SlabSpec) -> None:
+    def __init__(self, executor: Any, rows: int, capacity: int) -> None:
+        """Give each slot below ``rows`` pages for ``capacity`` tokens, and every second one values
+        outside of pages too, if the executor can use them."""
         self.executor, self.step = executor, 0
-        self.run(new_slabs=slabs)
+        tables = fixed_tables(rows, capacity, executor.spec.page_tokens)
+        unpacks = executor.spec.unpacked_token_bytes > 0
+        self.run(
+            num_pages=sum(len(table.pages) for table in tables),
+            tables=tables,
+            unpacked=tuple(Unpack(slot, capacity) for slot in range(0, rows, 2) if unpacks),
+        )
 
     def dispatch(self, **parts: Any) -> PendingStep:
         self.step += 1
@@ -129,8 +138,8 @@ class Runner(PlanRunner):
     def __init__(self, model: Any, rows: int = 4, capacity: int = 128) -> None:
         layout = probe_layout(model)
         batch_class = bound(model, layout, self.batch_class)
-        executor = BatchedExecutor(model, layout, BLOCK, batch_class)
-        super().__init__(executor, SlabSpec(0, rows, capacity))
+        executor = BatchedExecutor(model, layout, PAGE, batch_class)
+        super().__init__(executor, rows, capacity)
 
     def prefill(self, slot: Slot, tokens: list[int], start: int = 0) -> None:
         self.run(chunks=(Chunk(slot, start, tuple(tokens)),))

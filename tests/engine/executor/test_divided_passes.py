@@ -89,7 +89,7 @@ def runner(whole: Whole) -> Runner:
 
 
 def alone(runner: Runner, tokens: list[int]) -> int:
-    slot = Slot(0, 2)
+    slot = 2
     runner.run(chunks=(chunk(slot, tokens),))
     return runner.first_token(slot, tokens)
 
@@ -97,24 +97,24 @@ def alone(runner: Runner, tokens: list[int]) -> int:
 def test_decodes_and_other_passes_come_between_two_layers(runner: Runner) -> None:
     one, two, three = prompt(1, 40), prompt(2, 30), prompt(3, 20)
     expected = [alone(runner, tokens) for tokens in (one, two, three)]
-    runner.run(chunks=(chunk(Slot(0, 0), one),))
-    long = runner.begin(chunk(Slot(0, 1), two))
-    assert runner.first_token(Slot(0, 0), one) == expected[0]
-    short = runner.begin(chunk(Slot(0, 2), three))
+    runner.run(chunks=(chunk(0, one),))
+    long = runner.begin(chunk(1, two))
+    assert runner.first_token(0, one) == expected[0]
+    short = runner.begin(chunk(2, three))
     runner.run(stretches=(Stretch(short, runner.layers),))
-    assert runner.first_token(Slot(0, 2), three) == expected[2]
+    assert runner.first_token(2, three) == expected[2]
     for end in range(2, runner.layers + 1):
         runner.run(stretches=(Stretch(long, end),))
-    assert runner.first_token(Slot(0, 1), two) == expected[1]
+    assert runner.first_token(1, two) == expected[1]
     assert not runner.executor._passes.open
 
 
 def test_a_dropped_pass_leaves_its_slot_to_others(runner: Runner) -> None:
     tokens = prompt(4, 30)
     expected = alone(runner, tokens)
-    dropped = runner.begin(chunk(Slot(0, 1), prompt(5, 50)))
-    runner.run(dropped_passes=(dropped,), chunks=(chunk(Slot(0, 1), tokens),))
-    assert runner.first_token(Slot(0, 1), tokens) == expected
+    dropped = runner.begin(chunk(1, prompt(5, 50)))
+    runner.run(dropped_passes=(dropped,), chunks=(chunk(1, tokens),))
+    assert runner.first_token(1, tokens) == expected
     assert not runner.executor._passes.open
     runner.run(stretches=(Stretch(dropped, runner.layers),), dropped_passes=(dropped, 99))
 
@@ -123,10 +123,10 @@ def test_a_slab_may_grow_while_a_pass_is_open(runner: Runner) -> None:
     """With keys and values of a layer in one array, values then begin elsewhere."""
     tokens = prompt(6, 40)
     expected = alone(runner, tokens)
-    number = runner.begin(chunk(Slot(0, 1), tokens))
+    number = runner.begin(chunk(1, tokens))
     runner.run(resized_slabs=(ResizeSlab(0, 5),))
     runner.run(stretches=(Stretch(number, runner.layers),))
-    assert runner.first_token(Slot(0, 1), tokens) == expected
+    assert runner.first_token(1, tokens) == expected
 
 
 def test_on_a_cpu_a_stretch_creates_only_the_memory_of_its_layers(runner: Runner) -> None:
@@ -155,7 +155,7 @@ def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
 ) -> None:
     good, bad = prompt(7, 30), prompt(8, 30)
     expected = alone(runner, good)
-    number = runner.begin(chunk(Slot(0, 0), good), chunk(Slot(0, 1), bad))
+    number = runner.begin(chunk(0, good), chunk(1, bad))
 
     @wrap(LayeredPass, "advance")
     def raising(advance: Callable[..., list[Any]], one: Any, end: int) -> list[Any]:
@@ -164,14 +164,14 @@ def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
         return advance(one, end)
 
     result = runner.run(stretches=(Stretch(number, runner.layers),))
-    assert result.failed == ((Slot(0, 1), "ValueError: this row"),)
-    assert runner.first_token(Slot(0, 0), good) == expected
+    assert result.failed == ((1, "ValueError: this row"),)
+    assert runner.first_token(0, good) == expected
     assert not runner.executor._passes.open
 
 
 def test_a_reset_gives_up_open_passes(runner: Runner) -> None:
     before = mx.get_active_memory()
-    runner.begin(chunk(Slot(0, 1), prompt(9, 60)))
+    runner.begin(chunk(1, prompt(9, 60)))
     runner.executor.reset()
     assert not runner.executor._passes.open
     assert mx.get_active_memory() <= before
@@ -186,7 +186,7 @@ def test_a_decode_computes_known_tokens_with_the_bits_of_chunks(
     runner = Runner(whole)
     assert whole.executor.spec.decodes_ends and whole.executor.deterministic
     runner.run(new_slabs=(SlabSpec(1, 1, 128),))
-    slots = [Slot(1, 0), *(Slot(0, number) for number in range(3))]
+    slots = [Slot(1, 0), *(number for number in range(3))]
     prompts = [prompt(number, 40 + 9 * number) for number in range(1 + len(ends))]
     found: list[list[list[float]]] = []
     whole.executor.logits_observer = lambda _, logits: found.append(logits.tolist())

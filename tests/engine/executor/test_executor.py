@@ -51,7 +51,7 @@ def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(mo
     expected = [alone(model, tokens, 12) for tokens in prompts]
     runner = Runner(model)
     runner.run(new_slabs=(SlabSpec(1, 1, 64),))
-    slots = [Slot(0, 2), Slot(1, 0), Slot(0, 0), Slot(0, 3), Slot(0, 1)]
+    slots = [2, Slot(1, 0), 0, 3, 1]
     outputs: list[list[int]] = [[] for _ in prompts]
     for turn in range(21):
         joined = [i for i in range(5) if turn == 2 * i]
@@ -68,20 +68,20 @@ def test_blocks_restore_a_prefix_in_another_slot_even_from_bytes(model: Any) -> 
     tokens = prompt(3, 60)
     expected = alone(model, tokens, 5)
     runner = Runner(model)
-    runner.prefill(Slot(0, 0), tokens[:-1])
-    saved = runner.run(saves=(Save(Slot(0, 0), 0, (1, 2)), Save(Slot(0, 0), 32, (3,))))
+    runner.prefill(0, tokens[:-1])
+    saved = runner.run(saves=(Save(0, 0, (1, 2)), Save(0, 32, (3,))))
     assert saved.exported == ()
     exported = runner.run(evictions=(Evict(1, export=True), Evict(2)), exports=(3,)).exported
     assert [e.block_id for e in exported] == [1, 3]
     copies = {e.block_id: tuple(bytes(part) for part in e.payload) for e in exported}
-    runner.prefill(Slot(0, 0), prompt(4, 60))  # what was saved does not follow the slot
+    runner.prefill(0, prompt(4, 60))  # what was saved does not follow the slot
     runner.run(
         inserts=(Insert(11, copies[1]), Insert(13, copies[3])),
-        restores=(Restore(Slot(0, 3), 0, (11,)), Restore(Slot(0, 3), 32, (13,))),
+        restores=(Restore(3, 0, (11,)), Restore(3, 32, (13,))),
     )
-    runner.prefill(Slot(0, 3), tokens[16:32], start=16)
-    runner.prefill(Slot(0, 3), tokens[48:-1], start=48)
-    assert runner.generate(Slot(0, 3), tokens, 5, known=True) == expected
+    runner.prefill(3, tokens[16:32], start=16)
+    runner.prefill(3, tokens[48:-1], start=48)
+    assert runner.generate(3, tokens, 5, known=True) == expected
 
 
 def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> None:
@@ -89,9 +89,9 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> Non
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
     runner.run(new_slabs=(SlabSpec(1, 2, 256),))
-    runner.prefill(Slot(0, 2), one[:-1])
-    runner.prefill(Slot(0, 1), two[:-1])
-    slots = [Slot(0, 2), Slot(0, 1)]
+    runner.prefill(2, one[:-1])
+    runner.prefill(1, two[:-1])
+    slots = [2, 1]
     outputs: tuple[list[int], list[int]] = ([], [])
     for turn in range(12):
         moves: tuple[Move, ...] = ()
@@ -113,7 +113,7 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> Non
 def test_logprobs_come_in_the_order_of_the_plan(model: Any) -> None:
     prompts = [prompt(i, n) for i, n in ((21, 20), (22, 9), (23, 14))]
     runner = Runner(model)
-    slots = [Slot(0, 2), Slot(0, 0), Slot(0, 1)]
+    slots = [2, 0, 1]
     for slot, tokens in zip(slots, prompts, strict=True):
         runner.prefill(slot, tokens[:-1])
     decodes = (
@@ -136,16 +136,16 @@ def test_logprobs_of_a_prompt_come_with_its_chunks(model: Any) -> None:
     found: list[TokenLogprobs] = []
     for start, end in ((0, 16), (16, 39)):
         inputs, targets = tuple(tokens[start:end]), tuple(tokens[start + 1 : end + 1])
-        plain = Chunk(Slot(0, 0), start, tuple(other[start : start + 9]))
-        result = runner.run(chunks=(plain, Chunk(Slot(0, 1), start, inputs, targets, 2)))
+        plain = Chunk(0, start, tuple(other[start : start + 9]))
+        result = runner.run(chunks=(plain, Chunk(1, start, inputs, targets, 2)))
         (scored,) = result.prompt_logprobs
-        assert scored[:2] == (Slot(0, 1), start)
+        assert scored[:2] == (1, start)
         found += scored.logprobs
     assert len(found) == 39
     for position, ours in enumerate(found):
         assert len(ours.top) == 2
         assert_logprobs(ours, direct[position], tokens[position + 1])
-    assert runner.generate(Slot(0, 1), tokens, 3, known=True) == alone(model, tokens, 3)
+    assert runner.generate(1, tokens, 3, known=True) == alone(model, tokens, 3)
 
 
 @pytest.mark.parametrize("scored", [False, True], ids=["", "scored"])
@@ -155,22 +155,22 @@ def test_a_chunk_that_raises_fails_alone(model: Any, scored: bool) -> None:
     runner = Runner(model)
     result = runner.run(
         chunks=(
-            Chunk(Slot(0, 0), 0, (*bad, NO_TOKEN), targets[0], 1),
-            Chunk(Slot(0, 1), 0, tuple(good[:-1]), targets[1], 1),
+            Chunk(0, 0, (*bad, NO_TOKEN), targets[0], 1),
+            Chunk(1, 0, tuple(good[:-1]), targets[1], 1),
         ),
-        saves=(Save(Slot(0, 0), 0, (1,)), Save(Slot(0, 1), 0, (2,))),
+        saves=(Save(0, 0, (1,)), Save(1, 0, (2,))),
         exports=(2,),
     )
-    assert [slot for slot, _ in result.failed] == [Slot(0, 0)]
+    assert [slot for slot, _ in result.failed] == [0]
     assert [e.block_id for e in result.exported] == [2]
     scores = [(one.slot, len(one.logprobs)) for one in result.prompt_logprobs]
-    assert scores == [(Slot(0, 1), 19)] * scored
-    assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
+    assert scores == [(1, 19)] * scored
+    assert runner.generate(1, good, 3, known=True) == alone(model, good, 3)
 
 
 def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(model: Any) -> None:
     runner = Runner(model)
-    slots = [Slot(0, row) for row in range(3)]
+    slots = [row for row in range(3)]
     bad, good = (*prompt(7, 20), NO_TOKEN), tuple(prompt(8, 20))
     result = runner.run(
         chunks=(Chunk(slots[0], 0, bad),), saves=(Save(slots[0], 0, (1,)),), exports=(1,)
@@ -198,8 +198,8 @@ def test_slots_keep_their_sequences_while_their_slab_grows_and_shrinks(model: An
         running = [i for i in range(4) if 2 * i < turn]
         joining = [i for i in range(4) if 2 * i == turn]
         rows = (ResizeSlab(0, resized[turn]),) if turn in resized else ()
-        decodes = tuple(next_decode(Slot(0, i), prompts[i], turn - 2 * i - 1) for i in running)
-        chunks = tuple(chunk(Slot(0, i), prompts[i]) for i in joining)
+        decodes = tuple(next_decode(i, prompts[i], turn - 2 * i - 1) for i in running)
+        chunks = tuple(chunk(i, prompts[i]) for i in joining)
         step = runner.dispatch(resized_slabs=rows, decodes=decodes, chunks=chunks)
         pending.append((step, running))
         if len(pending) > 1 or turn == 13:
@@ -223,7 +223,7 @@ def test_steps_write_slabs_in_place(
     layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.slot_token_bytes)
     runner = Runner(model, rows=8, capacity=capacity)
-    slots = [Slot(0, row) for row in range(8)]
+    slots = [row for row in range(8)]
     array_bytes = max(array.nbytes for array in Slab(layout, 8, capacity).arrays)
 
     def steps(first: int) -> None:
@@ -252,7 +252,7 @@ def test_moves_and_copies_of_one_plan_find_the_slab_free(model: Any, wrap: Wrap)
     """Work in flight refers to it, and it would be copied whole for each of them."""
     runner = Runner(model, rows=4, capacity=64)
     for row in range(2):
-        runner.prefill(Slot(0, row), prompt(row, 20))
+        runner.prefill(row, prompt(row, 20))
     found: list[bool] = []
 
     @wrap(Slab, "copy_row")
@@ -263,8 +263,8 @@ def test_moves_and_copies_of_one_plan_find_the_slab_free(model: Any, wrap: Wrap)
 
     runner.run(
         new_slabs=(SlabSpec(1, 2, 128),),
-        moves=tuple(Move(Slot(0, row), Slot(1, row), 19) for row in range(2)),
-        copies=tuple(CopyPositions(Slot(1, 0), Slot(0, row), 0, 16) for row in range(2, 4)),
+        moves=tuple(Move(row, Slot(1, row), 19) for row in range(2)),
+        copies=tuple(CopyPositions(Slot(1, 0), row, 0, 16) for row in range(2, 4)),
     )
     assert len(found) >= 2 and all(found)
 
@@ -282,8 +282,8 @@ def test_a_freed_slab_is_released_without_the_garbage_collector(model: Any, wrap
     gc.collect()
     gc.disable()
     try:
-        runner.prefill(Slot(0, 0), prompt(1, 20))
-        runner.decode((Slot(0, 0), 20, 5, 0), (Slot(0, 1), 0, 5, 0))
+        runner.prefill(0, prompt(1, 20))
+        runner.decode((0, 20, 5, 0), (1, 0, 5, 0))
         assert slab() is not None
         runner.run(freed_slabs=(0,))
         assert slab() is None

@@ -118,7 +118,7 @@ def bench(with_head: Callable[[Kind], Path], request: pytest.FixtureRequest) -> 
         yield Bench(with_head(kind))
 
 
-A, B, C = Slot(0, 0), Slot(0, 2), Slot(1, 0)
+A, B, C = 0, 2, Slot(1, 0)
 
 
 def test_guesses_are_those_of_the_head_applied_again_and_again(bench: Bench) -> None:

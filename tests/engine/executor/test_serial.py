@@ -31,7 +31,7 @@ def test_the_serial_executor_gives_mlx_lms_tokens_under_controls_and_their_score
     model: Any,
 ) -> None:
     runner = PlanRunner(SerialExecutor(model, measured_token_bytes(model)))
-    tokens, slot = prompt(41, 30), Slot(0, 0)
+    tokens, slot = prompt(41, 30), 0
     out: list[int] = []
     chunks = (
         Chunk(slot, 0, tuple(tokens[:12]), tuple(tokens[1:13]), 1),

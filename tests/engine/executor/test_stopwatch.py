@@ -28,7 +28,7 @@ def test_building_and_sampling_are_measured_apart_from_computing() -> None:
     ragged.install()
     model = build("llama")
     executor = BatchedExecutor(model, probe_layout(model), 16, Slow)
-    slot = Slot(0, 0)
+    slot = 0
     decode = Decode(slot, 4, 5, 0, SamplingParams(temperature=0.7, seed=1))
     for plan in (
         Plan(step=1, new_slabs=(SlabSpec(0, 1, 32),), chunks=(Chunk(slot, 0, (5, 6, 7, 8)),)),

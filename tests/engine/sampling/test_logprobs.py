@@ -47,9 +47,9 @@ def test_logprobs_are_those_of_the_model_whatever_the_controls() -> None:
     greedy = SamplingParams(seed=1, logit_bias=[(best, -100.0)])
     drawn = SamplingParams(seed=3, temperature=1.7, top_k=9, frequency_penalty=1.0)
     decodes = [
-        Decode(Slot(0, 0), 4, 5, 0, greedy, logprobs=2),
-        Decode(Slot(0, 1), 4, 5, 0, SamplingParams(seed=1)),
-        Decode(Slot(0, 2), 4, 5, 3, drawn, (), 4, (1, 2, 3, 4)),
+        Decode(0, 4, 5, 0, greedy, logprobs=2),
+        Decode(1, 4, 5, 0, SamplingParams(seed=1)),
+        Decode(2, 4, 5, 3, drawn, (), 4, (1, 2, 3, 4)),
     ]
     sampled = Sampler().sample(logits, decodes, mx.array([5, 5, 5]))
     assert sampled.logprobs is not None and sampled.logprob_rows == (0, 2)

@@ -35,7 +35,7 @@ def decode(row: int, source: str | None, **fields: Any) -> Decode:
     grammar = None if source is None else Grammar(kind="regex", source=source)
     fields = {"sampling": SamplingParams(seed=row), "token_id": 5, "output_index": 0, **fields}
     return Decode(
-        slot=Slot(0, row),
+        slot=row,
         position=0,
         grammar=grammar,
         constrained=grammar is not None,

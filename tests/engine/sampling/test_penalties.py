@@ -74,7 +74,7 @@ def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(
 ) -> None:
     """The host sends only the prompt. Every later token comes from the device."""
     history = TokenHistory()
-    slot = Slot(0, 3)
+    slot = 3
     for count in range(len(OUTPUT)):
         tokens = PROMPT + OUTPUT[:count]
         logits = logits_of(count)
@@ -105,7 +105,7 @@ def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
 def test_the_history_moves_with_its_sequence_to_another_slot() -> None:
     controls = {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
     history = TokenHistory()
-    old, new = Slot(0, 0), Slot(1, 0)
+    old, new = 0, Slot(1, 0)
     tokens = PROMPT + OUTPUT[:4]
     history.record([decode(old, tokens, 8, True, **controls)], mx.array(tokens[-1:]))
     history.move(old, new)
@@ -122,7 +122,7 @@ def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
     controls = {"repetition_penalty": 1.5, "repetition_context_size": 0}
     history = TokenHistory()
     sequences = [[(i * j) % VOCAB for j in range(1 + 90 * i)] for i in range(20)]
-    parts = [decode(Slot(0, i), s, 1, True, **controls) for i, s in enumerate(sequences)]
+    parts = [decode(i, s, 1, True, **controls) for i, s in enumerate(sequences)]
     for at in range(0, 20, 5):
         tokens = [s[-1] for s in sequences[at : at + 5]]
         history.record(parts[at : at + 5], mx.array(tokens))
@@ -138,7 +138,7 @@ def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
 
 def test_a_bias_does_not_allow_a_forbidden_token() -> None:
     part = Decode(
-        Slot(0, 0), 4, 5, 0, SamplingParams(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
+        0, 4, 5, 0, SamplingParams(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
     )
     (row,) = process_logits(logits_of(4), [part], TokenHistory()).tolist()
     assert row[3] == -math.inf and min(row[:3] + row[4:]) > -math.inf
@@ -146,4 +146,4 @@ def test_a_bias_does_not_allow_a_forbidden_token() -> None:
 
 def test_logits_without_controls_stay_the_same_array() -> None:
     logits = logits_of(5)
-    assert process_logits(logits, [decode(Slot(0, 0), PROMPT, 8, False)], TokenHistory()) is logits
+    assert process_logits(logits, [decode(0, PROMPT, 8, False)], TokenHistory()) is logits

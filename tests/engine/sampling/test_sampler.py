@@ -18,7 +18,7 @@ def decode(
     row: int = 0, index: int = 0, forbidden: tuple[int, ...] = (), **controls: Any
 ) -> Decode:
     sampling = SamplingParams(**{"seed": 1} | controls)
-    slot, history = Slot(0, row), (4,) * index
+    slot, history = row, (4,) * index
     return Decode(slot, index + 5, None, index, sampling, forbidden, history=history)
 
 
@@ -144,7 +144,7 @@ def test_guesses_are_the_samples_that_come_if_they_are_right() -> None:
     )
     history = (5, 6, 7)
     steps = [
-        Decode(Slot(0, 0), 3 + n, None, 1 + n, sampling, history=None if n else history)
+        Decode(0, 3 + n, None, 1 + n, sampling, history=None if n else history)
         for n in range(6)
     ]
     logits = mx.random.normal((6, 20), key=mx.random.key(1)) * 2
@@ -168,7 +168,7 @@ def test_guesses_are_the_samples_that_come_if_they_are_right() -> None:
 def test_a_slot_that_begins_in_mid_sequence_looks_back_to_its_beginning() -> None:
     """Of 50 outputs it has three: what lies beyond is not taken from elsewhere."""
     sampling = SamplingParams(seed=1, presence_penalty=100.0)
-    decode = Decode(Slot(0, 0), 3, None, 50, sampling, history=(5, 6, 7))
+    decode = Decode(0, 3, None, 50, sampling, history=(5, 6, 7))
     logits = mx.zeros((1, 8)) + mx.array([0.1, 0, 0, 0, 0, 9, 9, 9])
     found = Sampler().guess(logits, [decode], mx.array([4]))
     assert found.item() == 0

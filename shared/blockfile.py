@@ -1,4 +1,4 @@
-"""The file of one block: safetensors, readable by any safetensors library.
+"""The file of one page or state: safetensors, readable by any safetensors library.
 
 The payload buffers are the tensors "0", "1", ... (dtype U8, their bytes unchanged), in order and
 without gaps. The metadata identifies the block and holds a CRC-32 of the payload's sizes and bytes.
@@ -13,7 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-FORMAT = "mlx-lm-server-block-2"
+FORMAT = "mlx-lm-server-page-1"
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """Larger files are not blocks: they are neither sent nor read into memory."""
 

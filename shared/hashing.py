@@ -27,16 +27,18 @@ def namespace_root(
     tensor_parallel: int = 1,
     head: str = "",
     products: Sequence[str] = (),
+    software: Sequence[str] = (),
 ) -> bytes:
     """Return the root of all hashes of engines whose blocks are interchangeable.
 
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized. ``head`` names the weights
     of a multi-token prediction head, whose keys and values are in the blocks too; empty without
     one. ``products`` names how layers multiply and attend, if there is a choice: another choice
-    gives keys with other bits.
+    gives keys with other bits. ``software`` names what computes layers: KV that a faulty version
+    computed must not outlive it.
     """
     parts = [
-        "block-v1" if kv_bits != 8 else "block-v2",  # its codes have different scales and biases
+        "page-v1",
         fingerprint,
         adapter,
         str(kv_bits),
@@ -45,6 +47,7 @@ def namespace_root(
         str(tensor_parallel),
         *([head] if head else []),
         *products,
+        *software,
     ]
     digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:

@@ -80,26 +80,6 @@ def uses_host() -> bool:
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
 
 
-def slots_dequantized(layout: Layout) -> bool:
-    """Return whether slots keep dequantized values instead of codes.
-
-    They do on a GPU, and on the CPU for fp32 models, because attention to codes takes several
-    times as long. On the CPU, 16-bit models keep codes, which takes less memory and more time."""
-    import mlx.core as mx
-
-    in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)
-    return in_fp32 or bool(mx.default_device() == mx.gpu)
-
-
-def shares_slabs() -> bool:
-    """Return whether all slots of one capacity are in one slab, which grows and shrinks.
-
-    They are on a GPU, where each slab needs its own operations in every layer."""
-    import mlx.core as mx
-
-    return bool(mx.default_device() == mx.gpu)
-
-
 def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     """Return the classes of batches for ``model`` on this device, the fastest first."""
     import mlx.core as mx

@@ -85,8 +85,9 @@ class RaggedBatch(ABC):
     def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
         self.slots = slots
         self.rows = rows
-        self.tables = [slots.tables[row.slot] for row in rows]
-        """The pages of each row, as they are now: later plans may change the slots' tables."""
+        self.tables = [slots.tables.get(row.slot, ()) for row in rows]
+        """The pages of each row, as they are now: later plans may change the slots' tables. Empty
+        for models without KV."""
         self.width = max([row.end - row.start for row in rows])
         """The largest number of new tokens of any row."""
         self.decoding = self.width == 1

@@ -6,6 +6,7 @@ import gc
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
@@ -40,6 +41,9 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+LAYERS_REVISION = 1
+"""Raised with every change of our own layers or quantization that corrects keys and values: those
+stored before are not used any more."""
 PREFAULT_BYTES = 256 * 1024 * 1024
 """Max KV memory that is touched at startup: what a first long prompt of a small model uses. For
 a tiny model, it covers the whole context."""
@@ -326,4 +330,5 @@ def _block_namespace(
         head="" if head is None else head.fingerprint,
         tensor_parallel=settings.ranks,
         products=products,
+        software=(f"mlx-lm {metadata.version('mlx-lm')}", f"layers {LAYERS_REVISION}"),
     )

@@ -26,7 +26,7 @@ def main() -> int:
         "--time-limit", type=float, default=TIME_LIMIT_S, help="timeout in seconds per architecture"
     )
     parser.add_argument(
-        GPU_PATH, action="store_true", help="compute as on a GPU: its batches and slabs, look-ahead"
+        GPU_PATH, action="store_true", help="compute as on a GPU: its batches and pages, look-ahead"
     )
     parser.add_argument(
         "--ranks", type=int, default=1, help="divide models across this many processes"

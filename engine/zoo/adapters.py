@@ -28,11 +28,11 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch import device
 from engine.proving.choose import choose_executor
 from engine.proving.oracle import make_reference
-from engine.proving.trial import BLOCK_SIZE, Trial
+from engine.proving.trial import PAGE_TOKENS, Trial
 from engine.zoo.build import architectures, build
 from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.configs import config
-from engine.zoo.examine import LENGTHS, LONGEST_PASS, STEPS, TOLERANCE
+from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
 
 COUNT, RANK, SCALE = 2, 4, 0.5
 IMPORT_ENDS_PROCESS = ("olmo",)
@@ -91,7 +91,7 @@ def _tried(
         one = make_reference(oracles[place], length, STEPS, VOCAB_SIZE, number)
         references.append(replace(one, adapter=place))
     store = adapt(layers, COUNT, RANK)
-    executor, _, _ = choose_executor(model, vocab_size, BLOCK_SIZE, longest_pass=LONGEST_PASS)
+    executor, _, _ = choose_executor(model, vocab_size, PAGE_TOKENS)
     for place, adapter in enumerate(made, 1):
         executor.adapter_store(store).put(place, adapter)
     trial = Trial(executor, stretch=1)

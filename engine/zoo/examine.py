@@ -15,11 +15,11 @@ from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.parallel.group import RankGroup, RankSampler
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Plan
 from engine.proving.choose import ChosenExecutor, choose_executor
 from engine.proving.oracle import make_reference
 from engine.proving.replay import Replay
-from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
+from engine.proving.trial import GREEDY, PAGE_TOKENS, Trial
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.configs import config
@@ -82,7 +82,7 @@ def examine(
             mx.eval(model.parameters())
     except (Exception, SystemExit) as raised:
         return ArchitectureReport(name=name, error=_line(raised))
-    executor, reason, _ = _chosen(group, model, vocab_size, longest_pass=LONGEST_PASS)
+    executor, reason, _ = _chosen(group, model, vocab_size)
     trial = Trial(executor, stretch=1)
     alone = executor.spec.max_sequences == 1
     error = ""
@@ -122,9 +122,9 @@ class QuantizedReport(NamedTuple):
 def _chosen(group: RankGroup | None, model: Any, vocab_size: int, **options: Any) -> ChosenExecutor:
     """Return `choose_executor`'s choice, the same on all ranks of ``group``."""
     if group is None:
-        return choose_executor(model, vocab_size, BLOCK_SIZE, **options)
+        return choose_executor(model, vocab_size, PAGE_TOKENS, **options)
     with group.same_logits(model):
-        chosen = choose_executor(model, vocab_size, BLOCK_SIZE, **options)
+        chosen = choose_executor(model, vocab_size, PAGE_TOKENS, **options)
     chosen.executor.use_sampler(RankSampler(group))
     return chosen
 
@@ -166,9 +166,8 @@ def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: i
     theirs = generate_step(mx.array(prompt), model, max_tokens=count)
     expected = [int(token) for token, _ in theirs]
     mx.synchronize(generation_stream)  # a step ahead, whose sums over ranks would meet ours
-    slot, slab = Slot(0, 0), SlabSpec(0, 1, CAPACITY)
-    chunk = Chunk(slot, 0, tuple(prompt[:-1]))
-    executor.dispatch(Plan(step=1, new_slabs=(slab,), chunks=(chunk,))).read()
+    slot, chunk = 0, Chunk(0, 0, tuple(prompt[:-1]))
+    executor.dispatch(Plan(step=1, chunks=(chunk,))).read()
     tokens: list[int] = []
     for index in range(count):
         token = tokens[-1] if tokens else prompt[-1]

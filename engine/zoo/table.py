@@ -18,14 +18,14 @@ _PAGE = """\
 
 Every architecture of mlx-lm {mlx_lm} (mlx {mlx}) was built as a tiny random model with windows of
 {window} tokens. The logits of each row were compared with those of mlx-lm's own caches: with uneven
-prompts in chunks, while sequences join and leave, after rewinding, after moving to another slab,
-and from the blocks and the state of another sequence. Right models differ by at most {worst:.0e} of
+prompts in chunks, while sequences join and leave, after rewinding, after moving to other pages,
+and from the pages and the state of another sequence. Right models differ by at most {worst:.0e} of
 their logits' standard deviation; more than {tolerance:g} is wrong. A server
-[proves](design/slots-and-slabs.md#is-a-model-batchable) a model again when it first starts with it.
+[proves](design/pages.md#is-a-model-batchable) a model again when it first starts with it.
 
 "INT8" is the default: keys and values in 8 bits, compared [in another
 way](design/quantization.md#how-it-is-proven); right models differ by at most {worst_int8:.0e}.
-"As on a GPU" is a second run with a GPU's batches, slabs and steps, computed on the same CPU: Metal
+"As on a GPU" is a second run with a GPU's batches, pages and steps, computed on the same CPU: Metal
 itself computes with other kernels. "2 ranks" is for models that mlx-lm can divide
 ([ranks](distributed.md)), computed by two processes on the CPU.
 
@@ -40,7 +40,7 @@ Right, batched as `ragged` (each row at its own length) on both paths, with pref
 
 Those with a star can be divided, and are right and `ragged` on 2 ranks. The others are in the
 table. `dense`, `row by row` and `one at a time` are [slower ways to compute a
-batch](design/slots-and-slabs.md#is-a-model-batchable). The last column is the reason why a faster
+batch](design/pages.md#is-a-model-batchable). The last column is the reason why a faster
 way or INT8 is not possible, often the error that the model's own code raised.
 
 | architecture | served | batched | how | as on a GPU | 2 ranks | prefixes | INT8 | why not faster |

@@ -9,12 +9,12 @@ from engine.cache.layout import Layout, StateLayout
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, RestoreState, SaveState, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Export, RestoreState, SaveState, Slot
 from engine.proving.choose import choose_executor
 from engine.zoo.build import build
 from tests.engine.executor.by_hand import GREEDY, PlanRunner
 
-A, B, C = Slot(0, 0), Slot(0, 1), Slot(1, 0)
+A, B, C = 0, 1, 2
 NO_TOKEN: Any = "x"  # MLX raises where it is computed
 
 
@@ -61,10 +61,10 @@ def test_a_copy_does_not_follow_what_it_was_copied_from() -> None:
     assert values(store, A, B, C) == [10, 20, 2]
 
 
-def test_freeing_a_slab_drops_its_state() -> None:
+def test_freeing_a_slot_drops_its_state() -> None:
     store = StateStore()
     store.put((A, C), rows(1, 3))
-    store.free(0)
+    store.free(A)
     assert values(store, C) == [3]
     with pytest.raises(KeyError):
         store.get(0, (A,))
@@ -78,7 +78,8 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.eval(snapshots.save(B, 1))
-    states.free(0)
+    states.free(A)
+    states.free(B)
     assert mx.get_active_memory() - before == -4 << 20
     states.put((A,), [mx.full((1, 1 << 20), 7.0)])
     copied = tuple(bytes(part) for part in snapshots.exporter(1)())
@@ -94,9 +95,8 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
     """With look-ahead a plan may restore a snapshot that the plan before it failed to save."""
-    slabs = SlabSpec(0, 2, 32), SlabSpec(1, 1, 32)
     runner, alone = (
-        PlanRunner(choose_executor(build(name), 320, 16).executor, *slabs) for _ in range(2)
+        PlanRunner(choose_executor(build(name), 320, 64).executor, 3, 64) for _ in range(2)
     )
     for each in (runner, alone):
         each.run(chunks=(Chunk(B, 0, tuple(range(5, 21))),))
@@ -106,7 +106,7 @@ def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
         state_restores=(RestoreState(C, 16, 1),),
         decodes=(Decode(B, 16, 9, 0, GREEDY), Decode(C, 16, 9, 0, GREEDY)),
         state_saves=(SaveState(B, 17, 2), SaveState(C, 17, 3)),
-        exports=(2, 3),
+        exports=(Export(2), Export(3)),
     )
     assert [slot for slot, _ in result.failed] == [C]
     assert [one.block_id for one in result.exported] == [2]
@@ -114,17 +114,17 @@ def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
 
 
 def test_a_chunk_that_raises_leaves_the_state_of_others_alone() -> None:
-    runner = PlanRunner(choose_executor(build("mamba"), 320, 16).executor)
+    runner = PlanRunner(choose_executor(build("mamba"), 320, 64).executor, 2, 64)
     assert isinstance(runner.executor, BatchedExecutor)
 
     def tokens(bad: bool) -> list[int]:
         said: list[int] = []
         chunks = [Chunk(B, 0, (7, 8, 9))] + [Chunk(A, 0, (1, 2, NO_TOKEN))] * bad
-        runner.run(new_slabs=(SlabSpec(0, 2, 32),), chunks=tuple(chunks))
+        runner.run(chunks=tuple(chunks))
         for index in range(4):
             token = said[-1] if said else 10
             said += runner.run(decodes=(Decode(B, 3 + index, token, index, GREEDY),)).tokens
-        runner.run(freed_slabs=(0,))
+        runner.run(freed_slots=(A, B))
         return said
 
     assert tokens(bad=True) == tokens(bad=False)

@@ -16,7 +16,7 @@ from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.cache.layout import Layout, probe_layout
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, Slot, StepResult, Unpack, fixed_tables
+from engine.plan import Chunk, Decode, Plan, Slot, StepResult, Table, Unpack, fixed_tables
 from shared.wire import SamplingParams, TokenLogprobs
 from tests.engine.sampling.test_penalties import mlx_lm_logits
 from tests.tiny_models import VOCAB_SIZE
@@ -120,6 +120,11 @@ class PlanRunner:
             tables=tables,
             unpacked=tuple(Unpack(slot, capacity) for slot in range(0, rows, 2) if unpacks),
         )
+
+    def share(self, source: Slot, target: Slot, pages: int) -> None:
+        """Let ``target`` read the first pages of ``source`` instead of its own."""
+        tables = self.executor._slots.tables
+        self.run(tables=(Table(target, 0, (*tables[source][:pages], *tables[target][pages:])),))
 
     def dispatch(self, **parts: Any) -> PendingStep:
         self.step += 1

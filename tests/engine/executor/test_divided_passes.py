@@ -13,7 +13,7 @@ import pytest
 from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.layered import LayeredPass
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, ResizeSlab, SlabSpec, Slot, Stretch
+from engine.plan import Chunk, Decode, Slot, Stretch
 from engine.scheduler.timing.chunks import ChunkPolicy
 from tests.engine.conftest import Wrap
 from tests.engine.executor.by_hand import GREEDY, PlanRunner, chunk
@@ -71,7 +71,7 @@ class Runner(PlanRunner):
         assert isinstance(whole.executor, BatchedExecutor)
         whole.executor.reset()
         self.layers = whole.executor.spec.layers
-        super().__init__(whole.executor, SlabSpec(0, 3, 128))
+        super().__init__(whole.executor, 4, 128)
 
     def begin(self, *chunks: Chunk) -> int:
         """Compute the first layer. Return the number of the pass."""
@@ -119,35 +119,13 @@ def test_a_dropped_pass_leaves_its_slot_to_others(runner: Runner) -> None:
     runner.run(stretches=(Stretch(dropped, runner.layers),), dropped_passes=(dropped, 99))
 
 
-def test_a_slab_may_grow_while_a_pass_is_open(runner: Runner) -> None:
-    """With keys and values of a layer in one array, values then begin elsewhere."""
+def test_the_number_of_pages_may_change_while_a_pass_is_open(runner: Runner) -> None:
     tokens = prompt(6, 40)
     expected = alone(runner, tokens)
     number = runner.begin(chunk(1, tokens))
-    runner.run(resized_slabs=(ResizeSlab(0, 5),))
+    runner.run(num_pages=5 * 128)
     runner.run(stretches=(Stretch(number, runner.layers),))
     assert runner.first_token(1, tokens) == expected
-
-
-def test_on_a_cpu_a_stretch_creates_only_the_memory_of_its_layers(runner: Runner) -> None:
-    """That of a long slot takes so long that running sequences would notice."""
-    executor, tokens = runner.executor, prompt(9, 30)
-    if executor.spec.look_ahead:
-        pytest.skip("a GPU fills memory quickly")
-    slot, capacity = Slot(1, 0), 50_000
-    expected = alone(runner, tokens)
-    before = mx.get_active_memory()
-    number = runner.step + 1
-    runner.run(
-        new_slabs=(SlabSpec(1, 1, capacity),),
-        chunks=(chunk(slot, tokens),),
-        stretches=(Stretch(number, 1),),
-    )
-    whole_bytes = executor.layout.slot_token_bytes * capacity
-    assert mx.get_active_memory() - before < 1.5 * whole_bytes / len(executor.layout.layers)
-    runner.run(stretches=(Stretch(number, runner.layers),))
-    assert mx.get_active_memory() - before > 0.9 * whole_bytes
-    assert runner.first_token(slot, tokens) == expected
 
 
 def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
@@ -159,7 +137,7 @@ def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
 
     @wrap(LayeredPass, "advance")
     def raising(advance: Callable[..., list[Any]], one: Any, end: int) -> list[Any]:
-        if any(row.slot.row == 1 for row in one._batch.rows):
+        if any(row.slot == 1 for row in one._batch.rows):
             raise ValueError("this row")
         return advance(one, end)
 
@@ -185,8 +163,7 @@ def test_a_decode_computes_known_tokens_with_the_bits_of_chunks(
     whole = Whole(llama, num_blocks=1024)
     runner = Runner(whole)
     assert whole.executor.spec.decodes_ends and whole.executor.deterministic
-    runner.run(new_slabs=(SlabSpec(1, 1, 128),))
-    slots = [Slot(1, 0), *(number for number in range(3))]
+    slots = [3, 0, 1, 2]
     prompts = [prompt(number, 40 + 9 * number) for number in range(1 + len(ends))]
     found: list[list[list[float]]] = []
     whole.executor.logits_observer = lambda _, logits: found.append(logits.tolist())

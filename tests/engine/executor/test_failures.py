@@ -17,7 +17,8 @@ from engine.backend import graphs
 from engine.backend.file_rows import FilesChanged
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
-from engine.cache.slabs import Slab
+from engine.batch.cpu.host import HostBatch
+from engine.batch.graph import GraphBatch
 from engine.core import MAX_FAILURES
 from engine.executor.base import PendingStep, is_allocation_failure
 from engine.executor.batched import BatchedExecutor
@@ -107,10 +108,10 @@ def greedy(path: Path, number: int) -> list[int]:
 @pytest.mark.parametrize(
     ("look_ahead", "owner", "name", "calls"),
     [
-        (False, Slab, "__init__", (0,)),
-        (True, Slab, "__init__", (1,)),
-        (True, BlockStore, "save", (2,)),
-        (False, BlockStore, "restore", (0,)),
+        (False, HostBatch.pages_class, "resize", (0,)),
+        (True, GraphBatch.pages_class, "resize", (1,)),
+        (True, GraphBatch, "write", (9,)),
+        (False, HostBatch.pages_class, "copy", (0,)),
         (False, Sampler, "sample", (0, 1, 2)),
         (True, Sampler, "sample", (9,)),
         (False, BatchedStep, "read", (0,)),

@@ -17,14 +17,11 @@ from engine.mtp.weights import head_files, load_head
 from engine.plan import (
     Chunk,
     Decode,
-    Move,
-    Restore,
     RestoreState,
-    Save,
     SaveState,
-    SlabSpec,
     Slot,
     StepResult,
+    Table,
 )
 from engine.sampling.sampler import sample_tokens
 from shared.wire import SamplingParams
@@ -34,7 +31,7 @@ from tests.mtp_checkpoints import add_head, models_with_heads
 from tests.tiny_models import VOCAB_SIZE, Kind
 
 PLACES = ("deepseek_v3", "mimo", "qwen3_next", "glm4_moe on a GPU", "qwen3_next on a GPU")
-CAPACITY = 64
+CAPACITY = 128
 SAMPLED = SamplingParams(seed=5, temperature=0.8, top_k=40)
 
 
@@ -48,7 +45,7 @@ class Bench(PlanRunner):
         self._head: MTPHead = load_head(self.model, head_files(self.model, path))
         self.texts: dict[Slot, list[int]] = {}
         """All tokens of each slot, the one that was sampled last included."""
-        super().__init__(whole.executor, SlabSpec(0, 3, CAPACITY), SlabSpec(1, 1, CAPACITY))
+        super().__init__(whole.executor, 4, CAPACITY)
 
     def run(self, **parts: Any) -> StepResult:
         step = self.dispatch(**parts)
@@ -118,7 +115,7 @@ def bench(with_head: Callable[[Kind], Path], request: pytest.FixtureRequest) -> 
         yield Bench(with_head(kind))
 
 
-A, B, C = 0, 2, Slot(1, 0)
+A, B, C = 0, 2, 3
 
 
 def test_guesses_are_those_of_the_head_applied_again_and_again(bench: Bench) -> None:
@@ -151,27 +148,21 @@ def test_a_slot_without_room_for_them_gets_fewer_guesses(bench: Bench) -> None:
     assert len(fewer) == CAPACITY + 1 - len(bench.texts[A]) < 3
 
 
-def test_a_sequence_that_moves_goes_on_with_its_hidden_state(bench: Bench) -> None:
-    tokens = prompt(20, 6)
-    bench.prefill(A, tokens)
-    bench.run(moves=(Move(source=A, target=C, length=len(tokens) - 1),))
-    bench.texts[C] = list(tokens)
-    (guesses,) = bench.decode((C, GREEDY, (), 3))
-    assert guesses == bench.expected(C, GREEDY, 3)
-
-
-def test_a_restored_prefix_lacks_one_hidden_state(bench: Bench) -> None:
-    """That of its last position, which no block keeps; that of the slot's last sequence is not
-    taken for it. The heads' keys and values are in the blocks."""
-    tokens, size = prompt(41, 7), 16
-    save: dict[str, Any] = {"saves": (Save(slot=A, start=0, block_ids=(1, 2)),)}
-    restore: dict[str, Any] = {"restores": (Restore(slot=B, start=0, block_ids=(1, 2)),)}
+def test_a_shared_prefix_lacks_one_hidden_state(bench: Bench) -> None:
+    """That of its last position, which no page keeps; that of the slot's last sequence is not
+    taken for it. The heads' keys and values are in the pages."""
+    size = bench.executor.spec.page_tokens
+    tokens = prompt(size + 9, 7)
+    save: dict[str, Any] = {}
+    restore: dict[str, Any] = {"freed_slots": (B,)}
     if bench.executor.spec.state_bytes:
-        save["state_saves"] = (SaveState(slot=A, position=2 * size, snapshot_id=3),)
-        restore["state_restores"] = (RestoreState(slot=B, position=2 * size, snapshot_id=3),)
-    bench.prefill(B, prompt(2 * size + 1, 8))  # its last state would fit
-    bench.run(chunks=(Chunk(A, 0, tuple(tokens[: 2 * size])),), **save)
-    bench.run(**restore)
-    bench.prefill(B, tokens, start=2 * size)
+        save["state_saves"] = (SaveState(slot=A, position=size, snapshot_id=3),)
+        restore["state_restores"] = (RestoreState(slot=B, position=size, snapshot_id=3),)
+    own = bench.executor._slots.tables[B]
+    bench.prefill(B, prompt(size + 1, 8))  # its last state would fit
+    bench.run(chunks=(Chunk(A, 0, tuple(tokens[:size])),), **save)
+    bench.run(**restore, tables=(Table(B, 0, own),))
+    bench.share(A, B, 1)
+    bench.prefill(B, tokens, start=size)
     (guesses,) = bench.decode((B, GREEDY, (), 3))
-    assert guesses == bench.expected(B, GREEDY, 3, unknown=[2 * size])
+    assert guesses == bench.expected(B, GREEDY, 3, unknown=[size])

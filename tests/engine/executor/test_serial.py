@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.executor.serial import SerialExecutor, measured_token_bytes
-from engine.plan import Chunk, Decode, SlabSpec, Slot
+from engine.plan import Chunk, Decode
 from shared.wire import TokenLogprobs
 from tests.engine.executor.by_hand import (
     PENALIZED,
@@ -37,7 +37,7 @@ def test_the_serial_executor_gives_mlx_lms_tokens_under_controls_and_their_score
         Chunk(slot, 0, tuple(tokens[:12]), tuple(tokens[1:13]), 1),
         Chunk(slot, 12, tuple(tokens[12:-1]), tuple(tokens[13:]), 1),
     )
-    result = runner.run(new_slabs=(SlabSpec(0, 1, 64),), chunks=chunks)
+    result = runner.run(chunks=chunks)
     assert not result.prompt_logprobs  # the chunks wait until a piece of mlx-lm is full
     prompts: list[TokenLogprobs | None] = []
     for index in range(6):

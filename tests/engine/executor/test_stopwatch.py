@@ -10,7 +10,7 @@ from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
 from engine.executor.line import DeviceLine
 from engine.executor.stopwatch import StepClock, Stopwatch
-from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.plan import Chunk, Decode, Plan, fixed_tables
 from engine.zoo.build import build
 from shared.wire import SamplingParams
 
@@ -31,7 +31,12 @@ def test_building_and_sampling_are_measured_apart_from_computing() -> None:
     slot = 0
     decode = Decode(slot, 4, 5, 0, SamplingParams(temperature=0.7, seed=1))
     for plan in (
-        Plan(step=1, new_slabs=(SlabSpec(0, 1, 32),), chunks=(Chunk(slot, 0, (5, 6, 7, 8)),)),
+        Plan(
+            step=1,
+            num_pages=1,
+            tables=fixed_tables(1, 32, 64),
+            chunks=(Chunk(slot, 0, (5, 6, 7, 8)),),
+        ),
         Plan(step=2, decodes=(decode,)),
     ):
         result = executor.dispatch(plan).read()

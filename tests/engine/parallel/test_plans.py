@@ -14,20 +14,17 @@ from engine.parallel.progress import StepProgress
 from engine.plan import (
     BlockName,
     Chunk,
-    CopyPositions,
+    CopyPage,
     Decode,
+    Export,
     Insert,
-    Move,
     Payload,
     Plan,
-    Restore,
-    Save,
-    SlabSpec,
-    Slot,
+    Table,
 )
 from shared.wire import Grammar, SamplingParams
 
-SLOT = Slot(3, 1)
+SLOT = 3
 
 
 @pytest.fixture
@@ -57,24 +54,24 @@ def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
     )
     plan = Plan(
         step=9,
-        freed_slabs=(1, 2),
-        new_slabs=(SlabSpec(3, 2, 64),),
-        restores=(Restore(SLOT, 0, (4, 5)),),
-        moves=(Move(SLOT, Slot(4, 0), 16),),
-        copies=(CopyPositions(Slot(4, 0), SLOT, 16, 19),),
+        freed_slots=(1, 2),
+        moved_pages=(CopyPage(9, 1, 64),),
+        num_pages=8,
+        tables=(Table(SLOT, 1, (4, 5)),),
+        copies=(CopyPage(4, 5, 16),),
         decodes=(decode,),
         chunks=(Chunk(SLOT, 8, (6, 7), (7,), 2),),
-        saves=(Save(SLOT, 0, (8,)),),
+        exports=(Export(11, 4),),
     )
     received = unpack(pack(plan)).plan
     (arrived,) = received.decodes
     assert (arrived.slot, arrived.position, arrived.token_id) == (SLOT, 7, 5)
     assert arrived.constrained and arrived.output_index == 2
     assert (arrived.history, arrived.grammar, arrived.logprobs) == (None, None, None)
-    assert (received.step, received.chunks, received.saves) == (9, plan.chunks, plan.saves)
-    assert (received.restores, received.moves) == (plan.restores, plan.moves)
-    assert received.copies == plan.copies
-    assert (received.freed_slabs, received.new_slabs) == (plan.freed_slabs, plan.new_slabs)
+    assert (received.step, received.chunks, received.exports) == (9, plan.chunks, plan.exports)
+    assert (received.moved_pages, received.num_pages) == (plan.moved_pages, 8)
+    assert (received.tables, received.copies) == (plan.tables, plan.copies)
+    assert received.freed_slots == (1, 2)
 
 
 class FetchedBlocks:
@@ -93,14 +90,14 @@ class FetchedBlocks:
         raise AssertionError
 
 
-def test_blocks_travel_by_name() -> None:
-    """Each rank inserts its own part of a block."""
+def test_pages_travel_by_name() -> None:
+    """Each rank inserts its own part of a page."""
     secret = b"keys and values of rank 0"
     plan = Plan(
         step=1,
-        inserts=(Insert(5, (secret,)), Insert(6, (secret,), is_snapshot=True)),
+        inserts=(Insert(5, (secret,), 2), Insert(6, (secret,))),
         names=(BlockName(5, b"five"), BlockName(6, b"five", is_snapshot=True), BlockName(7, b"x")),
-        exports=(7,),
+        exports=(Export(7, 3),),
     )
     released = [StoredName(b"old", is_state=False)]
     packed = pack(plan, released)

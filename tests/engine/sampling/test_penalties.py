@@ -91,7 +91,7 @@ def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
     lengths = [len(PROMPT) + i for i in range(len(CONTROLS))]
     sequences = [(PROMPT + OUTPUT)[i:n] or [1] for i, n in enumerate(lengths)]
     parts = [
-        decode(Slot(i % 2, i), tokens, 6, fresh=True, **controls)
+        decode(i, tokens, 6, fresh=True, **controls)
         for i, (tokens, controls) in enumerate(zip(sequences, CONTROLS, strict=True))
     ]
     history.record(parts, mx.array([tokens[-1] for tokens in sequences]))
@@ -100,22 +100,6 @@ def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
         assert mx.array_equal(together[row], mlx_lm_logits(logits[row], tokens, 6, controls)), (
             controls
         )
-
-
-def test_the_history_moves_with_its_sequence_to_another_slot() -> None:
-    controls = {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
-    history = TokenHistory()
-    old, new = 0, Slot(1, 0)
-    tokens = PROMPT + OUTPUT[:4]
-    history.record([decode(old, tokens, 8, True, **controls)], mx.array(tokens[-1:]))
-    history.move(old, new)
-    moved, other = [*tokens, 7], [30, 31, 32]
-    parts = [decode(new, moved, 8, False, **controls), decode(old, other, 2, True, **controls)]
-    history.record(parts, mx.array([7, 32]))
-    logits = logits_of(2, 2)
-    ours = process_logits(logits, parts, history)
-    assert mx.array_equal(ours[0], mlx_lm_logits(logits[0], moved, 8, controls))
-    assert mx.array_equal(ours[1], mlx_lm_logits(logits[1], other, 2, controls))
 
 
 def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
@@ -130,7 +114,7 @@ def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
     ours = process_logits(logits, parts, history)
     for row, tokens in enumerate(sequences):
         assert mx.array_equal(ours[row], mlx_lm_logits(logits[row], tokens, 1, controls))
-    history.free_slabs([0])
+    history.free_slots(range(20))
     for part in parts:
         with pytest.raises(KeyError):
             history.recent([part], [1])

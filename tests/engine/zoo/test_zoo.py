@@ -11,13 +11,13 @@ from engine.batch import device
 from engine.batch.dense import DenseBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
-from engine.cache.slabs import Slabs
+from engine.cache.graph_pages import GraphPages
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Plan, Slot
-from engine.proving import choose
+from engine.proving import choose, trial
 from engine.zoo import examine as examining
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
@@ -61,7 +61,7 @@ def test_models_are_computed_correctly_in_the_way_that_their_layers_allow(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_models_are_batched_correctly_as_on_a_gpu(name: str) -> None:
-    """With shared slabs that grow, and look-ahead."""
+    """With pages whose number changes, and look-ahead."""
     with forced_gpu_path():
         report = found(name)
     assert report.right and report.batched, report
@@ -140,12 +140,15 @@ class TestTheComparisonCatches:
 
         return slots_of
 
-    def test_a_slab_that_loses_a_row(self, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-        @wrap(Slabs, "resize")
-        def lossy(resize: Any, slabs: Slabs, number: int, rows: int) -> None:
-            resize(slabs, number, rows)
-            slab = slabs[number]
-            slab.arrays = [mx.roll(array, 1, axis=0) for array in slab.arrays]
+    def test_pages_that_are_lost_when_others_are_added(
+        self, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        @wrap(GraphPages, "resize")
+        def lossy(resize: Any, pages: GraphPages, num_pages: int) -> None:
+            resize(pages, num_pages)
+            if num_pages > trial.PAGES + 2:
+                for page in range(trial.PAGES):
+                    pages.copy(trial.PAGES + 3, page, trial.PAGE_TOKENS)
 
         monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
         with forced_gpu_path():
@@ -205,7 +208,7 @@ class TestTheComparisonCatches:
     ) -> None:
         @wrap(RaggedBatch, "state")
         def stale(state: Any, batch: Any, number: Any) -> Any:
-            states, slots = batch.slabs.states, [row.slot for row in batch.rows]
+            states, slots = batch.slots.states, [row.slot for row in batch.rows]
             if batch.rows[0].start == 0 and slots[0] in slots_with_state.get(states, []):
                 return batch.new_states.get(number, states.get(number, slots))
             return state(batch, number)

@@ -3,7 +3,7 @@
 On Linux, MLX computes everything except matmuls on one thread. Each operation of a graph takes
 several microseconds to build and to dispatch, and so does each transition between the graph and
 other code. A model that consists only of the layers below is therefore computed here: one call
-of ONNX Runtime for everything between two attentions, and attention directly in the slabs.
+of ONNX Runtime for everything between two attentions, and attention in between.
 
 Arrays are (tokens, ...): rows of a prefill are packed one after the other without padding."""
 
@@ -36,7 +36,7 @@ from engine.batch.given import Given
 from engine.batch.ragged import Row
 from engine.cache.layout import KVNode, Layout
 from engine.cache.rounding import Array, Arrays
-from engine.cache.slabs import Slabs
+from engine.cache.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -255,8 +255,8 @@ class DecoderBatch(HostBatch):
     runs_model = False
     decoder: ClassVar[Decoder]
 
-    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
-        super().__init__(layout, slabs, rows)
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
         self.positions = np.concatenate([np.arange(r.start, r.end) + r.shift for r in rows])
         self._cuts = list(pairwise(self.first_tokens))
         places = [row.adapter for row in rows]

@@ -2,9 +2,9 @@
 
 A single row is too little work for a call of ONNX Runtime from Python, and two threads that make
 many short calls wait for each other to release the interpreter. One graph therefore computes all
-rows of a piece, one after the other, each to its own length. It copies the keys of a row from the
-slab, multiplies, copies the values, and multiplies again. Products pack their operands, reading
-them out of order: from a copy in the processor's cache, that takes half as long as from memory.
+rows of a piece, one after the other, each to its own length. It copies the keys of a row,
+multiplies, copies the values, and multiplies again. Products pack their operands, reading them out
+of order: from a copy in the processor's cache, that takes half as long as from memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.backend.graphs import Graph, Session
 from engine.batch.cpu import single_tokens
-from engine.batch.cpu.pieces import How, Numbers, RowsPiece
+from engine.batch.cpu.pieces import How, Kept, Numbers, RowsPiece, as_run
 from engine.batch.cpu.single_tokens import Kind, Rows, rows_of
 from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, shares_of, tiled
 from engine.cache.rounding import Array
@@ -33,18 +33,16 @@ class _Kind(NamedTuple):
     """What the graph of a piece depends on, in addition to the numbers of rows and heads."""
 
     by_head: bool  # whether heads are copied one by one
-    pads: bool  # whether a tile ends after its slot
     softcap: float | None
     has_sinks: bool
 
 
 class _Span(NamedTuple):
-    """The range to which a row attends: arguments of Slice, and of Pad if it is not empty."""
+    """The range to which a row attends: arguments of Slice."""
 
     begin: str
     end: str
     axes: tuple[int, ...]
-    pads: str
 
 
 class _Slots(NamedTuple):
@@ -59,7 +57,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
     """Return attention of queries (rows, heads, queries, dim) to keys and values of slots.
 
     For each row, the inputs are a bias (1, 1, queries, keys), the first slot and position to which
-    it attends, their ends, and the number of zeros after the slot, as an argument of Pad."""
+    it attends, and their ends."""
     graph = Graph()
     asked = graph.input("asked", rows, heads, "queries", "dim")
     slots = _Slots(
@@ -71,9 +69,8 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
     for number, queries in enumerate(_split(graph, asked, rows, 0)):
         bias = graph.input(f"bias{number}", 1, 1, "queries", f"keys{number}")
         begin, end = (graph.input(f"{name}{number}", 2, dtype=np.int64) for name in ("from", "to"))
-        pads = graph.input(f"pads{number}", 8, dtype=np.int64) if kind.pads else ""
         if not kind.by_head:
-            part = _Span(begin, end, (0, 2), pads)
+            part = _Span(begin, end, (0, 2))
             found.append(_attend(graph, queries, slots, part, bias, sinks, kind.softcap))
             continue
         heads_of = _split(graph, queries, heads, 1)
@@ -82,7 +79,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
         for head, (one, before) in enumerate(zip(heads_of, sinks_of, strict=True)):
             first = graph.node("Concat", begin, graph.integers(head), axis=0)
             last = graph.node("Concat", end, graph.integers(head + 1), axis=0)
-            part = _Span(first, last, (0, 2, 1), pads)
+            part = _Span(first, last, (0, 2, 1))
             by_head.append(_attend(graph, one, slots, part, bias, before, kind.softcap))
         found.append(graph.node("Concat", *by_head, axis=1))
     graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
@@ -109,34 +106,32 @@ def _attend(
 
 
 def _copied(graph: Graph, slots: str, part: _Span) -> str:
-    copied = graph.node("Slice", slots, part.begin, part.end, graph.integers(*part.axes))
-    return graph.node("Pad", copied, part.pads) if part.pads else copied
+    return graph.node("Slice", slots, part.begin, part.end, graph.integers(*part.axes))
 
 
 class Call:
     """The arguments for rows of a piece, in all layers of a kind. Used by one thread at a time.
 
-    It has no reference to the piece, which owns it: a cycle would keep freed slabs alive."""
+    It has no reference to the piece, which owns it: a cycle would keep freed memory alive."""
 
     def __init__(
         self,
         piece: RowsPiece,
         members: list[int],
-        kept: tuple[Array, Array],
+        kept: Kept,
         heads: int,
         group: int,
         how: How,
         *,
         by_head: bool,
     ) -> None:
-        _, _, capacity, dim = kept[1].shape
+        dim = kept[1].shape[3]
         numbers, places = piece.tokens[members], [piece.places[i] for i in members]
         rows, width = numbers.shape
         spans = _spans(piece, members, how.window, dim)
-        pads = max(high for _, high in spans) > capacity
-        kind = _Kind(by_head, pads, how.softcap, how.sinks is not None)
+        kind = _Kind(by_head, how.softcap, how.sinks is not None)
         self._shape = rows, width, heads, group
-        self._tokens = _as_run(numbers.ravel())
+        self._tokens = as_run(numbers.ravel())
         self._twice = width * group == 1  # a product of one row uses other operations
         queries = max(2, width * group)
         self._bound = _session(rows, heads, kind).bound()
@@ -151,8 +146,6 @@ class Call:
             slot = piece.first + place
             self._add(np.array([slot, low]))
             self._add(np.array([slot + 1, high]))
-            if pads:
-                self._add(np.array([0] * 6 + [max(0, high - capacity), 0]))
 
     def _add(self, array: Array | Numbers) -> None:
         """Bind the next argument after queries, keys and values."""
@@ -161,9 +154,7 @@ class Call:
         self._arguments.append(kept)
         self._bound.input(number, kept.dtype, kept.shape, kept.ctypes.data)
 
-    def __call__(
-        self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
-    ) -> None:
+    def __call__(self, kept: Kept, asked: Array, out: Array, sinks: Array | None) -> None:
         """Write the attention of the queries ``asked`` to ``out``, in a layer with these
         ``sinks``."""
         rows, width, heads, group = self._shape
@@ -193,13 +184,6 @@ def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
     return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
-def _as_run(numbers: Numbers) -> slice | Numbers:
-    """Return ``numbers`` as a slice if each follows the one before it."""
-    first, last = int(numbers[0]), int(numbers[-1])
-    is_run = np.array_equal(numbers, np.arange(first, last + 1))
-    return slice(first, last + 1) if is_run else numbers
-
-
 def _spans(
     piece: RowsPiece, members: list[int], window: int | None, dim: int
 ) -> list[tuple[int, int]]:
@@ -209,9 +193,7 @@ def _spans(
     return [tiled(*each, window, dim) for each in zip(firsts, lasts, strict=True)]
 
 
-def _calls(
-    piece: RowsPiece, kept: tuple[Array, Array], heads: int, group: int, how: How
-) -> list[Call | Rows]:
+def _calls(piece: RowsPiece, kept: Kept, heads: int, group: int, how: How) -> list[Call | Rows]:
     dims = kept[0].shape[3], kept[1].shape[3]
     kind = Kind(heads, group, *dims, how.softcap, how.sinks is not None)
     most = MAX_COPIED_BYTES // (4 * heads * sum(dims))
@@ -227,8 +209,8 @@ def _calls(
             by_kind["tiles"].append(member)
     whole = []
     for some in _at_most(ROWS_AT_ONCE, by_kind["whole"]):
-        rows = rows_of(piece.slab, tuple(piece.first + piece.places[i] for i in some), kind)
-        rows.place(_as_run(piece.tokens[some, 0]), piece.ends[some, 0])
+        rows = rows_of(piece.memory, tuple(piece.first + piece.places[i] for i in some), kind)
+        rows.place(as_run(piece.tokens[some, 0]), piece.ends[some, 0])
         whole.append(rows)
     tiles, heads_alone = _at_most(ROWS_AT_ONCE, by_kind["tiles"]), _at_most(1, by_kind["by head"])
     return [
@@ -242,7 +224,7 @@ def _at_most(count: int, members: list[int]) -> list[list[int]]:
     return [members[first : first + count] for first in range(0, len(members), count)]
 
 
-def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
+def attend(piece: RowsPiece, kept: Kept, asked: Array, out: Array, how: How) -> None:
     """Like `pieces.attend_together`."""
     heads, group = asked.shape[1:3]
     dims = asked.shape[-1], kept[1].shape[3]

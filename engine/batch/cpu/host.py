@@ -1,15 +1,20 @@
-"""Attention over slabs on the CPU, in NumPy.
+"""Attention over pages on the CPU, in NumPy.
 
 On Linux, MLX's CPU backend computes exponentials one by one, and everything except matmuls on
 one thread. NumPy's exponential is vectorised, and its operations run in parallel when several
 threads call them. Attention therefore leaves the graph: queries, keys and values of a layer are
-evaluated, and the slabs are read and written in place."""
+evaluated, and pages are read and written in place.
+
+Attention reads values of neighbouring positions one after the other. It finds them in the unpacked
+rows of slots that have some (`engine.cache.unpacked`). Those of other rows are unpacked layer by
+layer. The bits are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -20,7 +25,6 @@ from engine.backend.threads import in_parallel, num_threads
 from engine.batch.cpu import few_tokens, tiles
 from engine.batch.cpu.pieces import (
     How,
-    Numbers,
     Piece,
     PrefillPiece,
     RowsPiece,
@@ -28,12 +32,14 @@ from engine.batch.cpu.pieces import (
     attend_to_prefill,
     attend_together,
 )
+from engine.batch.cpu.tiles import FEWEST, tiled
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
-from engine.cache.host_blocks import host_scales
+from engine.cache.host_pages import HostPages, Missing, Numbers, Tokens
 from engine.cache.layout import Layout
-from engine.cache.rounding import Array, Arrays, keep
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.rounding import Array, Arrays
+from engine.cache.slots import Slots
+from engine.cache.unpacked import Scratch, UnpackedRows
 
 _P = TypeVar("_P", RowsPiece, PrefillPiece)
 
@@ -49,23 +55,24 @@ PREFILL_WORTH_THREADS = 20_000
 calls wait for each other to release the interpreter."""
 FEW_TOKENS = 17
 """Rows with at most this many tokens, such as those with drafts, attend together."""
+MAX_SCRATCH_BYTES = 64 << 20
+"""Max values of a layer that are unpacked at once for rows whose slots are not, unless a single
+row has more."""
 MAX_SCORES = 65_536
 """Max number of scores of a head for rows of several tokens to attend together, because all
 heads are computed at once."""
 
-_Way = Callable[[_P, tuple[Array, Array], Array, Array, How], None]
+_Way = Callable[[_P, Sequence[Array], Array, Array, How], None]
 """Writes the attention of a piece."""
 
 
 class _Stretch(NamedTuple):
-    """The rows of a batch in one slab, and their tokens."""
+    """Rows of a batch that attend together, since their values are in the same arrays."""
 
-    slab: Slab
-    first: int  # number of the first row in the batch
-    rows: Sequence[Row]
-    tokens: slice  # of the batch
-    numbers: Numbers  # the slab's row of each token
-    positions: Numbers  # position of each token
+    memory: UnpackedRows | Scratch
+    members: list[int]  # indices in the batch
+    places: list[int]  # the row of each in the arrays, ascending
+    capacity: int = 0  # of a `Scratch`
 
 
 class _Work(NamedTuple):
@@ -79,100 +86,137 @@ class _Work(NamedTuple):
 class HostBatch(RaggedBatch):
     """A batch for layers in fp32. All state is evaluated when the model's code returns."""
 
-    writes_in_place = True
+    pages_class = HostPages
 
-    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
-        super().__init__(layout, slabs, rows)
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
+        assert isinstance(slots.pages, HostPages)
+        self._pages = slots.pages
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
-        # For this pass only: MLX would copy a slab that a view still refers to.
-        self._views: dict[tuple[Slab, int], Array] = {}
-        self._shared: dict[tuple[int, int], _Work] = {}
+        self._shared: dict[tuple[int, int, int], _Work] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MAX_SCORES
         self.by_token = self.decoding or few
         """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token
         were a row; otherwise there is one array per row."""
         self.first_tokens = [0, *accumulate(row.width for row in rows)]
-        self._stretches = [self._stretch(*each) for each in self.by_slab()]
 
-    def pause(self) -> None:
-        self._views.clear()
+    def resume(self) -> None:
+        """Look again which slots are unpacked."""
+        self._shared.clear()
+        for name in ("_unpacked", "_stretches", "_new_unpacked"):
+            vars(self).pop(name, None)
 
-    def _stretch(self, slab: Slab, first: int, rows: Sequence[Row]) -> _Stretch:
-        tokens = slice(self.first_tokens[first], self.first_tokens[first + len(rows)])
-        if self.decoding:
-            numbers, positions = [row.slot.row for row in rows], [row.start for row in rows]
+    @cached_property
+    def _new_tokens(self) -> Tokens:
+        """Where the new tokens go, with `by_token`."""
+        size, pages, indices = self._pages.page_tokens, [], []
+        for row, table in zip(self.rows, self.tables, strict=True):
+            for position in range(row.start, row.end):
+                pages.append(table[position // size])
+                indices.append(position % size)
+        return Tokens(np.array(pages), np.array(indices))
+
+    @cached_property
+    def _unpacked(self) -> list[int]:
+        """The indices of the rows whose slots are unpacked."""
+        unpacked = self._pages.unpacked
+        return [i for i, row in enumerate(self.rows) if row.slot in unpacked]
+
+    @cached_property
+    def _new_unpacked(self) -> tuple[slice | Numbers, Numbers, Numbers]:
+        """The tokens of unpacked slots, with `by_token`: indices in the batch, slots, positions."""
+        rows = [self.rows[i] for i in self._unpacked]
+        if len(rows) == len(self.rows):
+            tokens: slice | Numbers = slice(None)
         else:
-            numbers = [row.slot.row for row in rows for _ in range(row.width)]
-            positions = [position for row in rows for position in range(row.start, row.end)]
-        return _Stretch(slab, first, rows, tokens, np.array(numbers), np.array(positions))
+            cuts = [(self.first_tokens[i], self.first_tokens[i + 1]) for i in self._unpacked]
+            tokens = np.concatenate([np.arange(*cut) for cut in cuts])
+        slots = np.repeat([row.slot for row in rows], [row.width for row in rows])
+        return tokens, slots, np.concatenate([np.arange(row.start, row.end) for row in rows])
 
-    def _array(self, slab: Slab, number: int) -> Array:
-        """Return array ``number`` of ``slab``."""
-        view = self._views.get((slab, number))
-        if view is None:
-            view = self._views[slab, number] = slab.host_part(number)
-        return view
+    @cached_property
+    def _stretches(self) -> list[_Stretch]:
+        found, unpacked = [], self._unpacked
+        if unpacked:
+            slots = [self.rows[i].slot for i in unpacked]
+            found.append(_Stretch(self._pages.unpacked, unpacked, slots))
+        rest = sorted(set(range(len(self.rows))) - set(unpacked), key=lambda i: self.rows[i].end)
+        unit = lcm(FEWEST, self._pages.page_tokens)
+        most = MAX_SCRATCH_BYTES // max(1, self.layout.layer_value_bytes)
+        while rest:  # the longest ones first
+            longest = self.rows[rest[-1]].end
+            capacity = -(-longest // unit) * unit
+            count = max(1, min(len(rest), most // capacity))
+            members, rest = rest[-count:], rest[:-count]
+            places = list(range(count))
+            found.append(_Stretch(self._pages.scratch, members, places, capacity))
+        return found
 
-    def _both(self, layer: int, slab: Slab) -> tuple[Array, Array]:
-        """Return keys and values of ``layer``."""
-        return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
+    def _both(self, layer: int, stretch: _Stretch) -> Sequence[Array]:
+        """Return keys and values of ``layer``: (rows, kv_heads, capacity, dim)."""
+        if isinstance(stretch.memory, UnpackedRows):
+            return stretch.memory.both(layer)
+        its, rows = self.layout.layers[layer], [self.rows[i] for i in stretch.members]
+        start = min(row.start for row in rows)
+        low, _ = tiled(start, start + 1, its.window, its.value_dim)
+        tables = [np.array(self.tables[i], np.intp) for i in stretch.members]
+        return self._pages.read_rows(layer, tables, [r.end for r in rows], low, stretch.capacity)
 
-    def _work(self, heads: int, group: int) -> _Work:
-        """Return the work of a layer with ``group`` queries for each of its ``heads`` of keys."""
-        key = heads, group * (not self.by_token)
+    def _work(self, number: int, heads: int, group: int) -> _Work:
+        """Return the work of stretch ``number`` in a layer with ``group`` queries for each of its
+        ``heads`` of keys."""
+        key = number, heads, group * (not self.by_token)
         if key not in self._shared:
+            stretch = self._stretches[number]
             if self.by_token:
-                work = _in_order(self._row_pieces(), self._worth_threads)
+                work = _in_order(self._row_pieces(stretch), self._worth_threads)
             else:
-                work = _in_order(self._prefill_pieces(heads, group), PREFILL_WORTH_THREADS)
+                pieces = self._prefill_pieces(stretch, heads, group)
+                work = _in_order(pieces, PREFILL_WORTH_THREADS)
             self._shared[key] = work
         return self._shared[key]
 
-    def _row_pieces(self) -> list[Piece]:
+    def _row_pieces(self, stretch: _Stretch) -> list[Piece]:
         """Divide rows with few tokens into pieces. Rows of about the same width attend together."""
         work: list[Piece] = []
-        parts = num_threads() if sum(row.end for row in self.rows) >= self._worth_threads else 1
-        for stretch in self._stretches:
-            for members in _by_width(stretch.rows):
-                if self._same_bits(stretch.rows[members[0]].width):
-                    work += [self._rows_piece(stretch, cut) for cut in _cut(members, parts)]
-                    continue
-                rows = [stretch.rows[i] for i in members]
-                width = max(row.width for row in rows)
-                numbers = [row.slot.row for row in rows]
-                lengths = [width * row.end for row in rows]
-                for run in split_runs(numbers, lengths, CALL_COST_TOKENS):
-                    inside = [
-                        i
-                        for i, number in zip(members, numbers, strict=True)
-                        if run.first <= number <= run.last
-                    ]
-                    scores = (run.last - run.first + 1) * run.length
-                    pieces = parts if width == 1 else max(parts, scores // MAX_SCORES + 1)
-                    work += [self._rows_piece(stretch, cut) for cut in _cut(inside, pieces)]
+        every = [self.rows[i] for i in stretch.members]
+        parts = num_threads() if sum(row.end for row in every) >= self._worth_threads else 1
+        for members in _by_width(every):
+            if self._same_bits(every[members[0]].width):
+                work += [self._rows_piece(stretch, cut) for cut in _cut(members, parts)]
+                continue
+            width = max(every[i].width for i in members)
+            places = [stretch.places[i] for i in members]
+            lengths = [width * every[i].end for i in members]
+            for run in split_runs(places, lengths, CALL_COST_TOKENS):
+                inside = [i for i in members if run.first <= stretch.places[i] <= run.last]
+                scores = (run.last - run.first + 1) * run.length
+                pieces = parts if width == 1 else max(parts, scores // MAX_SCORES + 1)
+                work += [self._rows_piece(stretch, cut) for cut in _cut(inside, pieces)]
         return work
 
     def _rows_piece(self, stretch: _Stretch, members: Sequence[int]) -> RowsPiece:
-        rows = [stretch.rows[i] for i in members]
+        """``members`` are indices in the stretch."""
+        in_batch = [stretch.members[i] for i in members]
+        rows, places = [self.rows[i] for i in in_batch], [stretch.places[i] for i in members]
         numbers = np.arange(max(row.width for row in rows))
-        firsts = np.array([self.first_tokens[stretch.first + i] for i in members])
+        firsts = np.array([self.first_tokens[i] for i in in_batch])
         lasts = np.array([row.width - 1 for row in rows])
-        places = np.minimum(numbers, lasts[:, None])
+        tokens = np.minimum(numbers, lasts[:, None])
         return RowsPiece(
-            stretch.slab,
-            rows[0].slot.row,
-            rows[-1].slot.row,
-            tuple(row.slot.row - rows[0].slot.row for row in rows),
-            firsts[:, None] + places,
-            np.array([row.start + 1 for row in rows])[:, None] + places,
+            stretch.memory,
+            places[0],
+            places[-1],
+            tuple(place - places[0] for place in places),
+            firsts[:, None] + tokens,
+            np.array([row.start + 1 for row in rows])[:, None] + tokens,
         )
 
-    def _prefill_pieces(self, heads: int, group: int) -> list[Piece]:
+    def _prefill_pieces(self, stretch: _Stretch, heads: int, group: int) -> list[Piece]:
         return [
-            PrefillPiece(slab, first + i, row, head, *cut)
-            for slab, first, rows in self.by_slab()
-            for i, row in enumerate(rows)
-            for cut in tiles.cut(row, heads, group)
+            PrefillPiece(i, self.rows[i], place, head, *cut)
+            for i, place in zip(stretch.members, stretch.places, strict=True)
+            for cut in tiles.cut(self.rows[i], heads, group)
             for head in range(heads)
         ]
 
@@ -223,22 +267,38 @@ class HostBatch(RaggedBatch):
         """Store each row's (kv_heads, width or more, dim) at its position.
 
         Keys and values are rounded if they are quantized."""
-        kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
-        kept = keep(keys, values, kinds[0].quantization, kinds[1].quantization)
-        for number, (new, scales) in enumerate(kept, 2 * layer):
-            for slab, first, rows, tokens, at, positions in self._stretches:
-                target = self._array(slab, number)
-                marks = None if scales is None else host_scales(slab, number)
-                if self.by_token and isinstance(new, np.ndarray):
-                    target[at, :, positions] = new[tokens, :, 0]
-                    if marks is not None and isinstance(scales, np.ndarray):
-                        marks[:, at, :, positions] = scales[tokens, :, :, 0]
-                    continue
-                for i, row in enumerate(rows, first):
-                    target[row.slot.row, :, row.start : row.end] = new[i][:, : row.width]
-                    if marks is not None and scales is not None:
-                        place = marks[:, row.slot.row, :, row.start : row.end]
-                        place[...] = scales[i][:, :, : row.width]
+        pages = self._pages
+        if self.by_token and isinstance(keys, np.ndarray) and isinstance(values, np.ndarray):
+            new = pages.write_tokens(layer, keys[:, :, 0], values[:, :, 0], self._new_tokens)
+            if self._unpacked:
+                self._fill(layer)
+                tokens, slots, positions = self._new_unpacked
+                for target, each in zip(pages.unpacked.both(layer), new, strict=True):
+                    target[slots, :, positions] = each[tokens]
+            return
+        rounded = [
+            pages.write_row(layer, k[:, : row.width], v[:, : row.width], table, row.start)
+            for k, v, row, table in zip(keys, values, self.rows, self.tables, strict=True)
+        ]
+        if self._unpacked:
+            self._fill(layer)
+            both = pages.unpacked.both(layer)
+        for i in self._unpacked:
+            row = self.rows[i]
+            for target, each in zip(both, rounded[i], strict=True):
+                target[row.slot, :, row.start : row.end] = each
+
+    def _fill(self, layer: int) -> None:
+        """Unpack what is missing before the new tokens of unpacked rows. These follow at once."""
+        ends, missing = self._pages.unpacked.ends[layer], []
+        for i in self._unpacked:
+            slot, start, end, *_ = self.rows[i]
+            done = ends.get(slot, 0)
+            if done < start:
+                missing.append(Missing(slot, self.tables[i], done, start))
+            ends[slot] = end
+        if missing:
+            self._pages.fill(layer, missing)
 
     def attend_to(
         self,
@@ -257,42 +317,46 @@ class HostBatch(RaggedBatch):
         attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
 
         heads, group = asked[0].shape[:2]
-        work = self._work(heads, group)
-        pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
+        for number, stretch in enumerate(self._stretches):
+            work, kept = self._work(number, heads, group), self._both(layer, stretch)
+            pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
 
-        def run() -> None:
-            for piece in pieces:
-                kept = self._both(layer, piece.slab)
-                if isinstance(piece, PrefillPiece):
-                    one, found = asked[piece.member], out[piece.member]
-                    attend_to_chunk(piece, kept, one, found, how)
-                elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                    attend = self._way_of_rows(piece)
-                    attend(piece, kept, asked, out, how)
+            def run(pieces: Iterator[Piece] = pieces, kept: Sequence[Array] = kept) -> None:
+                for piece in pieces:
+                    if isinstance(piece, PrefillPiece):
+                        one, found = asked[piece.member], out[piece.member]
+                        attend_to_chunk(piece, kept, one, found, how)
+                    elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+                        attend = self._way_of_rows(piece)
+                        attend(piece, kept, asked, out, how)
 
-        in_parallel([run] * work.threads)
-        for span in () if self.given is None else self.given.spans:
-            in_parallel(
-                [
-                    partial(self._attend_within, span, layer, head, asked, out, how)
-                    for head in range(heads)
-                ]
-            )
+            in_parallel([run] * work.threads)
+            for span in () if self.given is None else self.given.spans:
+                place = stretch.places[0]
+                both = kept[0][place], kept[1][place]
+                within = partial(self._attend_within, span, asked=asked, out=out, how=how)
+                in_parallel([partial(within, (both[0][h], both[1][h]), h) for h in range(heads)])
 
     def _attend_within(
-        self, span: tuple[int, int], layer: int, head: int, asked: Arrays, out: Arrays, how: How
+        self,
+        span: tuple[int, int],
+        kept: tuple[Array, Array],
+        head: int,
+        *,
+        asked: Arrays,
+        out: Arrays,
+        how: How,
     ) -> None:
         """Overwrite the attention of the tokens in a ``span`` of the only row, which attend to
         the whole span. The bits do not depend on how a prompt is divided."""
-        ((slab, _, (row,)),) = self.by_slab()
+        (row,) = self.rows
         its = slice(span[0] - row.start, span[1] - row.start)
-        keys, values = (each[row.slot.row, head] for each in self._both(layer, slab))
         sinks = None if how.sinks is None else how.sinks[head]
         if self.by_token and isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
             queries, target = (each[its, head, :, 0].swapaxes(0, 1) for each in (asked, out))
         else:
             queries, target = (each[0][head, :, its] for each in (asked, out))
-        tiles.attend(queries, (keys, values), span[0], row.end, how, sinks, target, span)
+        tiles.attend(queries, kept, span[0], how, sinks, target, span)
 
     @property
     def _worth_threads(self) -> int:

@@ -1,7 +1,8 @@
-"""Attention in NumPy, piece by piece: several rows of a slab together, or one row of a prefill."""
+"""Attention in NumPy, piece by piece: several rows together, or one row of a prefill."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from engine.batch.ragged import Row
 from engine.cache.rounding import Array
-from engine.cache.slabs import Slab
 
 FEW_QUERIES = 3
 """Number of queries per head of keys up to which vector products, without OpenBLAS's packing, take
@@ -25,6 +25,15 @@ ABOVE_DIAGONAL: Array = np.triu(
 width would take more than a hundred kilobytes that the ledger does not count."""
 
 Numbers = NDArray[np.intp]
+Kept = Sequence[Array]
+"""The keys and the values of a layer: (rows, kv_heads, capacity, dim)."""
+
+
+def as_run(numbers: Numbers) -> slice | Numbers:
+    """Return ``numbers`` as a slice if each follows the one before it."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    is_run = np.array_equal(numbers, np.arange(first, last + 1))
+    return slice(first, last + 1) if is_run else numbers
 
 
 class Mask(NamedTuple):
@@ -33,18 +42,19 @@ class Mask(NamedTuple):
     low: int  # the first position to which any token attends
     tail: int  # counted from ``low``; from here on, not every token attends
     bias: Array
-    """(rows of the slab, 1, width, 1, positions from ``tail`` on): minus infinity if a token does
+    """(rows of the arrays, 1, width, 1, positions from ``tail`` on): minus infinity if a token does
     not attend to a position, else 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowsPiece:
-    """Rows ``first`` to ``last`` (inclusive) of a slab, with about the same number of tokens."""
+    """Rows ``first`` to ``last`` (inclusive) of the arrays with their values, with about the same
+    number of tokens."""
 
-    slab: Slab
+    memory: object  # of the arrays
     first: int
     last: int
-    places: tuple[int, ...]  # indices of the members among the rows of the slab
+    places: tuple[int, ...]  # indices of the members among these rows
     tokens: Numbers  # (members, width): indices in the batch; shorter rows repeat their last
     ends: Numbers  # (members, width): number of positions before the end of each token
     _masks: dict[int | None, Mask] = field(default_factory=dict)
@@ -68,9 +78,7 @@ class RowsPiece:
     @cached_property
     def single_tokens(self) -> slice | Numbers:
         """The token of each member, if each has one."""
-        numbers = self.tokens[:, 0]
-        first, last = int(numbers[0]), int(numbers[-1])
-        return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
+        return as_run(self.tokens[:, 0])
 
     @property
     def cost(self) -> int:
@@ -99,9 +107,9 @@ class PrefillPiece:
     """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row, and one head of
     keys."""
 
-    slab: Slab
-    member: int
+    member: int  # index of the row in the batch
     row: Row
+    place: int  # of its values in the arrays
     head: int
     first: int
     last: int
@@ -123,9 +131,7 @@ class How(NamedTuple):
     softcap: float | None
 
 
-def attend_singly(
-    piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
-) -> None:
+def attend_singly(piece: RowsPiece, kept: Kept, asked: Array, out: Array, how: How) -> None:
     """Write the attention of rows with one token each. Queries are (tokens, kv_heads, queries of a
     kv head, 1, dim)."""
     low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
@@ -152,9 +158,7 @@ def attend_singly(
     out[piece.single_tokens, :, :, 0] = result / total
 
 
-def attend_together(
-    piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
-) -> None:
+def attend_together(piece: RowsPiece, kept: Kept, asked: Array, out: Array, how: How) -> None:
     """Write the attention of rows with several tokens, like `attend_singly`."""
     mask = piece.mask(how.window)
     rows = slice(piece.first, piece.last + 1)
@@ -184,15 +188,13 @@ def _spread(queries: Array, piece: RowsPiece, rows: int) -> Array:
     return spread
 
 
-def attend_to_prefill(
-    piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
-) -> None:
+def attend_to_prefill(piece: PrefillPiece, kept: Kept, asked: Array, out: Array, how: How) -> None:
     """Write the attention of part of one row: ``asked`` is (kv_heads, queries of a kv head,
     width, dim)."""
     row, count, window = piece.row, piece.last - piece.first, how.window
     start, end = row.start + piece.first, row.start + piece.last
     low = 0 if window is None else max(0, start - window + 1)
-    keys, values = (array[row.slot.row, piece.head, low:end] for array in kept)
+    keys, values = (array[piece.place, piece.head, low:end] for array in kept)
     queries = asked[piece.head, :, piece.first : piece.last]
     scores = (queries.reshape(-1, queries.shape[-1]) @ keys.T).reshape(-1, count, end - low)
     _cap(scores, how.softcap)

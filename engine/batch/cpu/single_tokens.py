@@ -17,16 +17,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from engine.backend.graphs import Bound, Graph, Session, Shared
-from engine.batch.cpu.pieces import Numbers
+from engine.batch.cpu.pieces import Kept, Numbers
 from engine.batch.cpu.tiles import FEWEST, TILE, before_scores_of_rows, scores_of, softmax_of
 from engine.cache.rounding import Array
-from engine.cache.slabs import Slab
 
 MAX_KEPT = 32
-"""Max groups of rows per slab whose arguments are kept, the most recently used ones. A new group
-forms whenever a sequence begins or ends."""
+"""Max groups of rows whose arguments are kept, the most recently used ones. A new group forms
+whenever a sequence begins or ends."""
 MAX_BOUND = 256
-"""Max bindings of a group of rows: one per layer, and per earlier address of its slab."""
+"""Max bindings of a group of rows: one per layer, and per earlier address of its arrays."""
 _TRIED = (*range(FEWEST, FEWEST + 2 * TILE), 255, 256, 257, 511, 512, 513, 1000)
 """Numbers of positions to test: all remainders of a tile, and those near the blocks of products."""
 
@@ -123,10 +122,10 @@ def _padded_session(softcap: float | None, has_sinks: bool) -> Session:
 
 
 class Rows:
-    """The arguments for rows of a slab, in all layers of a kind and in all steps. Used by one
+    """The arguments for some rows of arrays, in all layers of a kind and in all steps. Used by one
     thread at a time.
 
-    It keeps addresses of slabs, not references: MLX copies a slab that is still referenced."""
+    It keeps addresses of arrays, not references, which would keep their memory."""
 
     def __init__(self, slots: Sequence[int], kind: Kind) -> None:
         rows = len(slots)
@@ -151,9 +150,7 @@ class Rows:
         self._tokens = tokens
         self._spans[:, 1, 1] = ends
 
-    def __call__(
-        self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
-    ) -> None:
+    def __call__(self, kept: Kept, asked: Array, out: Array, sinks: Array | None) -> None:
         """Write to ``out`` the result of the queries ``asked`` in a layer with these ``sinks``."""
         if sinks is not None:
             self._sinks[...] = before_scores_of_rows(sinks, *self._sinks.shape[1:3])
@@ -169,7 +166,7 @@ class Rows:
         bound()
         out[self._tokens, :, :, 0] = self._found[:, :, : self._group]
 
-    def _bind(self, kept: tuple[Array, Array], places: Sequence[int]) -> Bound:
+    def _bind(self, kept: Kept, places: Sequence[int]) -> Bound:
         bound = self._session.bound()
         for number, (array, place) in enumerate(zip(kept, places, strict=True)):
             bound.input(number, np.float32, array.shape, place)
@@ -180,16 +177,16 @@ class Rows:
         return bound
 
 
-_kept: WeakKeyDictionary[Slab, dict[tuple[tuple[int, ...], Kind], Rows]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[object, dict[tuple[tuple[int, ...], Kind], Rows]] = WeakKeyDictionary()
 _keeping = Lock()
 
 
-def rows_of(slab: Slab, slots: tuple[int, ...], kind: Kind) -> Rows:
-    """Return the arguments for these ``slots``, reusing those of the last step. May be called on
-    any thread."""
+def rows_of(memory: object, slots: tuple[int, ...], kind: Kind) -> Rows:
+    """Return the arguments for these ``slots`` of the arrays in ``memory``, reusing those of the
+    last step. May be called on any thread."""
     key = slots, kind
     with _keeping:
-        groups = _kept.setdefault(slab, {})
+        groups = _kept.setdefault(memory, {})
         rows = groups.pop(key, None) or Rows(slots, kind)
         while len(groups) >= MAX_KEPT:
             del groups[next(iter(groups))]

@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.backend.graphs import CONTRIB, Graph, Session
 from engine.backend.threads import num_threads
-from engine.batch.cpu.pieces import ABOVE_DIAGONAL, QUERIES_AT_ONCE, How, PrefillPiece
+from engine.batch.cpu.pieces import ABOVE_DIAGONAL, QUERIES_AT_ONCE, How, Kept, PrefillPiece
 from engine.batch.ragged import Row
 from engine.cache.rounding import Array
 
@@ -255,24 +255,10 @@ def _mask(
     np.copyto(scores[:, :, first - low :], -np.inf, where=unseen)
 
 
-def _part(array: Array, low: int, high: int, stored: int) -> Array:
-    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), with zeros from
-    ``stored`` on.
-
-    The slot may contain anything there, and zero times NaN is NaN."""
-    if stored < high:
-        part: Array = np.zeros((high - low, array.shape[1]), np.float32)
-        part[: stored - low] = array[low:stored]
-    else:
-        part = np.ascontiguousarray(array[low:high])  # its address is used
-    return part
-
-
 def attend(
     queries: Array,
-    kept: tuple[Array, Array],
+    kept: Kept,
     start: int,
-    stored: int,
     how: How,
     sinks: Array | None,
     out: Array,
@@ -281,14 +267,14 @@ def attend(
     """Write the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
     following positions, for one head of keys, to ``out`` (groups, tokens, value dim).
 
-    Keys and values are (positions, dim), of which the first ``stored`` belong to the row. Sinks
-    are (groups, 1, 1). If there is a ``span``, all queries are in it and attend to all of it.
-    May be called on any thread."""
+    Keys and values are (positions, dim); the last tile may reach beyond the row, where they are
+    finite. Sinks are (groups, 1, 1). If there is a ``span``, all queries are in it and attend to
+    all of it. May be called on any thread."""
     groups, tokens, dim = queries.shape
     low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
     # A product of one row uses other operations.
     twice = 2 if groups * tokens == 1 else 1
-    keys, values = (_part(each, low, high, stored) for each in kept)
+    keys, values = (each[low:high] for each in kept)
     products = _kept.products(
         _Shape(
             twice * groups * tokens,
@@ -309,12 +295,10 @@ def attend(
     out[...] = products.found.reshape(groups, twice * tokens, -1)[:, :tokens]
 
 
-def attend_to_prefill(
-    piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
-) -> None:
+def attend_to_prefill(piece: PrefillPiece, kept: Kept, asked: Array, out: Array, how: How) -> None:
     """Like `pieces.attend_to_prefill`."""
     row, its = piece.row, slice(piece.first, piece.last)
-    both = kept[0][row.slot.row, piece.head], kept[1][row.slot.row, piece.head]
+    both = [array[piece.place, piece.head] for array in kept]
     sinks = None if how.sinks is None else how.sinks[piece.head]
     queries, target = asked[piece.head, :, its], out[piece.head, :, its]
-    attend(queries, both, row.start + piece.first, row.end, how, sinks, target)
+    attend(queries, both, row.start + piece.first, how, sinks, target)

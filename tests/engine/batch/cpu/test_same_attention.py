@@ -1,5 +1,6 @@
 """Attention outside MLX: a query has the same bits in every chunk, row and batch."""
 
+from collections.abc import Collection
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
@@ -11,14 +12,17 @@ from engine.batch.cpu import few_tokens, single_tokens, tiles
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.pieces import How
 from engine.batch.ragged import Row
+from engine.cache.host_pages import HostPages
 from engine.cache.layout import AttentionLayout, KVNode, Layout
+from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.rounding import Array
-from engine.cache.slabs import Slab, Slabs
-from engine.plan import Slot
+from engine.cache.slots import Slots
+from engine.plan import Table
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
-LENGTH, ROWS, HEADS = 350, 4, 2
+LENGTH, ROWS, HEADS, PAGE = 350, 4, 2, 64
+PAGES = ROWS * -(-LENGTH // PAGE)
 Parts = dict[int, tuple[int, int]]
 """The first position, and the one after the last, of each row."""
 
@@ -34,7 +38,6 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     value_dim: int | None = None
-    room: int = 68  # more positions of a slot than the text has
 
 
 CASES = {
@@ -47,7 +50,6 @@ CASES = {
     "of no width for the op": Case(dim=36),
     "80 wide": Case(dim=80),
     "other values": Case(dim=64, value_dim=32),
-    "a slot that ends with the text": Case(room=0),
     "a short window": Case(window=33),
     "a long window": Case(group=2, window=300, dim=128),
     "scores within bounds": Case(softcap=3.0),
@@ -57,15 +59,25 @@ CASES = {
 
 
 class Text:
-    """Rows of random keys, values and queries in one slab, and their attention."""
+    """Rows of random keys, values and queries in pages anywhere, and their attention.
 
-    def __init__(self, case: Case) -> None:
+    Some rows are unpacked; pages and unpacked rows hold NaN wherever nothing was written."""
+
+    def __init__(
+        self, case: Case, unpacked: Collection[int] = (), precision: Precision = UNQUANTIZED
+    ) -> None:
         self.case, random = case, np.random.default_rng(len(str(case)))
         values = case.value_dim or case.dim
         layer = AttentionLayout(HEADS, case.dim, values, mx.float32, case.window)
-        self.layout = Layout((layer,), (), (KVNode(0),))
-        self.slabs = Slabs()
-        self.slabs[0] = Slab(self.layout, ROWS, LENGTH + case.room)
+        self.layout = Layout((layer,), (), (KVNode(0),), precision)
+        self.pages = HostPages(self.layout, PAGE)
+        self.pages.resize(PAGES)
+        spoil(self.pages)
+        self.slots = Slots(self.pages)
+        for slot, pages in enumerate(np.split(random.permutation(PAGES), ROWS)):
+            self.slots.change(Table(slot, 0, tuple(pages.tolist())))
+        for slot in unpacked:
+            self.pages.unpack(slot, LENGTH)
         shape = ROWS, HEADS, LENGTH
         self.keys: Array = random.standard_normal((*shape, case.dim), np.float32)
         self.values: Array = random.standard_normal((*shape, values), np.float32)
@@ -77,11 +89,11 @@ class Text:
 
     def computed(self, kind: type[HostBatch], parts: Parts) -> list[Array]:
         """Return the attention of a pass with these positions of each row: (heads, group, ...)."""
-        rows = [Row(Slot(0, number), *part) for number, part in sorted(parts.items())]
-        batch = kind(self.layout, self.slabs, rows)
+        rows = [Row(number, *part) for number, part in sorted(parts.items())]
+        batch = kind(self.layout, self.slots, rows)
 
         def given(array: Array) -> Any:
-            each = [array[row.slot.row, ..., row.start : row.end, :] for row in rows]
+            each = [array[row.slot, ..., row.start : row.end, :] for row in rows]
             if not batch.by_token:
                 return each
             return np.concatenate([np.moveaxis(one, -2, 0) for one in each])[..., None, :]
@@ -127,8 +139,11 @@ class Text:
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_a_query_has_the_same_bits_in_every_chunk_and_batch(what: str) -> None:
-    text = Text(CASES[what])
+@pytest.mark.parametrize("unpacked", [(), (0, 1, 2, 3), (1, 2)])
+def test_a_query_has_the_same_bits_in_every_chunk_and_batch(
+    what: str, unpacked: tuple[int, ...]
+) -> None:
+    text = Text(CASES[what], unpacked)
     whole = text.whole(Exact)
     for number in range(ROWS):
         assert np.allclose(whole[number], text.expected(number), rtol=1e-4, atol=2e-6)
@@ -161,9 +176,7 @@ def test_chunks_of_a_prompt_and_drafts_have_the_same_bits_by_default_too(what: s
     text.check(HostBatch, {0: (200, 203), 1: (300, 303), 3: (90, 92)}, whole)
 
 
-@pytest.mark.parametrize(
-    "what", ["three", "a slot that ends with the text", "scores within bounds", "sinks"]
-)
+@pytest.mark.parametrize("what", ["three", "scores within bounds", "sinks"])
 def test_rows_have_the_same_bits_where_they_are_computed_otherwise(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,32 +195,36 @@ def test_rows_have_the_same_bits_where_they_are_computed_otherwise(
 
 
 @pytest.mark.parametrize("what", ["three", "one query for a head of keys", "sinks"])
-def test_steps_have_the_same_bits_while_sequences_begin_grow_end_and_move(what: str) -> None:
+def test_steps_have_the_same_bits_while_sequences_begin_grow_end_and_are_unpacked(
+    what: str,
+) -> None:
     text = Text(CASES[what])
     whole = text.whole(Exact)
     groups = [{0: 200, 1: 130, 3: 90}] * 3 + [{0: 203, 3: 93}] + [{0: 204, 2: 301, 3: 127}] * 4
     for step, ends in enumerate([*groups, *groups]):
-        if step == len(groups):  # the same slots, elsewhere in memory
-            text.slabs[0] = Slab(text.layout, ROWS, LENGTH + text.case.room + 64)
-            for number in range(ROWS):
-                text.computed(Exact, {number: (0, LENGTH)})
+        for slot in (1, 3) if step == 1 else (0, 2) if step == len(groups) else ():
+            text.pages.unpack(slot, LENGTH)
+        if step == len(groups) + 2:  # elsewhere in memory
+            text.pages.unpack(0, 4 * text.pages.unpacked.capacity)
+        if step == len(groups) + 3:
+            text.pages.unpack(0, 0)
         parts = {number: (end + step, end + step + 1) for number, end in ends.items()}
         text.check(Exact, parts, whole)
 
 
-def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_slab(
+def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_arrays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = Text(CASES["three"])
+    text = Text(CASES["three"], range(ROWS))
     text.whole(Exact)
-    slab, kept = text.slabs[0], single_tokens._kept
+    rows, kept = text.pages.unpacked, single_tokens._kept
     monkeypatch.setattr(single_tokens, "MAX_KEPT", 5)
     for count in range(1, ROWS + 1):
         for numbers in combinations(range(ROWS), count):
             text.computed(Exact, dict.fromkeys(numbers, (200, 201)))
-    assert len(kept[slab]) == 5
+    assert len(kept[rows]) == 5
     before = len(kept)
-    del slab, text
+    del rows, text
     assert len(kept) == before - 1
 
 
@@ -219,18 +236,50 @@ def test_a_chunk_has_equally_many_products_for_each_thread_where_these_are_large
     width: int, heads: int, threads: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "num_threads", lambda: threads)
-    cuts = tiles.cut(Row(Slot(0, 0), 100, 100 + width), heads, 3)
+    cuts = tiles.cut(Row(0, 100, 100 + width), heads, 3)
     assert len(cuts) == parts
     assert [cuts[0][0], *(end for _, end in cuts)] == [*(start for start, _ in cuts), width]
 
 
-@pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])
-def test_what_a_slot_held_before_is_no_part_of_a_prompt(what: str) -> None:
-    text = Text(CASES[what])
-    clean = text.computed(HostBatch, {0: (0, 100)})[0]
-    for number in (0, 1):
-        text.slabs[0].host_part(number)[...] = np.nan
-    assert np.array_equal(text.computed(HostBatch, {0: (0, 100)})[0], clean)
+@pytest.mark.parametrize("unpacked", [(), (0, 2)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("what", ["three", "80 wide", "a short window", "sinks"])
+def test_quantized_rows_have_the_same_bits_in_every_chunk_and_batch(
+    what: str, bits: int, unpacked: tuple[int, ...]
+) -> None:
+    text = Text(CASES[what], unpacked, Precision(bits))
+    whole = Text(CASES[what], range(ROWS), Precision(bits)).whole(Exact)
+    for start, end in ((0, 100), (100, 101), (101, 118), (118, 333), (333, LENGTH)):
+        text.check(Exact, dict.fromkeys(range(ROWS), (start, end)), whole)
+    text.check(Exact, {0: (0, LENGTH), 2: (40, 41), 3: (200, 301)}, whole)
+
+
+@pytest.mark.parametrize("kind", [HostBatch, Exact])
+def test_what_a_slot_held_before_is_no_part_of_a_sequence(kind: type[HostBatch]) -> None:
+    text = Text(CASES["three"], range(ROWS), Precision(8))
+    clean = text.whole(kind)
+    after = text.computed(kind, dict.fromkeys(range(ROWS), (100, 101)))
+    keys = text.keys.copy()
+    text.keys[...] = np.nan
+    text.whole(kind)
+    for slot in range(ROWS):
+        text.pages.drop(slot)
+    text.keys = keys
+    for slot in (1, 2):
+        text.pages.unpack(slot, LENGTH)
+    for number in range(ROWS):
+        assert np.array_equal(
+            text.computed(kind, {number: (0, 100)})[0], clean[number][..., :100, :]
+        )
+    found = text.computed(kind, dict.fromkeys(range(ROWS), (100, 101)))
+    assert all(np.allclose(*each, rtol=1e-5, atol=1e-6) for each in zip(found, after, strict=True))
+
+
+def spoil(pages: HostPages) -> None:
+    """Fill pages with NaN, or with codes whose scales are NaN."""
+    sizes = [len(part) for part in pages.exporter(0)()]
+    for page in range(pages.num_pages):
+        pages.insert(page, tuple(b"\xff" * size for size in sizes))
 
 
 @pytest.mark.parametrize("what", ["three", "sinks", "one query for a head of keys"])
@@ -238,18 +287,17 @@ def test_products_of_many_shapes_share_the_memory_of_a_thread(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They grow, shrink, are dropped and, above a limit, have memory of their own."""
-    text, kept = Text(CASES[what]), tiles._KeptProducts()
+    text, kept = Text(CASES[what], [0]), tiles._KeptProducts()
     whole = text.computed(HostBatch, {0: (0, LENGTH)})[0]
     queries, sinks = text.queries[0, 0], None if text.sinks is None else text.sinks[0]
-    slab = text.slabs[0]
-    both = slab.host_part(0)[0, 0], slab.host_part(1)[0, 0]
+    both = [array[0, 0] for array in text.pages.unpacked.both(0)]
     monkeypatch.setattr(tiles, "_kept", kept)
     monkeypatch.setattr(tiles, "MAX_KEPT", 3)
     monkeypatch.setattr(tiles, "MAX_KEPT_FLOATS", 300 * LENGTH)
     for start, end in [(0, 10), (300, 301), (5, 130), (300, 301), (222, 350), (60, 70), (0, 10)]:
         out: Array = np.empty((len(queries), end - start, both[1].shape[1]), np.float32)
         how = How(None, None, None)
-        tiles.attend(queries[:, start:end], both, start, LENGTH, how, sinks, out)
+        tiles.attend(queries[:, start:end], both, start, how, sinks, out)
         assert np.array_equal(out, whole[0][:, start:end]), (start, end)
         assert len(kept._products) <= 3
         assert len(kept._memory) <= 300 * LENGTH

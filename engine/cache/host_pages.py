@@ -1,0 +1,305 @@
+"""Pages in the host's memory, written and read by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backend.threads import in_parallel, num_threads
+from engine.cache.host_memory import HostMemory
+from engine.cache.layout import Layout, StorageGroup
+from engine.cache.pages import Pages, StoredKV
+from engine.cache.rounding import Array, Codes, Scales, round_in_place, values_of
+from engine.cache.unpacked import Scratch, UnpackedRows
+from engine.plan import Payload, Slot
+
+Numbers = NDArray[np.intp]
+
+PAGES_AT_ONCE = 16
+"""This many pages are read at once, so that their codes stay in a core's cache."""
+WORTH_THREADS = 200_000
+"""Number of values above which threads pay off."""
+
+
+class Tokens(NamedTuple):
+    """Where the new tokens of a batch go."""
+
+    pages: Numbers  # the page of each token
+    indices: Numbers  # its index in the page
+
+
+class Reading(NamedTuple):
+    """Pages to read, and where their keys and values go: (kv_heads, positions, dim)."""
+
+    pages: Numbers
+    targets: Sequence[Array]
+
+
+class Missing(NamedTuple):
+    """Positions of an unpacked slot whose values are only in its pages."""
+
+    slot: Slot
+    table: Sequence[int]
+    start: int
+    end: int
+
+
+class _Group:
+    """All pages of a storage group, page by page as in a payload."""
+
+    def __init__(self, group: StorageGroup, page_tokens: int) -> None:
+        self.how = group.kind.quantization
+        parts = group.parts(page_tokens)
+        self._forms = [(shape, np.dtype(str(dtype).rpartition(".")[2])) for shape, dtype in parts]
+        self._memory = [HostMemory(0) for _ in self._forms]
+        self.resize(0)
+
+    def resize(self, num_pages: int) -> None:
+        self.parts: list[NDArray[Any]] = []  # (pages, ...): no array refers to the memory
+        forms = zip(self._memory, self._forms, strict=True)
+        self._memory = [
+            memory.resized(num_pages * dtype.itemsize * int(np.prod(shape)))
+            for memory, (shape, dtype) in forms
+        ]
+        self.parts = [
+            memory.array((num_pages, *shape), dtype)
+            for memory, (shape, dtype) in zip(self._memory, self._forms, strict=True)
+        ]
+
+    @property
+    def codes(self) -> Codes:
+        """(pages, arrays, kv_heads, page_tokens, bytes of codes or values)"""
+        return self.parts[0]
+
+    @property
+    def scales(self) -> Scales:
+        """(pages, scales, arrays, kv_heads, page_tokens, groups), if there are codes"""
+        return self.parts[1]
+
+
+class _Place(NamedTuple):
+    """Where the keys or the values of a layer are."""
+
+    group: _Group
+    first: int  # number of the array in the group
+
+
+class HostPages(Pages):
+    """Pages that are written at once: nothing is left to evaluate."""
+
+    unpacks = True
+
+    def __init__(self, layout: Layout, page_tokens: int, num_pages: int = 0) -> None:
+        super().__init__(layout, page_tokens)
+        self._groups = [_Group(group, page_tokens) for group in layout.groups]
+        self._places: list[_Place | None] = [None] * len(layout.arrays)
+        for storage, group in zip(layout.groups, self._groups, strict=True):
+            for first, number in enumerate(storage.arrays):
+                self._places[number] = _Place(group, first)
+        self.unpacked, self.scratch = UnpackedRows(layout, page_tokens), Scratch()
+        self.num_pages = 0
+        if num_pages:
+            self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        for group in self._groups:
+            group.resize(num_pages)
+        self.num_pages = num_pages
+
+    @property
+    def contents(self) -> list[mx.array]:
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        pages = sum(array.nbytes for group in self._groups for array in group.parts)
+        return pages + self.unpacked.nbytes + self.scratch.nbytes
+
+    # -- whole pages ------------------------------------------------------------------
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        for group in self._groups:
+            for array in group.parts:
+                array[target, ..., :positions, :] = array[source, ..., :positions, :]
+
+    def insert(self, page: int, payload: Payload) -> None:
+        targets = [array[page] for group in self._groups for array in group.parts]
+        if [len(part) for part in payload] != [target.nbytes for target in targets]:
+            raise ValueError("the bytes do not have the size of a page")
+        for target, part in zip(targets, payload, strict=True):
+            target[...] = np.frombuffer(part, target.dtype).reshape(target.shape)
+
+    def exporter(self, page: int) -> Callable[[], Payload]:
+        payload = tuple(array[page].tobytes() for g in self._groups for array in g.parts)
+        return lambda: payload
+
+    def read(self, number: int, pages: Sequence[int], length: int) -> StoredKV:
+        kind, table = self.layout.arrays[number], np.array(pages, np.intp)
+        table = table[: -(-length // self.page_tokens)]
+        positions = len(table) * self.page_tokens
+        out: Array = np.zeros((kind.kv_heads, positions, kind.dim), np.float32)
+        self.read_values(number, table, out)
+        values = mx.array(out[None, :, :length]).astype(kind.dtype)
+        place = self._places[number]
+        if place is None or kind.quantization is None:
+            return StoredKV(values, None)
+        found = np.moveaxis(place.group.scales[table, :, place.first], 0, 2)
+        scales = found.reshape(*found.shape[:2], positions, -1)[:, None, :, :length]
+        return StoredKV(values, mx.array(scales))
+
+    # -- reading ----------------------------------------------------------------------
+
+    def read_values(self, number: int, table: Numbers, out: Array) -> None:
+        """Write keys or values of the pages in ``table`` to ``out`` (kv_heads, positions of the
+        pages, dim). May be called on any thread."""
+        place = self._places[number]
+        if place is None:
+            return
+        group, first = place
+        codes = group.codes[table, first].swapaxes(0, 1)
+        target = out.reshape(len(out), len(table), self.page_tokens, -1, copy=False)
+        if group.how is None:
+            target[...] = codes
+        else:
+            scales = group.scales[table, :, first].transpose(1, 2, 0, 3, 4)
+            values_of(codes, scales, group.how, target)
+
+    def read_layer(self, layer: int, rows: Sequence[Reading]) -> None:
+        """Write the values of a layer to the targets of ``rows``, on several threads if they are
+        many."""
+        size, parts = self.page_tokens, []
+        for pages, targets in rows:
+            for number, target in enumerate(targets, 2 * layer):
+                for first in range(0, len(pages), PAGES_AT_ONCE):
+                    some = pages[first : first + PAGES_AT_ONCE]
+                    to = target[:, first * size : (first + len(some)) * size]
+                    parts.append(partial(self.read_values, number, some, to))
+        left = iter(parts)  # shared: the first free thread takes the next part
+
+        def run() -> None:
+            for part in left:
+                part()
+
+        values = sum(target.size for _, targets in rows for target in targets)
+        in_parallel([run] * (num_threads() if values >= WORTH_THREADS else 1))
+
+    def read_rows(
+        self, layer: int, tables: Sequence[Numbers], ends: Sequence[int], low: int, capacity: int
+    ) -> list[Array]:
+        """Return keys and values (rows, kv_heads, capacity, dim) of rows with these ``tables``
+        and ``ends``, from position ``low`` on, in the `scratch`. From a row's end on, they are
+        zero."""
+        its, size = self.layout.layers[layer], self.page_tokens
+        both = self.scratch.both((len(ends), its.kv_heads, capacity), (its.key_dim, its.value_dim))
+        first, readings = low // size, []
+        for row, (table, end) in enumerate(zip(tables, ends, strict=True)):
+            some = table[first : -(-end // size)]
+            stretch = slice(first * size, (first + len(some)) * size)
+            readings.append(Reading(some, [array[row, :, stretch] for array in both]))
+        self.read_layer(layer, readings)
+        for row, end in enumerate(ends):
+            for array in both:  # pages may hold NaN there, which times zero is NaN
+                array[row, :, end:] = 0
+        return both
+
+    # -- writing ----------------------------------------------------------------------
+
+    def write_tokens(
+        self, layer: int, keys: Array, values: Array, tokens: Tokens
+    ) -> tuple[Array, Array]:
+        """Store new ``keys`` and ``values`` (tokens, kv_heads, dim), and return them rounded."""
+
+        def write(place: _Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
+            its = place.group
+            its.codes[tokens.pages, arrays, :, tokens.indices] = codes.swapaxes(0, 1)
+            if scales is not None:
+                marks = scales.transpose(2, 0, 1, 3, 4)
+                its.scales[tokens.pages, :, arrays, :, tokens.indices] = marks
+
+        return self._write(layer, keys, values, write)
+
+    def write_row(
+        self, layer: int, keys: Array, values: Array, table: Sequence[int], start: int
+    ) -> tuple[Array, Array]:
+        """Store new ``keys`` and ``values`` (kv_heads, width, dim) of positions from ``start`` on,
+        and return them rounded."""
+        end = start + keys.shape[1]
+        size = self.page_tokens
+
+        def write(place: _Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
+            its = place.group
+            for number in range(start // size, -(-end // size)):
+                first, last = max(start, number * size), min(end, (number + 1) * size)
+                at = slice(first - number * size, last - number * size)
+                new, page = slice(first - start, last - start), table[number]
+                its.codes[page, arrays, :, at] = codes[:, :, new]
+                if scales is not None:
+                    its.scales[page, :, arrays, :, at] = scales[:, :, :, new]
+
+        return self._write(layer, keys, values, write)
+
+    def _write(
+        self,
+        layer: int,
+        keys: Array,
+        values: Array,
+        write: Callable[[_Place, slice, Codes, Scales | None], None],
+    ) -> tuple[Array, Array]:
+        """Round ``keys`` and ``values``, ``write`` codes and scales, and return what is read.
+
+        Keys and values of the same shape are rounded and written together, because with few rows
+        the calls take longer than the arithmetic."""
+        one, two = self._places[2 * layer], self._places[2 * layer + 1]
+        if one is not None and two is not None and one.group is two.group:
+            both: Array = np.empty((2, *keys.shape), np.float32)
+            both[0], both[1] = keys, values
+            write_one(both, one, write)
+            return both[0], both[1]
+        kept = []
+        for new, place in ((keys, one), (values, two)):
+            own: Array = np.array(new[None], np.float32, order="C")
+            if place is not None:
+                write_one(own, place, write)
+            kept.append(own[0])
+        return kept[0], kept[1]
+
+    # -- values of running sequences ---------------------------------------------------
+
+    def unpack(self, slot: Slot, tokens: int) -> None:
+        """Keep the values of ``slot`` unpacked from now on, with room for so many positions; 0:
+        drop them. Passes fill what is missing before their new tokens."""
+        if tokens:
+            self.unpacked.keep(slot, tokens)
+        else:
+            self.unpacked.drop(slot)
+
+    def drop(self, slot: Slot) -> None:
+        self.unpacked.drop(slot)
+
+    def fill(self, layer: int, rows: Sequence[Missing]) -> None:
+        """Unpack the positions of a layer that are missing in unpacked slots."""
+        size, both, readings = self.page_tokens, self.unpacked.both(layer), []
+        for slot, table, start, end in rows:
+            first, last = start // size, -(-end // size)
+            targets = [array[slot, :, first * size : last * size] for array in both]
+            readings.append(Reading(np.array(table[first:last], np.intp), targets))
+        self.read_layer(layer, readings)
+        for slot, _, _, end in rows:
+            for array in both:  # pages may hold NaN there, which times zero is NaN
+                array[slot, :, end : -(-end // size) * size] = 0
+
+
+def write_one(
+    new: Array, place: _Place, write: Callable[[_Place, slice, Codes, Scales | None], None]
+) -> None:
+    """Round ``new`` (arrays, ...) in place, and ``write`` its codes and scales."""
+    arrays, how = slice(place.first, place.first + len(new)), place.group.how
+    if how is None:
+        write(place, arrays, new, None)
+    else:
+        write(place, arrays, *round_in_place(new, how))

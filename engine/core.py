@@ -276,7 +276,9 @@ class EngineCore:
         messages: list[wire.Message] = [*outputs.messages, *self._refused]
         self._refused.clear()
         if outputs.deltas:
-            messages.append(wire.Tokens(deltas=outputs.deltas))
+            has_ended = any(delta.finish for delta in outputs.deltas)
+            held = self._scheduler.stats().unevictable_bytes if has_ended else None
+            messages.append(wire.Tokens(deltas=outputs.deltas, unevictable_bytes=held))
         if outputs.cache_added or outputs.cache_removed:
             messages.append(self._cache_event(outputs.cache_added, outputs.cache_removed))
         if messages:
@@ -315,7 +317,7 @@ class EngineCore:
         self._reported_at = now
         self._status.stats = msgspec.structs.replace(
             self._scheduler.stats(),
-            active_memory_bytes=mx.get_active_memory(),
+            active_memory_bytes=mx.get_active_memory() + self._steps.executor.host_bytes,
             adapters_loaded=self._adapter_queue.num_loaded,
             adapter_swaps_total=self._adapter_queue.swaps,
             step_seconds_total=self._step_s,

@@ -91,6 +91,11 @@ class Executor(ABC):
         self._sampler = sampler
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of KV that are not in MLX's memory."""
+        return 0
+
+    @property
     def deterministic(self) -> bool:
         """Whether a sequence's logits have the same bits whatever else is computed."""
         return False

@@ -85,6 +85,10 @@ class BatchedExecutor(Executor):
         mx.clear_cache()
 
     @property
+    def host_bytes(self) -> int:
+        return 0 if self._pages.contents else self._pages.nbytes
+
+    @property
     def deterministic(self) -> bool:
         return self.batch_class.deterministic
 

@@ -13,7 +13,7 @@ class StepRunner:
     dispatch the same passes in the same order."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+        self.executor = executor
         self.pending: PendingStep | None = None
         """A step that was dispatched but not read."""
 
@@ -21,7 +21,7 @@ class StepRunner:
         """Dispatch ``plan``, and yield the results known by then. The device computes the decodes
         while the previous plan's tokens are sent, and chunks come after both, so tokens do not wait
         for them."""
-        step = None if plan is None else self._executor.dispatch(plan)
+        step = None if plan is None else self.executor.dispatch(plan)
         previous, self.pending = self.pending, None
         if previous is not None:
             yield previous.read(early=True)
@@ -35,4 +35,4 @@ class StepRunner:
     def reset(self) -> None:
         """Drop everything that was computed."""
         self.pending = None
-        self._executor.reset()
+        self.executor.reset()

@@ -52,6 +52,10 @@ class LeadingExecutor(Executor):
         self._plans, self._released = leader.plans, leader.released
         self.spec = dataclasses.replace(own.spec, guesses="")
 
+    @property
+    def host_bytes(self) -> int:
+        return self._own.host_bytes
+
     def use_grammars(self, masker: GrammarMasker) -> None:
         self._own.use_grammars(masker)
 

@@ -17,8 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.layout import KVNode, Layout, Node, StateNode
-from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
 from engine.cache.pages import StoredKV
+from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Slot
 from engine.proving.oracle import Reference, compute_logits, logits_distance

@@ -13,8 +13,8 @@ from engine import plan
 from engine.executor.base import Executor, PendingStep
 from engine.plan import (
     Chunk,
-    Decode,
     CopyPage,
+    Decode,
     Export,
     Plan,
     SaveState,

@@ -34,7 +34,7 @@ from engine.replica.rehearsal import rehearse
 from engine.replica.speculation import make_speculator
 from engine.replica.vision import served_vision, vision_bytes, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation.speculator import MAX_DRAFT_TOKENS, Speculator
+from engine.speculation.speculator import Speculator
 from engine.vision.load import ServedVision
 from shared.hashing import namespace_root
 from shared.settings import Settings

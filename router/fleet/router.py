@@ -344,6 +344,7 @@ class Router:
     def _on_engine_message(self, engine: Engine, message: ToRouter) -> None:
         match message:
             case Tokens():
+                engine.on_ended(message.unevictable_bytes)
                 self.dispatcher.on_tokens(engine, message.deltas)
             case AdapterChecked():
                 self.adapters.on_checked(engine, message)

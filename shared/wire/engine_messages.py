@@ -234,6 +234,9 @@ class Tokens(Message, frozen=True, tag="tokens"):
     """One message per step, for all sequences with new tokens."""
 
     deltas: list[Delta]
+    # `EngineStats.unevictable_bytes` now, if a sequence has ended: its memory is free before the
+    # next heartbeat says so.
+    unevictable_bytes: int | None = None
 
 
 class Encoded(Message, frozen=True, tag="encoded"):

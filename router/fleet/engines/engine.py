@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from router.fleet.engines.prefix_index import PrefixIndex
 from router.fleet.models.tokenizer_files import acceptable_files
 from router.images.preparing import ImageProcessor
@@ -110,6 +112,11 @@ class Engine:
         self.stats, self.store = heartbeat.stats, heartbeat.store
         self.last_heartbeat = time.monotonic()
         self.lost_reason = None
+
+    def on_ended(self, unevictable_bytes: int | None) -> None:
+        """Record what running sequences hold, if one of them has ended."""
+        if unevictable_bytes is not None:
+            self.stats = msgspec.structs.replace(self.stats, unevictable_bytes=unevictable_bytes)
 
 
 class ModelReplicas:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from engine.batch import device
-from engine.batch.cpu import host
 from engine.batch.cpu.host import HostBatch
 from engine.batch.dense import DenseBatch, RowBatch
 from engine.batch.gpu import GPUBatch
@@ -19,7 +18,6 @@ from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision, Quantized, codes_of, dequantize
-from engine.cache.rounding import Kept
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.plan import Chunk, CopyPage, Decode, Export, Insert, Slot

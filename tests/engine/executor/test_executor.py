@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engine.cache.pages import Pages
 
 from engine.cache.layout import probe_layout
-from engine.cache.pages import Pages
 from engine.executor.base import PendingStep
 from engine.plan import Chunk, CopyPage, Export, Insert, Table
 from shared.wire import SamplingParams, TokenLogprobs
@@ -170,9 +170,7 @@ def test_sequences_keep_their_pages_while_the_number_of_pages_changes(model: Any
         joining = [i for i in range(4) if 2 * i == turn]
         decodes = tuple(next_decode(i, prompts[i], turn - 2 * i - 1) for i in running)
         chunks = tuple(chunk(i, prompts[i]) for i in joining)
-        step = runner.dispatch(
-            num_pages=resized.get(turn, 0), decodes=decodes, chunks=chunks
-        )
+        step = runner.dispatch(num_pages=resized.get(turn, 0), decodes=decodes, chunks=chunks)
         pending.append((step, running))
         if len(pending) > 1 or turn == 13:
             step, members = pending.pop(0)

@@ -15,10 +15,9 @@ import pytest
 
 from engine.backend import graphs
 from engine.backend.file_rows import FilesChanged
-from engine.cache.blocks import BlockStore
-from engine.cache.layout import UnsupportedLayout
 from engine.batch.cpu.host import HostBatch
 from engine.batch.graph import GraphBatch
+from engine.cache.layout import UnsupportedLayout
 from engine.core import MAX_FAILURES
 from engine.executor.base import PendingStep, is_allocation_failure
 from engine.executor.batched import BatchedExecutor

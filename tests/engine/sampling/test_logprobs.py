@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from engine.backend import arrays
-from engine.plan import Decode, Slot
+from engine.plan import Decode
 from engine.sampling.logprobs import gather_logprobs
 from engine.sampling.sampler import Sampler
 from shared.wire import SamplingParams, TokenLogprobs

@@ -16,7 +16,7 @@ import engine.sampling.masks as sampling_masks
 from engine.backend import arrays
 from engine.grammar import compiled
 from engine.grammar.cache import GrammarCache
-from engine.plan import Decode, Slot
+from engine.plan import Decode
 from engine.sampling import noise
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from engine.backend import arrays
-from engine.plan import Decode, Slot
+from engine.plan import Decode
 from engine.sampling import noise
 from engine.sampling.sampler import Sampler, sample_tokens
 from shared.wire import SamplingParams

@@ -111,7 +111,8 @@ class DraftModel(BatchSource):
         page_tokens: int,
         vocab_size: int,
     ) -> None:
-        """Use ``rows`` slots of ``capacity`` tokens, in pages of ``page_tokens``. ``wait`` is the target's `Executor.wait`.
+        """Use ``rows`` slots of ``capacity`` tokens, in pages of ``page_tokens``. ``wait`` is the
+        target's `Executor.wait`.
 
         A sequence starts in a slot with its last ``context_tokens``. Nothing is drafted after
         tokens from ``vocab_size`` on, because the target may have more logits than tokens."""

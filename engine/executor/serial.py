@@ -1,4 +1,4 @@
-"""The executor for models whose caches do not fit into pages: one sequence in mlx-lm's own caches."""
+"""The executor for models whose caches do not fit into pages: one sequence in mlx-lm's own."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_steps_write_pages_in_place(
     layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.token_bytes)
     runner = Runner(model, rows=8, capacity=capacity)
-    slots = [row for row in range(8)]
+    slots = list(range(8))
     array_bytes = (64 << 20) // len(layout.layers)
 
     def steps(first: int) -> None:

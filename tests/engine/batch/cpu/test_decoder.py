@@ -22,13 +22,12 @@ from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.rotary import Rotary
 from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
-from engine.cache.slabs import Slab, Slabs
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Slot
 from engine.proving.choose import choose_executor
 from engine.proving.proof import NotBatchable, proof_references, prove
 from engine.zoo.build import build
 from engine.zoo.configs import config
+from tests.engine.batch.cpu.paged import host_slots
 from tests.engine.conftest import Wrap
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
@@ -107,23 +106,22 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("what", KINDS)
 def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(what: str) -> None:
     model = of_kind(what)
-    layout, slabs, kind = probe_layout(model), Slabs(), bound(model)
-    slabs[0], slabs[1] = Slab(layout, 4, 160), Slab(layout, 1, 160)
-    slots = (Slot(0, 0), Slot(0, 3), Slot(1, 0))
+    layout, kind = probe_layout(model), bound(model)
+    slots = host_slots(layout, 5, 160, unpacked=[3])
     prompts = [prompt(i, length) for i, length in enumerate((97, 1, 38))]
     caches = [make_prompt_cache(model) for _ in prompts]
     alone = [model(mx.array([p]), cache=c)[0] for p, c in zip(prompts, caches, strict=True)]
 
-    rows = [Row(slot, 0, len(p)) for slot, p in zip(slots, prompts, strict=True)]
+    rows = [Row(slot, 0, len(p)) for slot, p in zip((0, 3, 4), prompts, strict=True)]
     padded = mx.array([p + [0] * (97 - len(p)) for p in prompts])
-    together = kind(layout, slabs, rows).logits(model, padded)
+    together = kind(layout, slots, rows).logits(model, padded)
     for logits, expected in zip(together, alone, strict=True):
         assert mx.allclose(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
 
     for step in range(3):
         rows = [Row(r.slot, r.start + r.width, r.start + r.width + 1) for r in rows]
         tokens = [[5 + step], [6], [7]]
-        together = kind(layout, slabs, rows).logits(model, mx.array(tokens))
+        together = kind(layout, slots, rows).logits(model, mx.array(tokens))
         for logits, token, cache in zip(together, tokens, caches, strict=True):
             assert mx.allclose(logits, model(mx.array([token]), cache=cache)[0], 1e-3, 1e-3)
 
@@ -144,17 +142,16 @@ def test_rows_of_few_tokens_attend_together_and_give_the_logits_of_mlx(
 ) -> None:
     """As rows with drafts do; their windows are shorter than the texts."""
     model = of_kind(name)
-    layout, slabs = probe_layout(model), Slabs()
+    layout = probe_layout(model)
     kind: type[HostBatch] = HostBatch if in_mlx else bound(model)
-    slabs[0], slabs[1] = Slab(layout, 5, 160), Slab(layout, 1, 160)
-    slots = (Slot(0, 0), Slot(0, 1), Slot(0, 4), Slot(1, 0))
-    rows = [Row(slot, 0, 0) for slot in slots]
+    slots = host_slots(layout, 6, 160, unpacked=(1, 5))
+    rows = [Row(slot, 0, 0) for slot in (0, 1, 4, 5)]
     caches = [make_prompt_cache(model) for _ in rows]
     for widths in ((90, 1, 38, 5), (5, 1, 17, 4), (1, 1, 2, 16), (3, 3, 3, 3)):
         rows = [Row(row.slot, row.end, row.end + w) for row, w in zip(rows, widths, strict=True)]
         tokens = [prompt(i, width) for i, width in enumerate(widths)]
         padded = mx.array([each + [0] * (max(widths) - len(each)) for each in tokens])
-        batch = kind(layout, slabs, rows)
+        batch = kind(layout, slots, rows)
         assert batch.by_token == (max(widths) < 90)
         for logits, given, cache in zip(batch.logits(model, padded), tokens, caches, strict=True):
             expected = model(mx.array([given]), cache=cache)[0]
@@ -183,13 +180,13 @@ def test_the_proof_notices_a_stale_row(wrap: Wrap) -> None:
 
 def test_a_pass_without_logits_stores_the_same_kv() -> None:
     model = of_kind("windows")
-    layout, kind, row = probe_layout(model), bound(model), [Row(Slot(0, 0), 0, 70)]
+    layout, kind, row = probe_layout(model), bound(model), [Row(0, 0, 70)]
     kept = []
     for silent in (False, True):
-        slabs = Slabs()
-        slabs[0] = Slab(layout, 1, 80)
-        kind(layout, slabs, row).logits(model, mx.array([prompt(1, 70)]), kv_only=silent)
-        kept.append([np.array(array) for array in slabs[0].arrays])
+        slots = host_slots(layout, 1, 80)
+        kind(layout, slots, row).logits(model, mx.array([prompt(1, 70)]), kv_only=silent)
+        arrays = range(len(layout.arrays))
+        kept.append([np.array(slots.pages.read(n, slots.tables[0], 70).array) for n in arrays])
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(*kept, strict=True))
 
 
@@ -212,14 +209,13 @@ def test_weights_are_kept_once_when_the_model_has_given_them_up(
     mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
     layout, kind = probe_layout(model), bound(model)
     before = nbytes(model)
-    slabs, rows, tokens = Slabs(), [Row(Slot(0, 0), 0, 2)], mx.array([[5, 6]])
-    slabs[0] = Slab(layout, 1, 16)
-    logits = kind(layout, slabs, rows).logits(model, tokens)
+    slots, rows, tokens = host_slots(layout, 1, 16), [Row(0, 0, 2)], mx.array([[5, 6]])
+    logits = kind(layout, slots, rows).logits(model, tokens)
     kind.release_weights([file] if in_file else [])
     assert bool(model.model.embed_tokens.parameters()) != in_file
     others = nbytes(model) - nbytes(model.model.embed_tokens)
     assert others < before / (10 if bits is None else 2), "scales stay"
-    assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
+    assert mx.array_equal(kind(layout, slots, rows).logits(model, tokens), logits)
 
 
 def nbytes(module: nn.Module) -> int:
@@ -260,13 +256,12 @@ def test_adapters_over_some_layers_give_the_logits_of_mlx(name: str, bits: int |
     model.update(tree_map(with_noise, model.parameters()))
     model.eval()
     expected, layout = model(tokens), probe_layout(model)
-    kind, slabs = bound(model), Slabs()
-    slabs[0] = Slab(layout, 1, 48)
-    found = kind(layout, slabs, [Row(Slot(0, 0), 0, 40)]).logits(model, tokens)
+    kind, slots = bound(model), host_slots(layout, 1, 48)
+    found = kind(layout, slots, [Row(0, 0, 40)]).logits(model, tokens)
     assert not mx.allclose(plain, expected, 1e-1, 1e-1)
     assert mx.allclose(found, expected, 1e-3, 1e-3)
     kind.release_weights()
-    again = kind(layout, slabs, [Row(Slot(0, 0), 0, 40)]).logits(model, tokens)
+    again = kind(layout, slots, [Row(0, 0, 40)]).logits(model, tokens)
     assert mx.array_equal(again, found)
 
 

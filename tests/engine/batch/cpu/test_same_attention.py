@@ -16,13 +16,11 @@ from engine.cache.host_pages import HostPages
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.rounding import Array
-from engine.cache.slots import Slots
-from engine.plan import Table
+from tests.engine.batch.cpu.paged import host_slots
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
-LENGTH, ROWS, HEADS, PAGE = 350, 4, 2, 64
-PAGES = ROWS * -(-LENGTH // PAGE)
+LENGTH, ROWS, HEADS = 350, 4, 2
 Parts = dict[int, tuple[int, int]]
 """The first position, and the one after the last, of each row."""
 
@@ -70,14 +68,9 @@ class Text:
         values = case.value_dim or case.dim
         layer = AttentionLayout(HEADS, case.dim, values, mx.float32, case.window)
         self.layout = Layout((layer,), (), (KVNode(0),), precision)
-        self.pages = HostPages(self.layout, PAGE)
-        self.pages.resize(PAGES)
-        spoil(self.pages)
-        self.slots = Slots(self.pages)
-        for slot, pages in enumerate(np.split(random.permutation(PAGES), ROWS)):
-            self.slots.change(Table(slot, 0, tuple(pages.tolist())))
-        for slot in unpacked:
-            self.pages.unpack(slot, LENGTH)
+        self.slots = host_slots(self.layout, ROWS, LENGTH, unpacked)
+        assert isinstance(self.slots.pages, HostPages)
+        self.pages = self.slots.pages
         shape = ROWS, HEADS, LENGTH
         self.keys: Array = random.standard_normal((*shape, case.dim), np.float32)
         self.values: Array = random.standard_normal((*shape, values), np.float32)
@@ -273,13 +266,6 @@ def test_what_a_slot_held_before_is_no_part_of_a_sequence(kind: type[HostBatch])
         )
     found = text.computed(kind, dict.fromkeys(range(ROWS), (100, 101)))
     assert all(np.allclose(*each, rtol=1e-5, atol=1e-6) for each in zip(found, after, strict=True))
-
-
-def spoil(pages: HostPages) -> None:
-    """Fill pages with NaN, or with codes whose scales are NaN."""
-    sizes = [len(part) for part in pages.exporter(0)()]
-    for page in range(pages.num_pages):
-        pages.insert(page, tuple(b"\xff" * size for size in sizes))
 
 
 @pytest.mark.parametrize("what", ["three", "sinks", "one query for a head of keys"])

@@ -18,10 +18,10 @@ from engine.batch.cpu import decoder
 from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
-from engine.cache.slabs import Slab, Slabs
 from engine.plan import Decode, Slot
 from engine.zoo.build import build
 from engine.zoo.configs import config
+from tests.engine.batch.cpu.paged import host_slots
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE
 
@@ -54,8 +54,7 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
     layout = probe_layout(model)
     kind = decoder.bind(model, layout)
     assert kind is not None and kind.make_deterministic()
-    slabs = Slabs()
-    slabs[0] = Slab(layout, 8, LENGTH)  # which is not a whole number of tiles
+    slots = host_slots(layout, 8, LENGTH, unpacked=(1, 2, 5))
     texts = np.random.default_rng(0).integers(3, 90, (8, LENGTH))
 
     def computed(number: int, slot: Slot, chunks: Sequence[int]) -> Any:
@@ -63,19 +62,19 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
         parts = []
         for start, end in zip([0, *ends], ends, strict=False):
             tokens = mx.array(texts[number][None, start:end])
-            parts.append(kind(layout, slabs, [Row(slot, start, end)]).logits(model, tokens)[0])
+            parts.append(kind(layout, slots, [Row(slot, start, end)]).logits(model, tokens)[0])
         return np.concatenate(parts)
 
-    alone = [computed(number, Slot(0, number), [LENGTH - number]) for number in range(8)]
+    alone = [computed(number, number, [LENGTH - number]) for number in range(8)]
     theirs = model(mx.array(texts[:1]), cache=make_prompt_cache(model))[0]
     near = 0.2 if "activations in 8" in what else 1e-3
     assert np.allclose(alone[0], theirs, near, near)
     for chunks in ([*[1] * 8, 110, *[1] * 30], [2, 7, 130, 161], [64, 200, 36]):
-        assert np.array_equal(computed(0, Slot(0, 0), chunks), alone[0][: sum(chunks)])
+        assert np.array_equal(computed(0, 0, chunks), alone[0][: sum(chunks)])
     ends = [LENGTH - 37 * number - 1 for number in range(8)]
-    rows = [Row(Slot(0, number), end, end + 1) for number, end in enumerate(ends)]
+    rows = [Row(number, end, end + 1) for number, end in enumerate(ends)]
     tokens = mx.array([[int(texts[number][end])] for number, end in enumerate(ends)])
-    together = np.asarray(kind(layout, slabs, rows).logits(model, tokens))[:, 0]
+    together = np.asarray(kind(layout, slots, rows).logits(model, tokens))[:, 0]
     for number, end in enumerate(ends):
         assert np.array_equal(together[number], alone[number][end])
 

@@ -163,6 +163,14 @@ def symmetric_scales(largest: mx.array) -> mx.array:
     return _symmetric_scale(largest) * _scale_and_bias(largest.ndim)
 
 
+def with_biases(scales: mx.array) -> mx.array:
+    """Return scales and biases (2, ...), of which symmetric quantization stores the scales alone:
+    (1, ...)."""
+    if len(scales) == 2:
+        return scales
+    return mx.concatenate([scales, scales * mx.array(-MIDDLE, mx.float16)])
+
+
 @cache
 def _scale_and_bias(ndim: int) -> mx.array:
     factors = mx.array([1, -MIDDLE], mx.float16).reshape(2, *[1] * (ndim - 2))

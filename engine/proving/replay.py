@@ -18,7 +18,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.layout import KVNode, Layout, Node, StateNode
 from engine.cache.pages import StoredKV
-from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
+from engine.cache.quantization import (
+    Quantization,
+    Quantized,
+    codes_of,
+    dequantize,
+    quantize,
+    with_biases,
+)
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Slot
 from engine.proving.oracle import Reference, compute_logits, logits_distance
@@ -173,7 +180,8 @@ def _is_rounding_of(kept: StoredKV, computed: mx.array, scheme: Quantization | N
     if scheme is not None and kept.scales is not None:
         steps = mx.repeat(quantize(wide, scheme).scales[0], scheme.group_size, axis=-1)
         allowed = allowed + HALF_STEP * steps.astype(mx.float32)
-        codes = codes_of(ours, kept.scales, scheme)
-        stood_for = dequantize(Quantized(codes, kept.scales), scheme).astype(kept.array.dtype)
+        scales = with_biases(kept.scales)
+        codes = codes_of(ours, scales, scheme)
+        stood_for = dequantize(Quantized(codes, scales), scheme).astype(kept.array.dtype)
         of_codes = mx.array_equal(kept.array, stood_for)
     return bool((of_codes & mx.all(mx.abs(ours - wide) <= allowed)).item())

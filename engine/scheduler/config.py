@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.scheduler.timing.chunks import MAX_TOKENS
 from engine.scheduler.timing.time_share import DEFAULT_STREAMS_SHARE
 
 StorePolicy = Literal["evict_only", "write_through"]
 
-ROOMY_TOKENS = 2048
-"""Smallest capacity with shared slabs, if memory has room for that many tokens per sequence many
-times over."""
-
-
-class Ring(NamedTuple):
-    """KV of layers with a window, of which a slot keeps only the last positions."""
-
-    tokens: int  # positions that a slot keeps, if its capacity is larger
-    window_tokens: int  # of these, the ones that a pass leaves as they were before it
-    token_bytes: int  # of one position
+MIN_PAGE_TOKENS = 64
+"""A page has the smallest multiple of the block size that is at least this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +19,18 @@ class SchedulerConfig:
     """Sizes and limits of one engine. Raises: ValueError if one is out of range."""
 
     block_size: int  # tokens
-    block_bytes: int  # one block of all layers
-    limit_bytes: int  # slabs, blocks and snapshots together never exceed this
+    block_bytes: int  # as many positions of pages
+    page_tokens: int = 0  # a multiple of block_size; 0: by `MIN_PAGE_TOKENS`
+    limit_bytes: int  # pages, unpacked rows, states and snapshots together never exceed this
     draft_bytes: int = 0  # the slots of a draft model, in addition to that
     context_length: int  # tokens
     max_batch_size: int  # max sequences that decode in one plan
     prefill_batch_size: int  # chunks of one plan, without short ends
     completion_batch_size: int  # max sequences that hold a slot
     namespace: bytes
-    slot_block_bytes: int = 0  # as many positions of a slot as a block has; 0: as `block_bytes`
-    shares_slabs: bool = False
-    """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` then
-    includes the temporary copy of a slab."""
-    rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
+    gather_token_bytes: int = 0
+    """Temporary arrays of one position while a pass gathers the pages of a sequence."""
+    unpacked_token_bytes: int = 0  # one position of an unpacked row; 0: there are none
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     decodes_ends: bool = False  # whether decodes may compute known tokens too (`Decode.before`)
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
@@ -53,15 +42,12 @@ class SchedulerConfig:
     """Attention scores of one token of a pass, for each position that it may attend to."""
     streams_share: float = DEFAULT_STREAMS_SHARE
     """Fraction of the time for running streams while prompts are computed."""
-    prefix_cache: bool = True  # False for models whose KV cannot be divided into blocks
+    prefix_cache: bool = True  # False for models whose KV cannot be shared
     store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"
     max_insert_bytes: int = 64 * 1024 * 1024
     """Max size of what one plan inserts from the kvstore: streams wait while it is copied, and
     until then it is in memory twice."""
-    max_restored_blocks: int | None = None
-    """Max blocks that one plan copies into slots while streams wait for it, and a multiple of that
-    otherwise; None: no limit. It does not apply to models that cannot continue after each block."""
     look_ahead: bool = True  # plan one step before the result of the previous one is known
     vocab_size: int = 2**31
     eos_token_ids: tuple[int, ...] = ()  # tokens that grammars end with
@@ -79,15 +65,18 @@ class SchedulerConfig:
     must be in one chunk; 0 for other models."""
 
     def __post_init__(self) -> None:
-        if not self.slot_block_bytes:
-            object.__setattr__(self, "slot_block_bytes", self.block_bytes)
-        names = "block_size block_bytes slot_block_bytes context_length max_batch_size"
+        names = "block_size block_bytes context_length max_batch_size"
         names += " prefill_batch_size completion_batch_size max_sequences"
         for name in names.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
-        if self.max_sequence_blocks < 1:
-            raise ValueError(f"limit_bytes {self.limit_bytes} is less than one row of one block")
+        if not self.page_tokens:
+            tokens = -(-MIN_PAGE_TOKENS // self.block_size) * self.block_size
+            object.__setattr__(self, "page_tokens", tokens)
+        if self.page_tokens < 1 or self.page_tokens % self.block_size:
+            raise ValueError(f"page_tokens {self.page_tokens} is no multiple of {self.block_size}")
+        if self.capacity < 1:
+            raise ValueError(f"limit_bytes {self.limit_bytes} is less than one page")
 
     @property
     def beside_bytes(self) -> int:
@@ -95,21 +84,34 @@ class SchedulerConfig:
         return self.draft_bytes + self.picture_bytes
 
     @property
-    def max_sequence_blocks(self) -> int:
-        """The length, in blocks, of a sequence that uses all memory for its slot."""
-        whole = (self.limit_bytes - self.state_bytes) // self.slot_block_bytes
-        if not self.rings:
-            return whole
-        lengths = range(whole, max(whole, -(-self.context_length // self.block_size)) + 1)
-        fit = bisect_right(
-            lengths, self.limit_bytes, key=lambda n: self.slab_bytes(1, n * self.block_size)
-        )
-        return lengths[max(fit, 1) - 1]
+    def blocks_per_page(self) -> int:
+        return self.page_tokens // self.block_size
 
     @property
-    def window_tokens(self) -> int | None:
-        """The positions before its last pass that a slot still has in all layers, None for all."""
-        return min((ring.window_tokens for ring in self.rings), default=None)
+    def page_bytes(self) -> int:
+        return self.blocks_per_page * self.block_bytes
+
+    @property
+    def max_pages(self) -> int:
+        """The largest number of pages that plans ask for."""
+        return self.limit_bytes // self.page_bytes if self.keeps_kv else 0
+
+    @property
+    def capacity(self) -> int:
+        """The length in tokens of a sequence that has all memory to itself."""
+        return self.capacity_within(self.limit_bytes)
+
+    def capacity_within(self, limit_bytes: int) -> int:
+        """Return `capacity` with another limit."""
+        if not self.keeps_kv:
+            return self.context_length
+        page_bytes = self.page_bytes + self.page_tokens * self.gather_token_bytes
+        return (limit_bytes - self.state_bytes) // page_bytes * self.page_tokens
+
+    @property
+    def state_tokens(self) -> int:
+        """Snapshots are taken at multiples of this position."""
+        return self.page_tokens if self.keeps_kv else self.block_size
 
     @property
     def unit_bytes(self) -> int:
@@ -127,50 +129,11 @@ class SchedulerConfig:
         return self.prefix_cache and self.keeps_kv
 
     @property
-    def copies_positions(self) -> bool:
-        """Whether positions are copied from slot to slot. A ring may no longer have them, and
-        with look-ahead the positions of another sequence may still turn out to be wrong."""
-        return self.reuses_kv and not (self.state_bytes or self.rings or self.look_ahead)
-
-    @property
     def uses_store(self) -> bool:
-        """Whether blocks, and the snapshots without which some are useless, go to the kvstore."""
+        """Whether pages, and the snapshots without which some are useless, go to the kvstore."""
         return self.store_enabled and self.prefix_cache
 
     @property
     def writes_through(self) -> bool:
         """Whether they are sent as soon as they are complete, not only when they leave RAM."""
         return self.uses_store and self.store_policy == "write_through"
-
-    @property
-    def state_blocks(self) -> int:
-        """The number of blocks that take at least as many bytes as a state."""
-        return -(-self.state_bytes // self.block_bytes)
-
-    def slab_bytes(self, rows: int, capacity: int) -> int:
-        """Return the bytes of ``rows`` rows of ``capacity`` tokens (whole blocks)."""
-        slot_bytes = capacity // self.block_size * self.slot_block_bytes + self.state_bytes
-        for ring in self.rings:
-            slot_bytes -= max(0, capacity - ring.tokens) * ring.token_bytes
-        return rows * slot_bytes
-
-    def capacity_classes(self) -> tuple[int, ...]:
-        """Return the capacities (tokens) of slots, smallest first.
-
-        They start at 512, each four times the previous one. The last one is the context or the
-        memory, whichever is less. With little memory they start smaller, so that several sequences
-        share it. With shared slabs and much memory they start larger, because each class needs its
-        own operations in every layer. If tokens take no memory, there is one class.
-        """
-        largest = min(-(-self.context_length // self.block_size), self.max_sequence_blocks)
-        if not self.keeps_kv:
-            return (largest * self.block_size,)
-        capacity = max(1, min(512 // self.block_size, self.max_sequence_blocks // 8))
-        roomy_bytes = self.slab_bytes(self.completion_batch_size, ROOMY_TOKENS)
-        if self.shares_slabs and roomy_bytes <= self.limit_bytes // 4:
-            capacity = max(1, ROOMY_TOKENS // self.block_size)
-        blocks = []
-        while capacity < largest:
-            blocks.append(capacity)
-            capacity *= 4
-        return tuple(count * self.block_size for count in (*blocks, largest))

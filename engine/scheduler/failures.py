@@ -6,7 +6,7 @@ from engine.plan import StepResult
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.planning.prefilling import Prefilling
-from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 
@@ -27,27 +27,35 @@ def without_pictures(
     return found
 
 
-def discard_failed_saves(
+def discard_failed(
     failed: set[Sequence], step: InFlightStep, later: InFlightStep | None, memory: Memory
 ) -> set[Sequence]:
-    """Remove the blocks that ``failed`` sequences were to save in ``step`` from the pool.
+    """Forget the names and snapshots that ``failed`` sequences got in ``step``.
 
-    These blocks could be found since ``step`` was planned. ``later``, the plan after it, may
-    therefore have restored them and saved more on top: these blocks are removed too. Returns the
-    other sequences that got wrong KV into their slots in this way; they must start again.
+    They could be found since ``step`` was planned. ``later``, the plan after it, may therefore have
+    let others share their pages, and named more on top: these names are forgotten too. Returns the
+    other sequences that have wrong KV in this way; they must start again.
     """
-    bad: set[Block] = set()
+    bad_names: set[bytes] = set()
+    bad_snapshots: set[Snapshot] = set()
     for seq in failed:
-        for block in step.saved.pop(seq, ()):
-            if memory.withdraw(block):
-                memory.settle(block)
-            bad.add(block)
-    if later is None:
-        return set()
-    innocent = {seq for seq, blocks in later.restored.items() if not bad.isdisjoint(blocks)}
-    later.discarded |= failed | innocent
-    for seq in later.discarded:
-        for block in later.saved.pop(seq, ()):
-            if memory.withdraw(block):
-                later.invalid_blocks.append(block)
-    return innocent - failed
+        bad_names.update(step.named.pop(seq, ()))
+        bad_names.update(later.named.pop(seq, ()) if later else ())
+        for snapshot in step.saved.pop(seq, ()):
+            if memory.withdraw(snapshot):
+                memory.settle(snapshot)
+            bad_snapshots.add(snapshot)
+    innocent: set[Sequence] = set()
+    if later is not None:
+        shared = {seq for seq, hashes in later.shared.items() if not bad_names.isdisjoint(hashes)}
+        restored = {s for s, found in later.restored.items() if not bad_snapshots.isdisjoint(found)}
+        innocent = (shared | restored) - failed
+        later.discarded |= failed | innocent
+        for seq in later.discarded:
+            bad_names.update(later.named.pop(seq, ()))
+            for snapshot in later.saved.pop(seq, ()):
+                if memory.withdraw(snapshot):
+                    later.invalid.append(snapshot)
+    for block_hash in bad_names:
+        memory.withdraw_name(block_hash)
+    return innocent

@@ -30,35 +30,34 @@ def make_sequence(
     request: wire.Submit,
     config: SchedulerConfig,
     *,
-    largest_capacity: int,
+    capacity: int,
     arrival: int,
     now_s: float,
     grammar: object = None,
     adapter: int = 0,
 ) -> Sequence:
-    """Return the sequence for ``request``. Its ``max_tokens`` is limited by the context.
-    ``largest_capacity`` is the capacity in tokens of a slot that has all memory to itself, and
-    ``adapter`` the place of the request's adapter. Raises: `Refusal`."""
+    """Return the sequence for ``request``. Its ``max_tokens`` is limited by the context, and by
+    ``capacity``: the length in tokens of a sequence that has all memory to itself. ``adapter`` is
+    the place of the request's adapter. Raises: `Refusal`."""
     _check_tokens(request, config.vocab_size)
     if request.max_tokens < 1:
         raise Refusal("invalid", f"max_tokens is {request.max_tokens}", "max_tokens")
     prompt_length = len(request.token_ids)
-    room = config.context_length - prompt_length
-    if room < 1:
+    if prompt_length >= config.context_length:
         raise Refusal(
             "too_large",
             f"the prompt has {prompt_length} tokens, which leaves no room for an answer "
             f"in a context of {config.context_length}",
             "prompt",
         )
-    max_tokens = min(request.max_tokens, room)
-    if prompt_length + max_tokens - 1 > largest_capacity:
+    if prompt_length >= capacity:
         raise Refusal(
             "too_large",
-            f"a prompt of {prompt_length} and an answer of {max_tokens} tokens do not fit in "
-            f"this engine's memory, which holds {largest_capacity}",
-            "max_tokens",
+            f"the prompt has {prompt_length} tokens, which leaves no room for an answer "
+            f"in this engine's memory, which holds {capacity}",
+            "prompt",
         )
+    max_tokens = min(request.max_tokens, min(config.context_length, capacity) - prompt_length)
     pictures = _pictures(request, config)
     seq = Sequence(
         request=request,

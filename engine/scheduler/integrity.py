@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
@@ -24,47 +23,66 @@ def check(
 
     Raises: `IntegrityError`, which names everything that is wrong.
     """
-    faults = [*_memory(config, memory, list(steps)), *_slots(config, sequences, memory)]
+    faults = [*_memory(config, memory, list(steps)), *_tables(config, sequences, memory)]
+    faults += _slots(config, sequences, memory)
     if faults:
         raise IntegrityError("; ".join(faults))
 
 
 def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) -> Iterator[str]:
-    yield from memory.blocks.faults()
+    yield from memory.pages.faults()
     yield from memory.snapshots.faults()
-    charged = config.beside_bytes
-    charged += sum(config.slab_bytes(slab.rows, slab.capacity) for slab in memory.slots.slabs())
-    charged += len(memory.blocks) * config.block_bytes
-    charged += len(memory.snapshots) * config.state_bytes
-    charged += sum(memory.fetch_reservations.values()) * config.block_bytes
-    charged += memory.pass_bytes
-    invalid_blocks = [block for step in steps for block in step.invalid_blocks]
-    invalid_bytes = sum(map(memory.bytes_of, invalid_blocks))
-    charged += invalid_bytes
+    charged = config.beside_bytes + memory.pass_bytes + memory.gather_bytes
+    charged += memory.pages.num_pages * config.page_bytes
+    charged += (len(memory.snapshots) + len(memory.used_slots)) * config.state_bytes
+    charged += sum(memory.fetch_reservations.values()) + sum(memory.unpacked_bytes.values())
+    invalid = sum(len(step.invalid) for step in steps) * config.state_bytes
+    charged += invalid
     if len(memory.snapshots) > config.max_snapshots:
         yield f"{len(memory.snapshots)} snapshots are kept, over {config.max_snapshots}"
     if charged != memory.ledger.used_bytes:
         yield f"the ledger has {memory.ledger.used_bytes} bytes, but {charged} are in use"
     if memory.ledger.used_bytes > memory.ledger.limit_bytes:
         yield f"{memory.ledger.used_bytes} bytes used of {memory.ledger.limit_bytes}"
-    if invalid_bytes != memory.withdrawn_bytes:
-        yield f"{memory.withdrawn_bytes} bytes are withdrawn, but {invalid_bytes} invalid"
-    pins = Counter(block for step in steps for blocks in step.saved.values() for block in blocks)
-    for block in chain(memory.blocks, memory.snapshots):
-        if block.pins != pins[block]:
-            yield f"block {block.id} has {block.pins} pins, {pins[block]} in flight"
+    if invalid != memory.withdrawn_bytes:
+        yield f"{memory.withdrawn_bytes} bytes are withdrawn, but {invalid} invalid"
+    pins = Counter(one for step in steps for saved in step.saved.values() for one in saved)
+    for snapshot in memory.snapshots:
+        if snapshot.pins != pins[snapshot]:
+            yield f"snapshot {snapshot.id} has {snapshot.pins} pins, {pins[snapshot]} in flight"
+
+
+def _tables(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -> Iterator[str]:
+    holders = [seq for seq in (*sequences.ordered(*HOLDING_SLOT), *sequences.leaving) if seq.pages]
+    refs = Counter(page for seq in holders for page in seq.pages)
+    for page in memory.pages:
+        if page.refs != refs[page]:
+            yield f"page {page.number} has {page.refs} references, and is in {refs[page]} tables"
+        if page.refs > 1 and page.named_end < config.page_tokens:
+            yield f"page {page.number} is shared, and not full"
+    if not refs.keys() <= set(memory.pages):
+        yield "a free page is in a table"
+    for seq in holders:
+        if seq not in memory.holders:
+            yield f"{seq.request.request_id} has pages, and is no holder"
+        if config.keeps_kv and seq.capacity != len(seq.pages) * config.page_tokens:
+            yield f"{seq.request.request_id} has room for {seq.capacity} in {len(seq.pages)} pages"
+        number, place = divmod(seq.num_computed_tokens, config.page_tokens)
+        if config.keeps_kv and number < len(seq.pages) and seq.pages[number].named_end > place:
+            yield f"{seq.request.request_id} writes a page that others may read"
+    if (fixed := sum(page.passes for page in memory.pages)) and not any(
+        seq.pass_end for seq in holders
+    ):
+        yield f"{fixed} pages are fixed, and no pass is open"
 
 
 def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -> Iterator[str]:
     running = sequences.ordered(*HOLDING_SLOT)
-    capacities = [slab.capacity for slab in memory.slots.slabs()]
-    if config.shares_slabs and len(capacities) != len(set(capacities)):
-        yield f"slabs of {sorted(capacities)} tokens a row: two are of one capacity"
     held = [seq.held_slot for seq in (*running, *sequences.leaving)] + sequences.vacated
     if len(held) != len(set(held)):
         yield "a slot is held twice"
-    if set(held) != memory.slots.used_slots() or len(held) != memory.slots.used_rows:
-        yield f"slots {sorted(held)} are held, {sorted(memory.slots.used_slots())} taken"
+    if set(held) != memory.used_slots:
+        yield f"slots {sorted(held)} are held, {sorted(memory.used_slots)} taken"
     if len(running) > config.completion_batch_size:
         yield f"{len(running)} sequences hold slots, over {config.completion_batch_size}"
     if sequences.count(Status.DECODING) > config.max_batch_size:
@@ -74,10 +92,11 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
     for seq in memory.fetch_reservations:
         has_come = seq.fetch.payloads or seq.fetch.state
         if seq not in sequences.loading.values() and not has_come:
-            yield f"{seq.request.request_id} has room for blocks that are not on their way"
+            yield f"{seq.request.request_id} has room for pages that are not on their way"
     for seq in sequences.live.values():
-        if len(seq.fetch.payloads) > memory.fetch_reservations.get(seq, 0):
-            yield f"{seq.request.request_id} has {len(seq.fetch.payloads)} blocks in no ledger"
+        fetched_bytes = len(seq.fetch.payloads) * config.page_bytes
+        if fetched_bytes > memory.fetch_reservations.get(seq, 0):
+            yield f"{seq.request.request_id} has {len(seq.fetch.payloads)} pages in no ledger"
         name = f"{seq.request.request_id} ({seq.status.name})"
         if seq.status is Status.FINISHED or (seq.slot is not None) != (seq.status in HOLDING_SLOT):
             yield f"{name} has slot {seq.slot}"

@@ -1,94 +1,235 @@
-"""Memory: one ledger in bytes, and evictions to make room."""
+"""Memory: one ledger in bytes for pages, slots and snapshots, and evictions to make room."""
 
 from __future__ import annotations
 
-from itertools import count, starmap
+import heapq
+from itertools import count
+from typing import NamedTuple
 
-from engine.plan import BlockName, Evict, ResizeSlab, SlabSpec, Slot
+from engine.plan import BlockName, CopyPage, Export, Slot, Table, Unpack
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.pools.block_pool import Block, BlockPool
 from engine.scheduler.pools.ledger import Ledger
-from engine.scheduler.pools.slot_table import SlotTable
-from engine.scheduler.pools.snapshot_pool import SnapshotPool
+from engine.scheduler.pools.page_pool import Page, PagePool
+from engine.scheduler.pools.snapshot_pool import Snapshot, SnapshotPool
+from engine.scheduler.pools.storable import Storable
 from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.store_backlog import StoreBacklog
 
-SLAB_TOKENS = 4096
-"""Approximate number of tokens of all rows of a new slab, if it can grow."""
-MAX_SLAB_SHARE = 1 / 8
-"""Max fraction of the memory for adding more than one row at once."""
+FIRST_TOKENS = 4096
+"""Positions of the first pages that are allocated."""
 GROWTH = 1 / 2
-"""Rows added to a slab, as a fraction of its rows, which are copied each time it grows."""
+"""Pages added when there are too few, as a fraction of them: all are copied each time."""
+RESERVED_TOKENS = 512
+"""Positions that are kept for the answer of each running sequence when another one is admitted."""
+UNPACKED_SHARE = 1 / 4
+"""Max fraction of the memory for unpacked rows."""
+UNPACKED_TOKENS = 512
+"""Least room of an unpacked row. It grows by half, because it is written anew each time."""
+
+
+class MemoryChanges(NamedTuple):
+    """The operations of a plan that memory decides."""
+
+    exports_first: tuple[Export, ...]
+    evictions: tuple[int, ...]
+    moved_pages: tuple[CopyPage, ...]
+    num_pages: int
+    tables: tuple[Table, ...]
+    copies: tuple[CopyPage, ...]
+    unpacked: tuple[Unpack, ...]
+    names: tuple[BlockName, ...]  # of ``exports_first``
 
 
 class Memory:
-    """Slots, blocks and snapshots under one ledger, and the evictions and slabs for the plan being
-    built."""
+    """Pages, slots and snapshots under one ledger, and their changes for the plan being built."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._classes = config.capacity_classes()
         self._evicting_exports = config.uses_store and config.store_policy == "evict_only"
         self.ledger = Ledger(config.limit_bytes + config.beside_bytes)
         self.ledger.reserve(config.beside_bytes)
-        clock = count()
-        self.blocks = BlockPool(clock)
-        self.snapshots = SnapshotPool(config.max_snapshots, clock)
-        self.slots = SlotTable()
+        self._clock = count()
+        self.pages = PagePool(config.page_tokens, config.block_size, self._clock)
+        self.snapshots = SnapshotPool(config.max_snapshots, self._clock)
+        self._free_slots = list(range(config.completion_batch_size))
+        self.used_slots: set[Slot] = set()
+        self.holders: dict[Sequence, None] = {}
+        """The sequences with pages, including finished ones in an open pass."""
         self.fetch_reservations: dict[Sequence, int] = {}
-        """Blocks being fetched from the kvstore, or fetched and not inserted yet, by sequence. A
-        state counts as the number of blocks of its size."""
-        self.withdrawn_bytes = 0  # between `withdraw` and `settle`
+        """Bytes that are fetched from the kvstore, or fetched and not inserted yet, by sequence."""
+        self.unpacked_bytes: dict[Sequence, int] = {}  # of their unpacked rows
+        self.gather_bytes = 0  # temporary arrays of the longest sequence
         self.pass_bytes = 0  # activations of passes in progress
-        self.evictions: list[Evict] = []
-        self.exported_names: list[BlockName] = []  # of those evictions that export
+        self._largest_pass_bytes = 0
+        self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.backlog = StoreBacklog(config)
-        self.freed_slabs: list[int] = []
-        self.new_slabs: list[SlabSpec] = []
-        self._resized: dict[int, tuple[int, SlabSpec]] = {}  # rows before this plan, and now
+        self._sent_pages = 0  # number of pages in the last plan that had one
+        self._held: list[Page] = []  # referred to by operations of the plan being built
+        self._exports_first: list[Export] = []
+        self._exported_names: list[BlockName] = []
+        self._evictions: list[int] = []
+        self._changed: dict[Sequence, int] = {}  # the first entry of their tables that changed
+        self._copies: list[tuple[Page, Page, int]] = []
+        self._unpacked: dict[Sequence, int] = {}
 
     @property
-    def resized_slabs(self) -> list[ResizeSlab]:
-        """The slabs whose number of rows this plan changes, shrinking ones first.
+    def capacity(self) -> int:
+        """The length in tokens of a sequence that has all memory to itself."""
+        return self._config.capacity_within(self.ledger.limit_bytes - self._config.beside_bytes)
 
-        In this order, none of the decisions needs more memory than the ledger has."""
-        changed = [(before, now) for before, now in self._resized.values() if before != now.rows]
-        changed.sort(key=lambda change: change[1].rows > change[0])
-        return [ResizeSlab(now.slab_id, now.rows) for _, now in changed]
+    def used_bytes(self, *, of_background: bool) -> int:
+        """Return the bytes held by running sequences: their pages, without those that only
+        background sequences have unless ``of_background``; what is in flight; and drafts. Cached
+        pages, free ones and unpacked rows are available to others."""
+        used = {
+            page
+            for seq in self.holders
+            if of_background or not seq.is_background
+            for page in (() if seq.is_finished else seq.pages)
+        }
+        pinned = len(self.snapshots) - self.snapshots.num_evictable
+        pinned_bytes = pinned * self._config.state_bytes + self.withdrawn_bytes
+        used_bytes = len(used) * self._config.page_bytes + self.pass_bytes
+        return used_bytes + pinned_bytes + self._config.draft_bytes
 
-    @property
-    def smallest_capacity(self) -> int:
-        return self._classes[0]
+    # -- slots and pages of sequences ----------------------------------------------
 
-    @property
-    def largest_capacity(self) -> int:
-        return self._classes[-1]
+    def take_slot(self) -> Slot | None:
+        """Take a slot, with room for its state. Return None if there is none."""
+        if not self._free_slots or not self._make_room(self._config.state_bytes):
+            return None
+        self.ledger.reserve(self._config.state_bytes)
+        slot = heapq.heappop(self._free_slots)
+        self.used_slots.add(slot)
+        return slot
 
-    @property
-    def unevictable_bytes(self) -> int:
-        """The bytes held by running sequences: rows in use, and blocks in flight. The free rows of
-        their slabs are available to others, and so are activations: with less memory, passes are
-        shorter."""
-        rows = sum(starmap(self._config.slab_bytes, self.slots.used()))
-        blocks = len(self.blocks) - self.blocks.num_evictable
-        states = len(self.snapshots) - self.snapshots.num_evictable
-        pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
-        return rows + pinned_bytes + self.withdrawn_bytes + self._config.draft_bytes
+    def release_slot(self, slot: Slot) -> None:
+        """Free ``slot``. Raises: KeyError if it is free."""
+        self.used_slots.remove(slot)
+        heapq.heappush(self._free_slots, slot)
+        self.ledger.release(self._config.state_bytes)
 
-    def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
-        """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room
-        now. A slot of a larger class is taken only if it is free and none fits better."""
-        fitting = [capacity for capacity in self._classes if capacity >= tokens]
-        slot = self.slots.take(fitting[0])
-        if slot is None and self._add_rows(fitting[0]):
-            slot = self.slots.take(fitting[0])
-        if slot is not None:
-            return slot, fitting[0]
-        for capacity in fitting[1:]:
-            slot = self.slots.take(capacity)
-            if slot is not None:
-                return slot, capacity
-        return None
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._config.page_tokens) if self._config.keeps_kv else 0
+
+    def available_bytes(self) -> int:
+        """Return the bytes that nobody holds, including those of everything that is cached."""
+        pages = self.pages.num_free + self.pages.num_cached
+        spare = pages * self._config.page_bytes - self.ledger.shortfall(0)
+        spare += self.snapshots.num_evictable * self._config.state_bytes
+        return spare + sum(self.unpacked_bytes.values()) + sum(self.fetch_reservations.values())
+
+    def needed_bytes(self, pages: int, tokens: int) -> int:
+        """Return how many bytes a new sequence of ``tokens`` takes, of whose pages it lacks
+        ``pages``."""
+        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+        return pages * self._config.page_bytes + gathers + self._config.state_bytes
+
+    def begin(self, seq: Sequence) -> None:
+        """Let ``seq``, which has a slot now, have pages."""
+        self.holders[seq] = None
+        seq.capacity = 0 if self._config.keeps_kv else self._config.context_length
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes for the prompts of running sequences and the next tokens of their
+        answers, beyond what they have."""
+        pages = 0
+        for seq in self.holders:
+            if not seq.is_finished:
+                tokens = min(seq.max_positions, len(seq.token_ids) + RESERVED_TOKENS)
+                pages += max(0, self.pages_for(tokens) - len(seq.pages))
+        return pages * self._config.page_bytes
+
+    def grow(self, seq: Sequence, tokens: int, *, evicts: bool = True) -> bool:
+        """Give ``seq`` pages for so many positions. Return False, with nothing changed, if there is
+        no room, or none without evictions."""
+        missing = self.pages_for(tokens) - len(seq.pages)
+        if missing > 0:
+            if not self._make_pages(missing, tokens, evicts=evicts):
+                return False
+            self.replace(seq, len(seq.pages), [self.pages.take() for _ in range(missing)])
+        return True
+
+    def replace(self, seq: Sequence, first: int, pages: list[Page]) -> None:
+        """Release the pages of ``seq`` from number ``first`` on, and append ``pages``, of which it
+        has a reference each."""
+        for page in reversed(seq.pages[first:]):
+            self.pages.release(page)
+        seq.pages[first:] = pages
+        seq.capacity = len(seq.pages) * self._config.page_tokens
+        self._changed[seq] = min(first, self._changed.get(seq, first))
+
+    def copy_of(self, page: Page, end: int) -> Page | None:
+        """Return a new page with the positions of ``page`` up to ``end`` and their names, None if
+        there is no room for it."""
+        self.pages.acquire(page)
+        if not self._make_pages(1, 0):
+            self.pages.release(page)
+            return None
+        target = self.pages.take()
+        for named, block_hash in page.names.items():
+            if named <= end:
+                self.pages.name(target, named, block_hash)
+        self._copies.append((page, target, end))
+        self.hold(target)
+        self._held.append(page)
+        return target
+
+    def hold(self, page: Page) -> None:
+        """Keep ``page`` as it is until the plan is built, because it has an operation with it."""
+        self.pages.acquire(page)
+        self._held.append(page)
+
+    def hold_new(self, page: Page) -> None:
+        """Like `hold`, for a page that was just taken, and is in no table yet."""
+        self._held.append(page)
+
+    def release(self, seq: Sequence) -> None:
+        """Release the pages of ``seq``, and its unpacked row. Its head was used last of all."""
+        for page in reversed(seq.pages):
+            self.pages.release(page)
+        seq.pages.clear()
+        seq.capacity = 0
+        self.holders.pop(seq, None)
+        self._changed.pop(seq, None)
+        self._unpacked.pop(seq, None)
+        self.ledger.release(self.unpacked_bytes.pop(seq, 0))
+
+    def update_gathers(self) -> None:
+        """Release what gathers of sequences that have ended took."""
+        size = self._config.page_tokens
+        longest = max((len(seq.pages) for seq in self.holders), default=0) * size
+        self.ledger.release(self.gather_bytes - self._gathers(longest))
+        self.gather_bytes = self._gathers(longest)
+
+    # -- unpacked rows -------------------------------------------------------------
+
+    def unpack(self, seq: Sequence, tokens: int) -> None:
+        """Keep the values of ``seq`` outside of its pages too, for ``tokens`` positions, if that
+        leaves room for the running sequences. Otherwise drop them."""
+        token_bytes = self._config.unpacked_token_bytes
+        had = self.unpacked_bytes.get(seq, 0)
+        if not token_bytes or tokens * token_bytes <= had:
+            return
+        limit = int(self.ledger.limit_bytes * UNPACKED_SHARE)
+        limit -= sum(self.unpacked_bytes.values()) - had
+        available = self.available_bytes() - sum(self.unpacked_bytes.values()) + had
+        limit = min(limit, available - self.reserved_bytes())
+        generous = min(seq.max_positions, max(UNPACKED_TOKENS, tokens + tokens // 2))
+        for room in (generous, tokens):
+            size = room * token_bytes
+            if size <= limit and self._make_room(size - had, drops=False):
+                self.ledger.reserve(size - had)
+                self.unpacked_bytes[seq], self._unpacked[seq] = size, room
+                return
+        self._drop_unpacked(seq)
+
+    def _drop_unpacked(self, seq: Sequence) -> None:
+        if size := self.unpacked_bytes.pop(seq, 0):
+            self.ledger.release(size)
+            self._unpacked[seq] = 0
+
+    # -- passes and fetches --------------------------------------------------------
 
     def reserve_pass(self, size_bytes: int) -> bool:
         """Reserve memory for the activations of a pass. Return False if there is no room."""
@@ -98,6 +239,7 @@ class Memory:
             return False
         self.ledger.reserve(size_bytes)
         self.pass_bytes += size_bytes
+        self._largest_pass_bytes = max(self._largest_pass_bytes, self.pass_bytes)
         return True
 
     def release_pass(self, size_bytes: int) -> None:
@@ -105,72 +247,64 @@ class Memory:
         self.pass_bytes -= size_bytes
         self.ledger.release(size_bytes)
 
-    def reserve_fetch(self, seq: Sequence, blocks: int) -> int | None:
-        """Reserve memory for up to ``blocks`` blocks of ``seq`` that will be fetched from the
+    def reserve_fetch(self, seq: Sequence, pages: int) -> int | None:
+        """Reserve memory for up to ``pages`` pages of ``seq`` that will be fetched from the
         kvstore, and for a state if the model has one.
 
-        Returns the number of blocks, None if nothing can be fetched. The memory stays reserved
-        until `add_fetched_block` and `add_fetched_snapshot` use it or `release_fetch` is called. If
-        memory runs out, it is taken away, and ``seq`` computes the blocks.
+        Returns the number of pages, None if nothing can be fetched. The memory stays reserved
+        until `insert_page` and `add_fetched_snapshot` use it or `release_fetch` is called. If
+        memory runs out, it is taken away, and ``seq`` computes the positions.
         """
-        free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
-        room = free // self._config.block_bytes - self._config.state_blocks
-        if room < (0 if self._config.state_bytes else 1):
+        config = self._config
+        free = -self.ledger.shortfall(0) + self._cached_bytes()
+        room = (free - config.state_bytes) // config.page_bytes
+        if room < (0 if config.state_bytes else 1):
             return None
-        blocks = min(blocks, room)
-        total = blocks + self._config.state_blocks
-        self._make_room(total * self._config.block_bytes)
-        self.ledger.reserve(total * self._config.block_bytes)
-        self.fetch_reservations[seq] = total
-        return blocks
+        pages = min(pages, room)
+        size = pages * config.page_bytes + config.state_bytes
+        if not self._make_room(size):
+            return None
+        self.ledger.reserve(size)
+        self.fetch_reservations[seq] = size
+        return pages
 
     def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
-        """Release what `reserve_fetch` reserved for ``seq``, except ``keep`` blocks. Returns for
-        how many blocks memory is still reserved."""
+        """Release what `reserve_fetch` reserved for ``seq``, except ``keep`` bytes. Returns how
+        many bytes are still reserved."""
         had = self.fetch_reservations.pop(seq, 0)
-        left = min(had, keep)
-        self.ledger.release((had - left) * self._config.block_bytes)
+        left = min(had, max(keep, 0))
+        self.ledger.release(had - left)
         if left:
             self.fetch_reservations[seq] = left
         return left
-
-    def drop_fetched(self, seq: Sequence, number: int) -> None:
-        """Drop block ``number`` of what was fetched for ``seq``, if it is there, and release its
-        memory."""
-        if seq.fetch.payloads.pop(number, None) is not None:
-            self.release_fetch(seq, keep=self.fetch_reservations[seq] - 1)
 
     def drop_fetch(self, seq: Sequence) -> None:
         """Drop what was fetched for ``seq``, and release its memory."""
         seq.fetch.drop()
         self.release_fetch(seq)
 
-    def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
-        """Like `add_block`, for a block fetched for ``seq``, in the memory reserved for it."""
-        self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - 1)
-        return self.add_block(block_hash, stored=True)
+    def page_for_fetched(self, seq: Sequence) -> Page | None:
+        """Return a page for one that was fetched for ``seq``, in the memory reserved for it."""
+        had = self.fetch_reservations.get(seq, 0)
+        self.release_fetch(seq, keep=had - self._config.page_bytes)
+        return self.pages.take() if self._make_pages(1, 0) else None
 
-    def add_fetched_snapshot(self, block_hash: bytes, seq: Sequence) -> Block | None:
+    # -- snapshots -----------------------------------------------------------------
+
+    def add_fetched_snapshot(self, block_hash: bytes, seq: Sequence) -> Snapshot | None:
         """Like `add_snapshot`, for one fetched for ``seq``, in the memory reserved for it."""
         had = self.fetch_reservations.get(seq, 0)
-        self.release_fetch(seq, keep=max(0, had - self._config.state_blocks))
+        self.release_fetch(seq, keep=had - self._config.state_bytes)
         return self.add_snapshot(block_hash, stored=True)
 
-    def add_block(self, block_hash: bytes, *, stored: bool = False) -> Block | None:
-        """Add a pinned block. Return None if there is no room for it."""
-        if not self._make_room(self._config.block_bytes):
-            return None
-        self.ledger.reserve(self._config.block_bytes)
-        return self.blocks.add(block_hash, stored=stored)
-
-    def add_snapshot(self, block_hash: bytes | None, *, stored: bool = False) -> Block | None:
+    def add_snapshot(self, block_hash: bytes | None, *, stored: bool = False) -> Snapshot | None:
         """Add a pinned snapshot, a private one without a hash. Return None if there is no room."""
         if self.withdrawn_bytes:  # some of them may be snapshots that still exist
             return None
         if self.snapshots.full:
             if not self.snapshots.num_evictable:
                 return None
-            self.evict_oldest(self.snapshots)
+            self._evict_snapshot()
         if not self._make_room(self._config.state_bytes):
             return None
         self.ledger.reserve(self._config.state_bytes)
@@ -178,198 +312,267 @@ class Memory:
             return self.snapshots.add_private()
         return self.snapshots.add(block_hash, stored=stored)
 
-    def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
-        """Record that a block or a snapshot sent to the kvstore was not stored."""
-        block = (self.snapshots if is_snapshot else self.blocks).get(block_hash)
-        if block is not None:
-            block.stored = False
-            if self._config.writes_through:
-                self.backlog.add([block])
-
-    def evict_oldest(self, pool: BlockPool) -> None:
-        """Evict the least recently used block of ``pool``, which must have an evictable one."""
-        block = pool.pop_oldest()
-        named = not block.is_snapshot or self.snapshots.is_published(block)
-        waited = self.backlog.discard(block)
-        export = waited or (self._evicting_exports and not block.stored and named)
-        export = export and self.backlog.has_room_for_evicted(block)
-        if export:
-            self.backlog.exporting([block])
-            self.exported_names.append(block.name)
-        self.evictions.append(Evict(block.id, export))
-        self.ledger.release(self.bytes_of(block))
-
-    def evict_all(self) -> None:
-        """Evict everything possible, permanently: nothing is sent to the kvstore."""
-        for pool in (self.blocks, self.snapshots):
-            while pool.num_evictable:
-                block = pool.pop_oldest()
-                self.backlog.discard(block)
-                self.evictions.append(Evict(block.id))
-                self.ledger.release(self.bytes_of(block))
-        self.backlog.lose_exported()
-
-    def drop_snapshot(self, snapshot: Block) -> None:
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Evict ``snapshot``, even if it is only about to be saved."""
         self.snapshots.remove(snapshot)
         self.backlog.discard(snapshot)
         self.ledger.release(self._config.state_bytes)
-        self.evictions.append(Evict(snapshot.id))
+        self._evictions.append(snapshot.id)
 
-    def unpin(self, block: Block) -> None:
-        self._pool_of(block).unpin(block)
-
-    def bytes_of(self, block: Block) -> int:
-        return self._config.state_bytes if block.is_snapshot else self._config.block_bytes
-
-    def withdraw(self, block: Block) -> bool:
-        """Remove ``block`` from its pool, and leave its bytes to `settle`. Return False if it is
+    def withdraw(self, snapshot: Snapshot) -> bool:
+        """Remove ``snapshot`` from its pool, and leave its bytes to `settle`. Return False if it is
         already gone."""
-        pool = self._pool_of(block)
-        if pool.get(block.hash) is not block:
+        if not self.snapshots.holds(snapshot):
             return False
-        pool.remove(block)
-        self.backlog.discard(block)
-        self.backlog.lost(block.id)
-        self.withdrawn_bytes += self.bytes_of(block)
+        self.snapshots.remove(snapshot)
+        self.forget_stored(snapshot)
+        self.withdrawn_bytes += self._config.state_bytes
         return True
 
-    def settle(self, block: Block) -> None:
-        """Release a withdrawn block once its step is done. Executors may have saved it, or only
+    def settle(self, snapshot: Snapshot) -> None:
+        """Release a withdrawn snapshot once its step is done. Executors may have saved it, or only
         those of other ranks, or none."""
-        self.withdrawn_bytes -= self.bytes_of(block)
-        self.ledger.release(self.bytes_of(block))
-        self.evictions.append(Evict(block.id))
+        self.withdrawn_bytes -= self._config.state_bytes
+        self.ledger.release(self._config.state_bytes)
+        self._evictions.append(snapshot.id)
 
-    def clear(self) -> None:
-        """Forget everything, because the executor has lost it too."""
-        self.blocks.clear()
-        self.snapshots.clear()
-        self.slots.clear()
-        self.backlog.clear()
-        for seq in self.fetch_reservations:
-            seq.fetch.drop()
-        self.fetch_reservations.clear()
-        self.withdrawn_bytes = 0
-        self.ledger.used_bytes = self._config.beside_bytes
-        self.forget_changes()
+    # -- the kvstore ---------------------------------------------------------------
 
-    def ran_out(self) -> None:
-        """Use less memory, but never less than a single sequence may need."""
-        alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.beside_bytes
-        self.ledger.ran_out(alone_bytes)
+    def next_id(self) -> int:
+        """Return an id for a block that is inserted."""
+        return next(self._clock)
+
+    def withdraw_name(self, block_hash: bytes) -> None:
+        """Forget the pages with the end of the prefix with this hash: their content is wrong."""
+        for content in self.pages.withdraw(block_hash):
+            self.forget_stored(content)
+
+    def forget_stored(self, storable: Storable) -> None:
+        """Do not send ``storable`` to the kvstore, also if it is on its way here."""
+        self.backlog.discard(storable)
+        self.backlog.lost(storable.id)
+
+    def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
+        """Record that a page or a snapshot sent to the kvstore was not stored."""
+        known: Storable | None = self.snapshots.get(block_hash)
+        if not is_snapshot:
+            known = self.pages.content(block_hash)
+        if known is not None:
+            known.stored = False
+            if self._config.writes_through:
+                self.backlog.add([known])
+
+    def evict_all(self) -> None:
+        """Evict everything possible, permanently: nothing is sent to the kvstore."""
+        while self.pages.num_cached:
+            page = self.pages.pop_oldest()
+            if page.content is not None:
+                self.backlog.discard(page.content)
+        while self.snapshots.num_evictable:
+            snapshot = self.snapshots.pop_oldest()
+            self.backlog.discard(snapshot)
+            self._evictions.append(snapshot.id)
+            self.ledger.release(self._config.state_bytes)
+        self.backlog.lose_exported()
 
     def findable_hashes(self) -> list[bytes]:
         """Return the hashes of the prefixes from which sequences may start, for the router. If
-        state is needed, these are the snapshots' hashes, because blocks are useless without one."""
+        state is needed, these are the snapshots' hashes, because pages are useless without one."""
         if self._config.reuses_states:
             return self.snapshots.published_hashes()
-        return [block.hash for block in self.blocks]
+        return self.pages.hashes
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return what was added to `findable_hashes` and removed since the last call."""
-        blocks, states = self.blocks.take_changes(), self.snapshots.take_changes()
-        return states if self._config.reuses_states else blocks
+        pages, states = self.pages.take_changes(), self.snapshots.take_changes()
+        return states if self._config.reuses_states else pages
 
-    def forget_changes(self) -> None:
-        """Forget evictions and slabs, because the plan with them has been built."""
-        self.evictions.clear()
-        self.exported_names.clear()
-        self.freed_slabs.clear()
-        self.new_slabs.clear()
-        self._resized.clear()
+    # -- plans ---------------------------------------------------------------------
 
-    def _add_rows(self, capacity: int) -> bool:
-        """Add a slab of ``capacity``, or rows to the existing one if slots share it."""
-        shared = self.slots.slab_of(capacity) if self._config.shares_slabs else None
-        had = 0 if shared is None else shared.rows
-        row_bytes = self._config.slab_bytes(1, capacity)
-        rows = min(
-            int(max(SLAB_TOKENS, had * capacity * GROWTH)) // capacity,
-            int(self.ledger.limit_bytes * MAX_SLAB_SHARE) // row_bytes,
-            self._config.completion_batch_size - had,
+    def take_plan(self) -> MemoryChanges:
+        """Return the operations for the plan that is built now. The numbers of pages do not change
+        after that until the next plan."""
+        for page in self._held:
+            self.pages.release(page)
+        moved = self.pages.settle()
+        pages = {page for page, _ in moved}
+        for seq in self.holders if pages else ():
+            first = next((n for n, page in enumerate(seq.pages) if page in pages), None)
+            if first is not None:
+                self._changed[seq] = min(first, self._changed.get(seq, first))
+        resized = self.pages.num_pages if self.pages.num_pages != self._sent_pages else 0
+        self._sent_pages = self.pages.num_pages
+        size = self._config.page_tokens
+        changes = MemoryChanges(
+            exports_first=tuple(self._exports_first),
+            evictions=tuple(self._evictions),
+            moved_pages=tuple(CopyPage(number, page.number, size) for page, number in moved),
+            num_pages=resized,
+            tables=tuple(
+                Table(seq.slot, first, tuple(page.number for page in seq.pages[first:]))
+                for seq, first in self._changed.items()
+                if seq.slot is not None
+            ),
+            copies=tuple(
+                CopyPage(source.number, target.number, end) for source, target, end in self._copies
+            ),
+            unpacked=tuple(
+                Unpack(seq.slot, tokens)
+                for seq, tokens in self._unpacked.items()
+                if seq.slot is not None
+            ),
+            names=tuple(self._exported_names),
         )
-        rows = max(1, rows)
-        while rows > 1 and not self._affordable(self._config.slab_bytes(rows, capacity)):
-            rows //= 2
-        size_bytes = self._config.slab_bytes(rows, capacity)
-        if not self._make_room(size_bytes):
+        self._forget_plan()
+        return changes
+
+    def clear(self) -> None:
+        """Forget everything, because the executor has lost it too."""
+        for seq in self.holders:
+            seq.pages.clear()
+            seq.capacity = 0
+        for seq in self.fetch_reservations:
+            seq.fetch.drop()
+        for kept in (self.pages, self.snapshots, self.backlog):
+            kept.clear()
+        for held in (self.holders, self.fetch_reservations, self.unpacked_bytes, self.used_slots):
+            held.clear()
+        self._free_slots = list(range(self._config.completion_batch_size))
+        self.withdrawn_bytes = self.gather_bytes = self._sent_pages = 0
+        self._largest_pass_bytes = 0
+        self.ledger.used_bytes = self._config.beside_bytes
+        self._forget_plan()
+
+    def ran_out(self) -> None:
+        """Use less memory, but at least what a sequence of one page needs."""
+        config = self._config
+        least = config.page_bytes + config.page_tokens * config.gather_token_bytes
+        self.ledger.ran_out(least + config.state_bytes + config.beside_bytes)
+
+    def _forget_plan(self) -> None:
+        self._held.clear()
+        self._exports_first.clear()
+        self._exported_names.clear()
+        self._evictions.clear()
+        self._changed.clear()
+        self._copies.clear()
+        self._unpacked.clear()
+
+    # -- making room ---------------------------------------------------------------
+
+    def _make_pages(self, number: int, tokens: int, *, evicts: bool = True) -> bool:
+        """Have ``number`` free pages, for a sequence of ``tokens``. Return False, with nothing
+        changed, if that is impossible."""
+        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+        size = self._config.page_bytes
+        lacking = number - self.pages.num_free
+        shortfall = gathers + max(0, lacking) * size + self.ledger.shortfall(0)
+        if shortfall > 0 and not evicts:
             return False
-        self.ledger.reserve(size_bytes)
-        if shared is None:
-            self.new_slabs.append(self.slots.add(rows, capacity))
-        else:
-            self._resize(shared, had + rows)
-        return True
-
-    def _resize(self, slab: SlabSpec, rows: int) -> None:
-        resized = self.slots.resize(slab, rows)
-        if slab in self.new_slabs:
-            self.new_slabs[self.new_slabs.index(slab)] = resized
-        else:
-            before, _ = self._resized.get(slab.slab_id, (slab.rows, slab))
-            self._resized[slab.slab_id] = before, resized
-
-    def _shrink(self, size_bytes: int, *, worth_it: bool) -> None:
-        """Free the last unused rows of slabs until ``size_bytes`` fit. With ``worth_it``, only if
-        that halves a slab, and never the first rows: the rest is copied."""
-        for slab in list(self.slots.slabs()) if self._config.shares_slabs else ():
-            if self.ledger.shortfall(size_bytes) <= 0:
-                return
-            rows = max(1, self.slots.rows_to_keep(slab))
-            if worth_it:
-                rows = max(rows, SLAB_TOKENS // slab.capacity)
-            if rows >= slab.rows or (worth_it and rows > slab.rows // 2):
+        if shortfall > self._cached_bytes() + self._droppable_bytes():
+            return False
+        if gathers:
+            if not self._make_room(gathers, keep=number):
+                return False
+            self.ledger.reserve(gathers)
+            self.gather_bytes += gathers
+        while (lacking := number - self.pages.num_free) > 0:
+            kept_bytes = max(0, self._largest_pass_bytes - self.pass_bytes)
+            if self._add_pages(lacking, kept_bytes if evicts else 0):
                 continue
-            self._resize(slab, rows)
-            self.ledger.release(self._config.slab_bytes(slab.rows - rows, slab.capacity))
-
-    def _affordable(self, size_bytes: int) -> bool:
-        """Return whether ``size_bytes`` cost at most half of the cache: rows that are not needed
-        yet do not justify losing all of it."""
-        return self.ledger.shortfall(size_bytes) <= self._empty_bytes() + self._cached_bytes() // 2
-
-    def _make_room(self, size_bytes: int) -> bool:
-        """Make room for ``size_bytes``; False, with nothing changed, if that is impossible.
-
-        Empty slabs are freed first, then large numbers of unused rows at the end of slabs, then the
-        least recently used blocks and snapshots, then all unused rows at the end of slabs, then
-        reservations for fetches of the last sequences.
-        """
-        fetch_bytes = sum(self.fetch_reservations.values()) * self._config.block_bytes
-        reclaimable_bytes = self._free_rows_bytes() + self._cached_bytes() + fetch_bytes
-        if self.ledger.shortfall(size_bytes) > reclaimable_bytes:
-            return False
-        while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty_slabs()):
-            slab = self.slots.pop_empty_slab()
-            self.ledger.release(self._config.slab_bytes(slab.rows, slab.capacity))
-            self.freed_slabs.append(slab.slab_id)
-            self._resized.pop(slab.slab_id, None)
-        self._shrink(size_bytes, worth_it=True)
-        while self.ledger.shortfall(size_bytes) > 0 and self._cached_bytes():
-            blocks_first = self.blocks.oldest_use < self.snapshots.oldest_use
-            self.evict_oldest(self.blocks if blocks_first else self.snapshots)
-        self._shrink(size_bytes, worth_it=False)
-        while self.ledger.shortfall(size_bytes) > 0:
-            self.drop_fetch(max(self.fetch_reservations, key=lambda seq: seq.order))
+            if self._evict_oldest():
+                continue
+            if not self._add_pages(lacking, 0) and not self._drop_one():
+                return False
         return True
 
-    def _pool_of(self, block: Block) -> BlockPool:
-        return self.snapshots if block.is_snapshot else self.blocks
+    def _add_pages(self, lacking: int, kept_bytes: int) -> bool:
+        """Add ``lacking`` pages or more, or as many as there is room for, which leaves
+        ``kept_bytes``: activations of passes need them again."""
+        had, size = self.pages.num_pages, self._config.page_bytes
+        wanted = max(lacking, FIRST_TOKENS // self._config.page_tokens - had, int(had * GROWTH))
+        added = min(wanted, (-self.ledger.shortfall(0) - kept_bytes) // size)
+        if added <= 0:
+            return False
+        self.ledger.reserve(added * size)
+        self.pages.resize(had + added)
+        return True
+
+    def _make_room(self, size_bytes: int, *, keep: int = 0, drops: bool = True) -> bool:
+        """Make room for ``size_bytes`` that are not pages, and leave ``keep`` pages free or cached;
+        False, with nothing changed, if that is impossible.
+
+        Free pages go first, then the least recently used cached pages and snapshots, then unpacked
+        rows, then what is being fetched for the last sequences.
+        """
+        size = self._config.page_bytes
+        removable = max(0, self.pages.num_removable - keep)
+        reclaimable = removable * size + self.snapshots.num_evictable * self._config.state_bytes
+        if drops:
+            reclaimable += self._droppable_bytes()
+        if self.ledger.shortfall(size_bytes) > reclaimable:
+            return False
+        while (shortfall := self.ledger.shortfall(size_bytes)) > 0:
+            removable = max(0, self.pages.num_removable - keep)
+            fewer = min(-(-shortfall // size), self.pages.num_free, removable)
+            if fewer > 0:
+                self.pages.resize(self.pages.num_pages - fewer)
+                self.ledger.release(fewer * size)
+            elif not self._evict_oldest(pages=removable > 0):
+                self._drop_one()
+        return True
+
+    def _evict_oldest(self, *, pages: bool = True) -> bool:
+        """Evict the least recently used page or snapshot. Return False if there is none."""
+        oldest = self.pages.oldest_use if pages else float("inf")
+        if oldest == self.snapshots.oldest_use:  # there is neither
+            return False
+        if oldest > self.snapshots.oldest_use:
+            self._evict_snapshot()
+            return True
+        page = self.pages.pop_oldest()
+        if page.content is not None and self._is_exported(page.content, named=True):
+            self._exports_first.append(Export(page.content.id, page.number))
+        return True
+
+    def _evict_snapshot(self) -> None:
+        snapshot = self.snapshots.pop_oldest()
+        if self._is_exported(snapshot, named=self.snapshots.is_published(snapshot)):
+            self._exports_first.append(Export(snapshot.id))
+        self._evictions.append(snapshot.id)
+        self.ledger.release(self._config.state_bytes)
+
+    def _is_exported(self, storable: Storable, *, named: bool) -> bool:
+        """Return whether ``storable``, which is evicted, is sent to the kvstore."""
+        waited = self.backlog.discard(storable)
+        wanted = waited or (self._evicting_exports and not storable.stored and named)
+        if not wanted or not self.backlog.has_room_for_evicted(storable):
+            return False
+        self.backlog.exporting([storable])
+        self._exported_names.append(storable.name)
+        return True
+
+    def _drop_one(self) -> bool:
+        """Drop an unpacked row, or else a fetch. Return False if there is neither."""
+        rows = [seq for seq in self.unpacked_bytes if not seq.pass_end]
+        if rows:
+            self._drop_unpacked(max(rows, key=lambda seq: seq.order))
+        elif self.fetch_reservations:
+            self.drop_fetch(max(self.fetch_reservations, key=lambda seq: seq.order))
+        else:
+            return False
+        return True
 
     def _cached_bytes(self) -> int:
-        blocks_bytes = self.blocks.num_evictable * self._config.block_bytes
-        return blocks_bytes + self.snapshots.num_evictable * self._config.state_bytes
+        pages_bytes = self.pages.num_cached * self._config.page_bytes
+        return pages_bytes + self.snapshots.num_evictable * self._config.state_bytes
 
-    def _free_rows_bytes(self) -> int:
-        """Bytes of the slabs, or of their last rows, that can be freed."""
-        if not self._config.shares_slabs:
-            return self._empty_bytes()
-        return sum(
-            self._config.slab_bytes(slab.rows - self.slots.rows_to_keep(slab), slab.capacity)
-            for slab in self.slots.slabs()
-        )
+    def _droppable_bytes(self) -> int:
+        rows = sum(size for seq, size in self.unpacked_bytes.items() if not seq.pass_end)
+        return rows + sum(self.fetch_reservations.values())
 
-    def _empty_bytes(self) -> int:
-        empty = self.slots.empty_slabs()
-        return sum(self._config.slab_bytes(slab.rows, slab.capacity) for slab in empty)
+    def _gathers(self, tokens: int) -> int:
+        """Return the size of temporary arrays with the values of a sequence of one layer."""
+        if not self._config.gather_token_bytes:
+            return 0
+        return self.pages_for(tokens) * self._config.page_tokens * self._config.gather_token_bytes

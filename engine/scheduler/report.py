@@ -9,7 +9,7 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters
 from engine.scheduler.planning.passes import OpenPasses
 from engine.scheduler.planning.prefilling import Prefilling
-from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from shared import wire
 
@@ -48,18 +48,13 @@ def engine_stats(
     drafts: wire.DraftStats | None,
 ) -> wire.EngineStats:
     """Return gauges and counters. Used blocks are all bytes in use, in blocks, including cached
-    ones."""
+    pages."""
     totals = {f"{name}_total": total for name, total in asdict(counters).items()}
     # The memory of pictures is separate: nothing else waits for it.
     limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
     total = (limit_bytes - config.state_bytes) // config.unit_bytes
-    used = -(-(memory.ledger.used_bytes - config.picture_bytes) // config.unit_bytes)
-    # Slots of background sequences are given to other sequences on demand.
-    background_bytes = sum(
-        config.slab_bytes(1, seq.capacity)
-        for seq in sequences.ordered(*HOLDING_SLOT)
-        if seq.is_background
-    )
+    free_bytes = memory.pages.num_free * config.page_bytes + config.picture_bytes
+    used = -(-(memory.ledger.used_bytes - free_bytes) // config.unit_bytes)
     return wire.EngineStats(
         running=sequences.num_running,
         waiting=len(sequences.waiting) + len(sequences.loading),
@@ -67,7 +62,8 @@ def engine_stats(
         used_blocks=used,
         free_blocks=total - used,
         limit_bytes=limit_bytes,
-        unevictable_bytes=max(0, memory.unevictable_bytes - background_bytes),
+        # Pages of background sequences are given to other sequences on demand.
+        unevictable_bytes=memory.used_bytes(of_background=False),
         kept_states=len(memory.snapshots),
         open_passes=len(prefilling.passes),
         drafts=drafts,

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity, report
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.failures import discard_failed_saves, without_pictures
+from engine.scheduler.failures import discard_failed, without_pictures
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
@@ -48,13 +48,11 @@ class Scheduler:
         self._clock = clock
         self._outputs = Outputs()
         self._counters = Counters()
-        self._prefix_cache = PrefixCache(
-            config, self.sequences, self.memory, self._outputs, self._counters
-        )
+        self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
         self._drafting = Drafting(config, speculator)
         time_share = TimeShare(config.streams_share)
         policy = self._policy = ChunkPolicy(
-            config.block_size,
+            config.state_tokens if config.reuses_states else config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
             layers=config.layers,
@@ -95,7 +93,7 @@ class Scheduler:
             seq = make_sequence(
                 message,
                 self.config,
-                largest_capacity=self.memory.largest_capacity,
+                capacity=self.memory.capacity,
                 arrival=self._arrivals,
                 now_s=self._clock(),
                 grammar=grammar,
@@ -143,7 +141,7 @@ class Scheduler:
         deltas[:] = [one for one in deltas if (one.request_id, one.attempt) not in requests]
 
     def clear_cache(self) -> None:
-        """Drop unused blocks and snapshots. Memory is freed by the next step."""
+        """Drop unused pages and snapshots."""
         self.memory.evict_all()
 
     def drain(self) -> None:
@@ -153,21 +151,23 @@ class Scheduler:
     def on_fetched(
         self, ticket: int, payloads: SequenceOf[Payload], state: FoundState | None = None
     ) -> None:
-        """Accept the kvstore's answer to a fetch: its blocks from the first one on, or none, and
+        """Accept the kvstore's answer to a fetch: its pages from the first one on, or none, and
         the state."""
         seq = self.sequences.loading.pop(ticket, None)
         if seq is not None:
-            state_blocks = self.config.state_blocks if state else 0
-            room = self.memory.release_fetch(seq, keep=len(payloads) + state_blocks)
-            if state and room >= state_blocks:
-                seq.fetch.state_end = seq.fetch.first_state + state.end
+            config, size = self.config, self.config.page_bytes
+            state_bytes = config.state_bytes if state else 0
+            room = self.memory.release_fetch(seq, keep=len(payloads) * size + state_bytes)
+            if state and room >= state_bytes:
+                blocks = state.end * (config.state_tokens // config.block_size)
+                seq.fetch.state_end = seq.fetch.first_state + blocks
                 seq.fetch.state = state.payload
-                room -= state_blocks
-            seq.fetch.payloads = dict(enumerate(payloads[:room], seq.fetch.first_block))
+                room -= state_bytes
+            seq.fetch.payloads = dict(enumerate(payloads[: room // size], seq.fetch.first_page))
             self.sequences.enqueue(seq)
 
     def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
-        """Record that a block or a snapshot of `Outputs.stores` did not reach the kvstore."""
+        """Record that a page or a snapshot of `Outputs.stores` did not reach the kvstore."""
         self.memory.on_not_stored(block_hash, is_snapshot=is_snapshot)
 
     # -- steps ---------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Scheduler:
         self.planner.backoff.step_succeeded()
         self.memory.ledger.step_succeeded()
         self._fail_sequences(step, result)
-        self._release_saved_blocks(step, result)
+        self._release_saved(step, result)
         self.progress += self._meter.measure(step, result)
         self._add_prompt_logprobs(step, result)
         start = 0
@@ -243,7 +243,8 @@ class Scheduler:
             seq.reset()
             self.sequences.enqueue(seq, Status.PREEMPTED)
         self._counters.preemptions += len(running)
-        if len(running) == 1 and not is_shorter:
+        self._limit_to_memory()
+        if len(running) == 1 and not is_shorter and not running[0].is_finished:
             self._count_failure(running[0], reason)
         return bool(running or for_ended)
 
@@ -262,7 +263,7 @@ class Scheduler:
 
     @property
     def num_unstored(self) -> int:
-        """Number of blocks and snapshots waiting to be sent to the kvstore."""
+        """Number of pages and snapshots waiting to be sent to the kvstore."""
         return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
@@ -340,6 +341,17 @@ class Scheduler:
         if finish:
             self._end(seq)
 
+    def _limit_to_memory(self) -> None:
+        """Limit all answers to the capacity, which may have become less. End those sequences with
+        an error that do not fit any more."""
+        capacity = self.memory.capacity
+        for seq in list(self.sequences.live.values()):
+            seq.max_tokens = min(seq.max_tokens, max(0, capacity - seq.num_prompt_tokens))
+            if seq.num_output_tokens >= seq.max_tokens:
+                error = f"{len(seq.token_ids)} tokens no longer fit in this engine's memory"
+                self._outputs.add_delta(seq, [], self._clock(), finish="error", error=error)
+                self.sequences.finish(seq)
+
     def _count_failure(self, seq: Sequence, reason: str) -> None:
         """Count a step that raised while ``seq`` ran alone. End ``seq`` the second time, because
         ``seq`` must be the cause. The first time, the cache may have used the missing memory."""
@@ -349,24 +361,27 @@ class Scheduler:
             self.sequences.finish(seq)
 
     def _end(self, seq: Sequence) -> None:
-        """End ``seq``. Its computed blocks stay cached."""
-        self._prefix_cache.touch_computed(seq)
+        """End ``seq``. What it computed stays cached."""
+        last = self._in_flight[-1] if self._in_flight else None
+        self._prefix_cache.name_computed(seq, last)
         self._prefix_cache.snapshot_policy.publish_trailing(seq)
         self.memory.drop_fetch(seq)
+        if self.planner.prefilling.passes.of(seq) is None:
+            self.memory.release(seq)
         self.sequences.finish(seq)
 
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
-        """End the sequences whose part of the step raised, and restart those that restored their
-        blocks."""
+        """End the sequences whose part of the step raised, and restart those that share their
+        pages."""
         reasons = without_pictures(result, self.sequences, self.planner.prefilling)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
-        for block in step.invalid_blocks:
-            self.memory.settle(block)
+        for snapshot in step.invalid:
+            self.memory.settle(snapshot)
         failed = reasons.keys() - step.discarded
         for seq in failed:
             self.planner.prefilling.passes.leave(seq, step.pass_number)
         later = self._in_flight[0] if self._in_flight else None
-        innocent = discard_failed_saves(failed, step, later, self.memory)
+        innocent = discard_failed(failed, step, later, self.memory)
         for seq in failed | innocent:
             seq.num_computed_tokens = 0
         for seq in failed:
@@ -378,21 +393,22 @@ class Scheduler:
             self.planner.prefilling.passes.drop(seq)
             if seq.slot is not None and seq.status is not Status.FINISHED:
                 self.sequences.vacate(seq)
+                self.memory.release(seq)
                 self.memory.drop_fetch(seq)
                 seq.reset()
                 self.sequences.enqueue(seq, Status.PREEMPTED)
 
-    def _release_saved_blocks(self, step: InFlightStep, result: StepResult) -> None:
-        """Unpin the saved blocks, and send those whose bytes were exported to the kvstore."""
-        missing = {block.id for block in step.invalid_blocks}
+    def _release_saved(self, step: InFlightStep, result: StepResult) -> None:
+        """Unpin the saved snapshots, and send what was exported to the kvstore."""
+        missing = {snapshot.id for snapshot in step.invalid}
         failed = {step.by_slot[slot] for slot, _ in result.failed}
-        for seq, blocks in reversed(step.saved.items()):
+        for seq, snapshots in reversed(step.saved.items()):
             if seq in failed:
-                missing.update(block.id for block in blocks)
-            for block in reversed(blocks):
-                self.memory.unpin(block)
-        for block_id in missing:
-            self.memory.backlog.lost(block_id)
+                missing.update(snapshot.id for snapshot in snapshots)
+            for snapshot in reversed(snapshots):
+                self.memory.snapshots.unpin(snapshot)
+        for snapshot_id in missing:
+            self.memory.backlog.lost(snapshot_id)
         for block_id, payload in result.exported:
             store = self.memory.backlog.came_back(block_id, payload)
             if store is not None:

@@ -112,14 +112,11 @@ class Drafting:
             return 0
         index = position + 1 - seq.num_prompt_tokens
         limits = [min(seq.capacity, seq.max_positions) - position - 1]
-        limits += (ring.tokens - ring.window_tokens - 1 for ring in config.rings)
         if index < request.min_tokens:  # ``forbidden`` applies after every draft
             limits.append(request.min_tokens - 1 - index)
         if config.reuses_states:
-            # The state at the end of each block needs a snapshot, taken by a decode without drafts.
-            limits.append(
-                position // config.block_size * config.block_size + config.block_size - 2 - position
-            )
+            # The state at some positions needs a snapshot, taken by a decode without drafts.
+            limits.append(config.state_tokens - 2 - position % config.state_tokens)
         return min(limits)
 
     def _cut(self, seq: Sequence, proposal: Proposal) -> Proposal:

@@ -25,8 +25,8 @@ class PlannedChunk(NamedTuple):
 
 
 class OpenPass:
-    """A pass in progress. Until it is complete or dropped, its sequences keep their slots, and
-    `Sequence.num_computed_tokens` does not change."""
+    """A pass in progress. Until it is complete or dropped, its sequences keep their slots and their
+    pages, and `Sequence.num_computed_tokens` does not change."""
 
     def __init__(self, number: int, chunks: list[PlannedChunk], reserved_bytes: int) -> None:
         self.number = number  # of the plan that started it
@@ -64,7 +64,7 @@ class OpenPasses:
         return self._by_sequence.get(seq)
 
     def claimed(self, block_size: int, layers: int) -> dict[bytes, int]:
-        """Return the hashes of the blocks that the passes compute: they can be restored afterwards.
+        """Return the hashes of the blocks that the passes compute: they can be shared afterwards.
 
         The value is how many of them in a row are worth the wait. To compute fewer again takes less
         than a quarter of the time that their pass still takes."""
@@ -83,8 +83,8 @@ class OpenPasses:
         for chunk in one.chunks:
             self._by_sequence[chunk.seq] = one
             chunk.seq.pass_end = chunk.end
-            # Even if it is never completed: its first layers have overwritten older ring positions.
-            chunk.seq.last_pass_start = chunk.start
+            for page in chunk.seq.pages:
+                page.passes += 1
 
     def drop(self, seq: Sequence) -> None:
         """Abandon the pass of ``seq``, if there is one. The other sequences in it restart
@@ -133,3 +133,5 @@ class OpenPasses:
     def _release(self, seq: Sequence) -> None:
         del self._by_sequence[seq]
         seq.pass_end = 0
+        for page in seq.pages:
+            page.passes -= 1

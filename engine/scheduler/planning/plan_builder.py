@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine import plan
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, PlannedChunk
 from engine.scheduler.planning.pictures import shown_parts
-from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.pools.page_pool import Page, PageContent
+from engine.scheduler.pools.snapshot_pool import Snapshot
+from engine.scheduler.pools.storable import Storable
 from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.timing.chunks import share_of_time
 from engine.speculation.source import Proposal
-
-_OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
-_OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
-"""Operations that `Memory` collects; a `PlanBuilder` collects the others."""
 
 
 class PlannedStretch(NamedTuple):
@@ -60,13 +59,17 @@ class InFlightStep:
     """Whether it waits for new memory or for bytes to be copied into it, so that its time says
     little about the next ones."""
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
-    restored: dict[Sequence, list[Block]] = field(default_factory=dict)
-    saved: dict[Sequence, list[Block]] = field(default_factory=dict)
-    """Blocks and snapshots that stay pinned until the result arrives."""
+    shared: dict[Sequence, list[bytes]] = field(default_factory=dict)
+    """The blocks of pages that sequences got from others."""
+    named: dict[Sequence, list[bytes]] = field(default_factory=dict)
+    """The blocks of sequences that others can find from the next plan on."""
+    restored: dict[Sequence, list[Snapshot]] = field(default_factory=dict)
+    saved: dict[Sequence, list[Snapshot]] = field(default_factory=dict)
+    """Snapshots that stay pinned until the result arrives."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences whose part of the result is ignored."""
-    invalid_blocks: list[Block] = field(default_factory=list)
-    """Blocks to remove, saved from slots that held wrong KV."""
+    invalid: list[Snapshot] = field(default_factory=list)
+    """Snapshots to remove, saved from slots that held wrong state."""
 
     def check(self, result: plan.StepResult) -> None:
         """Raise ValueError if ``result`` cannot belong to this step."""
@@ -86,52 +89,28 @@ class PlanBuilder:
     def __init__(self, number: int) -> None:
         self.step = InFlightStep(number)
         self.freed_slots: list[plan.Slot] = []
-        self.inserts: list[plan.Insert] = []
-        self.restores: list[plan.Restore] = []
+        self.inserted: list[tuple[Page, plan.Payload, SequenceOf[bytes]]] = []
+        """Pages from the kvstore, and the hashes of their blocks."""
+        self.inserted_states: list[tuple[Snapshot, plan.Payload]] = []
         self.state_restores: list[plan.RestoreState] = []
-        self.moves: list[plan.Move] = []
-        self.copies: list[plan.CopyPositions] = []
         self.decodes: list[plan.Decode] = []
         self.dropped_passes: list[int] = []
         self.dropped_pictures: list[bytes] = []
         self.encodes: list[plan.EncodePicture] = []
         self.chunks: list[plan.Chunk] = []
         self.stretches: list[plan.Stretch] = []
-        self.saves: list[plan.Save] = []
         self.state_saves: list[plan.SaveState] = []
-        self.exports: list[int] = []
-        self.names: list[plan.BlockName] = []
+        self.exported: list[Storable] = []
         self.preempted: list[Sequence] = []
         self.changed = False
         """Whether anything changed, even if nothing was planned: another attempt may then plan
         more."""
 
-    def restore(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Copy ``blocks``, pinned for this, into the slot, starting at
-        ``seq.num_computed_tokens``."""
-        slot = seq.held_slot
-        ids = tuple(block.id for block in blocks)
-        self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
-        self.step.restored.setdefault(seq, []).extend(blocks)
-        self.step.by_slot[slot] = seq
+    def keep_pinned(self, seq: Sequence, snapshot: Snapshot) -> None:
+        """Keep ``snapshot`` pinned until the plan is built, because it inserts it."""
+        self.step.restored.setdefault(seq, []).append(snapshot)
 
-    @property
-    def num_restored(self) -> int:
-        """Number of blocks that are copied into slots."""
-        return sum(len(restore.block_ids) for restore in self.restores)
-
-    def copy(self, seq: Sequence, source: Sequence, end: int) -> None:
-        """Copy the positions of ``source`` from ``seq.num_computed_tokens`` to ``end``."""
-        start, slot = seq.num_computed_tokens, seq.held_slot
-        self.copies.append(plan.CopyPositions(source.held_slot, slot, start, end))
-        self.step.by_slot[slot] = seq
-
-    def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Keep ``blocks`` pinned until the plan is built, because it inserts some of them."""
-        if blocks:
-            self.step.restored.setdefault(seq, []).extend(blocks)
-
-    def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
+    def restore_state(self, seq: Sequence, position: int, snapshot: Snapshot) -> None:
         """Copy ``snapshot``, pinned for this, into the slot's recurrent state."""
         slot = seq.held_slot
         self.state_restores.append(plan.RestoreState(slot, position, snapshot.id))
@@ -193,24 +172,7 @@ class PlanBuilder:
         self.encodes.append(op)
         self.step.encoding = encoding
 
-    def save(self, seq: Sequence, first: int, blocks: list[Block]) -> None:
-        """Copy the slot's blocks from number ``first`` on into ``blocks``."""
-        ids = tuple(block.id for block in blocks)
-        self.saves.append(plan.Save(seq.held_slot, first * seq.block_size, ids))
-        self.step.saved.setdefault(seq, []).extend(blocks)
-        self.step.by_slot[seq.held_slot] = seq
-
-    def export(self, blocks: list[Block]) -> None:
-        """Request the bytes of blocks or snapshots with the result."""
-        self.exports.extend(block.id for block in blocks)
-        self.names.extend(block.name for block in blocks)
-
-    def insert(self, block: Block, payload: plan.Payload) -> None:
-        """Create ``block``, a block or a snapshot, from its bytes."""
-        self.inserts.append(plan.Insert(block.id, payload, block.is_snapshot))
-        self.names.append(block.name)
-
-    def save_state(self, seq: Sequence, snapshot: Block) -> None:
+    def save_state(self, seq: Sequence, snapshot: Snapshot) -> None:
         """Copy the slot's recurrent state into ``snapshot``."""
         state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
         self.state_saves.append(state_save)
@@ -219,16 +181,39 @@ class PlanBuilder:
 
     def build(self, memory: Memory) -> tuple[plan.Plan, InFlightStep] | None:
         """Return the plan, including the operations of ``memory``, and its record; None if the
-        plan is empty. Blocks pinned for restoring are unpinned, because plans run in order."""
-        for blocks in reversed(self.step.restored.values()):
-            for block in reversed(blocks):
-                memory.unpin(block)
-        makers = {name: memory if name in _OF_MEMORY else self for name in _OPERATIONS}
-        operations = {name: tuple(getattr(maker, name)) for name, maker in makers.items()}
-        operations["names"] += tuple(memory.exported_names)
-        memory.forget_changes()
+        plan is empty. Snapshots pinned for restoring are unpinned, because plans run in order."""
+        for snapshots in reversed(self.step.restored.values()):
+            for snapshot in reversed(snapshots):
+                memory.snapshots.unpin(snapshot)
+        changes = memory.take_plan()
+        inserts, names = self._inserts(memory)
+        operations: dict[str, Any] = {
+            name: tuple(getattr(self, name))
+            for name in (
+                *("freed_slots", "state_restores", "decodes", "encodes", "chunks", "stretches"),
+                *("dropped_passes", "dropped_pictures", "state_saves"),
+            )
+        }
+        operations |= changes._asdict() | {
+            "inserts": tuple(inserts),
+            "exports": tuple(plan.Export(one.id, _page_of(one)) for one in self.exported),
+            "names": (*names, *(one.name for one in self.exported), *changes.names),
+        }
         if not any(operations.values()):
             return None
-        filled = ("new_slabs", "resized_slabs", "inserts")
-        self.step.fills_memory = any(operations[name] for name in filled)
+        self.step.fills_memory = bool(changes.num_pages or inserts or changes.unpacked)
         return plan.Plan(step=self.step.number, **operations), self.step
+
+    def _inserts(self, memory: Memory) -> tuple[list[plan.Insert], list[plan.BlockName]]:
+        inserts, names = [], []
+        for page, payload, hashes in self.inserted:
+            inserts.append(plan.Insert(memory.next_id(), payload, page.number))
+            names.append(plan.BlockName(inserts[-1].block_id, hashes[-1]))
+        for snapshot, payload in self.inserted_states:
+            inserts.append(plan.Insert(snapshot.id, payload))
+            names.append(snapshot.name)
+        return inserts, names
+
+
+def _page_of(one: Storable) -> int | None:
+    return one.page.number if isinstance(one, PageContent) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.plan import Decode, Move
+from engine.plan import Decode
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Fetch, Outputs
@@ -13,13 +13,17 @@ from engine.scheduler.planning.drafting import Drafting
 from engine.scheduler.planning.plan_builder import PlanBuilder
 from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
-from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence, Status
+from engine.scheduler.pools.page_pool import Match
+from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.timing.backoff import AdmissionRetry, ConcurrencyBackoff
 from engine.scheduler.timing.time_share import TimeShare
 from shared import wire
 
 Clock = Callable[[], float]
+
+DRAFT_TOKENS = 32
+"""Positions for drafts and guesses for which a sequence gets pages ahead, if there are any."""
 
 
 class Planner:
@@ -61,83 +65,66 @@ class Planner:
         self.prefilling.passes.drop_abandoned()
         self.prefilling.pictures.drop_abandoned(self._sequences.ordered(Status.PREFILLING))
         self._free_slots(builder)
-        has_room = self._grow(builder)
-        if has_room:
-            self._admit(builder)
+        self._memory.update_gathers()
+        self._make_room_for_prompts(builder)
+        self._admit(builder)
         self._rematch(builder)
         self._compute(builder)
-        if has_room:
-            self._save_computed(builder)
+        self._finish_plan(builder)
         self._release_leaving(builder)
         builder.dropped_passes += self.prefilling.passes.take_dropped()
         builder.dropped_pictures += self.prefilling.pictures.take_dropped()
-        builder.export(self._memory.backlog.take())
+        builder.exported += self._memory.backlog.take()
 
     def _free_slots(self, builder: PlanBuilder) -> None:
-        """Free the slots that no later plan uses. Finished sequences with unsaved blocks keep
-        theirs for this plan."""
+        """Free the slots that no later plan uses. Finished sequences whose state is worth saving
+        keep theirs for this plan."""
         remaining = []
         for seq in self._sequences.leaving:
             if self.prefilling.passes.of(seq) is not None:
                 remaining.append(seq)  # the other sequences in the pass continue
                 continue
-            unsaved = seq.num_saved_blocks < seq.num_savable_blocks and self._config.reuses_kv
-            if unsaved or self._snapshot_policy.is_worth_saving(seq):
+            self._memory.release(seq)
+            if self._snapshot_policy.is_worth_saving(seq):
                 remaining.append(seq)
             else:
                 self._sequences.vacate(seq)
         self._sequences.leaving = remaining
         for slot in self._sequences.vacated:
-            self._memory.slots.release(slot)
-            builder.changed = True
+            self._memory.release_slot(slot)
+        builder.freed_slots += self._sequences.vacated
         self._sequences.vacated.clear()
-        builder.freed_slots += self._sequences.forgettable
-        self._sequences.forgettable.clear()
 
-    def _grow(self, builder: PlanBuilder) -> bool:
-        """Move full rows to larger slots. Return False if one found no room. Until there is
-        room, no sequence joins and nothing is cached."""
-        has_room = True
-        for seq in self._sequences.ordered(Status.DECODING):
-            # A Move would lose the token that only the device has: wait for it.
-            is_full = seq.num_computed_tokens >= seq.capacity
-            if not is_full or seq.num_inflight or seq.status is not Status.DECODING:
-                continue
-            grown = self._memory.allocate_slot(self._wanted_tokens(seq))
-            if grown is not None:
-                source = seq.held_slot
-                builder.moves.append(Move(source, grown[0], seq.num_computed_tokens))
-                self._sequences.vacate(seq)
-                seq.slot, seq.capacity = grown
-                seq.stalled = False
-                continue
-            has_room = False
+    def _make_room_for_prompts(self, builder: PlanBuilder) -> None:
+        """Preempt sequences for a prompt that found no room in the previous plan."""
+        lacking, self.prefilling.lacking = self.prefilling.lacking, None
+        if lacking is not None and lacking[0].status is Status.PREFILLING:
+            self._make_pages(*lacking, builder)
+
+    def _make_pages(self, seq: Sequence, tokens: int, builder: PlanBuilder) -> bool:
+        """Give ``seq`` pages for so many positions. If there is no room, the last sequences are
+        preempted, and at last ``seq`` itself: then return False. Also if room is coming."""
+        while not self._memory.grow(seq, tokens):
             builder.changed = True
-            room_is_coming = (
-                self._sequences.leaving
-                or builder.preempted
-                or self._sequences.count(Status.ENDING)
-                or self._memory.blocks.num_evictable < len(self._memory.blocks)
-            )
-            if seq.stalled and not room_is_coming:
-                seq.stalled = False
-                self.preempt(self._sequences.ordered(*HOLDING_SLOT)[-1], builder)
-            else:
-                seq.stalled = True
-        return has_room
+            if self._sequences.leaving or self._sequences.count(Status.ENDING):
+                return False
+            last = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)[-1]
+            self.preempt(last, builder)
+            if last is seq:
+                return False
+        return True
 
     def preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Take the slot of ``seq`` away after this plan has saved what it computed."""
+        """Take pages and slot of ``seq`` away. What it computed stays cached as long as there is
+        room."""
         self.prefilling.passes.drop(seq)
         self._sequences.preempt(seq)
-        self._prefix_cache.touch_computed(seq)
+        if not seq.fetch.inserted:  # they are named at the end of the plan
+            self._prefix_cache.name_computed(seq, builder.step)
+        self._memory.release(seq)
         self._snapshot_policy.touch_trailing(seq)
         builder.preempted.append(seq)
         self._counters.preemptions += 1
-
-    def _wanted_tokens(self, seq: Sequence) -> int:
-        """Return the length of ``seq`` plus a margin, so that it does not have to move soon."""
-        return min(seq.max_positions, len(seq.token_ids) + self._memory.smallest_capacity // 4)
 
     # -- joining -------------------------------------------------------------------
 
@@ -148,38 +135,51 @@ class Planner:
             seq = self._sequences.waiting.peek()
             if seq is None or seq.num_inflight:
                 return
-            used_rows = self._memory.slots.used_rows
+            used = len(self._memory.used_slots)
             is_full = self._sequences.num_running >= self.backoff.limit
-            if is_full or self._retry.skips(seq.request.request_id, used_rows):
+            if is_full or self._retry.skips(seq.request.request_id, used):
                 self._make_way(seq, builder)
                 return
-            cached = 0
-            reusable = seq.num_restorable_tokens // self._config.block_size
+            cached = Match([], None, 0)
             if self._config.prefix_cache:
                 seq.update_block_hashes()
                 self._snapshot_policy.publish_trailing(seq)
-                cached = self._memory.blocks.match_prefix(seq.block_hashes[:reusable])
-                end = cached if self._config.keeps_kv else reusable
-                if self._request_fetch(seq, end, reusable):
+                reusable = seq.num_restorable_tokens // self._config.block_size
+                cached = self._memory.pages.match(seq.block_hashes[:reusable])
+                if self._request_fetch(seq, cached, reusable):
                     builder.changed = True
                     continue
                 # They are needed now: evict something else to make room.
+                end = cached.blocks if self._config.keeps_kv else reusable
                 self._snapshot_policy.touch_prefix(seq, end)
-                self._memory.blocks.touch(seq.block_hashes[:cached])
-            acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
-            if acquired is None:
-                self._retry.refused(seq.request.request_id, used_rows)
+                self._memory.pages.touch(cached)
+            slot = self._memory.take_slot() if self._fits(seq, cached) else None
+            if slot is None:
+                self._retry.refused(seq.request.request_id, used)
                 self._make_way(seq, builder)
                 return
             self._sequences.waiting.pop()
-            seq.begin(*acquired, self._clock())
+            seq.begin(slot, self._clock())
             self._sequences.set_status(seq, Status.PREFILLING)
-            self._prefix_cache.restore(seq, builder)
+            self._memory.begin(seq)
+            self._prefix_cache.share(seq, builder)
             self._snapshot_policy.choose_positions(seq)
 
+    def _fits(self, seq: Sequence, cached: Match) -> bool:
+        """Return whether there is room for the prompt of ``seq``, of which some pages are
+        ``cached``, beside the prompts and the next tokens of the answers of those that run."""
+        if not self._memory.holders and not self._sequences.num_running:
+            return True
+        memory, config = self._memory, self._config
+        tokens = len(seq.token_ids)
+        missing = memory.pages_for(tokens) - len(cached.pages)
+        own_bytes = sum(not page.refs for page in cached.pages) * config.page_bytes
+        free_bytes = memory.available_bytes() - own_bytes - memory.reserved_bytes()
+        return memory.needed_bytes(missing, tokens) <= free_bytes
+
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Preempt a background sequence, if there is one, to free a slot for ``seq``. Its blocks
-        stay cached, and its slot is free in the next plan."""
+        """Preempt a background sequence, if there is one, for ``seq``. Its slot is free in the next
+        plan."""
         if seq.is_background or builder.preempted:
             return
         running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
@@ -187,27 +187,31 @@ class Planner:
             self.preempt(running[-1], builder)
             builder.changed = True
 
-    def _request_fetch(self, seq: Sequence, cached: int, reusable: int) -> bool:
+    def _request_fetch(self, seq: Sequence, cached: Match, reusable: int) -> bool:
         """Move ``seq`` from the head of the queue to the sequences waiting for the kvstore, if
-        that may have blocks or states that are not in memory. Return whether it was moved."""
-        if not self._config.uses_store or seq.fetch.requested:
+        that may have pages or states that are not in memory. Return whether it was moved."""
+        config, fetch = self._config, seq.fetch
+        if not config.uses_store or fetch.requested:
             return False
-        usable = self._snapshot_policy.restorable_end(seq, 0, cached)
-        if usable == reusable or len(self._sequences.loading) >= self._config.completion_batch_size:
+        size = config.blocks_per_page if config.keeps_kv else 1
+        first = len(cached.pages) if config.keeps_kv else reusable
+        last = reusable // size
+        usable = self._snapshot_policy.restorable_end(seq, 0, first * size)
+        if usable >= last * size or len(self._sequences.loading) >= config.completion_batch_size:
             return False
-        self._memory.blocks.touch(seq.block_hashes[:cached])
-        room = self._memory.reserve_fetch(seq, reusable - cached)
+        self._memory.pages.touch(cached)
+        room = self._memory.reserve_fetch(seq, last - first)
         if room is None:
             return False
         self._sequences.waiting.pop()
-        seq.fetch.requested, seq.fetch.first_block = True, cached
-        seq.fetch.first_state = usable
+        fetch.requested, fetch.first_page, fetch.first_state = True, first, usable
+        end = (first + room) * size
         self._outputs.fetches.append(
             Fetch(
                 self._next_ticket,
-                seq.block_hashes[cached : cached + room],
-                self._snapshot_policy.search(seq, usable, cached, cached + room),
-                seq.fetch.cancellation,
+                seq.block_hashes[(first + 1) * size - 1 : end : size],
+                self._snapshot_policy.search(seq, usable, first * size, end),
+                fetch.cancellation,
             )
         )
         self._sequences.start_loading(seq, self._next_ticket)
@@ -215,16 +219,12 @@ class Planner:
         return True
 
     def _rematch(self, builder: PlanBuilder) -> None:
-        """Restore blocks that other sequences have cached since, if a prefilling sequence needs
-        them next, and copy the rest of a prefix from a running sequence."""
-        is_one_ready = self._sequences.count(Status.READY) > 0
+        """Let prefilling sequences share what others have computed since."""
         for seq in self._sequences.ordered(Status.PREFILLING):
             if self.prefilling.passes.of(seq) is not None:
                 continue
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
-                self._prefix_cache.restore(seq, builder)
-                if is_one_ready and not seq.is_restoring:
-                    self._prefix_cache.copy_running(seq, builder, Status.READY)
+                self._prefix_cache.share(seq, builder)
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
 
@@ -286,15 +286,13 @@ class Planner:
             if self._sequences.count(Status.DECODING) >= self._config.max_batch_size:
                 break
             self._sequences.set_status(seq, Status.DECODING)
-            builder.changed |= seq.num_computed_tokens >= seq.capacity  # it needs a larger slot
         decoding = self._sequences.ordered(Status.DECODING)
         rows = [
             seq
             for seq in decoding
-            if seq.num_computed_tokens < seq.capacity
-            and not _waits_to_end_thinking(seq)
-            and not self._drafting.waits(seq, len(decoding))
+            if not _waits_to_end_thinking(seq) and not self._drafting.waits(seq, len(decoding))
         ]
+        rows = self._with_pages(rows, builder)
         proposals = self._drafting.choose(rows)
         self._drafting.note_waits(builder.step, rows)
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
@@ -307,6 +305,27 @@ class Planner:
             seq.num_inflight_drafts, seq.awaits_guesses = len(drafts), guesses > 0
             if seq.all_outputs_planned:
                 self._sequences.set_status(seq, Status.ENDING)
+        builder.step.ends = [end for end in builder.step.ends if end.seq in builder.step.decodes]
+
+    def _with_pages(self, rows: list[Sequence], builder: PlanBuilder) -> list[Sequence]:
+        """Return those of ``rows`` that have pages for their next token."""
+        for seq in rows:
+            if seq.status is Status.DECODING:
+                self._make_pages(seq, seq.next_position + 1, builder)
+        found = []
+        for seq in rows:
+            if seq.status is not Status.DECODING:
+                continue
+            if seq.capacity <= seq.next_position:
+                if seq.num_computed_tokens < seq.prefill_end:
+                    self._sequences.set_status(seq, Status.READY)
+                continue
+            found.append(seq)
+            if seq.drafts is not None:
+                ahead = min(seq.next_position + 1 + DRAFT_TOKENS, seq.max_positions)
+                self._memory.grow(seq, ahead, evicts=False)
+            self._memory.unpack(seq, min(seq.capacity, seq.max_positions))
+        return found
 
     def _take_rows_back(self, ready: list[Sequence]) -> None:
         """Take as many rows from background sequences as others of ``ready`` need. They keep
@@ -363,25 +382,26 @@ class Planner:
 
     # -- leaving -------------------------------------------------------------------
 
-    def _save_computed(self, builder: PlanBuilder) -> None:
-        """Save what this plan computes. This comes last, because the plan must not restore from
-        it."""
+    def _finish_plan(self, builder: PlanBuilder) -> None:
+        """Let others find what this plan computes, and save states. This comes last, because the
+        plan must not share it."""
+        self._prefix_cache.name_inserted(builder)
         for seq, _, _ in builder.step.completed:
             if seq.status is not Status.FINISHED:
-                self._prefix_cache.save_full_blocks(seq, builder)
+                self._prefix_cache.name_computed(seq, builder.step)
                 self._snapshot_policy.after_chunk(seq, builder)
         for seq in builder.step.decodes:
-            self._prefix_cache.save_full_blocks(seq, builder)
+            self._prefix_cache.name_computed(seq, builder.step)
             self._snapshot_policy.after_decode(seq, builder)
 
     def _release_leaving(self, builder: PlanBuilder) -> None:
-        """Save what finished and preempted sequences computed, and free their slots."""
+        """Save the states of finished and preempted sequences, and free their slots."""
         passes = self.prefilling.passes
         staying = [seq for seq in self._sequences.leaving if passes.of(seq) is not None]
         leaving = [seq for seq in self._sequences.leaving if passes.of(seq) is None]
         for seq in (*leaving, *builder.preempted):
-            self._prefix_cache.save_full_blocks(seq, builder)
             self._snapshot_policy.before_leaving(seq, builder)
+            self._memory.release(seq)
             self._sequences.vacate(seq)
         builder.changed = builder.changed or bool(leaving)
         self._sequences.leaving = staying

@@ -53,13 +53,15 @@ class Prefilling:
         self._config = config
         self._sequences = sequences
         self._memory = memory
-        self._prefix_cache = prefix_cache
+        self._snapshot_policy = prefix_cache.snapshot_policy
         self._chunk_policy = chunk_policy
         self._time_share = time_share
         self.passes = OpenPasses(memory)
         self.pictures = PictureTable(config)
         self._group = PictureGroup(self.pictures)
         self._whole_pictures = WholePictures(config)
+        self.lacking: tuple[Sequence, int] | None = None
+        """A prompt that found no page in the last plan, and the length for which it needs them."""
         self._lead_s = 0.0
         """Time given to overtaking prompts, minus the time given since to the overtaken one."""
         self._layer_s = 0.0
@@ -79,13 +81,14 @@ class Prefilling:
 
     def clear(self) -> None:
         """Forget passes and pictures, because the executor has lost them."""
+        self.lacking = None
         self.passes.clear()
         self.pictures.clear()
 
     def plan(self, builder: PlanBuilder, *, streaming: bool) -> None:
         """Add a stretch of a pass to ``builder``, if there are prompts to compute."""
         prefilling = self._sequences.ordered(Status.PREFILLING)
-        limits = self._prefix_cache.snapshot_policy.prefill_limits(prefilling)
+        limits = self._snapshot_policy.prefill_limits(prefilling)
         candidates = [
             seq
             for seq in prefilling
@@ -95,7 +98,7 @@ class Prefilling:
         while candidates:
             seq = self._first(candidates)
             one = self.passes.of(seq)
-            if one is None and self._has_to_compute(seq, claimed, builder):
+            if one is None and self._has_to_compute(seq, claimed):
                 picture, limits[seq] = self.pictures.missing(seq, limits[seq])
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
@@ -105,7 +108,7 @@ class Prefilling:
                 if has_room and not streaming:
                     others = [c for c in candidates if c is not seq and not self.passes.of(c)]
                     wanted = self._group.next(
-                        seq, others, limits, lambda c: self._has_to_compute(c, claimed, builder)
+                        seq, others, limits, lambda c: self._has_to_compute(c, claimed)
                     )
                     if wanted is not None:
                         self._encode(
@@ -139,7 +142,7 @@ class Prefilling:
         whole_s = left_s = self._chunk_policy.ends_s(streaming=streaming)
         joined: list[PlannedChunk] = []
         for seq in candidates[: max(rows, 0)]:
-            if not self._has_to_compute(seq, claimed, builder):
+            if not self._has_to_compute(seq, claimed):
                 continue
             start, end = seq.num_computed_tokens, seq.prefill_end
             seconds = self._chunk_policy.predict_s(start, end - start)
@@ -207,17 +210,9 @@ class Prefilling:
         hashes = seq.block_hashes[number : number + worth]
         return len(hashes) == worth > 0 and all(each in claimed for each in hashes)
 
-    def _has_to_compute(
-        self, seq: Sequence, claimed: dict[bytes, int], builder: PlanBuilder
-    ) -> bool:
-        """Return whether ``seq`` has to compute its next tokens: no other sequence is computing
-        them, and no running sequence has the rest of its prompt."""
-        if self._is_claimed(seq, claimed):
-            return False
-        self._prefix_cache.copy_running(seq, builder, Status.READY, Status.DECODING)
-        if seq.num_computed_tokens == seq.prefill_end:
-            self._sequences.set_status(seq, Status.READY)
-        return seq.status is Status.PREFILLING
+    def _has_to_compute(self, seq: Sequence, claimed: dict[bytes, int]) -> bool:
+        """Return whether ``seq`` has to compute its next tokens: no other sequence does."""
+        return not self._is_claimed(seq, claimed)
 
     # -- beginning a pass ----------------------------------------------------------
 
@@ -230,9 +225,9 @@ class Prefilling:
         builder: PlanBuilder,
         *,
         streaming: bool,
-    ) -> OpenPass:
+    ) -> OpenPass | None:
         """Start a pass with a chunk of ``first``, which has to compute it, and chunks of other
-        prompts that are about as short."""
+        prompts that are about as short. Return None if there are no pages for it."""
         budget = self._chunk_policy.budget(streaming=streaming, grouped=first.has_pictures_ahead)
         size = self._config.block_size
         chunks: list[PlannedChunk] = []
@@ -247,9 +242,7 @@ class Prefilling:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
                 continue
-            # Already known for the first one. Checking it again might copy the rest, and leave no
-            # chunk.
-            if seq is not first and not self._has_to_compute(seq, claimed, builder):
+            if seq is not first and not self._has_to_compute(seq, claimed):
                 continue
             start = seq.num_computed_tokens
             if seq is not first and seq.has_pictures_ahead:
@@ -263,10 +256,17 @@ class Prefilling:
             if tokens and not chunks:
                 tokens, reserved = self._within_memory(start, tokens)
                 tokens, reserved = self._with_whole_pictures(seq, tokens, reserved)
-            elif tokens and self._memory.reserve_pass(more := self._pass_bytes(start, tokens)):
+                tokens = self._with_pages(seq, tokens)
+                if not tokens:
+                    self._memory.release_pass(reserved)
+                    return None
+            elif not (tokens and self._memory.grow(seq, start + tokens)):
+                continue
+            elif self._memory.reserve_pass(more := self._pass_bytes(start, tokens)):
                 reserved += more
             else:
                 continue
+            self._memory.unpack(seq, seq.prefill_end + 1)
             left -= is_counted
             chunks.append(PlannedChunk(seq, start, start + tokens))
             builder.chunk(seq, start + tokens)
@@ -314,6 +314,19 @@ class Prefilling:
 
     def _scores_bytes(self, start: int, tokens: int) -> int:
         return tokens * (start + tokens) * self._config.score_bytes
+
+    def _with_pages(self, seq: Sequence, tokens: int) -> int:
+        """Return how many of the next ``tokens`` of ``seq`` it has pages for now."""
+        start, wanted = seq.num_computed_tokens, tokens
+        while tokens and not self._memory.grow(seq, start + tokens):
+            self.lacking = seq, start + tokens
+            tokens = 0
+            if not self._config.whole_picture_tokens:
+                tokens = max(min(wanted // 2, seq.capacity - start), 0)
+            wanted = tokens
+        if tokens:
+            self.lacking = None
+        return tokens
 
     def _with_whole_pictures(self, seq: Sequence, tokens: int, reserved: int) -> tuple[int, int]:
         """Return the length of the next chunk of ``seq``, adjusted so that no picture is divided

@@ -1,218 +1,210 @@
-"""Prefix reuse: cached blocks are copied into slots, and full blocks of slots into the cache. Parts
-of a running sequence's prefix beyond its last full block are copied from slot to slot."""
+"""Prefix reuse: sequences share the pages of equal prefixes, and find those of the kvstore."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.planning.pictures import WholePictures
-from engine.scheduler.planning.plan_builder import PlanBuilder
+from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
-from engine.scheduler.pools.block_pool import Block
-from engine.scheduler.sequences.sequence import Sequence, Status
-from engine.scheduler.sequences.sequence_table import SequenceTable
-
-ALONE_RESTORED = 8
-"""While no sequence decodes, a plan restores this many times as many blocks as beside streams:
-only newcomers wait for it."""
-MIN_COPIED = 4
-"""Fewer positions than this are computed instead of copied."""
+from engine.scheduler.pools.page_pool import Page
+from engine.scheduler.sequences.sequence import Sequence
 
 
 class PrefixCache:
-    """Restores and saves blocks, and the snapshots without which blocks may be useless."""
+    """Lets sequences share pages, and names the blocks in them."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        sequences: SequenceTable,
-        memory: Memory,
-        outputs: Outputs,
-        counters: Counters,
+        self, config: SchedulerConfig, memory: Memory, outputs: Outputs, counters: Counters
     ) -> None:
         self._config = config
-        self._sequences = sequences
         self._memory = memory
+        self._pages = memory.pages
         self._outputs = outputs
         self._counters = counters
-        self._max_inserts = max(1, config.max_insert_bytes // config.block_bytes)
-        ends_anywhere = not (config.reuses_states or config.whole_picture_tokens)
-        self._max_restored = config.max_restored_blocks if ends_anywhere else None
+        self._max_inserts = max(1, config.max_insert_bytes // config.page_bytes)
         self.snapshot_policy = SnapshotPolicy(config, memory)
         self._whole_pictures = WholePictures(config)
 
-    def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Copy cached blocks into the slot of ``seq``, starting where its computed part ends. If
-        the model has recurrent state, they end at the last snapshot among them.
+    def share(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Let the table of ``seq`` go on with cached pages, and with those of running sequences,
+        where its computed part ends. If the model has recurrent state, they end at the last
+        snapshot among them.
 
-        The blocks fetched from the kvstore are inserted first, as many as a plan may insert and
-        restore. If more are left, ``seq`` is restoring (`Sequence.is_restoring`): call this again
-        for the next plan."""
-        size = self._config.block_size
+        The pages fetched from the kvstore are inserted first, as many as a plan may insert. If
+        more are left, ``seq`` is restoring (`Sequence.is_restoring`): call this again for the next
+        plan."""
+        config, policy = self._config, self.snapshot_policy
+        size = config.block_size
         first = seq.num_computed_tokens // size
-        end = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
-        fetched_end = self._insert_fetched_state(seq, first, end, builder)
-        end = self.snapshot_policy.restorable_end(seq, first, end)
-        blocks = self._pin_blocks(seq, first, end if self._config.keeps_kv else first, builder)
-        if self._config.keeps_kv:
-            end = self.snapshot_policy.restorable_end(seq, first, first + len(blocks))
+        limit = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
+        self._insert_pages(seq, limit, builder)
+        fetched_end = self._insert_fetched_state(seq, first, limit, builder)
+        known = seq.num_computed_tokens // config.page_tokens
+        end = limit
+        if config.keeps_kv:
+            end = max(first, self._reach(seq, known, limit, builder))
+        end = policy.restorable_end(seq, first, end)
+        if config.keeps_kv:
             end = max(first, self._whole_pictures.restorable_blocks(seq, end))
-        builder.keep_pinned(seq, blocks[end - first :])
-        if end == first:
+            end = policy.restorable_end(seq, first, end)
+            if end > first:
+                end = self._take(seq, known, end, builder)
+        if end <= first:
             return
-        seq.num_computed_tokens = first * size  # a whole block is better than a copied part
-        inserted = sum(number in seq.fetch.inserted for number in range(first, end))
-        if end == fetched_end and not self._config.keeps_kv:
-            inserted = end - first
-        if blocks:
-            builder.restore(seq, blocks[: end - first])
-        self.snapshot_policy.restore(seq, end, builder)
-        ram, ssd = seq.count_cached_tokens((end - first - inserted) * size, inserted * size)
-        self._counters.cached_ram_tokens += ram
-        self._counters.cached_ssd_tokens += ssd
-        if self._config.uses_store:
-            if self._config.keeps_kv:
-                self._outputs.touches.append(seq.block_hashes[first:end])
-            if self._config.reuses_states:
-                self._outputs.state_touches.append(seq.block_hashes[end - 1])
+        policy.restore(seq, end, builder)
+        self._count(seq, first, end, of_state=end == fetched_end)
+        builder.step.shared.setdefault(seq, []).extend(seq.block_hashes[first:end])
+        if config.uses_store:
+            self._touch_stored(seq, first, end)
         seq.advance(end * size)
         seq.snapshots.newest_position = end * size
-        seq.num_saved_blocks = end
+        seq.num_named_blocks = end
 
-    def copy_running(self, seq: Sequence, builder: PlanBuilder, *statuses: Status) -> None:
-        """Copy the positions after the last block of ``seq`` from a sequence with the same
-        tokens there and one of ``statuses``, if there is one: its prompt must be computed.
-        Sequences that start with the same new prefix then compute only the tokens they do not
-        share."""
-        start = seq.num_computed_tokens
-        number, rest = divmod(start, self._config.block_size)
-        if not self._config.copies_positions or rest or not number:
-            return
-        if seq.needs_prompt_logprobs or seq.pictures:
-            return
-        before = slice(number - 1, number)
-        end, best = start + MIN_COPIED - 1, None
-        for source in self._sequences.ordered(*statuses):
-            if source.pictures or source.block_hashes[before] != seq.block_hashes[before]:
-                continue
-            last = min(start + self._config.block_size, seq.prefill_end, source.prefill_end)
-            last = min(last, source.num_computed_tokens)  # its end may not be computed yet
-            common = _count_common(seq.token_ids[start:last], source.token_ids[start:last])
-            if start + common > end:
-                end, best = start + common, source
-        if best is not None:
-            builder.copy(seq, best, end)
-            self._counters.cached_ram_tokens += sum(seq.count_cached_tokens(end - start, 0))
-            seq.advance(end)
-
-    def touch_computed(self, seq: Sequence) -> None:
-        """Mark the cached blocks of the computed part of ``seq`` as recently used, its head last
-        of all."""
-        if self._config.prefix_cache:
-            seq.update_block_hashes()
-        seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
-
-    def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Save the full blocks of ``seq`` that are missing from the pool, as far as there is
-        room and its slot still has them: layers with a window keep only the window."""
+    def name_computed(self, seq: Sequence, step: InFlightStep | None) -> None:
+        """Let others find the full blocks of ``seq``, computed in ``step`` or before."""
         if not self._config.prefix_cache:
             return
         seq.update_block_hashes()
         if not self._config.keeps_kv:
             return
-        first_kept = seq.last_pass_start - (self._config.window_tokens or seq.last_pass_start)
-        run: list[Block] = []
-        while seq.num_saved_blocks < seq.num_savable_blocks:
-            if seq.block_hashes[seq.num_saved_blocks] not in self._memory.blocks:
-                if seq.num_saved_blocks * self._config.block_size < first_kept:
-                    break
-                block = self._memory.add_block(seq.block_hashes[seq.num_saved_blocks])
-                if block is None:
-                    break
-                run.append(block)
-            elif run:
-                self._save(seq, run, builder)
-                run = []
-            seq.num_saved_blocks += 1
-        if run:
-            self._save(seq, run, builder)
+        named = []
+        for number in range(seq.num_named_blocks, seq.num_nameable_blocks):
+            place, index = divmod(number, self._config.blocks_per_page)
+            end = (index + 1) * self._config.block_size
+            block_hash = seq.block_hashes[number]
+            self._name(seq.pages[place], end, block_hash)
+            named.append(block_hash)
+        seq.num_named_blocks = max(seq.num_named_blocks, seq.num_nameable_blocks)
+        if named and step is not None:
+            step.named.setdefault(seq, []).extend(named)
 
-    def _save(self, seq: Sequence, run: list[Block], builder: PlanBuilder) -> None:
-        """Save the blocks ``run`` of ``seq``, which end where its saved ones do."""
-        builder.save(seq, seq.num_saved_blocks - len(run), run)
-        if self._config.writes_through:
-            self._memory.backlog.add(run)
+    def name_inserted(self, builder: PlanBuilder) -> None:
+        """Let others find the pages that ``builder`` inserts."""
+        for page, _, hashes in builder.inserted:
+            for number, block_hash in enumerate(hashes, 1):
+                self._name(page, number * self._config.block_size, block_hash, stored=True)
+
+    def _name(self, page: Page, end: int, block_hash: bytes, *, stored: bool = False) -> None:
+        had = page.content
+        self._pages.name(page, end, block_hash, stored=stored)
+        if page.content is not None and page.content is not had and self._config.writes_through:
+            self._memory.backlog.add([page.content])
+
+    def _reach(self, seq: Sequence, known: int, limit: int, builder: PlanBuilder) -> int:
+        """Return the number of blocks of ``seq``, up to ``limit``, that are cached or inserted by
+        this plan, if its pages before number ``known`` are computed."""
+        size = self._config.blocks_per_page
+        inserted = self._inserted(builder)
+        while (known + 1) * size <= limit:
+            block_hash = seq.block_hashes[(known + 1) * size - 1]
+            if block_hash not in self._pages and block_hash not in inserted:
+                break
+            known += 1
+        return self._pages.match(seq.block_hashes[:limit], known).blocks
+
+    def _inserted(self, builder: PlanBuilder) -> dict[bytes, Page]:
+        return {hashes[-1]: page for page, _, hashes in builder.inserted}
+
+    def _take(self, seq: Sequence, known: int, end: int, builder: PlanBuilder) -> int:
+        """Put the pages with the blocks of ``seq`` up to ``end`` into its table, after ``known``
+        ones. Return the number of blocks that it has then."""
+        config, size = self._config, self._config.blocks_per_page
+        inserted = self._inserted(builder)
+        pages: list[Page] = []
+        for number in range(known, end // size):
+            block_hash = seq.block_hashes[(number + 1) * size - 1]
+            page = self._pages.full_page(block_hash) or inserted[block_hash]
+            self._pages.acquire(page)
+            pages.append(page)
+        reached = max(end // size, known) * size
+        if end > reached:
+            part_end = (end - reached) * config.block_size
+            found = self._pages.part_of_page(seq.block_hashes[end - 1], part_end)
+            assert found is not None
+            if not found.refs and found.named_end == part_end:
+                self._pages.acquire(found)
+                pages.append(found)
+                reached = end
+            elif (copied := self._memory.copy_of(found, part_end)) is not None:
+                pages.append(copied)
+                reached = end
+        is_whole = reached == end or not config.whole_picture_tokens
+        if is_whole and reached * config.block_size > seq.num_computed_tokens:
+            self._memory.replace(seq, known, pages)
+            return reached
+        for page in reversed(pages):
+            self._pages.release(page)
+        return 0
+
+    def _insert_pages(self, seq: Sequence, limit: int, builder: PlanBuilder) -> None:
+        """Insert fetched pages of ``seq``, which are needed up to block ``limit``, unless they are
+        cached. What cannot be inserted at all is dropped."""
+        size = self._config.blocks_per_page
+        computed = seq.num_computed_tokens // self._config.page_tokens
+        inserted = self._inserted(builder)
+        for number in sorted(seq.fetch.payloads):
+            hashes = seq.block_hashes[number * size : (number + 1) * size]
+            is_known = not hashes or hashes[-1] in self._pages or hashes[-1] in inserted
+            if number < computed or (number + 1) * size > limit or is_known:
+                del seq.fetch.payloads[number]
+                reserved = self._memory.fetch_reservations.get(seq, 0)
+                self._memory.release_fetch(seq, keep=reserved - self._config.page_bytes)
+                continue
+            if len(builder.inserted) >= self._max_inserts:
+                return
+            payload = seq.fetch.payloads.pop(number)
+            page = self._memory.page_for_fetched(seq)
+            if page is None:
+                self._memory.drop_fetch(seq)
+                return
+            builder.inserted.append((page, payload, hashes))
+            self._memory.hold_new(page)
+            seq.fetch.inserted.add(number)
+        if seq.fetch.state is None:
+            self._memory.drop_fetch(seq)
 
     def _insert_fetched_state(
-        self, seq: Sequence, first: int, end: int, builder: PlanBuilder
+        self, seq: Sequence, first: int, limit: int, builder: PlanBuilder
     ) -> int:
         """Insert the state that the kvstore returned for ``seq``, if it makes more blocks usable
-        than the snapshots in RAM. Return the number of blocks before it, 0 if it was not
-        inserted."""
+        than the snapshots in RAM, once all its pages are there. Return the number of blocks before
+        it, 0 if it was not inserted."""
         number, payload = seq.fetch.state_end, seq.fetch.state
-        reach = self._count_available(seq, first, end)
-        if payload is None or not first < number <= reach:
+        if payload is None or seq.fetch.payloads:
             return 0
-        if self.snapshot_policy.restorable_end(seq, first, reach) >= number:
-            return 0
-        snapshot = self._memory.add_fetched_snapshot(seq.block_hashes[number - 1], seq)
-        seq.fetch.state = None
+        known = seq.num_computed_tokens // self._config.page_tokens
+        reach = self._reach(seq, known, limit, builder) if self._config.keeps_kv else limit
+        snapshot = None
+        known_end = self.snapshot_policy.restorable_end(seq, first, reach)
+        if first < number <= reach and known_end < number:
+            snapshot = self._memory.add_fetched_snapshot(seq.block_hashes[number - 1], seq)
+        self._memory.drop_fetch(seq)
         if snapshot is None:
             return 0
-        builder.insert(snapshot, payload)
-        builder.keep_pinned(seq, [snapshot])
+        builder.inserted_states.append((snapshot, payload))
+        builder.keep_pinned(seq, snapshot)
         return number
 
-    def _count_available(self, seq: Sequence, first: int, end: int) -> int:
-        """Return the block number up to which blocks, from ``first`` on without a gap, are
-        cached or were fetched from the kvstore."""
-        if not self._config.keeps_kv:
-            return end
-        for number in range(first, end):
-            in_ram = seq.block_hashes[number] in self._memory.blocks
-            if not in_ram and number not in seq.fetch.payloads:
-                return number
-        return end
+    def _count(self, seq: Sequence, first: int, end: int, *, of_state: bool) -> None:
+        """Count the tokens of the blocks from ``first`` to ``end`` that were found."""
+        size = self._config.blocks_per_page
+        pages = ((number * size, (number + 1) * size) for number in seq.fetch.inserted)
+        inserted = sum(max(0, min(end, high) - max(first, low)) for low, high in pages)
+        if of_state and not self._config.keeps_kv:
+            inserted = end - first
+        tokens = (end - first) * self._config.block_size
+        inserted *= self._config.block_size
+        # A part of a page that was computed is not found again.
+        seq.num_computed_tokens = first * self._config.block_size
+        ram, ssd = seq.count_cached_tokens(tokens - inserted, inserted)
+        self._counters.cached_ram_tokens += ram
+        self._counters.cached_ssd_tokens += ssd
 
-    def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
-        """Return the blocks of ``seq`` from ``first`` to ``end``, pinned, up to the first gap.
-        Blocks that came from the kvstore are inserted. If the plan has no room for more, the rest
-        is left for later plans; otherwise what is left of the fetch is dropped."""
-        blocks: list[Block] = []
-        room = self._max_restored
-        if room is not None and not self._sequences.count(Status.DECODING):
-            room *= ALONE_RESTORED
-        seq.fetch.has_more_cached = False
-        for number in range(first, end):
-            block = self._memory.blocks.get(seq.block_hashes[number])
-            if room is not None and builder.num_restored + len(blocks) >= room:
-                seq.fetch.has_more_cached = block is not None
-                if seq.is_restoring:
-                    return blocks
-                break
-            if block is not None:
-                self._memory.blocks.pin(block)
-                self._memory.drop_fetched(seq, number)
-            elif number in seq.fetch.payloads:
-                if len(builder.inserts) >= self._max_inserts:
-                    return blocks
-                payload = seq.fetch.payloads.pop(number)
-                block = self._memory.add_fetched_block(seq.block_hashes[number], seq)
-                if block is None:
-                    break
-                builder.insert(block, payload)
-                seq.fetch.inserted.add(number)
-            else:
-                break
-            blocks.append(block)
-        self._memory.drop_fetch(seq)
-        return blocks
-
-
-def _count_common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
-    """Return the length of the common prefix of ``one`` and ``other``."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+    def _touch_stored(self, seq: Sequence, first: int, end: int) -> None:
+        size = self._config.blocks_per_page
+        if self._config.keeps_kv and (pages := seq.block_hashes[size - 1 : end : size]):
+            self._outputs.touches.append(pages[first // size :])
+        if self._config.reuses_states:
+            self._outputs.state_touches.append(seq.block_hashes[end - 1])

@@ -42,7 +42,7 @@ class SnapshotPolicy:
 
     def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
         self._config = config
-        self._block_size = config.block_size
+        self._block_size, self._state_tokens = config.block_size, config.state_tokens
         self._memory = memory
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._stops: dict[Sequence, list[int]] = {}
@@ -52,8 +52,8 @@ class SnapshotPolicy:
         if not self._config.reuses_states:
             return
         seq.snapshots.newest_position = seq.num_computed_tokens
-        end = max(0, seq.prefill_end - PROMPT_TAIL_TOKENS) // self._block_size * self._block_size
-        parting = self._block_size * self._count_seen(seq.block_hashes)
+        end = self._round_down(max(0, seq.prefill_end - PROMPT_TAIL_TOKENS))
+        parting = self._round_down(self._block_size * self._count_seen(seq.block_hashes))
         self._remember(seq.block_hashes)
         seq.snapshots.prompt_positions = (parting, end) if parting < end else (end,)
 
@@ -92,7 +92,7 @@ class SnapshotPolicy:
     def after_decode(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Replace the trailing snapshot at a block boundary. The tokens up to there may not be
         known yet, and most of these snapshots are not needed: `publish_trailing` sets its hash."""
-        if seq.num_computed_tokens % self._block_size or not self._config.reuses_states:
+        if seq.num_computed_tokens % self._state_tokens or not self._config.reuses_states:
             return
         old = seq.snapshots.trailing
         if old is not None and self._memory.snapshots.holds(old):
@@ -107,7 +107,7 @@ class SnapshotPolicy:
     def touch_trailing(self, seq: Sequence) -> None:
         """Mark the trailing snapshot as used: ``seq`` will restore it."""
         if seq.snapshots.trailing is not None:
-            self._memory.snapshots.touch([seq.snapshots.trailing.hash])
+            self._memory.snapshots.touch(seq.snapshots.trailing.hash)
 
     def publish_trailing(self, seq: Sequence) -> None:
         """Publish the trailing snapshot, once ``seq`` no longer decodes and its tokens are
@@ -125,7 +125,7 @@ class SnapshotPolicy:
     def is_worth_saving(self, seq: Sequence) -> bool:
         """Return whether ``seq``, which must leave its slot, has state worth a snapshot."""
         position = seq.num_computed_tokens
-        fits = position % self._block_size == 0 and position <= len(seq.token_ids)
+        fits = position % self._state_tokens == 0 and position <= len(seq.token_ids)
         fits = fits and not seq.num_inflight_drafts  # the state may be one after some of them
         is_far = position - seq.snapshots.newest_position >= WORTHWHILE_TOKENS
         return fits and is_far and self._config.reuses_states
@@ -142,23 +142,25 @@ class SnapshotPolicy:
         return self._memory.snapshots.longest_prefix(seq.block_hashes, first, end)
 
     def search(self, seq: Sequence, usable: int, cached: int, end: int) -> StateSearch | None:
-        """Return the range of blocks whose state to fetch for ``seq`` from the kvstore: after
+        """Return the range of positions whose state to fetch for ``seq`` from the kvstore: after
         more than ``usable`` blocks and at most ``end``, of which ``cached`` are in RAM. None if
         no state is needed."""
         if not self._config.reuses_states:
             return None
-        hashes = seq.block_hashes[usable:end]
+        step = self._state_tokens // self._block_size
+        hashes = seq.block_hashes[usable + step - 1 : end : step]
+        ready = (cached - usable) // step
         in_ram = (
-            number - usable
-            for number in range(cached + 1, end + 1)
-            if seq.block_hashes[number - 1] in self._memory.snapshots
+            number
+            for number, block_hash in enumerate(hashes, 1)
+            if number > ready and block_hash in self._memory.snapshots
         )
-        return StateSearch(hashes, cached - usable, tuple(in_ram))
+        return StateSearch(hashes, ready, tuple(in_ram))
 
     def touch_prefix(self, seq: Sequence, end: int) -> None:
         """Mark the snapshot that ``seq`` will start from as used."""
         if self._config.reuses_states and (number := self.restorable_end(seq, 0, end)):
-            self._memory.snapshots.touch([seq.block_hashes[number - 1]])
+            self._memory.snapshots.touch(seq.block_hashes[number - 1])
 
     def restore(self, seq: Sequence, number: int, builder: PlanBuilder) -> None:
         """Restore the state after ``number`` blocks."""
@@ -180,13 +182,14 @@ class SnapshotPolicy:
         return [position for position in positions if position > seq.num_computed_tokens]
 
     def _save(self, seq: Sequence, builder: PlanBuilder) -> None:
-        number, rest = divmod(seq.num_computed_tokens, self._block_size)
-        if rest or not 0 < number <= len(seq.block_hashes):
+        number = seq.num_computed_tokens // self._block_size
+        is_between = seq.num_computed_tokens % self._state_tokens > 0
+        if is_between or not 0 < number <= len(seq.block_hashes):
             return
         seq.snapshots.newest_position = seq.num_computed_tokens
         block_hash = seq.block_hashes[number - 1]
         if block_hash in self._memory.snapshots:
-            self._memory.snapshots.touch([block_hash])
+            self._memory.snapshots.touch(block_hash)
             return
         snapshot = self._memory.add_snapshot(block_hash)
         if snapshot is not None:
@@ -208,7 +211,11 @@ class SnapshotPolicy:
                 low = middle
             else:
                 high = middle
-        return high * self._block_size
+        return self._round_down(high * self._block_size)
+
+    def _round_down(self, tokens: int) -> int:
+        """Return the last position up to ``tokens`` at which snapshots are taken."""
+        return tokens // self._state_tokens * self._state_tokens
 
     def _count_seen(self, hashes: SequenceOf[bytes]) -> int:
         """Return how many of ``hashes``, from the first without a gap, were seen in prompts."""

@@ -1,1 +1,1 @@
-"""Blocks, snapshots and slots: which are free, and which are evicted next."""
+"""Pages and snapshots: which are free, and which are evicted next."""

@@ -9,7 +9,8 @@ from enum import Enum, auto
 import msgspec
 
 from engine.plan import Cancellation, Payload, Slot
-from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.pools.page_pool import Page
+from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from engine.speculation.sequence_drafts import SequenceDrafts
 from shared import wire
@@ -46,17 +47,16 @@ HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 
 @dataclass(slots=True)
 class SequenceFetch:
-    """The blocks of a sequence that the kvstore was asked for, and the state after them."""
+    """The pages of a sequence that the kvstore was asked for, and the state after them."""
 
     requested: bool = False
-    first_block: int = 0  # number of the first block that was asked for
+    first_page: int = 0  # number of the first page that was asked for
     payloads: dict[int, Payload] = field(default_factory=dict)
-    """Blocks received and not inserted yet, by block number."""
-    inserted: set[int] = field(default_factory=set)  # numbers of the blocks that were inserted
-    first_state: int = 0  # number of the first block after which a state was searched
+    """Pages received and not inserted yet, by their number in the table."""
+    inserted: set[int] = field(default_factory=set)  # numbers of the pages that were inserted
+    first_state: int = 0  # number of the first hash after which a state was searched
     state_end: int = 0  # number of blocks before the received state
     state: Payload | None = None
-    has_more_cached: bool = False  # whether the last plan had no room for all cached blocks
     cancellation: Cancellation = field(default_factory=Cancellation)
 
     def drop(self) -> None:
@@ -72,7 +72,7 @@ class SequenceSnapshots:
 
     newest_position: int = 0  # hash of its newest snapshot, or of the one it started from
     prompt_positions: tuple[int, ...] = ()  # positions of snapshots in its prompt
-    trailing: Block | None = None  # its private snapshot, replaced while it decodes
+    trailing: Snapshot | None = None  # its private snapshot, replaced while it decodes
     trailing_position: int = 0
 
 
@@ -120,11 +120,11 @@ class Sequence:
 
     status: Status = Status.WAITING
     slot: Slot | None = None
-    capacity: int = 0  # in tokens
+    pages: list[Page] = field(default_factory=list)  # its table
+    capacity: int = 0  # positions in its pages
     num_computed_tokens: int = 0
-    """Number of positions whose KV is in the slot once every plan made so far has run, without
+    """Number of positions whose KV is in its pages once every plan made so far has run, without
     drafts in flight. It may exceed the length of ``token_ids`` by the one output in flight."""
-    last_pass_start: int = 0  # first position of the last pass or restore
     pass_end: int = 0  # end of its chunk in an open pass; 0 if there is none
     max_computed_tokens: int = 0  # the largest `num_computed_tokens` so far
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
@@ -133,11 +133,10 @@ class Sequence:
     awaits_guesses: bool = False  # the executor guesses the tokens after a decode in flight
     drafts: SequenceDrafts | None = None  # None: no drafts
     block_hashes: list[bytes] = field(default_factory=list)
-    num_saved_blocks: int = 0  # leading blocks that need no further `Save`
+    num_named_blocks: int = 0  # leading blocks that can be found in its pages or in others
     num_prompt_logprobs: int = 0
     """Number of prompt tokens whose log-probabilities have been sent; the first token has none."""
     history_sent: bool = False  # the executor has the tokens for penalties and grammars
-    stalled: bool = False  # it found no room to grow in the previous plan
     failures: int = 0  # steps that raised while it ran alone
     fetch: SequenceFetch = field(default_factory=SequenceFetch)
     snapshots: SequenceSnapshots = field(default_factory=SequenceSnapshots)
@@ -200,19 +199,23 @@ class Sequence:
 
     @property
     def num_restorable_tokens(self) -> int:
-        """Number of leading positions that may be restored from blocks instead of computed."""
+        """Number of leading positions that need not be computed if they are cached."""
         return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.token_ids) - 1
 
     @property
-    def num_savable_blocks(self) -> int:
-        """Number of full blocks whose KV is in the slot and whose tokens are known."""
+    def num_nameable_blocks(self) -> int:
+        """Number of full blocks whose KV is in its pages and whose tokens are known."""
         return min(self.num_computed_tokens, len(self.token_ids)) // self.block_size
 
     @property
     def is_restoring(self) -> bool:
-        """Whether later plans restore more of its prefix: until then it computes nothing. Only for
+        """Whether later plans insert more of its prefix: until then it computes nothing. Only for
         a sequence that holds a slot."""
-        return bool(self.fetch.payloads) or self.fetch.has_more_cached
+        return bool(self.fetch.payloads)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
 
     @property
     def held_slot(self) -> Slot:
@@ -229,19 +232,17 @@ class Sequence:
             self.thinking.follow(self.token_ids[known:])
         return self.thinking
 
-    def begin(self, slot: Slot, capacity: int, now_s: float) -> None:
+    def begin(self, slot: Slot, now_s: float) -> None:
         """Start, or restart, in ``slot``, with nothing computed."""
-        self.slot, self.capacity = slot, capacity
-        self.num_computed_tokens = self.num_saved_blocks = self.snapshots.newest_position = 0
-        self.last_pass_start = 0
+        self.slot = slot
+        self.num_computed_tokens = self.num_named_blocks = self.snapshots.newest_position = 0
         self.prefill_end = len(self.token_ids) - 1
-        self.stalled = self.history_sent = False
+        self.history_sent = False
         if self.admitted_s is None:
             self.admitted_s = now_s
 
     def advance(self, num_computed_tokens: int) -> None:
-        """Record that the plan being built computes or restores up to this position."""
-        self.last_pass_start = self.num_computed_tokens
+        """Record that the plan being built computes or finds up to this position."""
         self.num_computed_tokens = num_computed_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
 
@@ -268,8 +269,8 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget the slot and its KV, but keep all sampled tokens."""
-        self.slot, self.capacity, self.num_computed_tokens, self.num_saved_blocks = None, 0, 0, 0
-        self.fetch, self.stalled = SequenceFetch(), False
+        self.slot, self.num_computed_tokens, self.num_named_blocks = None, 0, 0
+        self.fetch = SequenceFetch()
 
     def update_block_hashes(self) -> None:
         """Extend ``block_hashes`` to all full blocks of known tokens."""

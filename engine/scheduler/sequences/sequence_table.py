@@ -52,10 +52,9 @@ class SequenceTable:
         self.waiting = WaitingQueue()
         self.loading: dict[int, Sequence] = {}  # by ticket of their fetch
         self.leaving: list[Sequence] = []
-        """Finished sequences whose last blocks may still be saved from their slots."""
+        """Finished sequences that keep their slots: their state is still to be saved, or they are
+        in an open pass."""
         self.vacated: list[Slot] = []  # free from the next plan on
-        self.forgettable: list[Slot] = []
-        """The `vacated` slots for whose sequences the executor keeps a grammar or a history."""
         self._by_status: dict[Status, dict[Sequence, None]] = {each: {} for each in HOLDING_SLOT}
 
     def count(self, *statuses: Status) -> int:
@@ -117,15 +116,12 @@ class SequenceTable:
     def vacate(self, seq: Sequence) -> None:
         if seq.slot is not None:
             self.vacated.append(seq.slot)
-            if seq.request.grammar is not None or seq.request.sampling.needs_history:
-                self.forgettable.append(seq.slot)
             seq.slot = None
 
     def drop_slots(self) -> None:
         """Forget all slots, because they no longer exist."""
         self.leaving.clear()
         self.vacated.clear()
-        self.forgettable.clear()
         for seq in self.live.values():
             seq.slot = None
 

@@ -1,9 +1,8 @@
 """An executor without a model, which checks every operation of a plan.
 
-The KV of position p depends on all tokens up to p, so it is modelled as those tokens. The content
-of a row is the tokens that were computed or copied there, that of a block the whole prefix that
-ends with it. Recurrent state is all tokens that went into it. Every operation is checked against
-that, and memory is counted anew with each.
+The KV of position p depends on all tokens up to p, so it is modelled as those tokens: a place in a
+page holds a `Prefix`. Recurrent state is all tokens that went into it. Every operation, and
+everything that is read, is checked against that, and memory is counted anew with each plan.
 """
 
 from __future__ import annotations
@@ -15,7 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
+from engine.plan import (
+    Chunk,
+    Decode,
+    Export,
+    Exported,
+    Plan,
+    PromptLogprobs,
+    Slot,
+    StepResult,
+)
 from engine.scheduler import SchedulerConfig
 from engine.scheduler.planning.prefilling import MAX_END_TOKENS
 from engine.scheduler.sequences.thinking import ThinkingProgress
@@ -82,12 +90,31 @@ def prompt_logprobs_of(request: wire.Submit) -> list[wire.TokenLogprobs]:
 
 
 def content_of(payload: Sequence[bytes | memoryview]) -> tuple[int, ...]:
-    """Return the tokens up to the end of the block that was exported as ``payload``."""
+    """Return the tokens up to the end of the page or state that was exported as ``payload``."""
     return tuple(array("i", b"".join(payload)))
 
 
 class StepRaised(Exception):
     """A step raises, as MLX does when it finds no memory."""
+
+
+class Prefix:
+    """Tokens up to a position. Equal prefixes are the same object."""
+
+    def __init__(self, parent: Prefix | None = None, token: int = 0) -> None:
+        self.parent, self.token = parent, token
+        self._next: dict[int, Prefix] = {}
+
+    def then(self, token: int) -> Prefix:
+        return self._next.setdefault(token, Prefix(self, token))
+
+    @property
+    def tokens(self) -> list[int]:
+        found, one = [], self
+        while one.parent is not None:
+            found.append(one.token)
+            one = one.parent
+        return found[::-1]
 
 
 @dataclass
@@ -100,28 +127,28 @@ class FakePass:
 
 
 class FakeExecutor:
-    """Runs plans, and keeps what they put into slots, blocks and snapshots."""
+    """Runs plans, and keeps what they put into pages, states and snapshots."""
 
     def __init__(self, config: SchedulerConfig, speed_tokens_s: float = 1000.0) -> None:
         self.config = config
         self.speed_tokens_s = speed_tokens_s
-        self.slab_s = 0.0  # that a new slab takes
+        self.resize_s = 0.0  # that another number of pages takes
         self.begin_s = 0.0  # that the first layer of a pass takes in addition
-        self.slabs: dict[int, tuple[int, int]] = {}
-        self.rows: dict[Slot, list[int]] = {}
+        self.root = Prefix()
+        self.num_pages = 0
+        self.pages: dict[int, list[Prefix | None]] = {}
+        self.tables: dict[Slot, list[int]] = {}
+        self.unpacked: dict[Slot, int] = {}
         self.states: dict[Slot, list[int]] = {}
         self.sampled: dict[Slot, int] = {}
         self.history: dict[Slot, list[int]] = {}
-        self.lost: dict[Slot, int] = {}
-        """The positions before which layers with a window have something else."""
-        self.blocks: dict[int, tuple[int, ...]] = {}
         self.snapshots: dict[int, tuple[int, ...]] = {}
-        self.block_hashes: dict[int, bytes] = {}
-        self.seen_blocks: set[int] = set()
+        self.checked: set[tuple[bytes, object]] = set()
+        self.seen_ids: set[int] = set()
         self.unsaved: set[int] = set()
+        self.copied = 0  # positions
         self.fail_next_chunk = False
-        """Let the next chunk raise: its slot holds wrong KV from then on, and so do blocks saved
-        from it later."""
+        """Let the next chunk raise: its pages hold wrong KV from then on."""
         self.fail_next_step = False
         """Let the next plan raise when it is half done."""
         self._failed: dict[Slot, str] = {}
@@ -146,13 +173,11 @@ class FakeExecutor:
         self._failed = {}
         for number in plan.dropped_passes:
             self.passes.pop(number, None)
-        self._check_open_slots(plan)
-        exported = self._evict(plan)
+        self._check_open_passes(plan)
+        exported = [self._export(export) for export in plan.exports_first]
         self._set_up(plan)
-        self._restore(plan)
+        self._fill(plan)
         self._restore_states(plan)
-        self._move(plan)
-        self._copy(plan)
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
@@ -161,18 +186,18 @@ class FakeExecutor:
         open_chunks = [chunk for one in self.passes.values() for chunk in one.chunks]
         used = [decode.slot for decode in plan.decodes] + [chunk.slot for chunk in open_chunks]
         assert len(set(used)) == len(used), "a slot has one decode, or a chunk in one pass"
-        self._fill_rings(plan)
+        self._check_alone(used)
         runs = self._decode(plan)
         prompt_logprobs = tuple(self._prefill(plan))
-        self._save(plan)
         self._save_states(plan)
         exported += [
-            Exported(block, self._payload((self.blocks | self.snapshots)[block]))
-            for block in plan.exports
-            if block not in self.unsaved
+            self._export(export)
+            for export in plan.exports
+            if export.page is not None or export.block_id not in self.unsaved
         ]
+        self._check_memory()
         tokens = sum(1 + len(one.drafts) + len(one.before) for one in plan.decodes)
-        decode_s = tokens / self.speed_tokens_s + self.slab_s * len(plan.new_slabs)
+        decode_s = tokens / self.speed_tokens_s + self.resize_s * bool(plan.num_pages)
         decode_s += self.begin_s * bool(plan.chunks)
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
@@ -257,84 +282,114 @@ class FakeExecutor:
 
     def reset(self) -> None:
         kept: Any
-        for kept in (self.passes, self.encoded, self.slabs, self.blocks, self.snapshots):
+        for kept in (self.passes, self.encoded, self.pages, self.tables, self.snapshots):
             kept.clear()
-        for kept in (self.rows, self.states, self.sampled, self.history, self.unsaved):
+        for kept in (self.unpacked, self.states, self.sampled, self.history, self.unsaved):
             kept.clear()
-
-    def _evict(self, plan: Plan) -> list[Exported]:
-        exported = []
-        for evict in plan.evictions:
-            if evict.block_id in self.snapshots:
-                content = self.snapshots.pop(evict.block_id)
-            elif evict.block_id in self.unsaved:
-                continue
-            else:
-                content = self.blocks.pop(evict.block_id)
-            if evict.export:
-                exported.append(Exported(evict.block_id, self._payload(content)))
-        for slab in plan.freed_slabs:
-            rows, _ = self.slabs.pop(slab)
-            self._forget_rows(slab, range(rows))
-        return exported
-
-    def _forget_rows(self, slab: int, rows: Sequence[int]) -> None:
-        for row in rows:
-            for kept in (self.rows, self.sampled, self.states):
-                kept.pop(Slot(slab, row), None)
+        self.num_pages = 0
 
     def _set_up(self, plan: Plan) -> None:
-        assert not {resized.slab_id for resized in plan.resized_slabs} & set(plan.freed_slabs)
-        for resized in plan.resized_slabs:
-            rows, capacity = self.slabs[resized.slab_id]
-            assert rows != resized.rows > 0
-            self.slabs[resized.slab_id] = (resized.rows, capacity)
-            self._forget_rows(resized.slab_id, range(resized.rows, rows))
-            self._check_memory()
-        for slab in plan.new_slabs:
-            assert slab.slab_id not in self.slabs and slab.capacity % self.config.block_size == 0
-            self.slabs[slab.slab_id] = (slab.rows, slab.capacity)
-            self._check_memory()
-        for insert in plan.inserts:
-            kept = self.snapshots if insert.is_snapshot else self.blocks
-            self._keep(kept, insert.block_id, content_of(insert.payload))
+        for snapshot in plan.evictions:
+            assert snapshot in self.snapshots or snapshot in self.unsaved
+            self.snapshots.pop(snapshot, None)
+        for slot in plan.freed_slots:
+            kept: Any
+            for kept in (self.tables, self.unpacked, self.states, self.sampled, self.history):
+                kept.pop(slot, None)
+        for move in plan.moved_pages:
+            assert plan.num_pages <= move.source and move.target < plan.num_pages
+            self.pages[move.target] = list(self._page(move.source))
+        if plan.num_pages:
+            assert plan.num_pages <= self.config.max_pages
+            self.num_pages = plan.num_pages
+            for page in [page for page in self.pages if page >= plan.num_pages]:
+                del self.pages[page]
+        for change in plan.tables:
+            table = self.tables.setdefault(change.slot, [])
+            assert change.first <= len(table), "a table has no gaps"
+            assert all(page < self.num_pages for page in change.pages), "the page is there"
+            table[change.first :] = change.pages
+            assert len(set(table)) == len(table)
 
-    def _check_open_slots(self, plan: Plan) -> None:
-        """Check that nothing else happens to the slots of passes that are open."""
-        slots = {chunk.slot for one in self.passes.values() for chunk in one.chunks}
-        touched = {restore.slot for restore in plan.restores}
-        touched |= {restore.slot for restore in plan.state_restores}
-        touched |= {slot for move in plan.moves for slot in (move.source, move.target)}
-        touched |= {slot for copy in plan.copies for slot in (copy.source, copy.target)}
+    def _fill(self, plan: Plan) -> None:
+        for copy in plan.copies:
+            source, target = self._page(copy.source), self._page(copy.target)
+            assert 0 < copy.positions < self.config.page_tokens and copy.source != copy.target
+            assert None not in source[: copy.positions]
+            target[: copy.positions] = source[: copy.positions]
+            self.copied += copy.positions
+        assert len({*(c.target for c in plan.copies)}) == len(plan.copies)
+        for insert in plan.inserts:
+            content = content_of(insert.payload)
+            if insert.page is None:
+                self._keep(insert.block_id, content)
+            else:
+                size, prefixes, one = self.config.page_tokens, [], self.root
+                for token in content:
+                    one = one.then(token)
+                    prefixes.append(one)
+                assert len(prefixes) % size == 0
+                self._page(insert.page)[:] = prefixes[-size:]
+        for unpack in plan.unpacked:
+            assert self.config.unpacked_token_bytes and unpack.slot in self.tables
+            if unpack.tokens:
+                self.unpacked[unpack.slot] = unpack.tokens
+            else:
+                del self.unpacked[unpack.slot]
+
+    def _check_open_passes(self, plan: Plan) -> None:
+        """Check that nothing else happens to the slots and pages of passes that are open."""
+        dropped = set(plan.dropped_passes)
+        open_passes = [one for number, one in self.passes.items() if number not in dropped]
+        slots = {chunk.slot for one in open_passes for chunk in one.chunks}
+        touched = {restore.slot for restore in plan.state_restores} | set(plan.freed_slots)
+        touched |= {change.slot for change in plan.tables} | {one.slot for one in plan.unpacked}
         touched |= {chunk.slot for chunk in plan.chunks}
         assert slots.isdisjoint(touched), "the slot of an open pass is left alone"
-        assert not {slot.slab_id for slot in slots} & set(plan.freed_slabs)
-        rows = {resized.slab_id: resized.rows for resized in plan.resized_slabs}
-        assert all(slot.row < rows.get(slot.slab_id, slot.row + 1) for slot in slots)
+        pages = {page for slot in slots for page in self.tables.get(slot, ())}
+        changed = {copy.target for copy in (*plan.moved_pages, *plan.copies)}
+        changed |= {insert.page for insert in plan.inserts if insert.page is not None}
+        changed |= {move.source for move in plan.moved_pages}
+        assert pages.isdisjoint(changed), "the pages of an open pass are left alone"
+        assert not plan.num_pages or all(page < plan.num_pages for page in pages)
 
-    def _restore(self, plan: Plan) -> None:
-        for restore in plan.restores:
-            self._check_slot(restore.slot)
-            row = self.rows.setdefault(restore.slot, [])
-            if restore.start == 0:
-                row.clear()
-                self.lost.pop(restore.slot, None)
-            assert len(row) - self.config.block_size < restore.start <= len(row), "where it ends"
-            del row[restore.start :]
-            for block in restore.block_ids:
-                if block in self.unsaved:
-                    self._failed[restore.slot] = "there is no such block"
-                    row.extend([HOLE] * self.config.block_size)
-                    continue
-                content = self.blocks[block]
-                whole = HOLE not in row and HOLE not in content
-                assert not whole or list(content[: len(row)]) == row, "of another prefix"
-                row[:] = content
-            self._check_length(restore.slot)
+    def _check_alone(self, slots: Sequence[Slot]) -> None:
+        """Check that sequences share the same content only."""
+        for one in slots:
+            for other in slots:
+                if one < other:
+                    pairs = list(zip(self.tables.get(one, ()), self.tables.get(other, ())))
+                    common = set(self.tables.get(one, ())) & set(self.tables.get(other, ()))
+                    assert common == {a for a, b in pairs if a == b}, "shared at the same place"
+
+    def _page(self, number: int) -> list[Prefix | None]:
+        assert 0 <= number < self.num_pages, "the page is there"
+        return self.pages.setdefault(number, [None] * self.config.page_tokens)
+
+    def _export(self, export: Export) -> Exported:
+        if export.page is None:
+            return Exported(export.block_id, self._payload(self.snapshots[export.block_id]))
+        last = self._page(export.page)[-1]
+        assert last is not None
+        return Exported(export.block_id, self._payload(tuple(last.tokens)))
+
+    def row(self, slot: Slot, length: int) -> list[int]:
+        """Return the tokens of a slot's first positions, as attention reads them."""
+        if not self.config.keeps_kv:
+            return list(self.states.get(slot, ())[:length])
+        size, table = self.config.page_tokens, self.tables.get(slot, [])
+        assert length <= len(table) * size, "within the table"
+        before, tokens = self.root, []
+        for position in range(length):
+            one = self._page(table[position // size])[position % size]
+            assert one is not None, "only what was written is read"
+            assert one.parent is before, "of the same prefix"
+            tokens.append(one.token)
+            before = one
+        return tokens
 
     def _restore_states(self, plan: Plan) -> None:
         for restore in plan.state_restores:
-            self._check_slot(restore.slot)
             if restore.snapshot_id in self.unsaved:
                 self._failed[restore.slot] = "there is no such state"
                 content = [HOLE] * restore.position
@@ -342,46 +397,9 @@ class FakeExecutor:
                 content = list(self.snapshots[restore.snapshot_id])
             assert len(content) == restore.position
             self.states[restore.slot] = content
-            if not self.config.keeps_kv:
-                self.rows[restore.slot] = list(content)
-            row = self.rows[restore.slot]
-            assert HOLE in row or HOLE in content or row == content, "of another prefix"
-            self._check_length(restore.slot)
-
-    def _move(self, plan: Plan) -> None:
-        sources = {move.source for move in plan.moves}
-        for move in plan.moves:
-            self._check_slot(move.target)
-            assert move.target not in sources
-            assert move.length == len(self.rows[move.source])
-            self.rows[move.target] = list(self.rows[move.source])
-            self.lost[move.target] = self.lost.get(move.source, 0)
-            self.states[move.target] = list(self.states[move.source])
-            self.sampled.pop(move.target, None)
-            if move.source in self.history:
-                self.history[move.target] = self.history.pop(move.source)
-            self._check_length(move.target)
-
-    def _copy(self, plan: Plan) -> None:
-        for copy in plan.copies:
-            self._check_slot(copy.target)
-            row, source = self.rows[copy.target], self.rows[copy.source]
-            assert len(row) == copy.start < copy.end <= len(source)
-            assert HOLE not in source and source[: copy.start] == row, "of another prefix"
-            row += source[copy.start : copy.end]
-            self._check_length(copy.target)
-
-    def _fill_rings(self, plan: Plan) -> None:
-        """Chunks are padded to the longest: their padding takes the place of positions too."""
-        width = max((len(chunk.token_ids) for chunk in plan.chunks), default=0)
-        wide = max((1 + len(decode.drafts) for decode in plan.decodes), default=0)
-        passes = [(decode.slot, decode.position, wide) for decode in plan.decodes]
-        passes += [(chunk.slot, chunk.start, width) for chunk in plan.chunks]
-        for slot, start, tokens in passes:
-            for ring in self.config.rings:
-                assert tokens <= ring.tokens - ring.window_tokens, "there is room for a pass"
-                lost = start + tokens - ring.tokens
-                self.lost[slot] = max(lost, self.lost.get(slot, 0) if start else 0)
+            if self.config.keeps_kv:
+                row = self.row(restore.slot, restore.position)
+                assert HOLE in row or HOLE in content or row == content, "of another prefix"
 
     def _decode(self, plan: Plan) -> list[list[int]]:
         assert len(plan.decodes) <= self.config.max_batch_size
@@ -404,7 +422,7 @@ class FakeExecutor:
                     break
                 token = expected_token
             # What is beyond is written as well, but counts as never computed.
-            assert decode.position + len(decode.drafts) < self.slabs[slot.slab_id][1]
+            self._check_room(slot, decode.position + 1 + len(decode.drafts))
             runs.append(run)
             self.sampled[slot] = run[-1]
             self.drafted += len(decode.drafts)
@@ -418,8 +436,9 @@ class FakeExecutor:
         found: list[tuple[int, ...]] = []
         for decode, run in zip(plan.decodes, runs, strict=True):
             end = decode.position + 1 + len(decode.drafts) + decode.guesses
-            assert end <= self.slabs[decode.slot.slab_id][1], "there is room to compute them"
-            tokens, first = [*self.rows[decode.slot], run[-1]], decode.output_index + len(run)
+            self._check_room(decode.slot, end)
+            row = self.row(decode.slot, decode.position + len(run))
+            tokens, first = [*row, run[-1]], decode.output_index + len(run)
             for index in range(first, first + decode.guesses):
                 right = self._random.random() >= self.wrong_guesses
                 tokens.append(sample(tokens, decode.sampling.seed, index) if right else 0)
@@ -430,7 +449,7 @@ class FakeExecutor:
         """Return what is sampled after ``token``, in place of draft ``number``."""
         slot, index = decode.slot, decode.output_index + number
         self._write(slot, decode.position + number, [token])
-        row = self.rows[slot]
+        row = self.row(slot, decode.position + number + 1)
         if decode.sampling.needs_history:
             self.history[slot].append(token)
             assert HOLE in row or self.history[slot] == tokens_of(row), "what penalties look at"
@@ -452,7 +471,7 @@ class FakeExecutor:
             self._write(chunk.slot, chunk.start, marked_chunk(chunk))
             assert len(chunk.target_ids) <= len(chunk.token_ids)
             if chunk.target_ids:
-                row = [abs(t) for t in tokens_of(self.rows[chunk.slot][: chunk.start])]
+                row = [abs(t) for t in tokens_of(self.row(chunk.slot, chunk.start))]
                 known = [*row, *chunk.token_ids]
                 found = (
                     logprobs_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
@@ -460,42 +479,40 @@ class FakeExecutor:
                 )
                 yield PromptLogprobs(chunk.slot, chunk.start, packed(list(found)))
 
-    def _save(self, plan: Plan) -> None:
-        for save in plan.saves:
-            self._check_slot(save.slot)
-            assert save.start % self.config.block_size == 0
-            assert save.start >= self.lost.get(save.slot, 0), "only what the slot still has"
-            for number, block in enumerate(save.block_ids, 1):
-                if save.slot in self._failed:
-                    self.unsaved.add(block)
-                    continue
-                end = save.start + number * self.config.block_size
-                row = self.rows[save.slot]
-                assert len(row) >= end, "only what is computed is saved"
-                self._keep(self.blocks, block, tuple(row[:end]))
-
     def _save_states(self, plan: Plan) -> None:
         for save in plan.state_saves:
-            self._check_slot(save.slot)
-            assert save.position % self.config.block_size == 0
+            assert save.position % self.config.state_tokens == 0
             if save.slot in self._failed:
                 self.unsaved.add(save.snapshot_id)
                 continue
             assert len(self.states[save.slot]) == save.position, "the state of that position"
-            self._keep(self.snapshots, save.snapshot_id, tuple(self.states[save.slot]))
+            self._keep(save.snapshot_id, tuple(self.states[save.slot]))
 
-    def check_hashes(self, hashes: dict[int, bytes], *, settled: bool) -> None:
-        """Check that the scheduler's blocks hold the prefixes of their hashes. As long as results
-        are on their way it may not know yet of blocks that do not."""
-        for block, block_hash in hashes.items():
-            if block in self.block_hashes:
-                continue
-            content = self.snapshots.get(block, self.blocks.get(block, ()))
-            if block in self.unsaved or HOLE in content:
-                assert not settled
-                continue
-            self.check_content(block_hash, content)
-            self.block_hashes[block] = block_hash
+    def check_named(self, block_hash: bytes, page: int, end: int, *, settled: bool) -> None:
+        """Check that a page holds the prefix of a hash up to ``end``. As long as results are on
+        their way the scheduler may not know yet that it does not."""
+        one = self._page(page)[end - 1]
+        if (block_hash, one) in self.checked:
+            return
+        assert one is not None
+        tokens = one.tokens
+        if HOLE in tokens:
+            assert not settled
+            return
+        assert len(tokens) % self.config.page_tokens == end % self.config.page_tokens
+        self.check_content(block_hash, tokens)
+        self.checked.add((block_hash, one))
+
+    def check_snapshot(self, snapshot: int, block_hash: bytes, *, settled: bool) -> None:
+        """The same for a snapshot."""
+        content = self.snapshots.get(snapshot, ())
+        if (block_hash, snapshot) in self.checked:
+            return
+        if snapshot in self.unsaved or HOLE in content:
+            assert not settled
+            return
+        self.check_content(block_hash, content)
+        self.checked.add((block_hash, snapshot))
 
     def check_content(self, block_hash: bytes, content: Sequence[int]) -> None:
         roots = [salted_root(self.config.namespace, salt) for salt in SALTS]
@@ -503,48 +520,49 @@ class FakeExecutor:
         tokens, pictures = tokens_of(content), marked_pictures.pictures_in(content)
         assert block_hash in {block_hashes(root, tokens, size, pictures)[-1] for root in roots}
 
-    def _keep(self, kept: dict[int, tuple[int, ...]], name: int, content: tuple[int, ...]) -> None:
-        assert name not in self.seen_blocks, "ids are never used twice"
-        assert len(content) % self.config.block_size == 0
-        self.seen_blocks.add(name)
-        kept[name] = content
-        self._check_memory()
+    def _keep(self, name: int, content: tuple[int, ...]) -> None:
+        assert name not in self.seen_ids, "ids are never used twice"
+        assert len(content) % self.config.state_tokens == 0
+        self.seen_ids.add(name)
+        self.snapshots[name] = content
 
     def _payload(self, content: tuple[int, ...]) -> tuple[memoryview, ...]:
         raw = memoryview(array("i", content).tobytes())
         return (raw[: len(raw) // 2], raw[len(raw) // 2 :])
 
     def _write(self, slot: Slot, start: int, tokens: Sequence[int]) -> None:
-        self._check_slot(slot)
-        row = self.rows.setdefault(slot, [])
-        if start == 0:
-            row.clear()
-        assert len(row) == start, "what is computed follows what is there"
-        row.extend(tokens)
+        """Compute the KV of ``tokens`` from ``start`` on. All positions before are read."""
+        if self.config.keeps_kv:
+            size, one = self.config.page_tokens, self.root
+            self.row(slot, start)
+            self._check_room(slot, start + len(tokens))
+            if start:
+                last = self._page(self.tables[slot][(start - 1) // size])[(start - 1) % size]
+                assert last is not None
+                one = last
+            for position, token in enumerate(tokens, start):
+                one = one.then(token)
+                self._page(self.tables[slot][position // size])[position % size] = one
         state = self.states.setdefault(slot, [])
         if start == 0:
             state.clear()
         if self.config.state_bytes:
             assert len(state) == start, "state goes on where it ended"
+        del state[start:]
         state.extend(tokens)
-        self._check_length(slot)
 
-    def _check_slot(self, slot: Slot) -> None:
-        assert slot.slab_id in self.slabs, "the slab is there"
-        assert 0 <= slot.row < self.slabs[slot.slab_id][0]
-
-    def _check_length(self, slot: Slot) -> None:
-        assert len(self.rows[slot]) <= self.slabs[slot.slab_id][1], "within the capacity"
+    def _check_room(self, slot: Slot, end: int) -> None:
+        if self.config.keeps_kv:
+            assert end <= len(self.tables[slot]) * self.config.page_tokens, "within the table"
+        assert end <= self.unpacked.get(slot, end), "within the unpacked row"
 
     def _check_memory(self) -> None:
         config = self.config
-        held = sum(rows * capacity for rows, capacity in self.slabs.values()) // config.block_size
-        used = held * config.slot_block_bytes + len(self.blocks) * config.block_bytes
-        used += sum(rows for rows, _ in self.slabs.values()) * config.state_bytes
-        for ring in config.rings:
-            spared = (rows * max(0, tokens - ring.tokens) for rows, tokens in self.slabs.values())
-            used -= sum(spared) * ring.token_bytes
-        used += len(self.snapshots) * config.state_bytes
+        used = self.num_pages * config.page_bytes + len(self.snapshots) * config.state_bytes
+        used += len(self.states) * config.state_bytes
+        used += sum(self.unpacked.values()) * config.unpacked_token_bytes
+        lengths = [len(table) for table in self.tables.values()]
+        used += max(lengths, default=0) * config.page_tokens * config.gather_token_bytes
         for one in self.passes.values():
             used += max(0, len(one.chunks[0].token_ids) - MIN_TOKENS) * config.pass_token_bytes
         assert used <= config.limit_bytes, "over the limit"

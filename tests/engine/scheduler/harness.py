@@ -33,11 +33,13 @@ def prompt(length: int, start: int = 0) -> list[int]:
 
 
 def config(**changes: Any) -> SchedulerConfig:
-    """Return the configuration of a small engine: ``blocks`` blocks (64) of 4 tokens."""
+    """Return the configuration of a small engine: ``blocks`` blocks (64) of 4 tokens, in pages of
+    four."""
     blocks = changes.pop("blocks", 64)
     fields: dict[str, Any] = {
         "block_size": 4,
         "block_bytes": BLOCK_BYTES,
+        "page_tokens": changes.pop("blocks_per_page", 4) * changes.get("block_size", 4),
         "limit_bytes": blocks * BLOCK_BYTES,
         "context_length": 200,
         "max_batch_size": 4,
@@ -178,7 +180,7 @@ class Engine:
         self.check()
 
     def answer_store(self) -> None:
-        """Answer the oldest fetch with the stored blocks up to the first that is missing."""
+        """Answer the oldest fetch with the stored pages up to the first that is missing."""
         ticket, hashes, states, _ = self.fetches.popleft()
         run = list(takewhile(self.stored.__contains__, hashes))
         state = None if states is None else self._find_state(states, len(run))
@@ -269,13 +271,15 @@ class Engine:
     def check(self) -> None:
         self.scheduler.check_integrity()
         self.collect()
-        memory = self.scheduler.memory
-        assert {*memory.backlog} <= {*memory.blocks, *memory.snapshots}
-        named = {block.id: block.hash for block in memory.blocks}
-        named |= {
-            s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published_hashes()
-        }
-        self.executor.check_hashes(named, settled=not self.results)
+        memory, settled = self.scheduler.memory, not self.results
+        contents = {page.content for page in memory.pages}
+        assert {*memory.backlog} <= {*contents, *memory.snapshots}
+        for page in memory.pages:
+            for end, block_hash in page.names.items():
+                self.executor.check_named(block_hash, page.number, end, settled=settled)
+        for snapshot in memory.snapshots:
+            if memory.snapshots.is_published(snapshot):
+                self.executor.check_snapshot(snapshot.id, snapshot.hash, settled=settled)
         assert self.cached == set(self.scheduler.cached_hashes())
 
     def collect(self) -> None:
@@ -302,11 +306,16 @@ class Engine:
         assert self.cached.issuperset(outputs.cache_removed)
         self.cached = (self.cached | set(outputs.cache_added)) - set(outputs.cache_removed)
 
+    @property
+    def longest(self) -> int:
+        """The max tokens of a sequence."""
+        return min(self.config.context_length, self.config.capacity)
+
     def assert_right(self, client: Client) -> None:
         """Check that ``client`` got exactly its text, and that its usage is right."""
         end = client.end
         assert end is not None and end.usage is not None, client
-        tokens, finish = expected(client.request, self.config.context_length)
+        tokens, finish = expected(client.request, self.longest)
         assert [*client.request.generated, *client.tokens] == tokens
         assert end.finish == finish
         assert end.stop_token == (tokens[-1] if finish == "stop" else None)
@@ -323,6 +332,7 @@ class Engine:
         assert (stats.running, stats.waiting, stats.unevictable_bytes) == (0, 0, 0)
         memory = scheduler.memory
         assert not memory.backlog.num_exported
-        assert set(self.executor.blocks) == {block.id for block in memory.blocks}
+        assert self.executor.num_pages == memory.pages.num_pages
+        assert len(memory.pages) == memory.pages.num_cached
         assert set(self.executor.snapshots) == {snapshot.id for snapshot in memory.snapshots}
         assert len(memory.snapshots.published_hashes()) == len(memory.snapshots)

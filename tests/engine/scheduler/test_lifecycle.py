@@ -88,7 +88,7 @@ def test_a_resumed_request_that_had_ended_ends_at_once() -> None:
         ({"stop_token_ids": [2**40]}, "invalid", "stop_token_ids"),
         ({"max_tokens": 0}, "invalid", "max_tokens"),
         ({"prompt": [1] * 200}, "too_large", "prompt"),
-        ({"prompt": [1] * 60, "max_tokens": 6}, "too_large", "max_tokens"),
+        ({"prompt": [1] * 64, "max_tokens": 6}, "too_large", "prompt"),
         (
             {"sampling": wire.SamplingParams(seed=1, logit_bias=[(20, 1.0)])},
             "invalid",

@@ -158,7 +158,7 @@ def test_a_sequence_of_more_tokens_than_a_slot_holds_is_drafted_to_its_end(own: 
 
 def test_preempted_and_resumed_sequences_go_on_as_without_a_draft_model(exact: Drafted) -> None:
     config = exact.whole.replica.scheduler.config
-    exact.whole.renew(False, limit_bytes=config.slab_bytes(3, 128))
+    exact.whole.renew(False, limit_bytes=6 * config.page_bytes)
     exact.check(("bound", *UNCHANGED))  # the longest first: others run when its slot is full
     assert exact.counts.drafted > 60
     assert exact.whole.scheduler.stats().preemptions_total

@@ -204,7 +204,7 @@ def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
 @of_kinds("llama", "jamba")
 def test_sequences_that_lose_their_slots_go_on_as_without_drafts(one: Engine) -> None:
     config = one.whole.replica.scheduler.config
-    one.renew(drafts=True, limit_bytes=config.slab_bytes(2, 128))
+    one.renew(drafts=True, limit_bytes=4 * config.page_bytes)
     one.run(*REQUESTS)
     assert one.whole.scheduler.stats().preemptions_total
     one.check()

@@ -81,7 +81,7 @@ def test_sequences_that_lose_their_slots_go_on_as_without_a_head(
 ) -> None:
     engine = headed("qwen3_next")
     limit = engine.whole.replica.scheduler.config
-    engine.renew(limit_bytes=limit.slab_bytes(2, 96))
+    engine.renew(limit_bytes=4 * limit.page_bytes)
     engine.check()
     assert engine.whole.scheduler.stats().preemptions_total
 

@@ -165,7 +165,7 @@ def test_requests_at_once_with_a_new_picture_encode_it_once(one: Seeing) -> None
 @of_families("idefics3", "gemma3", "qwen3_5", "glm4v", "kimi_vl")
 def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(one: Seeing) -> None:
     config = one.whole.replica.scheduler.config
-    one.renew(limit_bytes=config.slab_bytes(3, 64))
+    one.renew(limit_bytes=4 * config.page_bytes)
     for name, request in one.requests.items():
         one.submit(name, request, 40)
     one.whole.run()

@@ -41,6 +41,8 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+AGENT_TOKENS = 10_000
+"""Tokens of a coding agent's conversation early in a session, in the line that says what fits."""
 LAYERS_REVISION = 1
 """Raised with every change of our own layers or quantization that corrects keys and values: those
 stored before are not used any more."""
@@ -111,11 +113,11 @@ def build_replica(
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
     _touch_memory(executor.spec, loaded, sizes)
-    _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)
     namespace = _block_namespace(executor, loaded, settings, head, layers)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
+    _log_sizes(executor.spec, config, sizes)
     speculator = make_speculator(settings, executor.spec, draft_model)
     return Replica(
         executor=executor,
@@ -171,7 +173,7 @@ def build_rank(
 def _touch_memory(spec: ExecutorSpec, loaded: LoadedModel, sizes: MemorySizes) -> None:
     """Touch memory that the first requests will use."""
     if device.uses_host():
-        context_bytes = spec.slot_token_bytes * loaded.context_length
+        context_bytes = (spec.token_bytes + spec.unpacked_token_bytes) * loaded.context_length
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
 
 
@@ -239,20 +241,17 @@ def choose_executor_of(
     return executor
 
 
-def _log_sizes(
-    spec: ExecutorSpec, loaded: LoadedModel, settings: Settings, sizes: MemorySizes
-) -> None:
+def _log_sizes(spec: ExecutorSpec, config: SchedulerConfig, sizes: MemorySizes) -> None:
     if spec.keeps_kv:
-        limit = spec.max_sequences or settings.max_batch_size
-        sequences = min(limit, sizes.kv_bytes // sizes.slot_block_bytes)
+        longest = min(config.capacity, config.context_length)
+        agents = config.capacity // AGENT_TOKENS
         logger.info(
-            "KV cache: %d blocks of %d tokens in %d bits, %.1f GB: %d sequences of %d tokens each",
-            sizes.num_blocks,
-            settings.block_size,
-            spec.kv_bits,
+            "KV cache: %.1f GB in %d bits, for %s tokens: the longest conversation has %s, and %s",
             sizes.kv_bytes / 1e9,
-            sequences,
-            min(sizes.kv_bytes // spec.slot_token_bytes // sequences, loaded.context_length),
+            spec.kv_bits,
+            f"{config.capacity:,}",
+            f"{longest:,}",
+            f"{agents} of {AGENT_TOKENS:,} fit at once" if agents else "none of 10,000 fits",
         )
     if spec.state_bytes:
         logger.info(

@@ -262,6 +262,11 @@ class Scheduler:
         return not (sequences.live or self._in_flight or unsent)
 
     @property
+    def context_length(self) -> int:
+        """The tokens of the longest sequence: the model's, or what memory holds."""
+        return min(self.config.context_length, self.memory.capacity)
+
+    @property
     def num_unstored(self) -> int:
         """Number of pages and snapshots waiting to be sent to the kvstore."""
         return len(self.memory.backlog)

@@ -267,7 +267,7 @@ def _hello(
         fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
         parameters=loaded.parameters,
         weights_bytes=sum(file.stat().st_size for file in loaded.weight_files),
-        context_length=loaded.context_length,
+        context_length=replica.scheduler.context_length,
         vocab_size=loaded.vocab_size,
         block_size=options.block_size,
         total_blocks=replica.num_blocks,

@@ -70,10 +70,11 @@ def _tables(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -
         number, place = divmod(seq.num_computed_tokens, config.page_tokens)
         if config.keeps_kv and number < len(seq.pages) and seq.pages[number].named_end > place:
             yield f"{seq.request.request_id} writes a page that others may read"
-    if (fixed := sum(page.passes for page in memory.pages)) and not any(
-        seq.pass_end for seq in holders
-    ):
-        yield f"{fixed} pages are fixed, and no pass is open"
+    fixed = Counter(page for seq in holders if seq.pass_end for page in seq.pages)
+    fixed.update(memory.unfixed)
+    for page in memory.pages:
+        if page.passes != fixed[page]:
+            yield f"{page.passes} passes keep page {page.number}, which {fixed[page]} use"
 
 
 def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -> Iterator[str]:

@@ -63,7 +63,9 @@ class Memory:
         self._largest_pass_bytes = 0
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.backlog = StoreBacklog(config)
+        self._sent_unpacked: set[Sequence] = set()  # sequences whose rows are unpacked by now
         self._sent_pages = 0  # number of pages in the last plan that had one
+        self.unfixed: list[Page] = []  # of passes that have ended since the last plan
         self._held: list[Page] = []  # referred to by operations of the plan being built
         self._exports_first: list[Export] = []
         self._exported_names: list[BlockName] = []
@@ -184,6 +186,15 @@ class Memory:
         """Like `hold`, for a page that was just taken, and is in no table yet."""
         self._held.append(page)
 
+    def fix(self, seq: Sequence) -> None:
+        """Keep the numbers of its pages, because ``seq`` is in a pass that knows them."""
+        for page in seq.pages:
+            page.passes += 1
+
+    def unfix(self, seq: Sequence) -> None:
+        """Undo `fix`, after the plan that is being built: it may complete the pass."""
+        self.unfixed += seq.pages
+
     def release(self, seq: Sequence) -> None:
         """Release the pages of ``seq``, and its unpacked row. Its head was used last of all."""
         for page in reversed(seq.pages):
@@ -193,7 +204,19 @@ class Memory:
         self.holders.pop(seq, None)
         self._changed.pop(seq, None)
         self._unpacked.pop(seq, None)
+        self._sent_unpacked.discard(seq)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
+
+    def reserve_gathers(self, tokens: int, *, keep: int = 0) -> bool:
+        """Reserve memory for gathers of a sequence of ``tokens``, and leave ``keep`` pages free or
+        cached. Return False if there is no room."""
+        more = self._gathers(tokens) - self.gather_bytes
+        if more > 0:
+            if not self._make_room(more, keep=keep):
+                return False
+            self.ledger.reserve(more)
+            self.gather_bytes += more
+        return True
 
     def update_gathers(self) -> None:
         """Release what gathers of sequences that have ended took."""
@@ -228,6 +251,8 @@ class Memory:
         if size := self.unpacked_bytes.pop(seq, 0):
             self.ledger.release(size)
             self._unpacked[seq] = 0
+            if seq not in self._sent_unpacked:
+                del self._unpacked[seq]
 
     # -- passes and fetches --------------------------------------------------------
 
@@ -394,6 +419,8 @@ class Memory:
         after that until the next plan."""
         for page in self._held:
             self.pages.release(page)
+        for page in self.unfixed:
+            page.passes -= 1
         moved = self.pages.settle()
         pages = {page for page, _ in moved}
         for seq in self.holders if pages else ():
@@ -423,6 +450,7 @@ class Memory:
             ),
             names=tuple(self._exported_names),
         )
+        self._sent_unpacked = {*self.unpacked_bytes}
         self._forget_plan()
         return changes
 
@@ -437,6 +465,7 @@ class Memory:
             kept.clear()
         for held in (self.holders, self.fetch_reservations, self.unpacked_bytes, self.used_slots):
             held.clear()
+        self._sent_unpacked.clear()
         self._free_slots = list(range(self._config.completion_batch_size))
         self.withdrawn_bytes = self.gather_bytes = self._sent_pages = 0
         self._largest_pass_bytes = 0
@@ -450,6 +479,7 @@ class Memory:
         self.ledger.ran_out(least + config.state_bytes + config.beside_bytes)
 
     def _forget_plan(self) -> None:
+        self.unfixed.clear()
         self._held.clear()
         self._exports_first.clear()
         self._exported_names.clear()
@@ -466,16 +496,13 @@ class Memory:
         gathers = max(0, self._gathers(tokens) - self.gather_bytes)
         size = self._config.page_bytes
         lacking = number - self.pages.num_free
-        shortfall = gathers + max(0, lacking) * size + self.ledger.shortfall(0)
-        if shortfall > 0 and not evicts:
+        shortfall = gathers + lacking * size + self.ledger.shortfall(0)
+        if not evicts and gathers + max(0, lacking) * size + self.ledger.shortfall(0) > 0:
             return False
         if shortfall > self._cached_bytes() + self._droppable_bytes():
             return False
-        if gathers:
-            if not self._make_room(gathers, keep=number):
-                return False
-            self.ledger.reserve(gathers)
-            self.gather_bytes += gathers
+        if not self.reserve_gathers(tokens, keep=number):
+            return False
         while (lacking := number - self.pages.num_free) > 0:
             kept_bytes = max(0, self._largest_pass_bytes - self.pass_bytes)
             if self._add_pages(lacking, kept_bytes if evicts else 0):

@@ -83,8 +83,7 @@ class OpenPasses:
         for chunk in one.chunks:
             self._by_sequence[chunk.seq] = one
             chunk.seq.pass_end = chunk.end
-            for page in chunk.seq.pages:
-                page.passes += 1
+            self._memory.fix(chunk.seq)
 
     def drop(self, seq: Sequence) -> None:
         """Abandon the pass of ``seq``, if there is one. The other sequences in it restart
@@ -133,5 +132,4 @@ class OpenPasses:
     def _release(self, seq: Sequence) -> None:
         del self._by_sequence[seq]
         seq.pass_end = 0
-        for page in seq.pages:
-            page.passes -= 1
+        self._memory.unfix(seq)

@@ -117,6 +117,11 @@ class PlanBuilder:
         self.step.restored.setdefault(seq, []).append(snapshot)
         self.step.by_slot[slot] = seq
 
+    def preempt(self, seq: Sequence) -> None:
+        """Note that ``seq`` loses its slot with this plan, which nothing else uses."""
+        self.preempted.append(seq)
+        self.state_restores = [one for one in self.state_restores if one.slot != seq.slot]
+
     def decode(self, seq: Sequence, decode: plan.Decode, proposal: Proposal | None) -> None:
         """Decode a token of ``seq``, with the drafts of ``proposal``."""
         self.decodes.append(decode)

@@ -103,12 +103,16 @@ class Planner:
 
     def _make_pages(self, seq: Sequence, tokens: int, builder: PlanBuilder) -> bool:
         """Give ``seq`` pages for so many positions. If there is no room, the last sequences are
-        preempted, and at last ``seq`` itself: then return False. Also if room is coming."""
+        preempted, and at last ``seq`` itself: then return False. Also if room is coming, as it is
+        for a sequence that is alone: it may have restored the state that takes its room."""
         while not self._memory.grow(seq, tokens):
             builder.changed = True
             if self._sequences.leaving or self._sequences.count(Status.ENDING):
                 return False
-            last = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)[-1]
+            running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
+            if running == [seq] and not builder.preempted:
+                return False
+            last = running[-1]
             self.preempt(last, builder)
             if last is seq:
                 return False
@@ -123,7 +127,7 @@ class Planner:
             self._prefix_cache.name_computed(seq, builder.step)
         self._memory.release(seq)
         self._snapshot_policy.touch_trailing(seq)
-        builder.preempted.append(seq)
+        builder.preempt(seq)
         self._counters.preemptions += 1
 
     # -- joining -------------------------------------------------------------------

@@ -119,7 +119,8 @@ class PrefixCache:
             self._pages.acquire(page)
             pages.append(page)
         reached = max(end // size, known) * size
-        if end > reached:
+        has_room = self._memory.reserve_gathers(end * config.block_size)
+        if end > reached and has_room:
             part_end = (end - reached) * config.block_size
             found = self._pages.part_of_page(seq.block_hashes[end - 1], part_end)
             assert found is not None
@@ -131,7 +132,7 @@ class PrefixCache:
                 pages.append(copied)
                 reached = end
         is_whole = reached == end or not config.whole_picture_tokens
-        if is_whole and reached * config.block_size > seq.num_computed_tokens:
+        if has_room and is_whole and reached * config.block_size > seq.num_computed_tokens:
             self._memory.replace(seq, known, pages)
             return reached
         for page in reversed(pages):

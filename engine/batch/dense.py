@@ -1,8 +1,7 @@
 """Batches for models that use keys, values or masks outside mlx-lm's attention.
 
 Some models compute with the keys, or expand, cut or cast them. For these, each layer's cache
-returns arrays. That is slower than handles, because every layer copies the rows side by side,
-but it is still one pass for all rows."""
+returns arrays: the rows' pages gathered side by side."""
 
 from __future__ import annotations
 
@@ -13,11 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from engine.batch.axes import Axes
-from engine.batch.graph import GraphBatch
-from engine.batch.groups import Mask
+from engine.batch.graph import GraphBatch, Mask, Reach, RowGroup
 from engine.batch.ragged import Row, effective_window
 from engine.cache.layout import AttentionLayout, Layout
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.slots import Slots
 
 
 class DenseBatch(GraphBatch):
@@ -31,8 +29,8 @@ class DenseBatch(GraphBatch):
     mask_axes = 4
     """Axes of a mask for several rows: (batch, heads, queries, keys)."""
 
-    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
-        super().__init__(layout, slabs, rows)
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
         self.longest = max(row.end for row in rows)
         self._dense_masks: dict[int | None, mx.array] = {}
 
@@ -40,28 +38,17 @@ class DenseBatch(GraphBatch):
         return DenseKVCacheView(self, number, layer)
 
     @cached_property
-    def _picked(self) -> list[tuple[Slab, slice | mx.array]]:
-        """Each slab and its rows: a slice if they are adjacent, which avoids a copy."""
-        found: list[tuple[Slab, slice | mx.array]] = []
-        for slab, _, rows in self.by_slab():
-            numbers = [row.slot.row for row in rows]
-            are_neighbours = numbers == list(range(numbers[0], numbers[-1] + 1))
-            stretch = slice(numbers[0], numbers[-1] + 1)
-            found.append((slab, stretch if are_neighbours else mx.array(numbers)))
-        return found
+    def _all(self) -> RowGroup:
+        return RowGroup(self.rows, self.tables, self._pages.page_tokens, self.width)
+
+    @cached_property
+    def _whole(self) -> Reach:
+        return self._all.whole(self.longest)
 
     def fetch(self, number: int) -> mx.array:
-        """Return array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
-        parts = []
-        for slab, rows in self._picked:
-            if self.layout.arrays[number].dim == 0:
-                return slab.part(number)[: len(self.rows), :, : self.longest]
-            part = slab.read(number, rows, self.longest)
-            missing = self.longest - part.shape[2]
-            if missing > 0:
-                part = mx.pad(part, [(0, 0), (0, 0), (0, missing), (0, 0)])
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        """Return array ``number`` of the layout: (batch, kv_heads, longest, dim)."""
+        layer, half = divmod(number, 2)
+        return self._gathered(layer, self._all, self._whole, half)
 
     def mask(self, window: int | None) -> mx.array:
         """Return the mask of each row's own positions, within the last ``window``.

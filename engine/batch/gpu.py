@@ -36,8 +36,6 @@ class GPUBatch(GraphBatch):
 
     call_cost_tokens: float = 8_192
     query_cost = 1 / 8
-    compiles = True
-    has_rings = True
 
     @classmethod
     def measured(cls, layer: AttentionLayout) -> type[GPUBatch]:

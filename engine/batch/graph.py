@@ -1,31 +1,91 @@
-"""Attention over slabs as operations of MLX's graph, as few as possible.
+"""Attention over pages as operations of MLX's graph, as few as possible.
 
-On a GPU each operation is a kernel. Its launch and the host's time to build it cost more than a
-few thousand positions of padding. Therefore keys and values of all rows of a slab are written in
-one operation each, rows attend together unless their lengths differ by a lot, and whatever is
-the same in every layer is created once."""
+On a GPU each operation is a kernel. Its launch and the host's time to build it cost more than a few
+thousand positions of padding. Therefore the keys and values of all rows are written in one operation
+for each layer, rows attend together unless their lengths differ by a lot, and whatever is the same
+in every layer is created once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 
-from engine.batch.given import Given
-from engine.batch.groups import Reach, RowGroup, row_groups
-from engine.batch.places import places, sources
 from engine.batch.ragged import RaggedBatch, Row
-from engine.batch.writing import SlabWriter
-from engine.cache.layout import AttentionLayout, Layout
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.graph_pages import GraphPages, PageFormat
+from engine.cache.grouping import split_runs
+from engine.cache.layout import Layout
+from engine.cache.slots import Slots
 
-GroupReach: TypeAlias = tuple[RowGroup, slice, Reach]
+Mask: TypeAlias = mx.array | str | None
+
+
+class Reach:
+    """The positions that some rows of a batch attend to within a window."""
+
+    def __init__(self, tables: mx.array, first: int, end: int, mask: Mask) -> None:
+        """``tables`` (rows, pages) are the pages to gather, the first of which begins at position
+        ``first``. Positions from ``end`` on are cut off. ``mask`` is (rows or 1, 1, queries,
+        positions), "causal" or None."""
+        self.tables, self.first, self.end, self.mask = tables, first, end, mask
+
+
+class RowGroup:
+    """Rows of a batch that attend in one call, padded to the longest."""
+
+    def __init__(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[int]], page_tokens: int, width: int
+    ) -> None:
+        self._starts = [row.start for row in rows]
+        self._ends = [row.end for row in rows]
+        self._tables, self._size, self._width = tables, page_tokens, width
+        self._is_even = len(set(self._starts)) == 1
+
+    def reach(self, window: int | None, spans: Sequence[tuple[int, int]] = ()) -> Reach:
+        """Return what the rows attend to. With a ``window``, it starts with the first page that any
+        of them sees. The tokens of each of ``spans``, in the only row, attend to the whole span."""
+        low, width, size = min(self._starts), self._width, self._size
+        # Of even rows, the last query of the mask is at the end, in padding or not.
+        end = low + width if self._is_even else max(self._ends)
+        seen = 0 if window is None else max(0, low + 1 - window)
+        first = seen // size * size
+        is_cut = window is not None and end - first > window
+        tables = self._padded(first // size, -(-end // size))
+        if self._is_even and not is_cut and not spans:
+            return Reach(tables, first, end, "causal" if width > 1 else None)
+        positions = mx.arange(first, end)
+        starts = self._starts[:1] if self._is_even else self._starts
+        queries = mx.array(starts)[:, None, None, None]
+        if width > 1:
+            # Padding attends to something too: the mean of nothing is NaN, which would be stored.
+            queries = mx.minimum(queries + mx.arange(width)[:, None], end - 1)
+        mask = positions <= queries
+        if is_cut:
+            mask = mask & (positions > queries - window)
+        for begin, last in spans:
+            inside = (queries >= begin) & (queries < last)
+            mask = mask | (inside & (positions >= begin) & (positions < last))
+        return Reach(tables, first, end, mask)
+
+    def whole(self, end: int) -> Reach:
+        """Return all positions up to ``end``, without a mask."""
+        return Reach(self._padded(0, -(-end // self._size)), 0, end, None)
+
+    def _padded(self, first: int, count: int) -> mx.array:
+        pages = [table[first:count] for table in self._tables]
+        return mx.array([[*some, *[0] * (count - first - len(some))] for some in pages])
+
+    @cached_property
+    def ends(self) -> mx.array:
+        return mx.array(self._ends)[:, None, None, None]
 
 
 class GraphBatch(RaggedBatch):
-    """Rows are written slab by slab, and attend group by group."""
+    """Rows are written together, and attend group by group."""
+
+    pages_class = GraphPages
 
     call_cost_tokens: float = 150
     """Fixed cost of one attention call over one layer with one query per row, see
@@ -35,123 +95,97 @@ class GraphBatch(RaggedBatch):
     """What each further query of a row adds to the cost of a position, as a fraction of the
     first."""
 
-    compiles = mx.default_device() == mx.gpu
-    """Whether rounding is compiled. On a CPU that would require a compiler on the server."""
-
-    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
-        super().__init__(layout, slabs, rows)
-        self._sources = None if self.decoding else sources(self.by_slab())
-        self._writers: dict[int | None, SlabWriter] = {}
-        self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
-        self._slab_rows = self._rows_of_slabs()
-        # Slots contain values, so attention reads them directly.
-        self._holds_values = layout.dequantized or layout.precision.bits == 16
-
-    def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
-        return iter(self._stretches)
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
+        assert isinstance(slots.pages, GraphPages)
+        self._pages = slots.pages
+        self._places: dict[PageFormat, mx.array] = {}
+        self._reaches: dict[int | None, list[Reach]] = {}
 
     @cached_property
-    def _stretches(self) -> list[tuple[Slab, int, Sequence[Row]]]:
-        return list(super().by_slab())
+    def _tokens(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Pages and indices of all new tokens, and the numbers of these tokens in the padded batch:
+        None if nothing is padded."""
+        size, width = self._pages.page_tokens, self.width
+        pages, indices, numbers = [], [], []
+        for i, (row, table) in enumerate(zip(self.rows, self.tables, strict=True)):
+            for position in range(row.start, row.end):
+                pages.append(table[position // size])
+                indices.append(position % size)
+            numbers += range(i * width, i * width + row.width)
+        is_padded = len(numbers) < len(self.rows) * width
+        return mx.array(pages), mx.array(indices), mx.array(numbers) if is_padded else None
 
-    def resume(self) -> None:
-        """Look up places again if slabs have a different number of rows by now: values come
-        after the keys of all rows."""
-        if (rows := self._rows_of_slabs()) != self._slab_rows:
-            self.finish_writes()
-            self._writers.clear()
-            self._reaches.clear()
-            self._slab_rows = rows
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        pages, indices, numbers = self._tokens
+        form = self._pages.formats[layer]
+        places = self._places.get(form)
+        if places is None:
+            places = self._places[form] = form.places(pages, indices)
+        both = []
+        for new in (keys, values):
+            flat = new.swapaxes(1, 2).flatten(0, 1)  # (tokens, kv_heads, dim)
+            both.append(flat if numbers is None else flat[numbers])
+        self._pages.write(layer, places, *both)
 
-    def _rows_of_slabs(self) -> list[int]:
-        return [slab.rows for slab, _, _ in self.by_slab()]
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        """The rows of each group, by length."""
+        order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].end)
+        cost = self.call_cost_tokens / (1 + self.query_cost * (self.width - 1))
+        lengths = [self.rows[i].end for i in order]
+        runs = split_runs(range(len(order)), lengths, cost)
+        return [order[run.first : run.last + 1] for run in runs]
 
     @cached_property
     def _groups(self) -> list[RowGroup]:
-        cost = self.call_cost_tokens / (1 + self.query_cost * (self.width - 1))
+        size = self._pages.page_tokens
         return [
-            group
-            for slab, first, rows in self.by_slab()
-            for group in row_groups(slab, first, rows, self.width, cost)
+            RowGroup(
+                [self.rows[i] for i in members],
+                [self.tables[i] for i in members],
+                size,
+                self.width,
+            )
+            for members in self._members
         ]
 
     @cached_property
     def _order(self) -> tuple[mx.array, mx.array] | None:
-        """The batch row of each attending row, and the index of each batch row among those. None
-        if they are the same, because no group has other rows between its members."""
-        total = sum(group.size for group in self._groups)
-        if total == len(self.rows):
+        """The rows in the order of groups, and the inverse; None if it is the batch's."""
+        order = [i for members in self._members for i in members]
+        if order == list(range(len(order))):
             return None
-        gather: list[int] = []
-        scatter: list[int] = []
-        for group in self._groups:
-            scatter += [len(gather) + place for place in group.places()]
-            gather += group.batch_rows()
-        return mx.array(gather), mx.array(scatter)
-
-    def logits(
-        self, model: Any, inputs: mx.array, *, kv_only: bool = False, given: Given | None = None
-    ) -> mx.array:
-        found = super().logits(model, inputs, kv_only=kv_only, given=given)
-        self.finish_writes()
-        return found
-
-    def finish_writes(self) -> None:
-        """Write what the layers' writes left for the end of the pass."""
-        for writer in self._writers.values():
-            writer.flush()
-
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        ring = self.layout.layers[layer].ring_tokens
-        writer = self._writers.get(ring) or self._writer(ring)
-        writer.write(layer, keys, values)
+        return mx.array(order), mx.array(sorted(range(len(order)), key=order.__getitem__))
 
     def attend(
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        its = self.layout.layers[layer]
-        if its.ring_tokens is not None and its.window is not None:  # nothing more is kept
-            window = min(window or its.window, its.window)
-        reaches = self._reaches.get((window, its.ring_tokens)) or self._reach(window, its)
-        order = self._order
-        if order is not None:
+        if window not in self._reaches:
+            spans = () if self.given is None else self.given.spans
+            self._reaches[window] = [group.reach(window, spans) for group in self._groups]
+        if (order := self._order) is not None:
             query = query[order[0]]
-        places = self.layout.places
-        keys_at, values_at = places[2 * layer], places[2 * layer + 1]
-        outputs = []
-        for group, part, reach in reaches:
-            if self._holds_values:
-                arrays = group.slab.arrays
-                keys = arrays[keys_at.array][reach.where[keys_at.half]]
-                values = arrays[values_at.array][reach.where[values_at.half]]
-            else:
-                keys, values = (
-                    group.slab.read(number, reach.rows, reach.end, reach.first)
-                    for number in (2 * layer, 2 * layer + 1)
-                )
-            asked = query if len(reaches) == 1 else query[part]
+        outputs, first = [], 0
+        for group, members, reach in zip(
+            self._groups, self._members, self._reaches[window], strict=True
+        ):
+            last = first + len(members)
+            asked = query if len(self._groups) == 1 else query[first:last]
+            keys, values = (self._gathered(layer, group, reach, half) for half in (0, 1))
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     asked, keys, values, scale=scale, mask=reach.mask, sinks=sinks
                 )
             )
+            first = last
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return out if order is None else out[order[1]]
 
-    def _writer(self, ring: int | None) -> SlabWriter:
-        where = places(self.by_slab(), len(self.rows), ring)
-        writer = SlabWriter(self.layout, where, self._sources, self.compiles)
-        self._writers[ring] = writer
-        return writer
-
-    def _reach(self, window: int | None, layer: AttentionLayout) -> list[GroupReach]:
-        """Return the groups, their queries, and what they attend to."""
-        reaches, first = [], 0
-        for group in self._groups:
-            reach = group.reach(window, layer.ring_tokens)
-            if self.given is not None and self.given.spans:
-                reach = group.whole_reach(reach, self.given.spans, layer.ring_tokens)
-            reaches.append((group, slice(first, first + group.size), reach))
-            first += group.size
-        self._reaches[window, layer.ring_tokens] = reaches
-        return reaches
+    def _gathered(self, layer: int, group: RowGroup, reach: Reach, half: int) -> mx.array:
+        """Return keys or values (rows, kv_heads, positions, dim), with zeros behind each row's end:
+        what pages hold there may be NaN."""
+        found = self._pages.gather(layer, reach.tables, half).array
+        found = found[:, :, : reach.end - reach.first]
+        positions = mx.arange(reach.first, reach.end)[:, None]
+        return mx.where(positions < group.ends, found, mx.array(0, found.dtype))

@@ -62,6 +62,11 @@ class Pages(ABC):
         """The arrays that graphs of a step write, to be evaluated: one for each layer, none on the
         host."""
 
+    def take_exporting(self) -> list[mx.array]:
+        """Return the arrays that the exporters made since the last call read. They are dispatched
+        before pages are written again."""
+        return []
+
     @property
     @abstractmethod
     def nbytes(self) -> int:

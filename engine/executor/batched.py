@@ -106,7 +106,7 @@ class BatchedExecutor(Executor):
             self._last.finish()
         started = self._line.begin(self._last is not None and self._last.goes_on_in(plan))
         self._stopwatch.start()
-        self._export(plan.exports_first, self._line.piece)
+        self._export(plan.exports_first)
         for number in plan.dropped_passes:
             self._passes.close(number)
         if self._passes.pictures is not None:
@@ -180,8 +180,6 @@ class BatchedExecutor(Executor):
         elif not step.prefill:
             step.piece = self._line.piece
         step.save_chunks = partial(self._save_chunks, plan, changed, step.failed)
-        if not step.prefill:
-            self._export(plan.exports, self._line.piece)
 
     def _save(
         self, plan: Plan, wanted: Callable[[Slot], bool], failed: Sequence[tuple[Slot, str]]
@@ -204,7 +202,7 @@ class BatchedExecutor(Executor):
         with self._stopwatch.computing():
             for saved in self._save(plan, changed.__contains__, failed):
                 piece = self._line.send(saved, kept=True)
-        self._export(plan.exports, self._line.piece)
+        self._export(plan.exports)
         return piece
 
     def wait(self) -> None:
@@ -226,15 +224,20 @@ class BatchedExecutor(Executor):
         table = self._slots.tables[slot]
         return [self._pages.read(n, table, length) for n in range(len(self.layout.arrays))]
 
-    def _export(self, exports: Iterable[Export], piece: Piece | None) -> None:
-        """Return the bytes of pages and snapshots once ``piece`` is done. A snapshot whose sequence
-        failed does not exist."""
-        for each in exports:
-            block_id, page = each.block_id, each.page
-            if page is not None:
-                self._late.add_export(piece, block_id, self._pages.exporter(page))
-            elif block_id in self._snapshots:
-                self._late.add_export(piece, block_id, self._snapshots.exporter(block_id))
+    def _export(self, exports: Iterable[Export]) -> None:
+        """Return the bytes of pages and snapshots with a result, as they are once all that was
+        dispatched is done. A snapshot whose sequence failed does not exist."""
+        found = {
+            each.block_id: self._snapshots.exporter(each.block_id)
+            if each.page is None
+            else self._pages.exporter(each.page)
+            for each in exports
+            if each.page is not None or each.block_id in self._snapshots
+        }
+        if arrays := self._pages.take_exporting():
+            self._line.send(arrays, kept=True)
+        for block_id, exporter in found.items():
+            self._late.add_export(self._line.piece, block_id, exporter)
 
     def _restore_states(self, plan: Plan) -> list[tuple[Slot, str]]:
         """Run the plan's restores of states. Return the slots whose snapshots were never saved."""

@@ -135,11 +135,10 @@ class BatchedStep(PendingStep):
         while built is not None:
             self._send_pass(built)
             built = next(self._passes, None)
-        if self.prefill:
-            if (saved := self.save_chunks()) is not None:
-                self._pieces.append(saved)
-            if self.ahead:
-                self.late.add_chunks(self.plan.step, list(dict.fromkeys(self._pieces)))
+        if (saved := self.save_chunks()) is not None:
+            self._pieces.append(saved)
+        if self.prefill and self.ahead:
+            self.late.add_chunks(self.plan.step, list(dict.fromkeys(self._pieces)))
 
     def read(self, *, early: bool = False) -> StepResult:
         # Log-probabilities of a prompt must be known before its slot is reused.

@@ -17,7 +17,13 @@ from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout, probe_layout
-from engine.cache.quantization import Precision, Quantized, codes_of, dequantize
+from engine.cache.quantization import (
+    Precision,
+    Quantized,
+    codes_of,
+    dequantize,
+    with_biases,
+)
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.plan import Chunk, CopyPage, Decode, Export, Insert, Slot
@@ -231,8 +237,9 @@ def test_attention_reads_dequantized_values_of_chunks_of_any_length(
             how = kind_of_array.quantization
             assert how is not None and kept.scales is not None
             assert mx.all(mx.max(mx.abs(kept.array), axis=-1) > 0)
-            codes = codes_of(kept.array, kept.scales, how)
-            assert mx.array_equal(kept.array, dequantize(Quantized(codes, kept.scales), how))
+            scales = with_biases(kept.scales)
+            codes = codes_of(kept.array, scales, how)
+            assert mx.array_equal(kept.array, dequantize(Quantized(codes, scales), how))
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -58,8 +58,10 @@ class BatchedExecutor(Executor):
         self.spec = spec_of(model, layout, batch_class, page_tokens, guesses=head is not None)
         self._sampler, self._line = Sampler(), DeviceLine(waits=not self.spec.look_ahead)
         self._pads_chunks = pads_chunks(layout, batch_class)
+        self._slots = self._new_slots()
         self._passes = Passes(
             model=self._model,
+            slots=self._slots,
             batch=self._batch,
             together=self._pads_chunks,
         )
@@ -73,8 +75,8 @@ class BatchedExecutor(Executor):
 
     def reset(self) -> None:
         self._passes.clear()
-        self._pages = self.batch_class.pages_class(self.layout, self._page_tokens)
-        self._slots = self._passes.slots = Slots(self._pages)
+        self._slots = self._passes.slots = self._new_slots()
+        self._pages = self._slots.pages
         self._snapshots = SnapshotStore(self.layout, self._slots.states)
         self._sampler.reset()
         if self._guesser is not None:
@@ -83,6 +85,9 @@ class BatchedExecutor(Executor):
         self._late = LateResults()
         self._last: BatchedStep | None = None
         mx.clear_cache()
+
+    def _new_slots(self) -> Slots:
+        return Slots(self.batch_class.pages_class(self.layout, self._page_tokens))
 
     @property
     def host_bytes(self) -> int:

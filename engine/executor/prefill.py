@@ -48,9 +48,9 @@ class Passes:
     part that one plan computes."""
 
     model: Any
+    slots: Slots
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
-    slots: Slots | None = None
     pictures: PictureEmbeddings | None = None  # None: the model takes no pictures
     open: dict[int, list[ChunkPass]] = field(default_factory=dict)
 

@@ -28,8 +28,8 @@ from engine.executor.spec import spec_of
 from engine.model.context import context_length, served_context
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LOAD_ERRORS, load_weights
+from engine.plan import page_tokens
 from engine.replica.adapters import places_in
-from engine.replica.build import longest_pass
 from engine.replica.memory import MIN_BLOCKS, EngineMemory, MemorySizes, sizes_beside
 from engine.scheduler import SchedulerConfig
 from shared.settings import Settings
@@ -60,22 +60,12 @@ class MemoryForecast:
             return 0
         if not self.spec.keeps_kv:  # recurrent state has the same size at any length
             return self.context_length
-        block, config = self.config.block_size, self.config
-        most = -(-self.context_length // block)
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if config.slab_bytes(sequences, middle * block) <= self._kv_bytes(sequences):
-                low = middle
-            else:
-                high = middle - 1
-        return min(low * block, self.context_length)
-
-    def _kv_bytes(self, sequences: int) -> int:
-        """The ledger's limit includes the states of all slots; those of unused slots are not
-        available for KV."""
-        unused = max(0, self.sizes.num_slots - sequences)
-        return self.sizes.limit_bytes - unused * self.spec.state_bytes
+        config = self.config
+        # Each has whole pages. What is gathered at once is one sequence's.
+        page, gathered = config.page_bytes, config.page_tokens * config.gather_token_bytes
+        room = self.sizes.limit_bytes - self.sizes.num_slots * self.spec.state_bytes
+        pages = room // (sequences * page + gathered)
+        return min(pages * config.page_tokens, self.context_length)
 
 
 def forecast(path: Path, settings: Settings) -> MemoryForecast:
@@ -99,11 +89,9 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     packed += 0 if places is None else places.reserved_bytes
     batch_class = _fastest(probed)
     precision = Precision(settings.kv_bits, settings.kv_group_size)
-    layout = probed.with_precision(precision, dequantized=device.slots_dequantized(probed))
-    if batch_class.has_rings:
-        layout = layout.with_rings(longest_pass(settings), settings.block_size)
+    layout = probed.with_precision(precision)
     context = served_context(model, context_length(config, model), settings.max_kv_size)
-    spec = spec_of(model, layout, batch_class, settings.block_size, guesses=False)
+    spec = spec_of(model, layout, batch_class, page_tokens(settings.block_size), guesses=False)
     return _of(_bytes(model) + packed, spec, context, settings, own)
 
 
@@ -121,9 +109,8 @@ def _of(
         config=SchedulerConfig(
             block_size=settings.block_size,
             block_bytes=sizes.block_bytes,
-            slot_block_bytes=sizes.slot_block_bytes,
             limit_bytes=sizes.limit_bytes,
-            rings=spec.rings,
+            gather_token_bytes=spec.gather_token_bytes,
             state_bytes=spec.state_bytes,
             keeps_kv=spec.keeps_kv,
             context_length=context,

@@ -1,4 +1,4 @@
-"""The memory available to the KV cache: for running sequences and cached blocks."""
+"""The memory available to the KV cache: pages of running sequences and of prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEWEST_BLOCKS = 256
 """So many are used even if they do not fit."""
 HEADROOM_BYTES = 1 << 30
 """Reserved for a step's temporary arrays. MLX dispatches ten command buffers ahead of a GPU, each
-with arrays of about 50 million elements; they include parts of restored and saved blocks."""
+with arrays of about 50 million elements."""
 METAL_SHARE = 0.6
 GPU_SHARE = 0.9
 HOST_SHARE = 0.4
@@ -30,9 +30,6 @@ is shared. Metal's recommended working set is most of the memory of a Mac, on wh
 work."""
 BUFFER_CACHE_BYTES = 512 << 20
 """Freed buffers that MLX keeps for reuse."""
-BLOCK_BUFFERS_SHARE = 0.5
-"""Fraction of Metal's buffers that blocks may use: each block is one. Weights, slabs, the arrays of
-a step, and freed buffers take at most a few tens of thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +37,10 @@ class MemorySizes:
     """The sizes of one replica's KV cache and recurrent state."""
 
     block_bytes: int  # one block, in all layers
-    slot_block_bytes: int  # as many positions of a slot
     num_slots: int  # max sequences that hold a slot at once
     num_blocks: int  # that fit; if the model has no KV, those of all slots at full length
     max_snapshots: int  # of recurrent state, in addition to the slots' own
-    kv_bytes: int  # KV of slots and cached blocks together
+    kv_bytes: int  # all pages
     limit_bytes: int  # the limit of the ledger: KV and recurrent state
 
 
@@ -71,8 +67,7 @@ def sizes_beside(
     own: EngineMemory,
 ) -> MemorySizes:
     """Return the sizes that fit into ``own`` memory with that many bytes of weights."""
-    block_bytes = spec.block_token_bytes * settings.block_size
-    slot_block_bytes = spec.slot_token_bytes * settings.block_size
+    block_bytes = spec.token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
     slot_states_bytes = num_slots * spec.state_bytes
     tables_bytes = table_bytes(
@@ -81,10 +76,9 @@ def sizes_beside(
     other_bytes = weights_bytes + slot_states_bytes + tables_bytes
     max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
     if spec.keeps_kv:
-        num_blocks = _within_buffers(
-            settings.num_blocks or default_num_blocks(block_bytes, other_bytes, own)
-        )
-        kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
+        num_blocks = settings.num_blocks or default_num_blocks(block_bytes, other_bytes, own)
+        num_blocks = max(num_blocks, spec.page_tokens // settings.block_size)
+        kv_bytes = num_blocks * block_bytes
         limit_bytes = kv_bytes + slot_states_bytes
     else:  # recurrent state has the same size at any length
         if settings.num_blocks:
@@ -96,7 +90,6 @@ def sizes_beside(
         limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * spec.state_bytes
     return MemorySizes(
         block_bytes=block_bytes,
-        slot_block_bytes=slot_block_bytes,
         num_slots=num_slots,
         num_blocks=num_blocks,
         max_snapshots=max_snapshots,
@@ -168,13 +161,6 @@ def default_num_blocks(block_bytes: int, other_bytes: int, own: EngineMemory) ->
     return max(least, own.room_bytes(other_bytes) // block_bytes)
 
 
-def max_buffers() -> int | None:
-    """Return how many buffers Metal allows this process, None if there is no such limit."""
-    if mx.default_device() != mx.gpu:
-        return None
-    return int(mx.device_info().get("resource_limit", 0)) or None
-
-
 def _longest(
     held_bytes: int, spec: ExecutorSpec, context_length: int, settings: Settings, own: EngineMemory
 ) -> int:
@@ -182,7 +168,7 @@ def _longest(
     only a fraction fits next to ``held_bytes``."""
     if not spec.keeps_kv:
         return context_length
-    room = own.room_bytes(held_bytes) // spec.block_token_bytes
+    room = own.room_bytes(held_bytes) // spec.token_bytes
     blocks = settings.num_blocks or MIN_BLOCKS
     return min(context_length, max(room, blocks * settings.block_size))
 
@@ -217,18 +203,3 @@ def set_limits(own: EngineMemory) -> None:
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         mx.set_wired_limit(own.size_bytes)
-
-
-def _within_buffers(num_blocks: int) -> int:
-    """Return ``num_blocks``, or as many as Metal has buffers for."""
-    most = int((max_buffers() or 0) * BLOCK_BUFFERS_SHARE)
-    if not most or num_blocks <= most:
-        return num_blocks
-    logger.warning(
-        "using %d blocks of KV cache instead of %d, because Metal allows %s buffers: a larger "
-        "--block-size uses more memory",
-        most,
-        num_blocks,
-        max_buffers(),
-    )
-    return most

@@ -52,8 +52,7 @@ def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> Sched
     max_tokens = 0
     if served.encoder.attends_both_ways:
         chunk_tokens = config.prefill_chunk_tokens or config.max_chunk_tokens
-        # Rings have no room for longer chunks.
-        max_tokens = chunk_tokens if config.rings else max(chunk_tokens, config.max_chunk_tokens)
+        max_tokens = max(chunk_tokens, config.max_chunk_tokens)
     return replace(
         config,
         whole_picture_tokens=max_tokens,
@@ -113,4 +112,4 @@ def served_vision(
 def _attends_both_ways(batch_class: type[RaggedBatch]) -> bool:
     """Return whether tokens can attend to later ones: attention must be computed here, and on a
     CPU by ONNX Runtime."""
-    return batch_class.attends and not (batch_class.writes_in_place and graphs.unusable())
+    return batch_class.attends and not (batch_class.pages_class.unpacks and graphs.unusable())

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.cache.pages import Pages
 
 from engine.cache.layout import probe_layout
+from engine.cache.pages import Pages
 from engine.executor.base import PendingStep
 from engine.plan import Chunk, CopyPage, Export, Insert, Table
 from shared.wire import SamplingParams, TokenLogprobs

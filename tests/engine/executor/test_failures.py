@@ -15,8 +15,7 @@ import pytest
 
 from engine.backend import graphs
 from engine.backend.file_rows import FilesChanged
-from engine.batch.cpu.host import HostBatch
-from engine.batch.graph import GraphBatch
+from engine.cache.host_pages import HostPages
 from engine.cache.layout import UnsupportedLayout
 from engine.core import MAX_FAILURES
 from engine.executor.base import PendingStep, is_allocation_failure
@@ -107,10 +106,10 @@ def greedy(path: Path, number: int) -> list[int]:
 @pytest.mark.parametrize(
     ("look_ahead", "owner", "name", "calls"),
     [
-        (False, HostBatch.pages_class, "resize", (0,)),
-        (True, GraphBatch.pages_class, "resize", (1,)),
-        (True, GraphBatch, "write", (9,)),
-        (False, HostBatch.pages_class, "copy", (0,)),
+        (False, HostPages, "resize", (0,)),
+        (True, HostPages, "resize", (0,)),
+        (True, HostPages, "write_tokens", (30,)),
+        (False, HostPages, "write_tokens", (9,)),
         (False, Sampler, "sample", (0, 1, 2)),
         (True, Sampler, "sample", (9,)),
         (False, BatchedStep, "read", (0,)),

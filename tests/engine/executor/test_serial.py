@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> An
 def test_the_serial_executor_gives_mlx_lms_tokens_under_controls_and_their_scores(
     model: Any,
 ) -> None:
-    runner = PlanRunner(SerialExecutor(model, measured_token_bytes(model)))
+    runner = PlanRunner(SerialExecutor(model, measured_token_bytes(model)), 1, 64)
     tokens, slot = prompt(41, 30), 0
     out: list[int] = []
     chunks = (

@@ -110,7 +110,7 @@ def test_pages_travel_by_name() -> None:
     }
     completed = received.with_payloads(FetchedBlocks(own))
     assert [insert.payload for insert in completed.inserts] == [(b"a block",), (b"a state",)]
-    assert completed.exports == (7,) and completed.names == plan.names
+    assert completed.exports == (Export(7, 3),) and completed.names == plan.names
     with pytest.raises(RankFailed):
         received.with_payloads(None)
 

@@ -125,7 +125,7 @@ def test_the_machine_and_the_engines_own_code_and_versions_count(
 @pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "jamba", "falcon_h1", "deepseek_v3"])
 def test_layouts_are_remembered_as_they_are(name: str, tmp_path: Path) -> None:
     layout = probe_layout(build(name))
-    kept = layout.with_rings(64, 16).with_precision(Precision(8, 64), dequantized=True)
+    kept = layout.with_precision(Precision(8, 64))
     record = ProofRecord(tmp_path)
     record.write(ProvenBatches.of(Layout, kept, "a reason", "a layer"))
     found = record.read()

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.batch.axes import Axes
-from engine.batch.graph import GraphBatch, Mask, Reach, RowGroup
+from engine.batch.graph import GraphBatch, Mask, Reach
 from engine.batch.ragged import Row, effective_window
 from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slots import Slots
@@ -38,17 +38,14 @@ class DenseBatch(GraphBatch):
         return DenseKVCacheView(self, number, layer)
 
     @cached_property
-    def _all(self) -> RowGroup:
-        return RowGroup(self.rows, self.tables, self._pages.page_tokens, self.width)
-
-    @cached_property
     def _whole(self) -> Reach:
-        return self._all.whole(self.longest)
+        return Reach(self.rows, self.tables, self._pages.page_tokens, self.width)
 
     def fetch(self, number: int) -> mx.array:
         """Return array ``number`` of the layout: (batch, kv_heads, longest, dim)."""
         layer, half = divmod(number, 2)
-        return self._gathered(layer, self._all, self._whole, half)
+        reach = self._whole
+        return reach.cut(self._pages.gather_half(layer, half, reach.table, reach.exists))
 
     def mask(self, window: int | None) -> mx.array:
         """Return the mask of each row's own positions, within the last ``window``.

@@ -1,9 +1,9 @@
 """Attention over pages as operations of MLX's graph, as few as possible.
 
 On a GPU each operation is a kernel. Its launch and the host's time to build it cost more than a few
-thousand positions of padding. Therefore the keys and values of all rows are written in one operation
-for each layer, rows attend together unless their lengths differ by a lot, and whatever is the same
-in every layer is created once."""
+thousand positions of padding. Therefore the keys and values of all rows are written in one
+operation for each layer, rows attend together unless their lengths differ by a lot, and whatever is
+the same in every layer is created once."""
 
 from __future__ import annotations
 
@@ -14,72 +14,78 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from engine.batch.ragged import RaggedBatch, Row
-from engine.cache.graph_pages import GraphPages, PageFormat
+from engine.cache.graph_pages import GraphPages
 from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
+from engine.cache.page_format import PageFormat
 from engine.cache.slots import Slots
 
 Mask: TypeAlias = mx.array | str | None
 
 
 class Reach:
-    """The positions that some rows of a batch attend to within a window."""
-
-    def __init__(self, tables: mx.array, first: int, end: int, mask: Mask) -> None:
-        """``tables`` (rows, pages) are the pages to gather, the first of which begins at position
-        ``first``. Positions from ``end`` on are cut off. ``mask`` is (rows or 1, 1, queries,
-        positions), "causal" or None."""
-        self.tables, self.first, self.end, self.mask = tables, first, end, mask
-
-
-class RowGroup:
-    """Rows of a batch that attend in one call, padded to the longest."""
+    """What some rows of a batch attend to in one call, padded to the longest."""
 
     def __init__(
-        self, rows: Sequence[Row], tables: Sequence[Sequence[int]], page_tokens: int, width: int
+        self,
+        rows: Sequence[Row],
+        tables: Sequence[Sequence[int]],
+        page_tokens: int,
+        width: int,
+        window: int | None = None,
+        spans: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._starts = [row.start for row in rows]
-        self._ends = [row.end for row in rows]
-        self._tables, self._size, self._width = tables, page_tokens, width
-        self._is_even = len(set(self._starts)) == 1
-
-    def reach(self, window: int | None, spans: Sequence[tuple[int, int]] = ()) -> Reach:
-        """Return what the rows attend to. With a ``window``, it starts with the first page that any
-        of them sees. The tokens of each of ``spans``, in the only row, attend to the whole span."""
-        low, width, size = min(self._starts), self._width, self._size
-        # Of even rows, the last query of the mask is at the end, in padding or not.
-        end = low + width if self._is_even else max(self._ends)
-        seen = 0 if window is None else max(0, low + 1 - window)
-        first = seen // size * size
-        is_cut = window is not None and end - first > window
-        tables = self._padded(first // size, -(-end // size))
-        if self._is_even and not is_cut and not spans:
-            return Reach(tables, first, end, "causal" if width > 1 else None)
-        positions = mx.arange(first, end)
-        starts = self._starts[:1] if self._is_even else self._starts
-        queries = mx.array(starts)[:, None, None, None]
-        if width > 1:
-            # Padding attends to something too: the mean of nothing is NaN, which would be stored.
-            queries = mx.minimum(queries + mx.arange(width)[:, None], end - 1)
+        """``width`` is the number of queries of each row. Within a ``window``, only its pages are
+        gathered. The tokens of each of ``spans``, in the only row, attend to the whole span."""
+        starts = [row.start for row in rows]
+        is_even = len({(row.start, row.end) for row in rows}) == 1 and rows[0].width == width
+        seen = [0 if window is None else max(0, start + 1 - window) for start in starts]
+        pages = [first // page_tokens for first in seen]
+        firsts = [page * page_tokens for page in pages]  # the position of the first gathered one
+        count = max(row.end - first for row, first in zip(rows, firsts, strict=True))
+        num_pages = -(-count // page_tokens)
+        self.table = mx.array(
+            [
+                _padded(table[page : page + num_pages], num_pages)
+                for table, page in zip(tables, pages, strict=True)
+            ],
+            mx.uint32,
+        )
+        """The pages to gather, (rows, pages)."""
+        self.exists: mx.array | None = None
+        """Which of the gathered positions exist, (rows, 1, positions). None: all that are used."""
+        self.first, self.end = 0, count
+        """The gathered positions that are used."""
+        self.mask: Mask = "causal" if width > 1 else None
+        if is_even and width == 1:
+            self.first = seen[0] - firsts[0]
+            return
+        is_cut = window is not None and max(row.end for row in rows) > window
+        if is_even and not is_cut and not spans:
+            return
+        if not is_even:
+            gathered = mx.arange(num_pages * page_tokens)
+            ends = [row.end - first for row, first in zip(rows, firsts, strict=True)]
+            self.exists = gathered < mx.array(ends)[:, None, None]
+        some = slice(1 if is_even else None)
+        positions = mx.arange(count) + mx.array(firsts[some])[:, None, None, None]
+        queries = mx.array(starts[some])[:, None, None, None] + mx.arange(width)[:, None]
+        # Padding attends to something too: a kernel may return NaN for a query that sees nothing.
+        lasts = mx.array([row.end - 1 for row in rows[some]])
+        queries = mx.minimum(queries, lasts[:, None, None, None])
         mask = positions <= queries
         if is_cut:
             mask = mask & (positions > queries - window)
-        for begin, last in spans:
-            inside = (queries >= begin) & (queries < last)
-            mask = mask | (inside & (positions >= begin) & (positions < last))
-        return Reach(tables, first, end, mask)
+        for begin, end in spans:
+            inside = (queries >= begin) & (queries < end)
+            mask = mask | (inside & (positions >= begin) & (positions < end))
+        self.mask = mask
 
-    def whole(self, end: int) -> Reach:
-        """Return all positions up to ``end``, without a mask."""
-        return Reach(self._padded(0, -(-end // self._size)), 0, end, None)
-
-    def _padded(self, first: int, count: int) -> mx.array:
-        pages = [table[first:count] for table in self._tables]
-        return mx.array([[*some, *[0] * (count - first - len(some))] for some in pages])
-
-    @cached_property
-    def ends(self) -> mx.array:
-        return mx.array(self._ends)[:, None, None, None]
+    def cut(self, gathered: mx.array) -> mx.array:
+        """Return the positions that are used of ``gathered`` keys or values."""
+        if self.first == 0 and self.end == gathered.shape[2]:
+            return gathered
+        return gathered[:, :, self.first : self.end]
 
 
 class GraphBatch(RaggedBatch):
@@ -99,93 +105,108 @@ class GraphBatch(RaggedBatch):
         super().__init__(layout, slots, rows)
         assert isinstance(slots.pages, GraphPages)
         self._pages = slots.pages
-        self._places: dict[PageFormat, mx.array] = {}
+        self._indices: dict[PageFormat, mx.array] = {}
         self._reaches: dict[int | None, list[Reach]] = {}
 
+    # -- writing -----------------------------------------------------------------------
+
     @cached_property
-    def _tokens(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Pages and indices of all new tokens, and the numbers of these tokens in the padded batch:
-        None if nothing is padded."""
-        size, width = self._pages.page_tokens, self.width
-        pages, indices, numbers = [], [], []
-        for i, (row, table) in enumerate(zip(self.rows, self.tables, strict=True)):
-            for position in range(row.start, row.end):
-                pages.append(table[position // size])
-                indices.append(position % size)
-            numbers += range(i * width, i * width + row.width)
-        is_padded = len(numbers) < len(self.rows) * width
-        return mx.array(pages), mx.array(indices), mx.array(numbers) if is_padded else None
+    def _places(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Pages and places of the new positions, and where their tokens are in the padded batch,
+        flat. Without padding that is None, and the others are (batch, 1, width, 1); otherwise they
+        are (1, 1, tokens, 1)."""
+        size = self._pages.page_tokens
+        pages, places, tokens = [], [], []
+        for number, (row, table) in enumerate(zip(self.rows, self.tables, strict=True)):
+            positions = range(row.start, row.end)
+            pages += [table[position // size] for position in positions]
+            places += [position % size for position in positions]
+            tokens += range(number * self.width, number * self.width + row.width)
+        is_full = len(tokens) == len(self.rows) * self.width
+        shape = (len(self.rows) if is_full else 1, 1, -1, 1)
+        where = [mx.array(each, mx.uint32).reshape(shape) for each in (pages, places)]
+        return where[0], where[1], None if is_full else mx.array(tokens)
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        pages, indices, numbers = self._tokens
         form = self._pages.formats[layer]
-        places = self._places.get(form)
-        if places is None:
-            places = self._places[form] = form.places(pages, indices)
-        both = []
-        for new in (keys, values):
-            flat = new.swapaxes(1, 2).flatten(0, 1)  # (tokens, kv_heads, dim)
-            both.append(flat if numbers is None else flat[numbers])
-        self._pages.write(layer, places, *both)
+        pages, places, tokens = self._places
+        index = self._indices.get(form)
+        if index is None:
+            index = self._indices[form] = form.index(pages, places)
+        if tokens is not None:
+            keys, values = (_picked(new, tokens) for new in (keys, values))
+        self._pages.write(layer, index, self._words(form, keys, values))
+
+    def _words(self, form: PageFormat, keys: mx.array, values: mx.array) -> mx.array:
+        return form.words_of(keys, values)
+
+    # -- attention ---------------------------------------------------------------------
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        """The rows of each group, by length."""
+        """The indices of the rows of each group, which attend in one call."""
+        if len(self.rows) == 1:
+            return [[0]]
         order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].end)
         cost = self.call_cost_tokens / (1 + self.query_cost * (self.width - 1))
         lengths = [self.rows[i].end for i in order]
         runs = split_runs(range(len(order)), lengths, cost)
-        return [order[run.first : run.last + 1] for run in runs]
-
-    @cached_property
-    def _groups(self) -> list[RowGroup]:
-        size = self._pages.page_tokens
-        return [
-            RowGroup(
-                [self.rows[i] for i in members],
-                [self.tables[i] for i in members],
-                size,
-                self.width,
-            )
-            for members in self._members
-        ]
+        return [sorted(order[run.first : run.last + 1]) for run in runs]
 
     @cached_property
     def _order(self) -> tuple[mx.array, mx.array] | None:
-        """The rows in the order of groups, and the inverse; None if it is the batch's."""
-        order = [i for members in self._members for i in members]
-        if order == list(range(len(order))):
+        """The rows in the order of groups, and the inverse. None if there is one group."""
+        if len(self._members) == 1:
             return None
+        order = [i for members in self._members for i in members]
         return mx.array(order), mx.array(sorted(range(len(order)), key=order.__getitem__))
 
     def attend(
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        if window not in self._reaches:
-            spans = () if self.given is None else self.given.spans
-            self._reaches[window] = [group.reach(window, spans) for group in self._groups]
-        if (order := self._order) is not None:
+        reaches = self._reaches.get(window)
+        if reaches is None:
+            reaches = self._reaches[window] = self._reach(window)
+        order = self._order
+        if order is not None:
             query = query[order[0]]
         outputs, first = [], 0
-        for group, members, reach in zip(
-            self._groups, self._members, self._reaches[window], strict=True
-        ):
-            last = first + len(members)
-            asked = query if len(self._groups) == 1 else query[first:last]
-            keys, values = (self._gathered(layer, group, reach, half) for half in (0, 1))
+        for reach in reaches:
+            keys, values = self._gathered(layer, reach)
+            asked = query if order is None else query[first : first + len(reach.table)]
+            first += len(reach.table)
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     asked, keys, values, scale=scale, mask=reach.mask, sinks=sinks
                 )
             )
-            first = last
-        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return out if order is None else out[order[1]]
+        return outputs[0] if order is None else mx.concatenate(outputs)[order[1]]
 
-    def _gathered(self, layer: int, group: RowGroup, reach: Reach, half: int) -> mx.array:
-        """Return keys or values (rows, kv_heads, positions, dim), with zeros behind each row's end:
-        what pages hold there may be NaN."""
-        found = self._pages.gather(layer, reach.tables, half).array
-        found = found[:, :, : reach.end - reach.first]
-        positions = mx.arange(reach.first, reach.end)[:, None]
-        return mx.where(positions < group.ends, found, mx.array(0, found.dtype))
+    def _reach(self, window: int | None) -> list[Reach]:
+        spans = () if self.given is None else self.given.spans
+        return [
+            Reach(
+                [self.rows[i] for i in members],
+                [self.tables[i] for i in members],
+                self._pages.page_tokens,
+                self.width,
+                window,
+                spans,
+            )
+            for members in self._members
+        ]
+
+    def _gathered(self, layer: int, reach: Reach) -> tuple[mx.array, mx.array]:
+        keys, values = self._pages.gather(layer, reach.table, reach.exists)
+        return reach.cut(keys), reach.cut(values)
+
+
+def _padded(table: Sequence[int], num_pages: int) -> list[int]:
+    """Return ``table`` with a page of its own in place of those that it lacks."""
+    return [*table, *[table[-1]] * (num_pages - len(table))]
+
+
+def _picked(new: mx.array, tokens: mx.array) -> mx.array:
+    """Return ``new`` (batch, kv_heads, width, dim) of some tokens: (1, kv_heads, tokens, dim)."""
+    flat = new.swapaxes(1, 2).flatten(0, 1)[tokens]
+    return flat.swapaxes(0, 1)[None]

@@ -103,7 +103,7 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     groups = x.reshape(*x.shape[:-1], -1, scheme.group_size)
     if scheme.is_symmetric:
         scales = symmetric_scales(mx.abs(groups).max(axis=-1)[None, None])[0]
-        codes = mx.round(_clipped(groups) / _columns(scales)[0]) + MIDDLE
+        codes = mx.round(clipped(groups) / _columns(scales)[0]) + MIDDLE
         return Quantized(codes.astype(mx.uint8).reshape(x.shape), scales)
     bias = _bias(groups.min(axis=-1))
     scales = mx.stack([_scale(groups.max(axis=-1), bias, scheme), bias])
@@ -127,8 +127,8 @@ def _round_symmetric(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[
     """Round with three kernels: magnitudes of all arrays, the maximum of each group, the rest."""
     largest = mx.abs(_stacked(arrays)).max(axis=-1, keepdims=True)
     # Not the array above: an array read by two kernels gets a kernel of its own.
-    groups = _clipped(_stacked(arrays, reverse=True))
-    scale = _symmetric_scale(mx.broadcast_to(largest, groups.shape)).astype(mx.float32)
+    groups = clipped(_stacked(arrays, reverse=True))
+    scale = symmetric_scale(mx.broadcast_to(largest, groups.shape)).astype(mx.float32)
     return mx.round(groups / scale) * scale + 0, largest  # not -0, because codes give 0
 
 
@@ -160,7 +160,7 @@ def _stacked(arrays: Sequence[mx.array], *, reverse: bool = False) -> mx.array:
 def symmetric_scales(largest: mx.array) -> mx.array:
     """Return scales and biases (arrays, 2, ...) of groups from their ``largest``
     (arrays, 1, ...)."""
-    return _symmetric_scale(largest) * _scale_and_bias(largest.ndim)
+    return symmetric_scale(largest) * _scale_and_bias(largest.ndim)
 
 
 def with_biases(scales: mx.array) -> mx.array:
@@ -186,11 +186,11 @@ def _first_of_two(axis: int, ndim: int, value: bool = True) -> mx.array:
     return chosen
 
 
-def _clipped(x: mx.array) -> mx.array:
+def clipped(x: mx.array) -> mx.array:
     return mx.minimum(mx.maximum(x.astype(mx.float32), -LARGEST), LARGEST)
 
 
-def _symmetric_scale(largest: mx.array) -> mx.array:
+def symmetric_scale(largest: mx.array) -> mx.array:
     """Return the fp16 scale of groups from their ``largest`` magnitude.
 
     A sum times a number: compilers fuse a product with a sum, with different bits in different
@@ -204,13 +204,13 @@ def _symmetric_scale(largest: mx.array) -> mx.array:
 
 def _bias(low: mx.array) -> mx.array:
     """Return the fp16 bias of groups whose minimum is ``low``."""
-    low = _clipped(low)
+    low = clipped(low)
     return mx.minimum(low * (1 - MARGIN), low * (1 + MARGIN)).astype(mx.float16)
 
 
 def _scale(high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
     """Return the fp16 scale of groups with elements up to ``high``."""
-    span = _clipped(high) - bias.astype(mx.float32)
+    span = clipped(high) - bias.astype(mx.float32)
     return (span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE).astype(mx.float16)
 
 

@@ -135,12 +135,14 @@ class Memory:
     def reserved_bytes(self) -> int:
         """Return the bytes for the prompts of running sequences and the next tokens of their
         answers, beyond what they have."""
-        pages = 0
+        pages = longest = 0
         for seq in self.holders:
             if not seq.is_finished:
                 tokens = min(seq.max_positions, len(seq.token_ids) + RESERVED_TOKENS)
                 pages += max(0, self.pages_for(tokens) - len(seq.pages))
-        return pages * self._config.page_bytes
+                longest = max(longest, tokens)
+        gathers = max(0, self._gathers(longest) - self.gather_bytes)
+        return pages * self._config.page_bytes + gathers
 
     def grow(self, seq: Sequence, tokens: int, *, evicts: bool = True) -> bool:
         """Give ``seq`` pages for so many positions. Return False, with nothing changed, if there is
@@ -281,7 +283,8 @@ class Memory:
         memory runs out, it is taken away, and ``seq`` computes the positions.
         """
         config = self._config
-        free = -self.ledger.shortfall(0) + self._cached_bytes()
+        free = self.pages.num_removable * config.page_bytes - self.ledger.shortfall(0)
+        free += self.snapshots.num_evictable * config.state_bytes
         room = (free - config.state_bytes) // config.page_bytes
         if room < (0 if config.state_bytes else 1):
             return None
@@ -581,8 +584,7 @@ class Memory:
 
     def _drop_one(self) -> bool:
         """Drop an unpacked row, or else a fetch. Return False if there is neither."""
-        rows = [seq for seq in self.unpacked_bytes if not seq.pass_end]
-        if rows:
+        if rows := self._droppable_rows():
             self._drop_unpacked(max(rows, key=lambda seq: seq.order))
         elif self.fetch_reservations:
             self.drop_fetch(max(self.fetch_reservations, key=lambda seq: seq.order))
@@ -595,8 +597,12 @@ class Memory:
         return pages_bytes + self.snapshots.num_evictable * self._config.state_bytes
 
     def _droppable_bytes(self) -> int:
-        rows = sum(size for seq, size in self.unpacked_bytes.items() if not seq.pass_end)
+        rows = sum(self.unpacked_bytes[seq] for seq in self._droppable_rows())
         return rows + sum(self.fetch_reservations.values())
+
+    def _droppable_rows(self) -> list[Sequence]:
+        """Return the sequences whose unpacked rows no open pass uses."""
+        return [seq for seq in self.unpacked_bytes if not any(page.passes for page in seq.pages)]
 
     def _gathers(self, tokens: int) -> int:
         """Return the size of temporary arrays with the values of a sequence of one layer."""

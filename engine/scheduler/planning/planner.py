@@ -110,7 +110,7 @@ class Planner:
             if self._sequences.leaving or self._sequences.count(Status.ENDING):
                 return False
             running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
-            if running == [seq] and not builder.preempted:
+            if running == [seq]:
                 return False
             last = running[-1]
             self.preempt(last, builder)
@@ -224,11 +224,14 @@ class Planner:
 
     def _rematch(self, builder: PlanBuilder) -> None:
         """Let prefilling sequences share what others have computed since."""
+        size, ahead = self._config.block_size, {*self.prefilling.claimed()}
         for seq in self._sequences.ordered(Status.PREFILLING):
             if self.prefilling.passes.of(seq) is not None:
                 continue
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
-                self._prefix_cache.share(seq, builder)
+                self._prefix_cache.share(seq, builder, ahead)
+                number = seq.num_computed_tokens // size
+                ahead.update(() if seq.is_restoring else seq.block_hashes[number : number + 1])
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
 

@@ -94,7 +94,7 @@ class Prefilling:
             for seq in prefilling
             if not seq.is_restoring and (seq in limits or self.passes.of(seq) is not None)
         ]
-        claimed = self._claimed()
+        claimed = self.claimed()
         while candidates:
             seq = self._first(candidates)
             one = self.passes.of(seq)
@@ -138,7 +138,7 @@ class Prefilling:
         rows = self._config.max_batch_size - table.count(Status.READY, Status.DECODING)
         if not candidates or not self._is_decodable_end(self._first(prefilling)):
             return False
-        claimed = self._claimed()
+        claimed = self.claimed()
         whole_s = left_s = self._chunk_policy.ends_s(streaming=streaming)
         joined: list[PlannedChunk] = []
         for seq in candidates[: max(rows, 0)]:
@@ -194,7 +194,7 @@ class Prefilling:
         else:
             self._lead_s += self._stretch_s
 
-    def _claimed(self) -> dict[bytes, int]:
+    def claimed(self) -> dict[bytes, int]:
         """Return `OpenPasses.claimed`, nothing if blocks are useless without a state."""
         if self._config.reuses_states:
             return {}
@@ -254,10 +254,9 @@ class Prefilling:
                 remaining = min(remaining, max(LOGPROBS_CHUNK_TOKENS // size, 1) * size)
             tokens = budget.take(start, remaining)
             if tokens and not chunks:
-                tokens, reserved = self._within_memory(start, tokens)
+                tokens, reserved = self._within_memory(start, self._with_pages(seq, tokens))
                 tokens, reserved = self._with_whole_pictures(seq, tokens, reserved)
-                tokens = self._with_pages(seq, tokens)
-                if not tokens:
+                if not (tokens and self._with_pages(seq, tokens) == tokens):
                     self._memory.release_pass(reserved)
                     return None
             elif not (tokens and self._memory.grow(seq, start + tokens)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
@@ -27,10 +29,13 @@ class PrefixCache:
         self.snapshot_policy = SnapshotPolicy(config, memory)
         self._whole_pictures = WholePictures(config)
 
-    def share(self, seq: Sequence, builder: PlanBuilder) -> None:
+    def share(
+        self, seq: Sequence, builder: PlanBuilder, ahead: Collection[bytes] | None = None
+    ) -> None:
         """Let the table of ``seq`` go on with cached pages, and with those of running sequences,
         where its computed part ends. If the model has recurrent state, they end at the last
-        snapshot among them.
+        snapshot among them. A part of a page is copied only if the block after it is not in
+        ``ahead``: those blocks are computed next, and then the page is shared. None: no part is.
 
         The pages fetched from the kvstore are inserted first, as many as a plan may insert. If
         more are left, ``seq`` is restoring (`Sequence.is_restoring`): call this again for the next
@@ -44,7 +49,10 @@ class PrefixCache:
         known = seq.num_computed_tokens // config.page_tokens
         end = limit
         if config.keeps_kv:
-            end = max(first, self._reach(seq, known, limit, builder))
+            end = self._reach(seq, known, limit, builder)
+            if ahead is None or (end < len(seq.block_hashes) and seq.block_hashes[end] in ahead):
+                end = end // config.blocks_per_page * config.blocks_per_page
+            end = max(first, end)
         end = policy.restorable_end(seq, first, end)
         if config.keeps_kv:
             end = max(first, self._whole_pictures.restorable_blocks(seq, end))

@@ -195,7 +195,6 @@ class FakeExecutor:
             for export in plan.exports
             if export.page is not None or export.block_id not in self.unsaved
         ]
-        self._check_memory()
         tokens = sum(1 + len(one.drafts) + len(one.before) for one in plan.decodes)
         decode_s = tokens / self.speed_tokens_s + self.resize_s * bool(plan.num_pages)
         decode_s += self.begin_s * bool(plan.chunks)
@@ -556,14 +555,17 @@ class FakeExecutor:
             assert end <= len(self.tables[slot]) * self.config.page_tokens, "within the table"
         assert end <= self.unpacked.get(slot, end), "within the unpacked row"
 
-    def _check_memory(self) -> None:
+    def check_memory(self, held: set[Slot]) -> None:
+        """Check that the limit is kept, if only the slots ``held`` are still needed."""
         config = self.config
         used = self.num_pages * config.page_bytes + len(self.snapshots) * config.state_bytes
-        used += len(self.states) * config.state_bytes
-        used += sum(self.unpacked.values()) * config.unpacked_token_bytes
-        lengths = [len(table) for table in self.tables.values()]
+        used += len(held) * config.state_bytes
+        unpacked = sum(tokens for slot, tokens in self.unpacked.items() if slot in held)
+        used += unpacked * config.unpacked_token_bytes
+        lengths = [len(table) for slot, table in self.tables.items() if slot in held]
         used += max(lengths, default=0) * config.page_tokens * config.gather_token_bytes
+        least = max(MIN_TOKENS, config.block_size)
         for one in self.passes.values():
-            used += max(0, len(one.chunks[0].token_ids) - MIN_TOKENS) * config.pass_token_bytes
+            used += max(0, len(one.chunks[0].token_ids) - least) * config.pass_token_bytes
         assert used <= config.limit_bytes, "over the limit"
         assert len(self.snapshots) <= config.max_snapshots

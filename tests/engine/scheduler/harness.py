@@ -274,6 +274,7 @@ class Engine:
         memory, settled = self.scheduler.memory, not self.results
         contents = {page.content for page in memory.pages}
         assert {*memory.backlog} <= {*contents, *memory.snapshots}
+        self.executor.check_memory(memory.used_slots - {*self.scheduler.sequences.vacated})
         for page in memory.pages:
             for end, block_hash in page.names.items():
                 self.executor.check_named(block_hash, page.number, end, settled=settled)

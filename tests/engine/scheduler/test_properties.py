@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.plan import StoreRoom
+from engine.scheduler import memory
 from engine.speculation.speculator import Speculator
 from shared import wire
 from tests.engine.conftest import Wrap
@@ -51,6 +52,7 @@ CONFIGS = st.fixed_dictionaries(
         "batches_chunks": st.booleans(),
         "decodes_ends": st.booleans(),
         "max_sequences": st.sampled_from([3, 100]),
+        "reserved_tokens": st.sampled_from([0, 8, 512]),
     }
 )
 BUDGETS = [
@@ -252,6 +254,7 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     drafts: tuple[float, int] | None,
     guesses: float | None,
 ) -> None:
+    memory.RESERVED_TOKENS = changes.pop("reserved_tokens")
     if states or changes["look_ahead"]:
         changes["decodes_ends"] = False
     if not states.get("keeps_kv", True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler.failures import discard_failed_saves
+from engine.scheduler.failures import discard_failed
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.planning.snapshot_policy import (
@@ -20,7 +20,7 @@ from tests.engine.scheduler.harness import RECURRENT, Engine, config, request, s
 SHARED = [position * position % 19 for position in range(600)]
 BLOCK = 4
 
-ROOMY = {"blocks": 2000, "context_length": 700, "prefill_chunk_tokens": 64}
+ROOMY = {"blocks": 2000, "blocks_per_page": 1, "context_length": 700, "prefill_chunk_tokens": 64}
 
 
 @pytest.fixture
@@ -113,8 +113,11 @@ def test_a_long_prompt_leaves_a_few_inner_snapshots(settings: dict[str, Any]) ->
     assert 4500 - other.cached[0] <= 2048 + 512
 
 
-def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(hybrid: dict[str, Any]) -> None:
-    few = {"blocks": 150, "context_length": 200, "state_bytes": 300}
+def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(
+    hybrid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.scheduler.memory.RESERVED_TOKENS", 0)
+    few = {"blocks": 60, "context_length": 200, "state_bytes": 300}
     engine = Engine(config(**hybrid | few))
     clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
     engine.finish(*clients)
@@ -140,7 +143,7 @@ def test_without_the_blocks_of_its_prefix_a_snapshot_is_not_used(hybrid: dict[st
     engine.serve(request("a", SHARED[:301]))
     memory = engine.scheduler.memory
     for _ in range(5):  # the tail of the chain is evicted first
-        memory.evict_oldest(memory.blocks)
+        memory.pages.pop_oldest()
     engine.check()
     assert engine.serve(request("b", SHARED[:301])).cached[0] == 0
 
@@ -197,5 +200,5 @@ def test_a_dropped_snapshot_is_not_released_twice() -> None:
         assert snapshot is not None
         step.saved[seq] = [snapshot]
         memory.drop_snapshot(snapshot)
-    discard_failed_saves({seq}, steps[0], steps[1], memory)
-    assert (memory.ledger.used_bytes, memory.withdrawn_bytes, steps[1].invalid_blocks) == (0, 0, [])
+    discard_failed({seq}, steps[0], steps[1], memory)
+    assert (memory.ledger.used_bytes, memory.withdrawn_bytes, steps[1].invalid) == (0, 0, [])

@@ -1,4 +1,4 @@
-"""Blocks that are written through go to the kvstore as it has room, and again if they are lost."""
+"""Pages that are written through go to the kvstore as it has room, and again if they are lost."""
 
 from __future__ import annotations
 
@@ -9,50 +9,55 @@ from engine.scheduler import store_backlog
 from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 PROMPT = list(range(1, 130))
-BLOCKS = 32  # of 4 tokens in the prompt and the reply
+PAGES = 8  # of 16 tokens in the prompt and the reply
 
 
 def engine_with(files: int) -> Engine:
     """Return an engine whose kvstore takes so many files at a time."""
-    engine = Engine(config(blocks=300, store_enabled=True, store_policy="write_through"))
+    engine = Engine(
+        config(
+            blocks=300,
+            store_enabled=True,
+            store_policy="write_through",
+            prefill_chunk_tokens=100,
+        )
+    )
     engine.store_room = StoreRoom(files, 2**30)
     return engine
 
 
 @pytest.mark.parametrize(
     ("room", "most"),
-    [(StoreRoom(3, 2**30), 3), (StoreRoom(300, 2 * BLOCK_BYTES + 1), 2)],
+    [(StoreRoom(3, 2**30), 3), (StoreRoom(300, 8 * BLOCK_BYTES + 1), 2)],
     ids=["files", "bytes"],
 )
-def test_all_blocks_are_sent_but_no_more_at_once_than_there_is_room_for(
+def test_all_full_pages_are_sent_but_no_more_at_once_than_there_is_room_for(
     room: StoreRoom, most: int
 ) -> None:
     engine = engine_with(300)
     engine.store_room = room
     engine.serve(request("a", PROMPT))
-    assert set(engine.stored) == engine.cached and len(engine.stored) >= BLOCKS
+    assert engine.cached.issuperset(engine.stored) and len(engine.stored) == PAGES
     assert max(len(plan.exports) for plan in engine.plans) == most
 
 
-def test_few_blocks_that_are_evicted_together_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pages_that_are_evicted_together_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a step is over, what is exported of them is in no ledger."""
     monkeypatch.setattr(store_backlog, "STORE_LIMIT", StoreRoom(3, 2**30))
-    engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))
+    engine = Engine(config(blocks=30, prefill_chunk_tokens=100, store_enabled=True))
     engine.serve(request("a", PROMPT[:100]))
     engine.serve(request("b", [19, *PROMPT[:100]]))
-    evicted = [plan.evictions for plan in engine.plans if plan.evictions]
-    assert max(map(len, evicted)) > 3
-    assert max(sum(each.export for each in plan) for plan in evicted) == 3
+    assert max(len(plan.exports_first) for plan in engine.plans) == 3
 
 
-def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_blocks_later() -> None:
+def test_a_kvstore_without_room_holds_nothing_up_and_gets_the_pages_later() -> None:
     engine = engine_with(0)
     engine.serve(request("a", PROMPT))
     assert not engine.stored and engine.scheduler.idle
-    assert engine.scheduler.num_unstored == len(engine.cached)
+    assert engine.scheduler.num_unstored == PAGES
     engine.store_room = None
     engine.run()
-    assert set(engine.stored) == engine.cached and not engine.scheduler.num_unstored
+    assert len(engine.stored) == PAGES and not engine.scheduler.num_unstored
 
 
 def test_what_did_not_arrive_is_sent_again_once() -> None:
@@ -65,16 +70,16 @@ def test_what_did_not_arrive_is_sent_again_once() -> None:
     engine.scheduler.on_not_stored(b"of no block here", is_snapshot=False)
     plans = len(engine.plans)
     engine.run()
-    assert set(engine.stored) == engine.cached
+    assert len(engine.stored) == PAGES
     assert sum(len(plan.exports) for plan in engine.plans[plans:]) == len(lost)
 
 
-def test_blocks_that_leave_memory_before_there_was_room_are_sent_then() -> None:
+def test_pages_that_leave_memory_before_there_was_room_are_sent_then() -> None:
     engine = Engine(config(blocks=48, store_enabled=True, store_policy="write_through"))
     engine.store_room = StoreRoom(0, 0)
     for number in range(4):
         engine.serve(request(f"{number}", [number] * 60))
-    gone = {evict.block_id for plan in engine.plans for evict in plan.evictions if evict.export}
+    gone = [export for plan in engine.plans for export in plan.exports_first]
     assert gone and len(engine.stored) == len(gone)
 
 

@@ -91,10 +91,7 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     from engine.batch.graph import GraphBatch
 
     if mx.default_device() == mx.gpu:
-        layer = next((each for each in layout.layers if each.value_dim), None)
-        if layer is not None and not gpu_path.forced:
-            return [GPUBatch.measured(layer)]
-        return [GPUBatch]
+        return [GPUBatch if gpu_path.forced else GPUBatch.measured(layout)]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]
     bound = decoder.bind(model, layout)

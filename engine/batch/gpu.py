@@ -8,9 +8,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import AttentionLayout
+from engine.cache.graph_pages import GraphPages
+from engine.cache.layout import KVNode, Layout
 
 ROWS = 4
+PAGE_TOKENS = 64
 LENGTHS = (32, 2048)
 """Positions of a row in the timed calls."""
 QUERIES = 64
@@ -38,22 +40,23 @@ class GPUBatch(GraphBatch):
     query_cost = 1 / 8
 
     @classmethod
-    def measured(cls, layer: AttentionLayout) -> type[GPUBatch]:
-        """Return the class with the costs of attention as in ``layer`` on this device. A draft
-        model has others than its target. Takes a few tens of milliseconds."""
-        members = {"__module__": cls.__module__, **measured_cost(layer)._asdict()}
+    def measured(cls, layout: Layout) -> type[GPUBatch]:
+        """Return the class with the costs of attention as in a layer of ``layout`` on this device.
+        A draft model has others than its target. Takes a few tens of milliseconds."""
+        layer = next((n for n, each in enumerate(layout.layers) if each.value_dim), None)
+        if layer is None:
+            return cls
+        members = {"__module__": cls.__module__, **measured_cost(layout, layer)._asdict()}
         return type(cls.__name__, (cls,), members)
 
 
-def measured_cost(layer: AttentionLayout) -> AttentionCost:
+def measured_cost(layout: Layout, layer: int) -> AttentionCost:
     """Return the cost of a call and of further queries, from the times of short and long calls with
     one query per row and with many."""
-    shape = ROWS, layer.kv_heads, LENGTHS[1]
-    keys = mx.zeros((*shape, layer.key_dim), layer.dtype)
-    values = mx.zeros((*shape, layer.value_dim), layer.dtype)
-    mx.eval(keys, values)
-    short, long = (_seconds(keys, values, length, 1) for length in LENGTHS)
-    few, many = (_seconds(keys, values, length, QUERIES) for length in LENGTHS)
+    its = Layout((layout.layers[layer],), (), (KVNode(0),), layout.precision)
+    pages = GraphPages(its, PAGE_TOKENS, ROWS * -(-LENGTHS[1] // PAGE_TOKENS))
+    short, long = (_seconds(pages, length, 1) for length in LENGTHS)
+    few, many = (_seconds(pages, length, QUERIES) for length in LENGTHS)
     span = ROWS * (LENGTHS[1] - LENGTHS[0])
     position_s = max((long - short) / span, 1e-12)
     more = (many - few) / span / position_s - 1
@@ -63,20 +66,21 @@ def measured_cost(layer: AttentionLayout) -> AttentionCost:
     )
 
 
-def _seconds(keys: mx.array, values: mx.array, length: int, width: int) -> float:
+def _seconds(pages: GraphPages, length: int, width: int) -> float:
     """Return the seconds of one call over ``length`` positions, the best of a few attempts."""
-    query = mx.zeros((ROWS, keys.shape[1], width, keys.shape[-1]), keys.dtype)
+    (layer,) = pages.layout.layers
+    query = mx.zeros((ROWS, layer.kv_heads, width, layer.key_dim), layer.dtype)
+    count = -(-length // PAGE_TOKENS)
+    table = mx.arange(ROWS * count, dtype=mx.uint32).reshape(ROWS, count)
+    mx.eval(query, table)
     found = float("inf")
-    for _ in range(TRIES + 1):  # the first call loads the kernel
+    for _ in range(TRIES + 1):  # the first call loads the kernels
         begun = time.perf_counter()
-        mx.eval(
-            [
-                mx.fast.scaled_dot_product_attention(
-                    query, keys[:, :, :length], values[:, :, :length], scale=1.0
-                )
-                for _ in range(CALLS)
-            ]
-        )
+        outputs = []
+        for _ in range(CALLS):
+            keys, values = (each[:, :, :length] for each in pages.gather(0, table))
+            outputs.append(mx.fast.scaled_dot_product_attention(query, keys, values, scale=1.0))
+        mx.eval(outputs)
         found = min(found, time.perf_counter() - begun)
     return found / CALLS
 

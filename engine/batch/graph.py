@@ -116,7 +116,9 @@ class GraphBatch(RaggedBatch):
         flat. Without padding that is None, and the others are (batch, 1, width, 1); otherwise they
         are (1, 1, tokens, 1)."""
         size = self._pages.page_tokens
-        pages, places, tokens = [], [], []
+        pages: list[int] = []
+        places: list[int] = []
+        tokens: list[int] = []
         for number, (row, table) in enumerate(zip(self.rows, self.tables, strict=True)):
             positions = range(row.start, row.end)
             pages += [table[position // size] for position in positions]

@@ -173,7 +173,7 @@ class PageFormat:
         scheme = kind.quantization
         if scheme is None:
             return [codes[..., : kind.dim * int(kind.dtype.size)]]
-        size, (of_keys, of_values) = int(mx.float16.size), self.groups
+        size, of_keys = int(mx.float16.size), self.groups[0]
         marks = self._block(self.blocks[2], words)[..., : size * self.scales * sum(self.groups)]
         marks = marks.reshape(*marks.shape[:2], self.scales, -1, copy=False)
         its = marks[..., size * of_keys :] if half else marks[..., : size * of_keys]

@@ -116,7 +116,7 @@ def test_blocks_of_engines_with_and_without_a_head_are_not_mixed_up(
     engine = headed("glm4_moe")
     ours, theirs = engine.whole, engine.plain
     assert ours.replica.namespace != theirs.replica.namespace
-    assert ours.executor.spec.block_token_bytes * 4 == theirs.executor.spec.block_token_bytes * 5
+    assert ours.executor.spec.token_bytes * 4 == theirs.executor.spec.token_bytes * 5
 
 
 def test_a_head_that_cannot_be_used_is_left_out_and_the_log_says_so(

@@ -134,7 +134,7 @@ def test_prefixes_with_pictures_come_back_from_the_store(one: Seeing) -> None:
     one.start("two", "one")
     one.whole.turns(60)
     length = len(one.requests["two"].token_ids)
-    assert one.whole.usage("two").cached_ssd_tokens == (length - 1) // SIZE * SIZE
+    assert one.whole.usage("two").cached_ssd_tokens == (length - 1) // PAGE * PAGE
     assert one.encoded == 1  # that of the other
     one.assert_same("two", "one")
 

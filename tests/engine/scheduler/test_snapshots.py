@@ -15,6 +15,7 @@ from engine.scheduler.planning.snapshot_policy import (
     WORTHWHILE_TOKENS,
 )
 from engine.scheduler.pools.snapshot_pool import SnapshotPool
+from shared import wire
 from tests.engine.scheduler.harness import RECURRENT, Engine, config, request, sequence
 
 SHARED = [position * position % 19 for position in range(600)]
@@ -113,16 +114,14 @@ def test_a_long_prompt_leaves_a_few_inner_snapshots(settings: dict[str, Any]) ->
     assert 4500 - other.cached[0] <= 2048 + 512
 
 
-def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(
-    hybrid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.scheduler.memory.RESERVED_TOKENS", 0)
-    few = {"blocks": 60, "context_length": 200, "state_bytes": 300}
-    engine = Engine(config(**hybrid | few))
-    clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
-    engine.finish(*clients)
-    assert engine.scheduler.stats().preemptions_total
-    assert max(part.position for plan in engine.plans for part in plan.state_restores) > 20
+def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(hybrid: dict[str, Any]) -> None:
+    engine = Engine(config(**hybrid | {"completion_batch_size": 1}))
+    background = wire.BACKGROUND_PRIORITY
+    long = engine.submit(request("a", SHARED[:20], max_tokens=90, priority=background))
+    engine.run_until(lambda: len(long.tokens) > 40)
+    engine.finish(long, engine.submit(request("b", SHARED[100:120])))
+    assert engine.scheduler.stats().preemptions_total == 1
+    assert max(part.position for plan in engine.plans for part in plan.state_restores) >= 56
 
 
 @pytest.mark.parametrize("limit", [1, 3])

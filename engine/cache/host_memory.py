@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,11 @@ class HostMemory:
 
     def array(self, shape: Sequence[int], dtype: Any, offset_bytes: int = 0) -> NDArray[Any]:
         """Return part of the memory as an array, which keeps the memory alive."""
-        return np.ndarray(tuple(shape), dtype, self._map, offset_bytes)
+        count = prod(shape)
+        if not count:
+            return np.empty(shape, dtype)
+        # As long as there is such an array the memory does not move.
+        return np.frombuffer(self._map, dtype, count, offset_bytes).reshape(shape)
 
     def resized(self, size_bytes: int) -> HostMemory:
         """Return memory of another size with the content of this one, which must not be used any

@@ -15,7 +15,8 @@ from engine.cache.host_memory import HostMemory
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.pages import Pages, StoredKV
 from engine.cache.rounding import Array, Codes, Scales, round_in_place, values_of
-from engine.cache.unpacked import Scratch, UnpackedRows
+from engine.cache.scratch import Scratch
+from engine.cache.unpacked import UnpackedRows
 from engine.plan import Payload, Slot
 
 Numbers = NDArray[np.intp]
@@ -49,7 +50,7 @@ class Missing(NamedTuple):
     end: int
 
 
-class _Group:
+class Group:
     """All pages of a storage group, page by page as in a payload."""
 
     def __init__(self, group: StorageGroup, page_tokens: int) -> None:
@@ -82,10 +83,10 @@ class _Group:
         return self.parts[1]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where the keys or the values of a layer are."""
 
-    group: _Group
+    group: Group
     first: int  # number of the array in the group
 
 
@@ -96,12 +97,14 @@ class HostPages(Pages):
 
     def __init__(self, layout: Layout, page_tokens: int, num_pages: int = 0) -> None:
         super().__init__(layout, page_tokens)
-        self._groups = [_Group(group, page_tokens) for group in layout.groups]
-        self._places: list[_Place | None] = [None] * len(layout.arrays)
+        self._groups = [Group(group, page_tokens) for group in layout.groups]
+        self.places: list[Place | None] = [None] * len(layout.arrays)
+        """Where each of `Layout.arrays` is, None if it has no elements."""
         for storage, group in zip(layout.groups, self._groups, strict=True):
             for first, number in enumerate(storage.arrays):
-                self._places[number] = _Place(group, first)
-        self.unpacked, self.scratch = UnpackedRows(layout, page_tokens), Scratch()
+                self.places[number] = Place(group, first)
+        self.unpacked = UnpackedRows(layout, page_tokens)
+        self._scratches: list[Scratch] = []
         self.num_pages = 0
         if num_pages:
             self.resize(num_pages)
@@ -118,7 +121,7 @@ class HostPages(Pages):
     @property
     def nbytes(self) -> int:
         pages = sum(array.nbytes for group in self._groups for array in group.parts)
-        return pages + self.unpacked.nbytes + self.scratch.nbytes
+        return pages + self.unpacked.nbytes + sum(each.nbytes for each in self._scratches)
 
     # -- whole pages ------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ class HostPages(Pages):
         out: Array = np.zeros((kind.kv_heads, positions, kind.dim), np.float32)
         self.read_values(number, table, out)
         values = mx.array(out[None, :, :length]).astype(kind.dtype)
-        place = self._places[number]
+        place = self.places[number]
         if place is None or kind.quantization is None:
             return StoredKV(values, None)
         found = np.moveaxis(place.group.scales[table, :, place.first], 0, 2)
@@ -154,19 +157,21 @@ class HostPages(Pages):
 
     # -- reading ----------------------------------------------------------------------
 
-    def read_values(self, number: int, table: Numbers, out: Array) -> None:
+    def read_values(
+        self, number: int, table: Numbers, out: Array, heads: slice = slice(None)
+    ) -> None:
         """Write keys or values of the pages in ``table`` to ``out`` (kv_heads, positions of the
         pages, dim). May be called on any thread."""
-        place = self._places[number]
+        place = self.places[number]
         if place is None:
             return
         group, first = place
-        codes = group.codes[table, first].swapaxes(0, 1)
+        codes = group.codes[table, first, heads].swapaxes(0, 1)
         target = out.reshape(len(out), len(table), self.page_tokens, -1, copy=False)
         if group.how is None:
             target[...] = codes
         else:
-            scales = group.scales[table, :, first].transpose(1, 2, 0, 3, 4)
+            scales = group.scales[table, :, first, heads].transpose(1, 2, 0, 3, 4)
             values_of(codes, scales, group.how, target)
 
     def read_layer(self, layer: int, rows: Sequence[Reading]) -> None:
@@ -188,25 +193,6 @@ class HostPages(Pages):
         values = sum(target.size for _, targets in rows for target in targets)
         in_parallel([run] * (num_threads() if values >= WORTH_THREADS else 1))
 
-    def read_rows(
-        self, layer: int, tables: Sequence[Numbers], ends: Sequence[int], low: int, capacity: int
-    ) -> list[Array]:
-        """Return keys and values (rows, kv_heads, capacity, dim) of rows with these ``tables``
-        and ``ends``, from position ``low`` on, in the `scratch`. From a row's end on, they are
-        zero."""
-        its, size = self.layout.layers[layer], self.page_tokens
-        both = self.scratch.both((len(ends), its.kv_heads, capacity), (its.key_dim, its.value_dim))
-        first, readings = low // size, []
-        for row, (table, end) in enumerate(zip(tables, ends, strict=True)):
-            some = table[first : -(-end // size)]
-            stretch = slice(first * size, (first + len(some)) * size)
-            readings.append(Reading(some, [array[row, :, stretch] for array in both]))
-        self.read_layer(layer, readings)
-        for row, end in enumerate(ends):
-            for array in both:  # pages may hold NaN there, which times zero is NaN
-                array[row, :, end:] = 0
-        return both
-
     # -- writing ----------------------------------------------------------------------
 
     def write_tokens(
@@ -214,7 +200,7 @@ class HostPages(Pages):
     ) -> tuple[Array, Array]:
         """Store new ``keys`` and ``values`` (tokens, kv_heads, dim), and return them rounded."""
 
-        def write(place: _Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
+        def write(place: Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
             its = place.group
             its.codes[tokens.pages, arrays, :, tokens.indices] = codes.swapaxes(0, 1)
             if scales is not None:
@@ -231,7 +217,7 @@ class HostPages(Pages):
         end = start + keys.shape[1]
         size = self.page_tokens
 
-        def write(place: _Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
+        def write(place: Place, arrays: slice, codes: Codes, scales: Scales | None) -> None:
             its = place.group
             for number in range(start // size, -(-end // size)):
                 first, last = max(start, number * size), min(end, (number + 1) * size)
@@ -248,13 +234,13 @@ class HostPages(Pages):
         layer: int,
         keys: Array,
         values: Array,
-        write: Callable[[_Place, slice, Codes, Scales | None], None],
+        write: Callable[[Place, slice, Codes, Scales | None], None],
     ) -> tuple[Array, Array]:
         """Round ``keys`` and ``values``, ``write`` codes and scales, and return what is read.
 
         Keys and values of the same shape are rounded and written together, because with few rows
         the calls take longer than the arithmetic."""
-        one, two = self._places[2 * layer], self._places[2 * layer + 1]
+        one, two = self.places[2 * layer], self.places[2 * layer + 1]
         if one is not None and two is not None and one.group is two.group:
             both: Array = np.empty((2, *keys.shape), np.float32)
             both[0], both[1] = keys, values
@@ -278,6 +264,12 @@ class HostPages(Pages):
         else:
             self.unpacked.drop(slot)
 
+    def scratch(self, number: int) -> Scratch:
+        """Return the scratch of a thread."""
+        while number >= len(self._scratches):
+            self._scratches.append(Scratch())
+        return self._scratches[number]
+
     def drop(self, slot: Slot) -> None:
         self.unpacked.drop(slot)
 
@@ -290,12 +282,13 @@ class HostPages(Pages):
             readings.append(Reading(np.array(table[first:last], np.intp), targets))
         self.read_layer(layer, readings)
         for slot, _, _, end in rows:
+            self.unpacked.ends[layer][slot] = end
             for array in both:  # pages may hold NaN there, which times zero is NaN
                 array[slot, :, end : -(-end // size) * size] = 0
 
 
 def write_one(
-    new: Array, place: _Place, write: Callable[[_Place, slice, Codes, Scales | None], None]
+    new: Array, place: Place, write: Callable[[Place, slice, Codes, Scales | None], None]
 ) -> None:
     """Round ``new`` (arrays, ...) in place, and ``write`` its codes and scales."""
     arrays, how = slice(place.first, place.first + len(new)), place.group.how

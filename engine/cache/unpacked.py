@@ -79,23 +79,3 @@ class UnpackedRows:
             4 * its.kv_heads * (its.key_dim + its.value_dim) * sum(ends.values())
             for its, ends in layers
         )
-
-
-class Scratch:
-    """Memory for keys and values of a pass in one layer at a time. It stays at its place as long as
-    it is large enough."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    def both(self, shape: tuple[int, ...], dims: tuple[int, int]) -> list[Array]:
-        """Return arrays (*shape, dim) of any content."""
-        first, last = np.cumsum([prod(shape) * dim for dim in dims]).tolist()
-        if last > len(self._memory):
-            self._memory = np.empty(last, np.float32)
-        parts = self._memory[:first], self._memory[first:last]
-        return [part.reshape(*shape, dim) for part, dim in zip(parts, dims, strict=True)]

@@ -11,7 +11,8 @@ layer. The bits are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import lcm
@@ -25,6 +26,7 @@ from engine.backend.threads import in_parallel, num_threads
 from engine.batch.cpu import few_tokens, tiles
 from engine.batch.cpu.pieces import (
     How,
+    Kept,
     Piece,
     PrefillPiece,
     RowsPiece,
@@ -38,8 +40,9 @@ from engine.cache.grouping import split_runs
 from engine.cache.host_pages import HostPages, Missing, Numbers, Tokens
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays
+from engine.cache.scratch import Scratch, ScratchRows
 from engine.cache.slots import Slots
-from engine.cache.unpacked import Scratch, UnpackedRows
+from engine.cache.unpacked import UnpackedRows
 
 _P = TypeVar("_P", RowsPiece, PrefillPiece)
 
@@ -55,9 +58,10 @@ PREFILL_WORTH_THREADS = 20_000
 calls wait for each other to release the interpreter."""
 FEW_TOKENS = 17
 """Rows with at most this many tokens, such as those with drafts, attend together."""
-MAX_SCRATCH_BYTES = 64 << 20
-"""Max values of a layer that are unpacked at once for rows whose slots are not, unless a single
-row has more."""
+MAX_SCRATCH_BYTES = 32 << 20
+"""Max bytes of the values of a layer that are read at once for chunks, unless one row has more."""
+LANE_BYTES = 2 << 20
+"""The same for rows with few tokens in a lane: about a core's cache."""
 MAX_SCORES = 65_536
 """Max number of scores of a head for rows of several tokens to attend together, because all
 heads are computed at once."""
@@ -66,21 +70,23 @@ _Way = Callable[[_P, Sequence[Array], Array, Array, How], None]
 """Writes the attention of a piece."""
 
 
-class _Stretch(NamedTuple):
-    """Rows of a batch that attend together, since their values are in the same arrays."""
-
-    memory: UnpackedRows | Scratch
-    members: list[int]  # indices in the batch
-    places: list[int]  # the row of each in the arrays, ascending
-    capacity: int = 0  # of a `Scratch`
-
-
 class _Work(NamedTuple):
     """The pieces of a layer's attention, the most expensive first, and how many threads share
     them."""
 
     threads: int
     pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Rows of a batch that attend together, since their values are in the same arrays."""
+
+    memory: UnpackedRows | Scratch
+    members: list[int]  # indices in the batch
+    places: list[int]  # the row of each in the arrays, ascending
+    rows: ScratchRows | None = None  # in a scratch
+    works: dict[tuple[int, int], _Work] = field(default_factory=dict)
 
 
 class HostBatch(RaggedBatch):
@@ -93,7 +99,6 @@ class HostBatch(RaggedBatch):
         assert isinstance(slots.pages, HostPages)
         self._pages = slots.pages
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
-        self._shared: dict[tuple[int, int, int], _Work] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MAX_SCORES
         self.by_token = self.decoding or few
         """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token
@@ -102,8 +107,7 @@ class HostBatch(RaggedBatch):
 
     def resume(self) -> None:
         """Look again which slots are unpacked."""
-        self._shared.clear()
-        for name in ("_unpacked", "_stretches", "_new_unpacked"):
+        for name in ("_unpacked", "_new_unpacked", "_stretches", "_lanes"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -136,51 +140,80 @@ class HostBatch(RaggedBatch):
 
     @cached_property
     def _stretches(self) -> list[_Stretch]:
-        found, unpacked = [], self._unpacked
-        if unpacked:
-            slots = [self.rows[i].slot for i in unpacked]
-            found.append(_Stretch(self._pages.unpacked, unpacked, slots))
-        rest = sorted(set(range(len(self.rows))) - set(unpacked), key=lambda i: self.rows[i].end)
-        unit = lcm(FEWEST, self._pages.page_tokens)
-        most = MAX_SCRATCH_BYTES // max(1, self.layout.layer_value_bytes)
-        while rest:  # the longest ones first
-            longest = self.rows[rest[-1]].end
-            capacity = -(-longest // unit) * unit
-            count = max(1, min(len(rest), most // capacity))
-            members, rest = rest[-count:], rest[:-count]
-            places = list(range(count))
-            found.append(_Stretch(self._pages.scratch, members, places, capacity))
+        """The rows whose pieces all threads share: those that are unpacked, and chunks."""
+        found, rest = [], set(range(len(self.rows)))
+        if self._unpacked:
+            slots = [self.rows[i].slot for i in self._unpacked]
+            found.append(_Stretch(self._pages.unpacked, self._unpacked, slots))
+            rest -= set(self._unpacked)
+        if not self.by_token:
+            scratch = self._pages.scratch(0)
+            found += [self._read(some, scratch) for some in self._cut(rest, MAX_SCRATCH_BYTES)]
         return found
 
-    def _both(self, layer: int, stretch: _Stretch) -> Sequence[Array]:
-        """Return keys and values of ``layer``: (rows, kv_heads, capacity, dim)."""
-        if isinstance(stretch.memory, UnpackedRows):
-            return stretch.memory.both(layer)
-        its, rows = self.layout.layers[layer], [self.rows[i] for i in stretch.members]
-        start = min(row.start for row in rows)
-        low, _ = tiled(start, start + 1, its.window, its.value_dim)
-        tables = [np.array(self.tables[i], np.intp) for i in stretch.members]
-        return self._pages.read_rows(layer, tables, [r.end for r in rows], low, stretch.capacity)
+    @cached_property
+    def _lanes(self) -> list[list[_Stretch]]:
+        """The rows with few tokens that are not unpacked, for each thread in a scratch of its own.
+        It reads a few at a time, and they attend while their values are in the core's cache."""
+        rest = [i for i in range(len(self.rows)) if i not in self._unpacked]
+        if not rest or not self.by_token:
+            return []
+        worth = sum(self.rows[i].end for i in rest) >= self._worth_threads
+        lanes: list[list[int]] = [[] for _ in range(num_threads() if worth else 1)]
+        for i in sorted(rest, key=lambda i: -self.rows[i].end):
+            min(lanes, key=lambda lane: sum(self.rows[i].end for i in lane)).append(i)
+        return [
+            [self._read(some, self._pages.scratch(lane)) for some in self._cut(members, LANE_BYTES)]
+            for lane, members in enumerate(lanes)
+            if members
+        ]
 
-    def _work(self, number: int, heads: int, group: int) -> _Work:
-        """Return the work of stretch ``number`` in a layer with ``group`` queries for each of its
-        ``heads`` of keys."""
-        key = number, heads, group * (not self.by_token)
-        if key not in self._shared:
-            stretch = self._stretches[number]
+    def _cut(self, members: Collection[int], most_bytes: int) -> list[list[int]]:
+        """Divide rows into groups whose values in a layer take up to ``most_bytes``, or of one row.
+        Rows of about the same width and length are neighbours."""
+        groups: list[list[int]] = []
+        for i in sorted(members, key=lambda i: (_width_class(self.rows[i]), self.rows[i].end)):
+            size = self._capacity(i) * self.layout.layer_value_bytes  # of the longest so far
+            if not groups or (len(groups[-1]) + 1) * size > most_bytes:
+                groups.append([])
+            groups[-1].append(i)
+        return groups
+
+    def _capacity(self, i: int) -> int:
+        unit = lcm(FEWEST, self._pages.page_tokens)
+        return -(-self.rows[i].end // unit) * unit
+
+    def _read(self, members: list[int], scratch: Scratch) -> _Stretch:
+        tables, ends = [self.tables[i] for i in members], [self.rows[i].end for i in members]
+        capacity = max(self._capacity(i) for i in members)
+        rows = ScratchRows(self._pages, scratch, tables, ends, capacity)
+        return _Stretch(scratch, members, list(range(len(members))), rows)
+
+    def _low(self, layer: int, stretch: _Stretch) -> int:
+        """Return the first position that rows of a stretch read in a layer."""
+        its = self.layout.layers[layer]
+        start = min(self.rows[i].start for i in stretch.members)
+        return tiled(start, start + 1, its.window, its.value_dim)[0]
+
+    def _work(self, stretch: _Stretch, heads: int, group: int) -> _Work:
+        """Return the work of a stretch in a layer with ``group`` queries for each of its ``heads``
+        of keys."""
+        key = heads, group * (not self.by_token)
+        if key not in stretch.works:
             if self.by_token:
                 work = _in_order(self._row_pieces(stretch), self._worth_threads)
             else:
                 pieces = self._prefill_pieces(stretch, heads, group)
                 work = _in_order(pieces, PREFILL_WORTH_THREADS)
-            self._shared[key] = work
-        return self._shared[key]
+            stretch.works[key] = work
+        return stretch.works[key]
 
     def _row_pieces(self, stretch: _Stretch) -> list[Piece]:
         """Divide rows with few tokens into pieces. Rows of about the same width attend together."""
         work: list[Piece] = []
         every = [self.rows[i] for i in stretch.members]
-        parts = num_threads() if sum(row.end for row in every) >= self._worth_threads else 1
+        worth = stretch.rows is None and sum(row.end for row in every) >= self._worth_threads
+        parts = num_threads() if worth else 1
         for members in _by_width(every):
             if self._same_bits(every[members[0]].width):
                 work += [self._rows_piece(stretch, cut) for cut in _cut(members, parts)]
@@ -290,15 +323,19 @@ class HostBatch(RaggedBatch):
 
     def _fill(self, layer: int) -> None:
         """Unpack what is missing before the new tokens of unpacked rows. These follow at once."""
-        ends, missing = self._pages.unpacked.ends[layer], []
-        for i in self._unpacked:
-            slot, start, end, *_ = self.rows[i]
-            done = ends.get(slot, 0)
-            if done < start:
-                missing.append(Missing(slot, self.tables[i], done, start))
-            ends[slot] = end
-        if missing:
-            self._pages.fill(layer, missing)
+        ends, rows = self._pages.unpacked.ends[layer], [self.rows[i] for i in self._unpacked]
+        if any(ends.get(row.slot, 0) < row.start for row in rows):
+            its = [(row, self.tables[i]) for i, row in zip(self._unpacked, rows, strict=True)]
+            self._pages.fill(
+                layer,
+                [
+                    Missing(row.slot, table, ends.get(row.slot, 0), row.start)
+                    for row, table in its
+                    if ends.get(row.slot, 0) < row.start
+                ],
+            )
+        for row in rows:
+            ends[row.slot] = row.end
 
     def attend_to(
         self,
@@ -314,38 +351,58 @@ class HostBatch(RaggedBatch):
         A row is (kv_heads, queries of a kv head, width, dim); with `by_token`, each token is a
         row."""
         how = How(window, sinks, softcap)
-        attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
-
         heads, group = asked[0].shape[:2]
-        for number, stretch in enumerate(self._stretches):
-            work, kept = self._work(number, heads, group), self._both(layer, stretch)
+        for stretch in self._stretches:
+            rows, work = stretch.rows, self._work(stretch, heads, group)
+            if rows is None:
+                kept = self._pages.unpacked.both(layer)
+            else:
+                kept = rows.both(layer)
+                rows.read_together(layer, self._low(layer, stretch))
             pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
-
-            def run(pieces: Iterator[Piece] = pieces, kept: Sequence[Array] = kept) -> None:
-                for piece in pieces:
-                    if isinstance(piece, PrefillPiece):
-                        one, found = asked[piece.member], out[piece.member]
-                        attend_to_chunk(piece, kept, one, found, how)
-                    elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        attend = self._way_of_rows(piece)
-                        attend(piece, kept, asked, out, how)
-
+            run = partial(self._attend_pieces, pieces, kept, asked, out, how)
             in_parallel([run] * work.threads)
-            for span in () if self.given is None else self.given.spans:
-                place = stretch.places[0]
-                both = kept[0][place], kept[1][place]
-                within = partial(self._attend_within, span, asked=asked, out=out, how=how)
-                in_parallel([partial(within, (both[0][h], both[1][h]), h) for h in range(heads)])
+        if self._lanes:
+            lanes = self._lanes
+            in_parallel(
+                [partial(self._attend_lane, lane, layer, asked, out, how) for lane in lanes]
+            )
+        for span in () if self.given is None else self.given.spans:
+            (stretch,) = self._stretches or self._lanes[0]
+            both = stretch.rows or self._pages.unpacked
+            kept = [array[stretch.places[0]] for array in both.both(layer)]
+            within = partial(self._attend_within, span, kept, asked, out, how)
+            in_parallel([partial(within, head) for head in range(heads)])
+
+    def _attend_lane(
+        self, lane: Sequence[_Stretch], layer: int, asked: Arrays, out: Arrays, how: How
+    ) -> None:
+        """Read the rows of a lane and write their attention. May be called on any thread."""
+        for stretch in lane:
+            assert stretch.rows is not None
+            kept = stretch.rows.both(layer)
+            stretch.rows.read(layer, self._low(layer, stretch))
+            work = self._work(stretch, *asked[0].shape[:2])
+            self._attend_pieces(iter(work.pieces), kept, asked, out, how)
+
+    def _attend_pieces(
+        self, pieces: Iterator[Piece], kept: Kept, asked: Arrays, out: Arrays, how: How
+    ) -> None:
+        attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
+        for piece in pieces:
+            if isinstance(piece, PrefillPiece):
+                attend_to_chunk(piece, kept, asked[piece.member], out[piece.member], how)
+            elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+                self._way_of_rows(piece)(piece, kept, asked, out, how)
 
     def _attend_within(
         self,
         span: tuple[int, int],
-        kept: tuple[Array, Array],
-        head: int,
-        *,
+        kept: Kept,
         asked: Arrays,
         out: Arrays,
         how: How,
+        head: int,
     ) -> None:
         """Overwrite the attention of the tokens in a ``span`` of the only row, which attend to
         the whole span. The bits do not depend on how a prompt is divided."""
@@ -356,7 +413,8 @@ class HostBatch(RaggedBatch):
             queries, target = (each[its, head, :, 0].swapaxes(0, 1) for each in (asked, out))
         else:
             queries, target = (each[0][head, :, its] for each in (asked, out))
-        tiles.attend(queries, kept, span[0], how, sinks, target, span)
+        keys, values = (array[head] for array in kept)
+        tiles.attend(queries, (keys, values), span[0], how, sinks, target, span)
 
     @property
     def _worth_threads(self) -> int:
@@ -376,8 +434,12 @@ def _by_width(rows: Sequence[Row]) -> list[list[int]]:
     """Return the indices of ``rows`` in groups whose widths differ by less than a factor of two."""
     kinds: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        kinds.setdefault((row.width - 1).bit_length(), []).append(number)
+        kinds.setdefault(_width_class(row), []).append(number)
     return list(kinds.values())
+
+
+def _width_class(row: Row) -> int:
+    return (row.width - 1).bit_length()
 
 
 def _cut(items: list[int], parts: int) -> list[list[int]]:

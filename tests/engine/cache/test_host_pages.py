@@ -1,0 +1,239 @@
+"""Pages on the host: what is written is read again with the same bits, wherever it lies."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.backend import graphs
+from engine.cache import host_memory, scratch
+from engine.cache.host_pages import HostPages, Missing, Tokens
+from engine.cache.layout import AttentionLayout, KVNode, Layout
+from engine.cache.quantization import Precision, dequantize, quantize
+from engine.cache.rounding import Array
+from engine.cache.scratch import ScratchRows
+
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
+
+PAGE, HEADS, LENGTH = 64, 2, 200
+TABLE = (5, 0, 3, 6)
+KINDS = {
+    "keys and values alike": (64, 64),
+    "other values": (128, 32),
+    "80 wide": (80, 80),
+    "no values": (64, 0),
+    "of no width for codes": (36, 64),
+}
+
+
+@pytest.fixture(params=[16, 8, 4])
+def precision(request: pytest.FixtureRequest) -> Precision:
+    return Precision(request.param)
+
+
+def made(
+    precision: Precision, what: str = "keys and values alike", num_pages: int = 8
+) -> HostPages:
+    layer = AttentionLayout(HEADS, *KINDS[what], mx.float32, None)
+    layout = Layout((layer, layer), (), (KVNode(0), KVNode(1)), precision)
+    pages = HostPages(layout, PAGE)
+    pages.resize(num_pages)
+    return pages
+
+
+def new(pages: HostPages, length: int = LENGTH, seed: int = 0) -> tuple[Array, Array]:
+    """Return random keys and values (kv_heads, length, dim)."""
+    random, (layer, *_) = np.random.default_rng(seed), pages.layout.layers
+    return tuple(
+        random.standard_normal((HEADS, length, dim), np.float32)
+        for dim in (layer.key_dim, layer.value_dim)
+    )
+
+
+def rounded(pages: HostPages, number: int, x: Array) -> Array:
+    how = pages.layout.arrays[number].quantization
+    return x if how is None else np.array(dequantize(quantize(mx.array(x), how), how))
+
+
+def filled(
+    precision: Precision, what: str = "keys and values alike"
+) -> tuple[HostPages, list[Array]]:
+    """Return pages with a sequence in `TABLE`, and its keys and values of layer 1, rounded."""
+    pages = made(precision, what)
+    both = new(pages)
+    pages.write_row(1, *both, TABLE, 0)
+    return pages, [rounded(pages, number, x) for number, x in enumerate(both, 2)]
+
+
+def check(pages: HostPages, expected: list[Array], table: tuple[int, ...] = TABLE) -> None:
+    for number, x in enumerate(expected, 2):
+        found = pages.read(number, table, x.shape[1])
+        assert np.array_equal(np.array(found.array)[0], x)
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_rows_and_tokens_are_read_as_quantization_in_mlx_rounds_them(
+    precision: Precision, what: str
+) -> None:
+    pages = made(precision, what)
+    both = new(pages)
+    expected = [rounded(pages, number, x) for number, x in enumerate(both, 2)]
+    for start, end in ((0, 10), (10, 64), (64, 65), (65, 190)):
+        part = [x[:, start:end] for x in both]
+        kept = pages.write_row(1, *part, TABLE, start)
+        for ours, theirs in zip(kept, expected, strict=True):
+            assert np.array_equal(ours, theirs[:, start:end])
+    at = range(190, LENGTH)
+    tokens = Tokens(np.array([TABLE[p // PAGE] for p in at]), np.array([p % PAGE for p in at]))
+    kept = pages.write_tokens(1, *(x[:, 190:].swapaxes(0, 1) for x in both), tokens)
+    for ours, theirs in zip(kept, expected, strict=True):
+        assert np.array_equal(ours.swapaxes(0, 1), theirs[:, 190:])
+    check(pages, expected)
+    for number, x in enumerate(both, 2):
+        how = pages.layout.arrays[number].quantization
+        scales = pages.read(number, TABLE, LENGTH).scales
+        assert (scales is None) == (how is None)
+        if how is not None and scales is not None:
+            theirs = quantize(mx.array(x), how).scales[: how.scales, None]
+            assert mx.array_equal(scales, theirs)
+
+
+def test_a_page_has_the_bytes_of_the_layout_and_is_the_same_in_another_place(
+    precision: Precision,
+) -> None:
+    pages, expected = filled(precision)
+    exporters = [pages.exporter(page) for page in TABLE]
+    both = new(pages, seed=1)
+    pages.write_row(1, *both, TABLE, 0)  # as a sequence that gets the pages does
+    other = made(precision)
+    for page, exporter in enumerate(exporters):
+        payload = exporter()
+        assert tuple(map(len, payload)) == pages.layout.page_buffers(PAGE)
+        other.insert(page, payload)
+        assert other.exporter(page)() == payload
+    check(other, expected, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match="size"):
+        other.insert(0, payload[:-1])
+    with pytest.raises(ValueError, match="size"):
+        other.insert(0, (payload[0][:-1], *payload[1:]))
+
+
+def test_signed_codes_of_8_bits_have_a_scale_and_no_bias() -> None:
+    pages, expected = filled(Precision(8))
+    codes, scales = pages.exporter(TABLE[0])()
+    (group,) = pages.layout.groups
+    (shape, _), (scales_shape, _) = group.parts(PAGE)
+    wide = np.frombuffer(scales, np.float16).reshape(scales_shape)[0].astype(np.float32)
+    values = np.frombuffer(codes, np.int8).reshape(shape) * wide
+    assert np.array_equal(values[2], expected[0][:, :PAGE])
+
+
+def test_part_of_a_page_is_copied_and_the_rest_is_left(precision: Precision) -> None:
+    pages, expected = filled(precision)
+    pages.copy(TABLE[1], 7, 40)
+    pages.write_row(1, *(x[:, 104:] for x in new(pages)), (TABLE[0], 7, 1, 2), 104)
+    check(pages, expected, (TABLE[0], 7, 1, 2))
+    before = pages.exporter(7)()
+    pages.copy(TABLE[0], 7, 0)
+    assert pages.exporter(7)() == before
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_pages_that_remain_keep_their_content(precision: Precision, *, holds: bool) -> None:
+    """Also where another array refers to the memory, which is then copied."""
+    pages, expected = filled(precision)
+    held = pages.places[2].group.codes if holds else None
+    for count in (1_000, 8, 7):
+        pages.resize(count)
+        check(pages, expected)
+        assert pages.nbytes == count * sum(pages.layout.page_buffers(PAGE))
+    pages.resize(0)
+    assert pages.nbytes == 0
+    pages.resize(7)
+    assert not any(any(part) for part in pages.exporter(TABLE[0])()), "what is new is zero"
+    assert held is None or held.any()
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+@pytest.mark.parametrize("what", KINDS)
+def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
+    precision: Precision, what: str, gives_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not gives_back:
+        monkeypatch.setattr(host_memory, "CAN_GIVE_BACK", False)
+    pages, expected = filled(precision, what)
+    pages.unpack(3, LENGTH)
+    pages.fill(1, [Missing(3, TABLE, 0, 70)])
+    pages.fill(1, [Missing(3, TABLE, 70, LENGTH)])
+    rows = ScratchRows(pages, pages.scratch(0), [TABLE, TABLE[:2]], [LENGTH, 70], 256)
+    ways: list[Callable[[], None]] = [
+        lambda: rows.read(1, 0),
+        lambda: rows.read_together(1, 0),
+        lambda: rows.read(1, 64),
+    ]
+    for low, way in zip((0, 0, 64), ways, strict=True):
+        for array in rows.both(1):
+            array[...] = np.nan
+        way()
+        for array, x in zip(rows.both(1), expected, strict=True):
+            assert np.array_equal(array[0, :, low:LENGTH], x[:, low:])
+            assert not array[0, :, LENGTH:].any()
+            assert np.array_equal(array[1, :, low:70], x[:, low:70])
+            assert not array[1, :, 70:].any()
+    for array, x in zip(pages.unpacked.both(1), expected, strict=True):
+        assert np.array_equal(array[3, :, :LENGTH], x)
+        assert not array[3, :, LENGTH:].any() and not array[2].any() and not array[4].any()
+    pages.drop(3)
+    assert not any(array.any() for array in pages.unpacked.both(1))
+
+
+def test_without_onnx_runtime_the_scratch_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages, expected = filled(Precision(8))
+    monkeypatch.setattr(graphs, "unusable", lambda: "it is not installed")
+    monkeypatch.setattr(scratch, "_session", None)
+    rows = ScratchRows(pages, pages.scratch(0), [TABLE], [LENGTH], 256)
+    rows.read_together(1, 0)
+    for array, x in zip(rows.both(1), expected, strict=True):
+        assert np.array_equal(array[0, :, :LENGTH], x)
+
+
+def test_nan_behind_a_row_or_left_by_another_never_reaches_it(precision: Precision) -> None:
+    pages, _ = filled(precision)
+    pages.write_row(1, *(np.full_like(x, np.nan) for x in new(pages, 256)), TABLE, 0)
+    pages.unpack(1, LENGTH)
+    pages.fill(1, [Missing(1, TABLE, 0, LENGTH)])
+    assert all(np.isnan(array[1, :, :LENGTH]).all() for array in pages.unpacked.both(1))
+    pages.drop(1)
+    both = new(pages, 70)
+    pages.write_row(1, *both, TABLE, 0)
+    pages.unpack(1, LENGTH)
+    pages.fill(1, [Missing(1, TABLE, 0, 70)])
+    rows = ScratchRows(pages, pages.scratch(0), [TABLE], [70], 256)
+    rows.both(1)[0][...] = np.nan
+    rows.both(1)[1][...] = np.nan
+    rows.read(1, 0)
+    for array in (*pages.unpacked.both(1), *rows.both(1)):
+        assert np.isfinite(array).all()
+
+
+def test_unpacked_rows_take_memory_for_their_values_and_stay_in_place() -> None:
+    pages, expected = filled(Precision(8))
+    before = pages.nbytes
+    pages.unpack(2, 100)
+    arrays = pages.unpacked.both(1)
+    pages.fill(1, [Missing(2, TABLE, 0, LENGTH)])
+    assert pages.nbytes == before + LENGTH * pages.layout.value_bytes // 2
+    pages.unpack(5, pages.unpacked.capacity)
+    assert pages.unpacked.both(1)[0] is arrays[0]
+    pages.unpack(5, pages.unpacked.capacity + 1)  # they are elsewhere, and filled again
+    assert pages.unpacked.both(1)[0] is not arrays[0] and not pages.unpacked.ends[1]
+    assert 2 in pages.unpacked and 5 in pages.unpacked
+    pages.unpack(100, 10)
+    assert all(len(array) > 100 for array in pages.unpacked.both(1))
+    for slot in (2, 5, 100, 7):
+        pages.unpack(slot, 0)
+    assert pages.nbytes == before and not pages.unpacked
+    check(pages, expected)

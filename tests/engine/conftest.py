@@ -39,6 +39,12 @@ def look_ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+@pytest.fixture
+def nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admit sequences without memory for their answers, so that they are preempted."""
+    monkeypatch.setattr("engine.scheduler.memory.RESERVED_TOKENS", 0)
+
+
 @pytest.fixture(scope="session")
 def llama(tiny_model: Callable[..., Path]) -> Path:
     """The directory of a tiny model with plain attention."""

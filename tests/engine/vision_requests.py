@@ -146,7 +146,7 @@ class Seeing:
         self.whole.run()
 
     def scores(self, name: str) -> list[float]:
-        assert self.whole.ends[name].error is None
+        assert self.whole.ends[name].error is None, self.whole.ends[name].error
         return self.whole.scores(name)
 
     def assert_oracles(self, name: str, request: Request, allowed: float = 2e-5) -> None:

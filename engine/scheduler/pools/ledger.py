@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 OOM_LIMIT_SHARE = 0.9
-"""When the device runs out of memory, the new limit as a fraction of the memory then in use."""
+"""When the device runs out of memory, the new limit as a fraction of the old one. All sequences
+start again, and the longest must still fit: a limit near the memory then in use would end it."""
 RAISED_SHARE = 0.1
 """By which part of the original limit a lowered one is raised again."""
 STEPS_TO_RAISE = 1000
@@ -32,10 +33,11 @@ class Ledger:
     def release(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
 
-    def ran_out(self, least_bytes: int) -> None:
-        """Lower the limit, because the device ran out of memory, but not below ``least_bytes``."""
-        lowered = max(OOM_LIMIT_SHARE * self.used_bytes, self.limit_bytes / 2)
-        self.limit_bytes = max(least_bytes, min(self.limit_bytes, int(lowered)))
+    def ran_out(self, least_bytes: int, beside_bytes: int = 0) -> None:
+        """Lower the limit, because the device ran out of memory, but not below ``least_bytes``.
+        Of both, ``beside_bytes`` are for data with a limit of its own, and stay."""
+        lowered = beside_bytes + int(OOM_LIMIT_SHARE * (self.limit_bytes - beside_bytes))
+        self.limit_bytes = max(least_bytes, lowered)
         self._steps = 0
         self._steps_to_raise *= 2
 

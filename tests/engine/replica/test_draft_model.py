@@ -156,9 +156,10 @@ def test_a_sequence_of_more_tokens_than_a_slot_holds_is_drafted_to_its_end(own: 
     assert own.counts.accepted + own.counts.proposals > 390
 
 
+@pytest.mark.usefixtures("nothing_reserved")
 def test_preempted_and_resumed_sequences_go_on_as_without_a_draft_model(exact: Drafted) -> None:
     config = exact.whole.replica.scheduler.config
-    exact.whole.renew(False, limit_bytes=6 * config.page_bytes)
+    exact.whole.renew(False, limit_bytes=4 * config.page_bytes)
     exact.check(("bound", *UNCHANGED))  # the longest first: others run when its slot is full
     assert exact.counts.drafted > 60
     assert exact.whole.scheduler.stats().preemptions_total
@@ -196,8 +197,9 @@ def test_its_slots_are_in_the_ledger_and_its_weights_leave_less_for_blocks(
 
     plain = stats()
     drafted = stats(spec_decode="draft", draft_model_path=str(draft))
-    # One layer of 2 heads with keys and values of 16 floats each; 8 slots of 128 + 256 tokens.
-    slots_bytes = 8 * (128 + 256) * 2 * 2 * 16 * 4
+    # One layer of 2 heads with keys and values of 16 floats each; 8 slots of 128 + 256 tokens, in
+    # pages and unpacked.
+    slots_bytes = 2 * 8 * (128 + 256) * 2 * 2 * 16 * 4
     assert drafted.unevictable_bytes - plain.unevictable_bytes == slots_bytes
     assert drafted.used_blocks > plain.used_blocks
     assert drafted.limit_bytes < plain.limit_bytes  # its weights

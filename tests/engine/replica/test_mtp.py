@@ -76,12 +76,13 @@ def test_texts_are_those_without_a_head(headed: Callable[..., Headed], kind: Kin
     engine.check("greedy", "sampled")
 
 
+@pytest.mark.usefixtures("nothing_reserved")
 def test_sequences_that_lose_their_slots_go_on_as_without_a_head(
     headed: Callable[..., Headed],
 ) -> None:
     engine = headed("qwen3_next")
     limit = engine.whole.replica.scheduler.config
-    engine.renew(limit_bytes=4 * limit.page_bytes)
+    engine.renew(limit_bytes=2 * limit.page_bytes + 3 * limit.state_bytes)
     engine.check()
     assert engine.whole.scheduler.stats().preemptions_total
 

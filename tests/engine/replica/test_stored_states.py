@@ -97,8 +97,8 @@ def test_after_a_restart_the_next_turn_computes_only_what_is_new(whole: Stored) 
     """Whether steps are dispatched ahead of their results or in turn."""
     store = MemoryStore()
     restart(whole, store, look_ahead=False)
-    prompt = random_tokens(11, 70)
-    said = whole.serve("first", prompt, max_tokens=30)
+    prompt = random_tokens(11, 100)
+    said = whole.serve("first", prompt, max_tokens=40)
     assert store.states and bool(store.blocks) == whole.scheduler.config.keeps_kv
     restart(whole, store, look_ahead=True)
     turn = [*prompt, *said, *random_tokens(12, 9)]

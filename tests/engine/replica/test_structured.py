@@ -118,6 +118,7 @@ def test_a_matcher_is_released_with_the_slot_of_its_sequence(
     assert engine.grammars is not None and engine.grammars.find(WORDS) is None
 
 
+@pytest.mark.usefixtures("nothing_reserved")
 def test_a_preempted_sequence_continues_within_its_grammar(build: Build) -> None:
     pattern = "([a-f]{5}[0-9]{5}){8}"
     long = {"grammar": Grammar(kind="regex", source=pattern), "max_tokens": 120}

@@ -41,6 +41,8 @@ def discard_failed(
     for seq in failed:
         bad_names.update(step.named.pop(seq, ()))
         bad_names.update(later.named.pop(seq, ()) if later else ())
+        for content in step.filled.pop(seq, ()):
+            memory.forget_stored(content)
         for snapshot in step.saved.pop(seq, ()):
             if memory.withdraw(snapshot):
                 memory.settle(snapshot)
@@ -53,6 +55,8 @@ def discard_failed(
         later.discarded |= failed | innocent
         for seq in later.discarded:
             bad_names.update(later.named.pop(seq, ()))
+            for content in later.filled.pop(seq, ()):
+                memory.forget_stored(content)
             for snapshot in later.saved.pop(seq, ()):
                 if memory.withdraw(snapshot):
                     later.invalid.append(snapshot)

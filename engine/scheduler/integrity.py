@@ -68,7 +68,8 @@ def _tables(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -
         if config.keeps_kv and seq.capacity != len(seq.pages) * config.page_tokens:
             yield f"{seq.request.request_id} has room for {seq.capacity} in {len(seq.pages)} pages"
         number, place = divmod(seq.num_computed_tokens, config.page_tokens)
-        if config.keeps_kv and number < len(seq.pages) and seq.pages[number].named_end > place:
+        is_known = number < len(seq.pages) and not seq.is_finished and config.keeps_kv
+        if is_known and seq.pages[number].named_end > place:
             yield f"{seq.request.request_id} writes a page that others may read"
     fixed = Counter(page for seq in holders if seq.pass_end for page in seq.pages)
     fixed.update(memory.unfixed)

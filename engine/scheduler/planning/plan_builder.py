@@ -63,6 +63,8 @@ class InFlightStep:
     """The blocks of pages that sequences got from others."""
     named: dict[Sequence, list[bytes]] = field(default_factory=dict)
     """The blocks of sequences that others can find from the next plan on."""
+    filled: dict[Sequence, list[PageContent]] = field(default_factory=dict)
+    """The contents of the pages that these blocks fill: they may be on their way to the kvstore."""
     restored: dict[Sequence, list[Snapshot]] = field(default_factory=dict)
     saved: dict[Sequence, list[Snapshot]] = field(default_factory=dict)
     """Snapshots that stay pinned until the result arrives."""

@@ -10,7 +10,7 @@ from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.planning.pictures import WholePictures
 from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
-from engine.scheduler.pools.page_pool import Page
+from engine.scheduler.pools.page_pool import Page, PageContent
 from engine.scheduler.sequences.sequence import Sequence
 
 
@@ -82,8 +82,10 @@ class PrefixCache:
             place, index = divmod(number, self._config.blocks_per_page)
             end = (index + 1) * self._config.block_size
             block_hash = seq.block_hashes[number]
-            self._name(seq.pages[place], end, block_hash)
+            content = self._name(seq.pages[place], end, block_hash)
             named.append(block_hash)
+            if content is not None and step is not None:
+                step.filled.setdefault(seq, []).append(content)
         seq.num_named_blocks = max(seq.num_named_blocks, seq.num_nameable_blocks)
         if named and step is not None:
             step.named.setdefault(seq, []).extend(named)
@@ -94,11 +96,16 @@ class PrefixCache:
             for number, block_hash in enumerate(hashes, 1):
                 self._name(page, number * self._config.block_size, block_hash, stored=True)
 
-    def _name(self, page: Page, end: int, block_hash: bytes, *, stored: bool = False) -> None:
-        had = page.content
+    def _name(
+        self, page: Page, end: int, block_hash: bytes, *, stored: bool = False
+    ) -> PageContent | None:
+        """Name a block. Return the content of the page if it is full with that."""
         self._pages.name(page, end, block_hash, stored=stored)
-        if page.content is not None and page.content is not had and self._config.writes_through:
+        if end < self._config.page_tokens or page.content is None:
+            return None
+        if self._config.writes_through:
             self._memory.backlog.add([page.content])
+        return page.content
 
     def _reach(self, seq: Sequence, known: int, limit: int, builder: PlanBuilder) -> int:
         """Return the number of blocks of ``seq``, up to ``limit``, that are cached or inserted by

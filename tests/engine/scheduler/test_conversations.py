@@ -60,10 +60,11 @@ def devstral(memory_gb: int = 32) -> SchedulerConfig:
 
 
 class Device:
-    """Answers plans as a device does, at 1 ms for each token of a prompt, and a kvstore that
-    loses nothing."""
+    """Answers plans as a device does, and fetches as a kvstore that loses nothing."""
 
-    def __init__(self, settings: SchedulerConfig) -> None:
+    def __init__(self, settings: SchedulerConfig, token_s: float = 1e-3) -> None:
+        """``token_s``: the time of a token of a prompt."""
+        self.token_s = token_s
         self.scheduler = Scheduler(settings, lambda: 0.0)
         self.usages: dict[str, wire.Usage] = {}
         self.refusals: list[wire.Refused] = []
@@ -108,7 +109,7 @@ class Device:
         seconds = 0.0
         for number, end in ends.items():
             tokens, done = self._passes[number]
-            seconds += (min(end, layers) - done) * tokens * 1e-3 / layers
+            seconds += (min(end, layers) - done) * tokens * self.token_s / layers
             self._passes[number][1] = end
         exports = (*plan.exports_first, *plan.exports)
         self.scheduler.apply(
@@ -149,21 +150,21 @@ def test_each_turn_of_a_conversation_finds_the_one_before(
 
 
 def test_nineteen_chats_run_at_once_on_16_gb() -> None:
-    device = Device(qwen3_4b())
+    device = Device(qwen3_4b(), token_s=1e-6)
     for number in range(19):
-        device.submit(f"{number}", [number, *TEXT[:2999]], max_tokens=100)
+        device.submit(f"{number}", [number, *TEXT[:2999]])
     device.run()
-    assert device.most_running >= 16
+    assert device.most_running == 19 and device.most_pages >= 19 * (3000 // 64)
     assert len(device.usages) == 19 and device.scheduler.stats().preemptions_total == 0
 
 
 def test_agents_with_a_common_prompt_hold_it_once() -> None:
-    device = Device(qwen3_4b())
+    device = Device(qwen3_4b(), token_s=1e-6)
     for number in range(8):
         device.submit(f"{number}", [*TEXT[:10_000], *[number] * 500], max_tokens=60)
     device.run()
     assert device.most_running == 8 and len(device.usages) == 8
-    assert device.most_pages * 64 <= 15_104
+    assert 14_000 <= device.most_pages * 64 <= 15_104
     # The first one computes the common prompt, and each its own end and a part of a page.
     assert device.computed <= 10_500 + 7 * (500 + 64)
 
@@ -179,11 +180,11 @@ def test_agents_with_a_common_prompt_hold_it_once() -> None:
     ids=["4B on 16 GB", "30B-A3B on 32 GB", "30B-A3B on 64 GB", "24B on 64 GB"],
 )
 def test_two_conversations_run_together(settings: SchedulerConfig, lengths: tuple[int, int]) -> None:
-    device = Device(settings)
+    device = Device(settings, token_s=1e-6)
     for name, length in zip("ab", lengths, strict=True):
         device.submit(name, [ord(name), *TEXT[: length - 1]])
     device.run()
-    assert device.most_running == 2
+    assert device.most_running == 2 and device.most_pages >= sum(lengths) // 64
     assert device.scheduler.stats().preemptions_total == 0
 
 

@@ -1,23 +1,47 @@
-"""Blocks and slots under one limit. What holds after any operations is in
+"""Pages, states and snapshots under one limit. What holds after any operations is in
 `test_memory_properties.py`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
-from engine.scheduler.memory import Memory
+from engine.plan import CopyPage, Table, Unpack
+from engine.scheduler.memory import FIRST_TOKENS, Memory
 from engine.scheduler.pools.ledger import STEPS_TO_RAISE, Ledger
-from tests.engine.scheduler.harness import BLOCK_BYTES, config
+from engine.scheduler.sequences.sequence import Sequence
+from tests.engine.scheduler.harness import config, sequence
+
+PAGE = 16
+BYTES = 4000  # of a page
 
 
-def add_blocks(memory: Memory, count: int, pinned: int = 0) -> None:
-    """Add ``count`` blocks. All but the first ``pinned`` may be evicted."""
-    for number in range(count):
-        block = memory.add_block(b"%d" % number)
-        assert block is not None
-        if number >= pinned:
-            memory.blocks.unpin(block)
+def memory_of(pages: int, **changes: Any) -> Memory:
+    return Memory(config(blocks=4 * pages, **changes))
+
+
+def begin(memory: Memory, tokens: int, name: int = 0) -> Sequence:
+    """Return a sequence with pages for so many tokens of its own."""
+    seq = sequence([name, *range(tokens - 1)], 4)
+    seq.slot = memory.take_slot()
+    memory.begin(seq)
+    assert memory.grow(seq, tokens)
+    return seq
+
+
+def leave_cached(memory: Memory, pages: int, name: int) -> None:
+    """Leave pages of a sequence that has ended, each under a hash of its own."""
+    seq = begin(memory, pages * PAGE, name)
+    for number, page in enumerate(seq.pages):
+        memory.pages.name(page, PAGE, b"%d/%d" % (name, number))
+    memory.release(seq)
+    assert seq.slot is not None
+    memory.release_slot(seq.slot)
+
+
+def numbers(seq: Sequence) -> list[int]:
+    return [page.number for page in seq.pages]
 
 
 def test_the_ledger_never_goes_over_its_limit() -> None:
@@ -33,15 +57,16 @@ def test_a_limit_that_was_lowered_is_raised_again_after_many_steps() -> None:
     ledger = Ledger(1000)
     ledger.reserve(600)
     ledger.ran_out(least_bytes=100)
-    assert ledger.limit_bytes == 540
-    for _ in range(2 * STEPS_TO_RAISE - 1):
+    ledger.ran_out(least_bytes=100)
+    assert ledger.limit_bytes == 810
+    for _ in range(4 * STEPS_TO_RAISE - 1):
         ledger.step_succeeded()
-    assert ledger.limit_bytes == 540
+    assert ledger.limit_bytes == 810
     ledger.step_succeeded()
-    assert ledger.limit_bytes == 640
+    assert ledger.limit_bytes == 910
     ledger.ran_out(least_bytes=100)
     lowered = ledger.limit_bytes
-    for _ in range(2 * STEPS_TO_RAISE):
+    for _ in range(4 * STEPS_TO_RAISE):
         ledger.step_succeeded()
     assert ledger.limit_bytes == lowered, "it waits longer each time"
     for _ in range(30 * STEPS_TO_RAISE):
@@ -49,96 +74,118 @@ def test_a_limit_that_was_lowered_is_raised_again_after_many_steps() -> None:
     assert ledger.limit_bytes == 1000
 
 
-def test_empty_slabs_are_freed_before_cached_blocks_and_only_when_needed() -> None:
-    memory = Memory(config(blocks=32, context_length=16, completion_batch_size=4))
-    assert memory.allocate_slot(16) == (Slot(0, 0), 16)
-    memory.slots.release(Slot(0, 0))
-    assert not memory.freed_slabs
-    add_blocks(memory, 32)
-    assert memory.freed_slabs == [0] and not memory.evictions
-    assert memory.add_block(b"last") is not None
-    assert memory.evictions == [Evict(0)]
+def test_pages_are_added_by_half_and_not_beyond_the_limit() -> None:
+    memory = memory_of(1000)
+    first = FIRST_TOKENS // PAGE
+    sizes = []
+    for number in range(900):
+        begin(memory, PAGE, number % 2) if number < 8 else memory.pages.take()
+        if memory.pages.num_free == 0:
+            memory._make_pages(1, 0)
+        sizes.append(memory.pages.num_pages)
+    assert sorted({*sizes}) == [first, first * 3 // 2, first * 9 // 4, first * 27 // 8, 1000]
+
+
+def test_free_pages_are_used_from_the_lowest_number_on() -> None:
+    memory = memory_of(10)
+    seqs = [begin(memory, 2 * PAGE, number) for number in range(4)]
+    memory.release(seqs[1])
+    assert numbers(begin(memory, PAGE)) == [2]
+
+
+def test_free_pages_are_given_back_before_anything_is_evicted() -> None:
+    memory = memory_of(10)
+    leave_cached(memory, 6, name=1)
+    assert memory.reserve_pass(4 * BYTES)
+    assert (memory.pages.num_pages, memory.pages.num_cached) == (6, 6)
+    assert memory.reserve_pass(2 * BYTES)
+    assert (memory.pages.num_pages, memory.pages.num_cached) == (4, 4)
+    assert b"1/0" in memory.pages, "the end of a prefix is evicted first"
 
 
 def test_nothing_is_evicted_for_what_does_not_fit_anyway() -> None:
-    memory = Memory(config(blocks=8, context_length=32))
-    add_blocks(memory, 8, pinned=1)
-    assert memory.allocate_slot(32) is None
-    assert not memory.evictions and memory.ledger.used_bytes == 8 * BLOCK_BYTES
+    memory = memory_of(8)
+    begin(memory, 4 * PAGE)
+    leave_cached(memory, 4, name=1)
+    assert not memory.reserve_pass(5 * BYTES)
+    long = sequence([1] * 90, 4)
+    memory.begin(long)
+    assert not memory.grow(long, 5 * PAGE)
+    assert memory.pages.num_cached == 4 and not long.pages
 
 
-def test_rows_that_are_not_needed_yet_do_not_cost_the_whole_cache() -> None:
-    memory = Memory(config(blocks=1024, context_length=32, completion_batch_size=16))
-    add_blocks(memory, 1020, pinned=960)
-    assert memory.allocate_slot(32) is not None
-    assert memory.blocks.num_evictable >= 30
+def test_pages_in_use_move_below_the_new_end() -> None:
+    memory = memory_of(10)
+    low, high = begin(memory, 4 * PAGE), begin(memory, 2 * PAGE, 1)
+    memory.take_plan()
+    memory.release(low)
+    assert memory.reserve_pass(7 * BYTES)
+    plan = memory.take_plan()
+    assert plan.num_pages == 3
+    assert plan.moved_pages == (CopyPage(4, 0, PAGE), CopyPage(5, 1, PAGE))
+    assert plan.tables == (Table(1, 0, (0, 1)),)
+    assert not memory.take_plan().tables
 
 
-def test_a_free_larger_row_is_taken_when_there_is_no_other_room() -> None:
-    memory = Memory(config(blocks=4096, context_length=1024))
-    assert memory.allocate_slot(1024) == (Slot(0, 0), 1024)
-    add_blocks(memory, 4096 - 2 * 256, pinned=4096)
-    assert memory.allocate_slot(512) == (Slot(0, 1), 1024)
-    assert memory.allocate_slot(512) is None
+def test_pages_of_an_open_pass_keep_their_numbers() -> None:
+    memory = memory_of(10)
+    low, high = begin(memory, 4 * PAGE), begin(memory, 2 * PAGE, 1)
+    memory.fix(high)
+    memory.take_plan()
+    memory.release(low)
+    assert not memory.reserve_pass(5 * BYTES)
+    assert memory.reserve_pass(4 * BYTES)
+    assert not memory.take_plan().moved_pages
+    memory.unfix(high)
+    memory.take_plan()
+    assert memory.reserve_pass(3 * BYTES) and len(memory.take_plan().moved_pages) == 2
 
 
-def test_slots_larger_than_their_blocks_are_charged_in_full() -> None:
-    """As on the CPU, where slots hold quantized keys and values in a form for attention."""
-    settings = config(blocks=40, slot_block_bytes=4 * BLOCK_BYTES, context_length=100)
-    assert settings.capacity_classes()[-1] == 10 * settings.block_size
-    memory = Memory(settings)
-    add_blocks(memory, 39, pinned=39)
-    assert memory.allocate_slot(4) is None, "four blocks' worth for four tokens"
-    for block in list(memory.blocks)[:3]:
-        memory.blocks.unpin(block)
-    assert memory.allocate_slot(4) is not None
-    assert len(memory.evictions) == 3
-    assert memory.ledger.used_bytes == 40 * BLOCK_BYTES
+def test_the_least_recently_used_of_pages_and_snapshots_is_evicted() -> None:
+    memory = memory_of(4, state_bytes=BYTES, max_snapshots=9)
+    snapshot = memory.add_snapshot(b"a" * 16)
+    assert snapshot is not None
+    memory.snapshots.unpin(snapshot)
+    leave_cached(memory, 2, name=1)
+    assert memory.reserve_pass(2 * BYTES)
+    assert not len(memory.snapshots) and memory.pages.num_cached == 2
+    assert memory.take_plan().evictions == (snapshot.id,)
 
 
-def test_slots_of_one_capacity_share_a_slab_that_grows_by_an_eighth_of_the_memory_at_most() -> None:
-    memory = Memory(
-        config(blocks=4096, context_length=1024, completion_batch_size=32, shares_slabs=True)
-    )
-    slots = [memory.allocate_slot(600) for _ in range(8)]
-    assert [found and found[0] for found in slots] == [Slot(0, row) for row in range(8)]
-    (slab,) = memory.new_slabs
-    assert slab == SlabSpec(0, 8, 1024) and not memory.resized_slabs
-    memory.forget_changes()
-    for row in range(8, 13):
-        assert memory.allocate_slot(600) == (Slot(0, row), 1024)
-    assert memory.resized_slabs == [ResizeSlab(0, 14)] and not memory.new_slabs
-    assert memory.ledger.used_bytes == 14 * 256 * BLOCK_BYTES
+def test_the_temporary_arrays_of_the_longest_sequence_are_in_the_ledger() -> None:
+    memory = memory_of(10, gather_token_bytes=BYTES // PAGE)
+    assert memory.capacity == 5 * PAGE
+    seq = begin(memory, 4 * PAGE)
+    assert memory.gather_bytes == 4 * BYTES
+    begin(memory, 2 * PAGE, 1)
+    assert memory.gather_bytes == 4 * BYTES
+    memory.release(seq)
+    memory.update_gathers()
+    assert memory.gather_bytes == 2 * BYTES
 
 
-def test_the_last_free_rows_are_given_back_after_the_cache_and_before_a_request_must_wait() -> None:
-    memory = Memory(
-        config(blocks=4 * 64, context_length=256, completion_batch_size=4, shares_slabs=True)
-    )
-    assert all(memory.allocate_slot(256) for _ in range(3))
-    assert memory.ledger.used_bytes == 3 * 64 * BLOCK_BYTES
-    memory.forget_changes()
-    for row in (1, 2):
-        memory.slots.release(Slot(0, row))
-    add_blocks(memory, 64, pinned=64)
-    assert not memory.resized_slabs
-    assert memory.add_block(b"one more") is not None
-    assert memory.resized_slabs == [ResizeSlab(0, 1)] and not memory.evictions
-    assert memory.ledger.used_bytes == (64 + 65) * BLOCK_BYTES
+def test_rows_are_unpacked_while_there_is_room_and_dropped_before_a_sequence() -> None:
+    memory = memory_of(40, unpacked_token_bytes=BYTES // PAGE)
+    seq = begin(memory, 4 * PAGE)
+    seq.max_tokens = 37  # so that it has at most 100 positions
+    memory.unpack(seq, 4 * PAGE)
+    assert memory.take_plan().unpacked == (Unpack(0, 100),), "with room to grow"
+    memory.unpack(seq, 5 * PAGE)
+    assert not memory.take_plan().unpacked
+    other = begin(memory, 8 * PAGE, 1)
+    memory.unpack(other, 8 * PAGE)
+    assert not memory.take_plan().unpacked, "at most a quarter of the memory"
+    assert memory.grow(other, 29 * PAGE)
+    assert memory.take_plan().unpacked == ()
+    assert memory.grow(other, 30 * PAGE)
+    assert memory.take_plan().unpacked == (Unpack(0, 0),)
+    assert memory.ledger.used_bytes == memory.pages.num_pages * BYTES
 
 
-def test_many_free_rows_are_given_back_before_the_cache() -> None:
-    fields = {"context_length": 2048, "completion_batch_size": 8, "shares_slabs": True}
-    memory = Memory(config(blocks=10 * 512, **fields))
-    assert all(memory.allocate_slot(2048) for _ in range(8))
-    memory.forget_changes()
-    for row in range(1, 8):
-        memory.slots.release(Slot(0, row))
-    add_blocks(memory, 2 * 512 + 1)
-    assert memory.resized_slabs == [ResizeSlab(0, 2)] and not memory.evictions
-
-
-def test_with_shared_slabs_and_much_memory_short_sequences_share_a_class_with_longer_ones() -> None:
-    fields = {"context_length": 8192, "completion_batch_size": 4, "shares_slabs": True}
-    assert config(blocks=2 * 8192, **fields).capacity_classes() == (2048, 8192)
-    assert config(blocks=4096, **fields).capacity_classes() == (512, 2048, 8192)
+def test_after_running_out_of_memory_the_longest_sequence_is_shorter() -> None:
+    memory = memory_of(100)
+    begin(memory, 100 * PAGE)
+    memory.ran_out()
+    memory.clear()
+    assert memory.capacity == 90 * PAGE
+    begin(memory, 90 * PAGE)

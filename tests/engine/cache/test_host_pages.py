@@ -45,10 +45,9 @@ def made(
 def new(pages: HostPages, length: int = LENGTH, seed: int = 0) -> tuple[Array, Array]:
     """Return random keys and values (kv_heads, length, dim)."""
     random, (layer, *_) = np.random.default_rng(seed), pages.layout.layers
-    return tuple(
-        random.standard_normal((HEADS, length, dim), np.float32)
-        for dim in (layer.key_dim, layer.value_dim)
-    )
+    shape = HEADS, length
+    keys = random.standard_normal((*shape, layer.key_dim), np.float32)
+    return keys, random.standard_normal((*shape, layer.value_dim), np.float32)
 
 
 def rounded(pages: HostPages, number: int, x: Array) -> Array:
@@ -80,13 +79,14 @@ def test_rows_and_tokens_are_read_as_quantization_in_mlx_rounds_them(
     both = new(pages)
     expected = [rounded(pages, number, x) for number, x in enumerate(both, 2)]
     for start, end in ((0, 10), (10, 64), (64, 65), (65, 190)):
-        part = [x[:, start:end] for x in both]
-        kept = pages.write_row(1, *part, TABLE, start)
+        keys, values = (x[:, start:end] for x in both)
+        kept = pages.write_row(1, keys, values, TABLE, start)
         for ours, theirs in zip(kept, expected, strict=True):
             assert np.array_equal(ours, theirs[:, start:end])
     at = range(190, LENGTH)
     tokens = Tokens(np.array([TABLE[p // PAGE] for p in at]), np.array([p % PAGE for p in at]))
-    kept = pages.write_tokens(1, *(x[:, 190:].swapaxes(0, 1) for x in both), tokens)
+    keys, values = (x[:, 190:].swapaxes(0, 1) for x in both)
+    kept = pages.write_tokens(1, keys, values, tokens)
     for ours, theirs in zip(kept, expected, strict=True):
         assert np.array_equal(ours.swapaxes(0, 1), theirs[:, 190:])
     check(pages, expected)
@@ -132,7 +132,8 @@ def test_signed_codes_of_8_bits_have_a_scale_and_no_bias() -> None:
 def test_part_of_a_page_is_copied_and_the_rest_is_left(precision: Precision) -> None:
     pages, expected = filled(precision)
     pages.copy(TABLE[1], 7, 40)
-    pages.write_row(1, *(x[:, 104:] for x in new(pages)), (TABLE[0], 7, 1, 2), 104)
+    keys, values = (x[:, 104:] for x in new(pages))
+    pages.write_row(1, keys, values, (TABLE[0], 7, 1, 2), 104)
     check(pages, expected, (TABLE[0], 7, 1, 2))
     before = pages.exporter(7)()
     pages.copy(TABLE[0], 7, 0)
@@ -143,7 +144,9 @@ def test_part_of_a_page_is_copied_and_the_rest_is_left(precision: Precision) -> 
 def test_pages_that_remain_keep_their_content(precision: Precision, *, holds: bool) -> None:
     """Also where another array refers to the memory, which is then copied."""
     pages, expected = filled(precision)
-    held = pages.places[2].group.codes if holds else None
+    place = pages.places[2]
+    held = place.group.codes if holds and place is not None else None
+    del place
     for count in (1_000, 8, 7):
         pages.resize(count)
         check(pages, expected)
@@ -202,7 +205,8 @@ def test_without_onnx_runtime_the_scratch_has_the_same_bits(
 
 def test_nan_behind_a_row_or_left_by_another_never_reaches_it(precision: Precision) -> None:
     pages, _ = filled(precision)
-    pages.write_row(1, *(np.full_like(x, np.nan) for x in new(pages, 256)), TABLE, 0)
+    keys, values = (np.full_like(x, np.nan) for x in new(pages, 256))
+    pages.write_row(1, keys, values, TABLE, 0)
     pages.unpack(1, LENGTH)
     pages.fill(1, [Missing(1, TABLE, 0, LENGTH)])
     assert all(np.isnan(array[1, :, :LENGTH]).all() for array in pages.unpacked.both(1))

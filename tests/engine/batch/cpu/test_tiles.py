@@ -19,6 +19,7 @@ from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
 from engine.plan import Decode, Slot
+from engine.scheduler import memory
 from engine.zoo.build import build
 from engine.zoo.configs import config
 from tests.engine.batch.cpu.paged import host_slots
@@ -81,8 +82,10 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
-    llama: Path, kv_bits: int
+    llama: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Some rows are unpacked, and some are not."""
+    monkeypatch.setattr(memory, "RESERVED_TOKENS", 4)
     pick = random.Random(3)
     shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(100)]
     requests = {}

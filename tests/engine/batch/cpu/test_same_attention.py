@@ -16,7 +16,8 @@ from engine.cache.host_pages import HostPages
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.rounding import Array
-from tests.engine.batch.cpu.paged import host_slots
+from engine.plan import Table
+from tests.engine.batch.cpu.paged import host_slots, spoil
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -203,6 +204,43 @@ def test_steps_have_the_same_bits_while_sequences_begin_grow_end_and_are_unpacke
             text.pages.unpack(0, 0)
         parts = {number: (end + step, end + step + 1) for number, end in ends.items()}
         text.check(Exact, parts, whole)
+
+
+@pytest.mark.parametrize("unpacked", [(), (0,), (0, 1)])
+def test_a_row_continues_behind_pages_that_another_one_computed(unpacked: tuple[int, ...]) -> None:
+    text = Text(CASES["three"], unpacked, Precision(8))
+    for array in (text.keys, text.values, text.queries):
+        array[0] = array[1]
+    whole = text.whole(Exact)
+    for slot in range(ROWS):
+        text.pages.drop(slot)
+    for slot in unpacked:
+        text.pages.unpack(slot, LENGTH)
+    spoil(text.pages)
+    text.check(Exact, {0: (0, 40), 1: (0, 330)}, whole)
+    own, other = text.slots.tables[0][5], text.slots.tables[1]
+    text.pages.copy(other[5], own, 5)
+    text.slots.change(Table(0, 0, (*other[:5], own)))
+    text.check(Exact, {0: (325, 340), 1: (330, 331)}, whole)
+
+
+@pytest.mark.parametrize("tokens", [0, LENGTH])
+def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(tokens: int) -> None:
+    text = Text(CASES["three"], () if tokens else (0, 1), Precision(8))
+    whole = text.whole(Exact)
+    rows = [Row(0, 100, 160), Row(1, 100, 160)]
+    batch = Exact(text.layout, text.slots, rows)
+    assert bool(batch._unpacked) != bool(tokens)
+    batch.pause()
+    text.pages.unpack(1, tokens)
+    batch.resume()
+    its = slice(100, 160)
+    batch.store(0, list(text.keys[:2, :, its]), list(text.values[:2, :, its]))
+    out = [np.empty((HEADS, 3, 60, 64), np.float32) for _ in rows]
+    batch.attend_to(0, list(text.queries[:2, :, :, its]), out, None)
+    for found, expected in zip(out, whole, strict=False):
+        assert np.array_equal(found, expected[..., its, :])
+    assert text.pages.unpacked.ends[0].get(1) == (160 if tokens else None)
 
 
 def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_arrays(

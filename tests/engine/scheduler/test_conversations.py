@@ -179,7 +179,9 @@ def test_agents_with_a_common_prompt_hold_it_once() -> None:
     ],
     ids=["4B on 16 GB", "30B-A3B on 32 GB", "30B-A3B on 64 GB", "24B on 64 GB"],
 )
-def test_two_conversations_run_together(settings: SchedulerConfig, lengths: tuple[int, int]) -> None:
+def test_two_conversations_run_together(
+    settings: SchedulerConfig, lengths: tuple[int, int]
+) -> None:
     device = Device(settings, token_s=1e-6)
     for name, length in zip("ab", lengths, strict=True):
         device.submit(name, [ord(name), *TEXT[: length - 1]])

@@ -116,7 +116,7 @@ def test_nothing_is_evicted_for_what_does_not_fit_anyway() -> None:
 
 def test_pages_in_use_move_below_the_new_end() -> None:
     memory = memory_of(10)
-    low, high = begin(memory, 4 * PAGE), begin(memory, 2 * PAGE, 1)
+    low, _high = begin(memory, 4 * PAGE), begin(memory, 2 * PAGE, 1)
     memory.take_plan()
     memory.release(low)
     assert memory.reserve_pass(7 * BYTES)

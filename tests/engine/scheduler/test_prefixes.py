@@ -143,8 +143,6 @@ def test_a_fixed_length_of_chunks_limits_the_ends_too() -> None:
     assert ends_in_decodes(engine) == [[3]]
 
 
-
-
 def test_with_log_probabilities_or_another_salt_no_positions_are_copied() -> None:
     engine = Engine(config(blocks=600, block_size=16))
     first = engine.submit(request("first", SHARED[:60], max_tokens=90))
@@ -214,8 +212,6 @@ def test_a_long_prefix_comes_from_the_kvstore_in_parts_while_streams_run(look_ah
     assert sum(bool(plan.decodes) for plan in inserting) >= 2, "the stream goes on"
     assert not any(plan.chunks for plan in inserting[:-1]), "nothing of it is computed"
     assert long.cached == (0, 96)
-
-
 
 
 def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

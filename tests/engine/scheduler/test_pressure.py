@@ -13,8 +13,6 @@ from tests.engine.conftest import Wrap
 from tests.engine.scheduler.harness import BLOCK_BYTES, SHARED, Engine, config, request
 
 
-
-
 @pytest.fixture
 def unreserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are admitted without room for the answers of those that run."""
@@ -70,8 +68,6 @@ def test_a_prompt_that_finds_no_room_is_looked_up_seldom(wrap: Wrap) -> None:
     engine.finish(*running, waiting)
     waited = max(looked_up) - min(looked_up)
     assert waited > 40 and len(looked_up) < waited / 3
-
-
 
 
 def test_a_step_whose_request_was_cancelled_may_fail() -> None:

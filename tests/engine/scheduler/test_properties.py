@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.plan import StoreRoom
-from engine.scheduler import memory
 from engine.speculation.speculator import Speculator
 from shared import wire
 from tests.engine.conftest import Wrap
@@ -254,7 +253,9 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     drafts: tuple[float, int] | None,
     guesses: float | None,
 ) -> None:
-    memory.RESERVED_TOKENS = changes.pop("reserved_tokens")
+    reserved_tokens = changes.pop("reserved_tokens")
+    for name in ("gather_token_bytes", "unpacked_token_bytes"):
+        changes[name] //= changes["block_size"]
     if states or changes["look_ahead"]:
         changes["decodes_ends"] = False
     if not states.get("keeps_kv", True):
@@ -264,7 +265,9 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
         None if drafts is None else speculator(*drafts, guesses is not None),
     )
     engine.executor.wrong_guesses = guesses
-    run_chaos(engine, Chaos(engine, seed, failures))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.scheduler.memory.RESERVED_TOKENS", reserved_tokens)
+        run_chaos(engine, Chaos(engine, seed, failures))
 
 
 def test_a_sequence_waits_for_guesses_though_the_step_before_them_made_none(wrap: Wrap) -> None:

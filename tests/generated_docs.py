@@ -169,7 +169,8 @@ def _model_choices() -> str:
     from tests import model_choices  # which imports MLX
 
     bits = [f"`--kv-bits {bits}`" for bits in model_choices.KV_BITS]
-    return _table(("Mac", "model", "weights", *bits), model_choices.agent_rows())
+    columns = ("Mac", "model", "weights", *bits, "of 10,240 at once")
+    return _table(columns, model_choices.agent_rows())
 
 
 # -- the API -------------------------------------------------------------------

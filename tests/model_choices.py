@@ -19,8 +19,11 @@ from mlx.utils import tree_flatten
 
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
+from engine.executor.spec import GATHERED_LAYERS, GPU_CHUNK_TOKENS
 from engine.model.context import context_length
+from engine.plan import page_tokens
 from engine.replica.memory import BUFFER_CACHE_BYTES, HEADROOM_BYTES, METAL_SHARE, table_bytes
+from engine.scheduler import SchedulerConfig
 from shared.settings import Settings
 
 MEMORY_GB = (8, 16, 32, 64, 128, 256, 512)
@@ -31,6 +34,8 @@ SHOWN = 3
 AGENT_TOKENS = 16_384
 """An agent's own prompt and some work, at the least."""
 CHAT_TOKENS = 8_192
+SHORT_TOKENS = 10_240
+"""A short conversation with an agent."""
 CHAT_KV_BITS = 8  # the default
 _SMALL_MAC_GB = 36
 """Below this, Metal recommends two thirds of a Mac's memory as working set, from it on three
@@ -45,21 +50,47 @@ class Model(NamedTuple):
     layout: Layout
     context: int  # in tokens
 
-    def tokens(self, memory_gb: int, kv_bits: int) -> int:
-        """Return the longest conversation that fits, in its slot and in kept blocks: then its next
-        turn finds all of it. 0 if there is no room beside the weights."""
+    def config(self, memory_gb: int, kv_bits: int) -> SchedulerConfig | None:
+        """Return what the scheduler of an engine gets, as far as memory is concerned. None if there
+        is no room beside the weights."""
         settings = Settings()
         slots = settings.completion_batch_size
-        layout = self.layout.with_precision(
-            Precision(kv_bits, settings.kv_group_size), dequantized=True
-        )
-        other_bytes = (
-            self.weights_bytes + slots * layout.state_bytes + table_bytes(slots, self.context)
-        )
+        layout = self.layout.with_precision(Precision(kv_bits, settings.kv_group_size))
+        states_bytes = slots * layout.state_bytes
+        other_bytes = self.weights_bytes + states_bytes + table_bytes(slots, self.context)
         room = room_bytes(working_set_bytes(memory_gb), other_bytes)
-        # A shared slab is copied while it grows, one array at a time.
-        token_bytes = layout.slot_token_bytes + layout.array_bytes + layout.block_token_bytes
-        return min(self.context, room // token_bytes)
+        page = page_tokens(settings.block_size)
+        gathered = GATHERED_LAYERS * layout.layer_value_bytes
+        if room < page * (layout.token_bytes + gathered):
+            return None
+        return SchedulerConfig(
+            block_size=settings.block_size,
+            block_bytes=settings.block_size * layout.token_bytes,
+            page_tokens=page,
+            gather_token_bytes=gathered,
+            limit_bytes=room + states_bytes,
+            state_bytes=layout.state_bytes,
+            max_snapshots=settings.sequence_cache_size if layout.state_bytes else 0,
+            context_length=self.context,
+            max_batch_size=slots,
+            prefill_batch_size=settings.prefill_batch_size,
+            completion_batch_size=slots,
+            namespace=bytes(16),
+            look_ahead=True,
+            layers=len(layout.layers),
+            max_chunk_tokens=GPU_CHUNK_TOKENS,
+        )
+
+    def tokens(self, memory_gb: int, kv_bits: int) -> int:
+        """Return the longest conversation that fits. Its next turn finds all of it. 0 if there is
+        no room beside the weights."""
+        config = self.config(memory_gb, kv_bits)
+        return 0 if config is None else min(self.context, config.capacity)
+
+    def at_once(self, memory_gb: int, kv_bits: int) -> int:
+        """Return how many conversations of `SHORT_TOKENS` fit at once."""
+        config = self.config(memory_gb, kv_bits)
+        return 0 if config is None else config.at_once(SHORT_TOKENS)
 
     def shown(self, memory_gb: int, kv_bits: int) -> str:
         tokens = self.tokens(memory_gb, kv_bits)
@@ -99,13 +130,15 @@ def largest() -> Iterator[tuple[str, ...]]:
 
 
 def agent_rows() -> Iterator[tuple[str, ...]]:
-    """Yield memory, model, its size, and the tokens that fit at each of `KV_BITS`."""
+    """Yield memory, model, its size, the tokens that fit at each of `KV_BITS`, and how many short
+    conversations fit at once with the default."""
     known = list(models())
     for memory_gb in AGENT_MEMORY_GB:
         fitting = [m for m in known if m.tokens(memory_gb, min(KV_BITS)) >= AGENT_TOKENS]
         for model in sorted(fitting, key=lambda m: m.weights_bytes)[-SHOWN:]:
             tokens = (model.shown(memory_gb, bits) for bits in KV_BITS)
-            yield f"{memory_gb} GB", model.name, model.size, *tokens
+            at_once = f"{model.at_once(memory_gb, CHAT_KV_BITS)}"
+            yield f"{memory_gb} GB", model.name, model.size, *tokens, at_once
 
 
 def _model(name: str, config: dict[str, Any]) -> Model:

@@ -56,16 +56,7 @@ class MemoryForecast:
     def context(self, sequences: int) -> int:
         """Return the longest context, in tokens, that so many sequences can have at once. 0 if not
         even one block fits."""
-        if not self.fits:
-            return 0
-        if not self.spec.keeps_kv:  # recurrent state has the same size at any length
-            return self.context_length
-        config = self.config
-        # Each has whole pages. What is gathered at once is one sequence's.
-        page, gathered = config.page_bytes, config.page_tokens * config.gather_token_bytes
-        room = self.sizes.limit_bytes - self.sizes.num_slots * self.spec.state_bytes
-        pages = room // (sequences * page + gathered)
-        return min(pages * config.page_tokens, self.context_length)
+        return self.config.longest_of(sequences) if self.fits else 0
 
 
 def forecast(path: Path, settings: Settings) -> MemoryForecast:

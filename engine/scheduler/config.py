@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.plan import page_tokens
 from engine.scheduler.timing.chunks import MAX_TOKENS
 from engine.scheduler.timing.time_share import DEFAULT_STREAMS_SHARE
 
 StorePolicy = Literal["evict_only", "write_through"]
-
-MIN_PAGE_TOKENS = 64
-"""A page has the smallest multiple of the block size that is at least this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +18,7 @@ class SchedulerConfig:
 
     block_size: int  # tokens
     block_bytes: int  # as many positions of pages
-    page_tokens: int = 0  # a multiple of block_size; 0: by `MIN_PAGE_TOKENS`
+    page_tokens: int = 0  # a multiple of block_size; 0: `engine.plan.page_tokens`
     limit_bytes: int  # pages, unpacked rows, states and snapshots together never exceed this
     draft_bytes: int = 0  # the slots of a draft model, in addition to that
     context_length: int  # tokens
@@ -71,8 +69,7 @@ class SchedulerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if not self.page_tokens:
-            tokens = -(-MIN_PAGE_TOKENS // self.block_size) * self.block_size
-            object.__setattr__(self, "page_tokens", tokens)
+            object.__setattr__(self, "page_tokens", page_tokens(self.block_size))
         if self.page_tokens < 1 or self.page_tokens % self.block_size:
             raise ValueError(f"page_tokens {self.page_tokens} is no multiple of {self.block_size}")
         if self.capacity < 1:
@@ -97,6 +94,12 @@ class SchedulerConfig:
         return self.limit_bytes // self.page_bytes if self.keeps_kv else 0
 
     @property
+    def states_bytes(self) -> int:
+        """Recurrent state of a sequence, and its snapshots from which its next turn goes on: at the
+        end of its prompt, and of its answer."""
+        return (3 if self.reuses_states else 1) * self.state_bytes
+
+    @property
     def capacity(self) -> int:
         """The length in tokens of a sequence that has all memory to itself."""
         return self.capacity_within(self.limit_bytes)
@@ -106,7 +109,24 @@ class SchedulerConfig:
         if not self.keeps_kv:
             return self.context_length
         page_bytes = self.page_bytes + self.page_tokens * self.gather_token_bytes
-        return (limit_bytes - self.state_bytes) // page_bytes * self.page_tokens
+        return (limit_bytes - self.states_bytes) // page_bytes * self.page_tokens
+
+    def longest_of(self, sequences: int) -> int:
+        """Return the length in tokens that so many sequences, with nothing in common, can have at
+        once."""
+        if not self.keeps_kv:
+            return self.context_length
+        room = max(0, self.limit_bytes - self.states_bytes - (sequences - 1) * self.state_bytes)
+        gathered = self.page_tokens * self.gather_token_bytes
+        pages = room // (sequences * self.page_bytes + gathered)
+        return min(pages * self.page_tokens, self.context_length)
+
+    def at_once(self, tokens: int) -> int:
+        """Return how many sequences of ``tokens``, with nothing in common, fit at once."""
+        pages = -(-tokens // self.page_tokens) if self.keeps_kv else 0
+        gathered = pages * self.page_tokens * self.gather_token_bytes
+        room = max(0, self.limit_bytes - gathered - self.states_bytes + self.state_bytes)
+        return room // max(1, pages * self.page_bytes + self.state_bytes)
 
     @property
     def state_tokens(self) -> int:

@@ -479,7 +479,7 @@ class Memory:
         """Use less memory, but at least what a sequence of one page needs."""
         config = self._config
         least = config.page_bytes + config.page_tokens * config.gather_token_bytes
-        least += config.state_bytes + config.beside_bytes
+        least += config.states_bytes + config.beside_bytes
         self.ledger.ran_out(least, config.beside_bytes)
 
     def _forget_plan(self) -> None:

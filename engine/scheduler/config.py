@@ -145,10 +145,6 @@ class SchedulerConfig:
         return self.prefix_cache and self.state_bytes > 0
 
     @property
-    def reuses_kv(self) -> bool:
-        return self.prefix_cache and self.keeps_kv
-
-    @property
     def uses_store(self) -> bool:
         """Whether pages, and the snapshots without which some are useless, go to the kvstore."""
         return self.store_enabled and self.prefix_cache

@@ -192,6 +192,7 @@ class Memory:
         """Keep the numbers of its pages, because ``seq`` is in a pass that knows them."""
         for page in seq.pages:
             page.passes += 1
+        self.pages.fixed.update(seq.pages)
 
     def unfix(self, seq: Sequence) -> None:
         """Undo `fix`, after the plan that is being built: it may complete the pass."""
@@ -424,6 +425,7 @@ class Memory:
             self.pages.release(page)
         for page in self.unfixed:
             page.passes -= 1
+        self.pages.fixed -= {page for page in self.unfixed if not page.passes}
         moved = self.pages.settle()
         pages = {page for page, _ in moved}
         for seq in self.holders if pages else ():

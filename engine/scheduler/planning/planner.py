@@ -258,8 +258,11 @@ class Planner:
         self._time_share.of_background = not has_prompts and table.has_foreground(*streams)
         if self._config.look_ahead:
             self._decode(builder)
-            if self.prefilling.has_turn or not builder.decodes:
-                self.prefilling.plan(builder, streaming=bool(builder.decodes))
+            # Also a stream that is left out waits for its next token: drafts are in flight.
+            is_awaited = any(seq.num_inflight for seq in table.ordered(Status.DECODING))
+            streaming = bool(builder.decodes) or is_awaited
+            if self.prefilling.has_turn or not streaming:
+                self.prefilling.plan(builder, streaming=streaming)
             return
         prompts_first = self.prefilling.has_turn and not self._lets_first_token_pass()
         is_decoding = table.count(Status.DECODING) > 0

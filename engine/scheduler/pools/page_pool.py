@@ -65,6 +65,7 @@ class PagePool:
         self._high = 0  # all free numbers are below
         self._pages: dict[int, Page] = {}
         self._new: set[Page] = set()  # taken for the plan being built
+        self.fixed: set[Page] = set()  # pages that open passes know by number
         self._cached: OrderedDict[Page, None] = OrderedDict()
         self._index: dict[bytes, list[Page]] = {}
         self._changes: dict[bytes, bool] = {}
@@ -94,7 +95,7 @@ class PagePool:
     @property
     def num_removable(self) -> int:
         """Number of pages by which `resize` could reduce the pool after evictions."""
-        fixed = max((n for n, page in self._pages.items() if page.passes), default=-1)
+        fixed = max((page.number for page in self.fixed), default=-1)
         return min(self.num_free + self.num_cached, self.num_pages - 1 - fixed)
 
     def resize(self, num_pages: int) -> None:
@@ -167,7 +168,7 @@ class PagePool:
         for block_hash in self._index:
             self._record_change(block_hash, added=False)
         self._index.clear()
-        for kept in (self._pages, self._new, self._cached, self._free):
+        for kept in (self._pages, self._new, self.fixed, self._cached, self._free):
             kept.clear()
         self.num_pages = self._high = 0
 

@@ -357,7 +357,9 @@ class FakeExecutor:
         for one in slots:
             for other in slots:
                 if one < other:
-                    pairs = list(zip(self.tables.get(one, ()), self.tables.get(other, ())))
+                    pairs = list(
+                        zip(self.tables.get(one, ()), self.tables.get(other, ()), strict=False)
+                    )
                     common = set(self.tables.get(one, ())) & set(self.tables.get(other, ()))
                     assert common == {a for a, b in pairs if a == b}, "shared at the same place"
 

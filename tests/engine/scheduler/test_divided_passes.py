@@ -8,14 +8,17 @@ from engine.plan import StepResult
 from engine.scheduler.planning.plan_builder import InFlightStep, PlannedStretch
 from engine.scheduler.timing.chunks import GPU_MIN_UNIT_S, MIN_TOKENS, MIN_UNIT_S
 from engine.scheduler.timing.time_share import MAX_OWED_S, TimeShare
+from engine.speculation.speculator import Speculator
+from tests.engine.guesses import guessing
+from tests.engine.scheduler.fake_executor import expected
 from tests.engine.scheduler.harness import Client, Engine, config, prompt, request
 
 LAYERS = 30
 
 
-def engine(**changes: object) -> Engine:
+def engine(speculator: Speculator | None = None, **changes: object) -> Engine:
     fields = {"blocks": 900, "context_length": 1500, "prefill_chunk_tokens": 400}
-    return Engine(config(layers=LAYERS, **fields | changes))
+    return Engine(config(layers=LAYERS, **fields | changes), speculator)
 
 
 def begin_streams(made: Engine, count: int, max_tokens: int = 100) -> list[Client]:
@@ -67,6 +70,23 @@ def test_streams_get_their_share_of_the_time(look_ahead: bool, share: float) -> 
     made.finish(*streams, long)
 
 
+def test_streams_get_their_share_while_all_of_them_wait_for_drafts() -> None:
+    drafts = guessing(lambda message: [*message.token_ids, *expected(message, 1500)[0]], 0.0, 4)
+    made = engine(drafts, look_ahead=True, blocks=4000, max_batch_size=5)
+    streams = begin_streams(made, 2, max_tokens=1400)
+    first, began_s = len(made.plans), made.now_s
+    long = made.stream(request("long", prompt(601)))
+    taken_s = made.now_s - began_s
+    plans = made.plans[first:]
+    tokens = sum(1 + len(decode.drafts) for plan in plans for decode in plan.decodes)
+    assert any(decode.drafts for plan in plans for decode in plan.decodes)
+    assert all(not stream.end for stream in streams)
+    assert tokens * 0.001 == pytest.approx(taken_s / 2, rel=0.1)
+    made.scheduler.abort("stream 0")
+    made.scheduler.abort("stream 1")
+    made.finish(long)
+
+
 def test_without_look_ahead_tokens_never_wait_for_a_stretch_in_their_own_plan() -> None:
     made = engine()
     streams = begin_streams(made, 2, max_tokens=200)
@@ -75,9 +95,9 @@ def test_without_look_ahead_tokens_never_wait_for_a_stretch_in_their_own_plan() 
     assert not any(plan.decodes and (plan.chunks or plan.stretches) for plan in made.plans)
 
 
-def test_the_time_of_a_step_that_makes_slabs_says_nothing_about_chunks() -> None:
+def test_the_time_of_a_step_that_adds_pages_says_nothing_about_chunks() -> None:
     made = engine(prefill_chunk_tokens=None)
-    made.executor.slab_s = 10.0
+    made.executor.resize_s = 10.0
     made.serve(request("first", prompt(401)))
     policy = made.scheduler.planner.prefilling._chunk_policy
     assert policy.predict_s(0, 100) < 0.3, "three times as long as they take"

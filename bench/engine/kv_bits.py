@@ -36,7 +36,7 @@ def _sizes(drivers: dict[int, InProcessEngine]) -> None:
     )
     own = 0
     for bits, driver in drivers.items():
-        payload = driver.block(prompts.text(1, 100))
+        payload = driver.page(prompts.text(1, 100))
         size = sum(map(len, payload))
         file = len(blockfile.encode(b"\0" * 16, "0" * 32, payload))
         own = own or size

@@ -1,8 +1,8 @@
 """What the same bits cost: steps and chunks by default, beside those with `--no-deterministic`.
 
 One engine computes both in turn, step by step on the same sequences: the steps of two engines with
-equal settings, or of two slabs, differ by several per cent, by where their memory lies. Each run
-has a slab of its own.
+equal settings, or of rows in other places of memory, differ by several per cent. Each run has other
+lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BY_DEFAULT, WITHOUT = "by default", "--no-deterministic"
 ROWS, CONTEXTS, CHUNKS = (1, 4, 8, 16), (200, 1000), ((0, 256), (1000, 256))
 PAIRS_OF_A_SLAB, CHUNK_PAIRS_OF_A_RUN = 10, 2
 SLABS_DIFFER_BY = 16
-"""Positions by which each slab is longer than the one before."""
+"""Positions by which the rows of a run are longer than those of the one before."""
 
 
 def same_bits(model: str, runs: int) -> None:
@@ -53,7 +53,7 @@ class EitherSide(OurSide):
     def steps(self, rows: int, context: int, slabs: int) -> float:
         """Return the median ratio of steps that follow each other, with the same bits and without.
 
-        Each slab has another capacity, and so another place in memory."""
+        The rows of each run have another length, and so another place in memory."""
         self._pairs = []
         for slab in range(slabs):
             lengths = [context + slab * SLABS_DIFFER_BY] * rows

@@ -87,7 +87,7 @@ def _ms(logits: mx.array, controls: dict[str, Any], outputs: int, runs: int) -> 
     for run in range(runs + 2):
         decodes = [
             Decode(
-                slot=Slot(0, row),
+                slot=row,
                 position=outputs + run,
                 token_id=None,
                 output_index=outputs + run,

@@ -141,7 +141,7 @@ class Checker:
         engine = self._engine
         config = dict(case.config)
         if known and case.slots:
-            one = engine.replica.scheduler.config.slab_bytes(1, 1024)
+            one = 1024 // 16 * engine.replica.scheduler.config.block_bytes
             config["limit_bytes"] = case.slots * one
         engine.renew(speculator, **config)
         answers: dict[int, list[int]] = {}

@@ -17,7 +17,6 @@ from engine.adapters.checkpoint import LowRank, Shape
 from engine.adapters.layers import Factors, linear_layers, shape_of
 from engine.adapters.places import AdapterPlaces
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch.places import _arrays_and_both, _rows_and_heads
 from engine.executor.batched import BatchedExecutor
 from engine.executor.hidden import HiddenStates
 from engine.model.load import load
@@ -161,9 +160,7 @@ def test_factors_that_the_device_could_not_write_are_not_used(
 
 def test_arrays_that_outlive_a_step_are_not_computed_in_it(tmp_path: Path) -> None:
     """Those of a step that fails are never written, and count as computed."""
-    _rows_and_heads.cache_clear()
-    kept: list[mx.array] = [HiddenStates(4, mx.float32)._unknown, *_arrays_and_both((0, 1))]
-    kept += [*_rows_and_heads((0, 2), 4, 3, ()), *_rows_and_heads((1,), 2, 5, (0, 8))]
+    kept = [HiddenStates(4, mx.float32)._unknown]
     model = load(make_tiny("llama", tmp_path / "model", rope_scaling=ROTATION)).model
     frequencies = [m._freqs for m in model.modules() if "_freqs" in m]
     assert frequencies

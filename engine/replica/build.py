@@ -283,7 +283,7 @@ def _scheduler_config(
         limit_bytes=sizes.limit_bytes,
         draft_bytes=draft_bytes,
         context_length=loaded.context_length,
-        max_batch_size=spec.max_sequences or settings.max_batch_size,
+        max_batch_size=sizes.decode_rows,
         prefill_batch_size=spec.max_sequences or settings.prefill_batch_size,
         completion_batch_size=sizes.num_slots,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,

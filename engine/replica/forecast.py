@@ -105,7 +105,7 @@ def _of(
             state_bytes=spec.state_bytes,
             keeps_kv=spec.keeps_kv,
             context_length=context,
-            max_batch_size=settings.max_batch_size,
+            max_batch_size=sizes.decode_rows,
             prefill_batch_size=settings.prefill_batch_size,
             completion_batch_size=sizes.num_slots,
             namespace=b"",

@@ -28,6 +28,10 @@ HOST_SHARE = 0.4
 """Fractions of the memory left by the weights. A GPU's own memory is exclusively ours, a machine's
 is shared. Metal's recommended working set is most of the memory of a Mac, on which people may also
 work."""
+ROW_TOKENS = 4096
+"""Memory in tokens for each row by which the number of rows on a GPU is chosen."""
+MAX_ROWS = 32
+"""Max rows that are chosen. mlx_lm.server decodes as many."""
 BUFFER_CACHE_BYTES = 512 << 20
 """Freed buffers that MLX keeps for reuse."""
 
@@ -38,6 +42,7 @@ class MemorySizes:
 
     block_bytes: int  # one block, in all layers
     num_slots: int  # max sequences that hold a slot at once
+    decode_rows: int  # max sequences that decode at once
     num_blocks: int  # that fit; if the model has no KV, those of all slots at full length
     max_snapshots: int  # of recurrent state, in addition to the slots' own
     kv_bytes: int  # all pages
@@ -69,7 +74,8 @@ def sizes_beside(
     """Return the sizes that fit into ``own`` memory with that many bytes of weights."""
     block_bytes = spec.token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
-    slot_states_bytes = num_slots * spec.state_bytes
+    # A sequence that is alone has its state, and two snapshots for the next turn.
+    slot_states_bytes = max(num_slots, 3) * spec.state_bytes
     tables_bytes = table_bytes(
         num_slots, _longest(weights_bytes + slot_states_bytes, spec, context_length, settings, own)
     )
@@ -80,6 +86,9 @@ def sizes_beside(
         num_blocks = max(num_blocks, spec.page_tokens // settings.block_size)
         kv_bytes = num_blocks * block_bytes
         limit_bytes = kv_bytes + slot_states_bytes
+        if settings.num_blocks:  # so many positions, whatever gathers take
+            longest = min(num_blocks * settings.block_size, context_length)
+            limit_bytes += longest * spec.gather_token_bytes
     else:  # recurrent state has the same size at any length
         if settings.num_blocks:
             logger.warning("--num-blocks has no effect: this model has no KV cache")
@@ -91,11 +100,21 @@ def sizes_beside(
     return MemorySizes(
         block_bytes=block_bytes,
         num_slots=num_slots,
+        decode_rows=spec.max_sequences or _decode_rows(settings, num_blocks * settings.block_size),
         num_blocks=num_blocks,
         max_snapshots=max_snapshots,
         kv_bytes=kv_bytes,
         limit_bytes=limit_bytes,
     )
+
+
+def _decode_rows(settings: Settings, tokens: int) -> int:
+    """Return ``--max-batch-size``. Without it, on a GPU, more than its default if there is memory
+    for `ROW_TOKENS` in each row: a step of more rows takes hardly longer there."""
+    rows = settings.max_batch_size
+    if "max_batch_size" in settings.given or mx.default_device() != mx.gpu:
+        return rows
+    return max(rows, min(MAX_ROWS, settings.completion_batch_size, tokens // ROW_TOKENS))
 
 
 @dataclass(frozen=True)

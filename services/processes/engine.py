@@ -272,7 +272,7 @@ def _hello(
         block_size=options.block_size,
         total_blocks=replica.num_blocks,
         max_sequences=replica.executor.spec.max_sequences or options.completion_batch_size,
-        max_batch_size=replica.executor.spec.max_sequences or options.max_batch_size,
+        max_batch_size=replica.scheduler.config.max_batch_size,
         namespace=replica.namespace,
         eos_token_ids=list(loaded.eos_token_ids),
         files=digests(loaded.tokenizer_files),

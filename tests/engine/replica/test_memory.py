@@ -6,6 +6,7 @@ import random
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from engine.executor.base import ExecutorSpec
 from engine.replica import memory
-from engine.replica.memory import EngineMemory
+from engine.replica.memory import EngineMemory, MemorySizes
 from shared.settings import Settings
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
@@ -252,28 +253,56 @@ def test_the_pool_gets_the_memory_that_the_weights_leave(monkeypatch: pytest.Mon
     assert blocks_of(1) < alone / 2
 
 
+def sizes_of(settings: Settings, context: int = 131_072, **changes: Any) -> MemorySizes:
+    """Return the sizes beside 40 GB of weights."""
+    fields: dict[str, Any] = {
+        "batching": "",
+        "look_ahead": True,
+        "batches_decodes": True,
+        "batches_chunks": True,
+        "max_sequences": None,
+        "prefix_cache": True,
+        "keeps_kv": True,
+        "kv_bits": 8,
+        "token_bytes": 60_000,
+        "state_bytes": 0,
+    }
+    own = EngineMemory.of(settings)
+    return memory.sizes_beside(40 * GB, ExecutorSpec(**fields | changes), context, settings, own)
+
+
 def test_a_context_that_does_not_fit_reserves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 Scout was made for ten million positions."""
     on_a_device(monkeypatch, 64 * GB, gpu=True)
-    settings = Settings()
-    spec = ExecutorSpec(
-        batching="",
-        look_ahead=True,
-        batches_decodes=True,
-        batches_chunks=True,
-        max_sequences=None,
-        prefix_cache=True,
-        keeps_kv=True,
-        kv_bits=8,
-        token_bytes=60_000,
-        state_bytes=0,
-    )
+    blocks = [sizes_of(Settings(), context).num_blocks for context in (10_485_760, 131_072)]
+    assert blocks[0] > 0.99 * blocks[1]
 
-    def blocks(context: int) -> int:
-        own = EngineMemory.of(settings)
-        return memory.sizes_beside(40 * GB, spec, context, settings, own).num_blocks
 
-    assert blocks(10_485_760) > 0.99 * blocks(131_072)
+@pytest.mark.parametrize(
+    ("gpu", "settings", "rows"),
+    [
+        (True, Settings(), 32),
+        (True, Settings(completion_batch_size=20), 20),
+        (True, Settings(num_blocks=3000), 11),
+        (True, Settings(num_blocks=300), 8),
+        (True, Settings(max_batch_size=4, given=frozenset({"max_batch_size"})), 4),
+        (False, Settings(), 8),
+    ],
+)
+def test_a_gpu_decodes_as_many_sequences_as_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, *, gpu: bool, settings: Settings, rows: int
+) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=gpu)
+    assert sizes_of(settings).decode_rows == rows
+    assert sizes_of(settings, max_sequences=1).decode_rows == 1
+
+
+def test_as_many_positions_as_were_asked_for_are_not_reduced_by_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=True)
+    sizes = sizes_of(Settings(num_blocks=4), gather_token_bytes=12_000)
+    assert sizes.limit_bytes == 64 * (60_000 + 12_000)
 
 
 def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(

@@ -262,7 +262,7 @@ class HostPages(Pages):
         if tokens:
             self.unpacked.keep(slot, tokens)
         else:
-            self.unpacked.drop(slot)
+            self.unpacked.give_back(slot)
 
     def scratch(self, number: int) -> Scratch:
         """Return the scratch of a thread."""
@@ -271,12 +271,13 @@ class HostPages(Pages):
         return self._scratches[number]
 
     def drop(self, slot: Slot) -> None:
-        self.unpacked.drop(slot)
+        self.unpacked.free(slot)
 
     def fill(self, layer: int, rows: Sequence[Missing]) -> None:
         """Unpack the positions of a layer that are missing in unpacked slots."""
         size, both, readings = self.page_tokens, self.unpacked.both(layer), []
         for slot, table, start, end in rows:
+            self.unpacked.clear(layer, slot)
             first, last = start // size, -(-end // size)
             targets = [array[slot, :, first * size : last * size] for array in both]
             readings.append(Reading(np.array(table[first:last], np.intp), targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +46,15 @@ class Scratch:
         parts = self._memory[:first], self._memory[first:last]
         return [part.reshape(*shape, dim) for part, dim in zip(parts, dims, strict=True)]
 
-    def call(self, group: Group, out: Array) -> _Call:
-        """Return the arguments for reading from ``group`` to ``out`` (lines, positions, dim)."""
-        places = group.codes.ctypes.data, group.scales.ctypes.data, out.ctypes.data
-        key = *places, len(group.codes), *out.shape
+    def call(self, groups: Sequence[Group], outs: Sequence[Array]) -> _Call:
+        """Return the arguments for reading keys and values from ``groups`` to ``outs`` (lines,
+        positions, dim)."""
+        key = *outs[0].shape, *(out.ctypes.data for out in outs)
         call = self._calls.get(key)
-        if call is None:
+        if call is None or not call.reads(groups):
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = _Call(group, out)
+            call = self._calls[key] = _Call(groups, outs)
         return call
 
 
@@ -75,7 +76,7 @@ class ScratchRows:
         for to, table, end in zip(self._tables, tables, ends, strict=True):
             count = -(-end // pages.page_tokens)
             to[:count] = table[:count]
-        self._lines: dict[int, tuple[NDArray[np.int64], NDArray[np.bool]]] = {}
+        self._arguments: dict[Group, tuple[NDArray[np.int64], NDArray[np.bool]]] = {}
 
     def both(self, layer: int) -> list[Array]:
         """Return keys and values (rows, kv_heads, capacity, dim) of a layer, for `read`."""
@@ -86,98 +87,113 @@ class ScratchRows:
     def read(self, layer: int, low: int) -> None:
         """Write positions from ``low`` on of keys and values to `both`. Behind a row's end is zero.
         May be called on any thread."""
-        for number, array in enumerate(self.both(layer), 2 * layer):
-            self._read(number, array, slice(0, array.shape[0] * array.shape[1]), low)
+        both = self.both(layer)
+        self._read(layer, both, slice(0, both[0].shape[0] * both[0].shape[1]), low)
 
     def read_together(self, layer: int, low: int) -> None:
         """The same on several threads, if there are many values."""
         both = self.both(layer)
-        threads = num_threads() if both[0].size >= WORTH_THREADS else 1
+        lines = both[0].shape[0] * both[0].shape[1]
+        parts = min(num_threads(), lines) if both[0].size >= WORTH_THREADS else 1
+        cuts = pairwise(lines * i // parts for i in range(parts + 1))
+        in_parallel([partial(self._read, layer, both, slice(*cut), low) for cut in cuts])
 
-        def share(number: int) -> None:
-            for i, array in enumerate(both, 2 * layer):
-                lines = array.shape[0] * array.shape[1]
-                cut = slice(lines * number // threads, lines * (number + 1) // threads)
-                self._read(i, array, cut, low)
-
-        in_parallel([partial(share, number) for number in range(threads)])
-
-    def _read(self, number: int, array: Array, lines: slice, low: int) -> None:
-        """Write a part of the ``lines`` (row, head) of ``array``."""
-        place, size = self._pages.places[number], self._pages.page_tokens
-        if place is None:
-            return
-        group, at = place
-        how, heads = group.how, array.shape[1]
-        out = array.reshape(-1, *array.shape[2:])[lines]
-        if how is not None and how.is_symmetric and low < size and not graphs.unusable():
-            index, known = self._lines_of(group, heads)
-            self._scratch.call(group, out)(index[lines] + at * heads, known[lines])
+    def _read(self, layer: int, both: Sequence[Array], lines: slice, low: int) -> None:
+        """Write a part of the ``lines`` (row, head) of ``both``."""
+        size, heads = self._pages.page_tokens, both[0].shape[1]
+        places = self._pages.places[2 * layer : 2 * layer + 2]
+        outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
+        groups = [place.group for place in places if place is not None]
+        coded = all(group.how is not None and group.how.is_symmetric for group in groups)
+        if coded and len(groups) == 2 and low < size and not graphs.unusable():
+            firsts = [place.first * heads for place in places if place is not None]
+            self._scratch.call(groups, outs)(self, lines, firsts)
             return
         first = low // size
-        for line, target in zip(range(lines.start, lines.stop), out, strict=True):
-            row, head = divmod(line, heads)
-            end = self._ends[row]
-            table = self._tables[row, first : -(-end // size)]
-            its = target[None, first * size : (first + len(table)) * size]
-            self._pages.read_values(number, table, its, slice(head, head + 1))
-            target[end:] = 0  # pages may hold NaN there, which times zero is NaN
+        for number, out in enumerate(outs, 2 * layer):
+            for line, target in zip(range(lines.start, lines.stop), out, strict=True):
+                row, head = divmod(line, heads)
+                end = self._ends[row]
+                table = self._tables[row, first : -(-end // size)]
+                its = target[None, first * size : (first + len(table)) * size]
+                self._pages.read_values(number, table, its, slice(head, head + 1))
+                target[end:] = 0  # pages may hold NaN there, which times zero is NaN
 
-    def _lines_of(self, group: Group, heads: int) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
-        """Return the pages of each line (lines, pages), as indices of the heads of the group's
-        first array, and which scales are those of the row (lines, positions * groups)."""
-        kind = id(group)
-        if kind not in self._lines:
-            per_page = group.codes.shape[1] * heads
-            index = self._tables[:, None] * per_page + np.arange(heads)[:, None]
+    def arguments(self, group: Group) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
+        """Return the pages of each line (lines, pages), as numbers of heads of the group's first
+        array, and which scales (lines, positions * groups) are those of the row."""
+        found = self._arguments.get(group)
+        if found is None:
+            _, arrays, heads, *_ = group.codes.shape
+            index = self._tables[:, None] * (arrays * heads) + np.arange(heads)[:, None]
             known = np.arange(self._capacity) < np.array(self._ends)[:, None]
             known = known.repeat(group.scales.shape[-1], axis=-1).repeat(heads, axis=0)
-            self._lines[kind] = index.reshape(-1, index.shape[-1]), known
-        return self._lines[kind]
+            found = self._arguments[group] = index.reshape(-1, index.shape[-1]), known
+        return found
 
 
 class _Call:
-    """Reads pages of a group to a place. Used by one thread at a time."""
+    """Reads keys and values of pages to their places. Used by one thread at a time."""
 
-    def __init__(self, group: Group, out: Array) -> None:
-        assert group.how is not None
-        lines, positions, dim = out.shape
-        *_, size, _ = group.codes.shape
-        groups, heads = dim // group.how.group_size, group.codes.shape[0] * group.codes.shape[1]
-        heads *= group.codes.shape[2]
-        self._index: NDArray[np.int64] = np.empty((lines, positions // size), np.int64)
-        self._known: NDArray[np.bool] = np.empty((lines, positions * groups), np.bool)
-        self._bound = _session(group.how.group_size).bound()
-        given: list[tuple[NDArray[Any], tuple[int, ...]]] = [
-            (group.codes, (heads, size * dim)),
-            (group.scales, (heads, size * groups)),
-            (self._index, self._index.shape),
-            (self._known, self._known.shape),
-        ]
+    def __init__(self, groups: Sequence[Group], outs: Sequence[Array]) -> None:
+        self._parts = [part for group in groups for part in group.parts]
+        self._groups = groups
+        self._rows: ScratchRows | None = None  # whose arguments these are
+        self._arguments: list[tuple[NDArray[np.int64], NDArray[np.bool]]] = []
+        self._firsts: NDArray[np.int64] = np.zeros((2, 1), np.int64)
+        sizes = [group.how.group_size for group in groups if group.how is not None]
+        self._bound = _session(*sizes).bound()
+        given: list[tuple[NDArray[Any], tuple[int, ...]]] = []
+        for number, (group, out) in enumerate(zip(groups, outs, strict=True)):
+            lines, positions, dim = out.shape
+            count, arrays, heads, size, _ = group.codes.shape
+            scales = dim // sizes[number]
+            index: NDArray[np.int64] = np.empty((lines, positions // size), np.int64)
+            known: NDArray[np.bool] = np.empty((lines, positions * scales), np.bool)
+            self._arguments.append((index, known))
+            rows, first = count * arrays * heads, self._firsts[number]
+            given += [(group.codes, (rows, size * dim)), (group.scales, (rows, size * scales))]
+            given += [(array, array.shape) for array in (index, known, first)]
+            shape = lines * positions * scales, sizes[number]
+            self._bound.output(number, np.float32, shape, out.ctypes.data)
         for number, (array, shape) in enumerate(given):
             self._bound.input(number, array.dtype, shape, array.ctypes.data)
-        shape = lines * positions * groups, group.how.group_size
-        self._bound.output(0, np.float32, shape, out.ctypes.data)
 
-    def __call__(self, index: NDArray[np.int64], known: NDArray[np.bool]) -> None:
-        self._index[...], self._known[...] = index, known
+    def reads(self, groups: Sequence[Group]) -> bool:
+        """Return whether this reads from the memory that ``groups`` have now."""
+        now = [part for group in groups for part in group.parts]
+        return all(ours is theirs for ours, theirs in zip(self._parts, now, strict=True))
+
+    def __call__(self, rows: ScratchRows, lines: slice, firsts: Sequence[int]) -> None:
+        if self._rows is not rows:
+            for group, arguments in zip(self._groups, self._arguments, strict=True):
+                for to, array in zip(arguments, rows.arguments(group), strict=True):
+                    to[...] = array[lines]
+            self._rows = rows
+        self._firsts[:, 0] = firsts
         self._bound()
 
 
 @cache
-def _session(group_size: int) -> Session:
-    """Return the values of heads in pages: ``index`` (lines, pages). Scales that are not ``known``
-    (lines, scales) count as zero."""
+def _session(*group_sizes: int) -> Session:
+    """Return keys and values of heads in pages: ``index`` (lines, pages). Scales that are not
+    ``known`` (lines, scales) count as zero."""
     graph = Graph()
-    codes = graph.input("codes", "heads", "bytes", dtype=np.int8)
-    scales = graph.input("scales", "heads", "scales", dtype=np.float16)
-    index = graph.input("index", "lines", "pages", dtype=np.int64)
-    known = graph.input("known", "lines", "positions", dtype=np.bool)
-    found = graph.node("Gather", codes, index, axis=0)
-    wide = graph.node("Cast", graph.node("Gather", scales, index, axis=0), to=1)
-    wide = graph.node("Reshape", wide, graph.integers(0, -1))
-    wide = graph.node("Where", known, wide, graph.number(0))
-    found = graph.node("Reshape", found, graph.integers(-1, group_size))
-    wide = graph.node("Reshape", wide, graph.integers(-1))
-    graph.output(graph.node("DequantizeLinear", found, wide, axis=0), "groups", group_size)
+    found = []
+    for number, group_size in enumerate(group_sizes):
+        codes = graph.input(f"codes{number}", "heads", f"bytes{number}", dtype=np.int8)
+        scales = graph.input(f"scales{number}", "heads", f"scales{number}", dtype=np.float16)
+        index = graph.input(f"index{number}", "lines", "pages", dtype=np.int64)
+        known = graph.input(f"known{number}", "lines", f"positions{number}", dtype=np.bool)
+        index = graph.node("Add", index, graph.input(f"first{number}", 1, dtype=np.int64))
+        wide = graph.node("Cast", graph.node("Gather", scales, index, axis=0), to=1)
+        wide = graph.node("Reshape", wide, graph.integers(0, -1))
+        wide = graph.node(
+            "Reshape", graph.node("Where", known, wide, graph.number(0)), graph.integers(-1)
+        )
+        whole = graph.node("Gather", codes, index, axis=0)
+        whole = graph.node("Reshape", whole, graph.integers(-1, group_size))
+        found.append(graph.node("DequantizeLinear", whole, wide, axis=0))
+    for value, group_size in zip(found, group_sizes, strict=True):
+        graph.output(value, "groups", group_size)
     return graph.session(threads=1, in_order=True)

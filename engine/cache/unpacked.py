@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import lcm, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,31 +16,44 @@ from engine.plan import Slot
 
 FEWEST_SLOTS, FEWEST_TOKENS = 16, 1_024
 """The first arrays have room for so many. Memory that is never written is not taken."""
+FILLED_AT_ONCE = 512
+"""Max positions that a pass unpacks in addition to its new ones, so that other rows hardly wait."""
+FIRST_PASSES = 4
+"""A row with a cached prefix is unpacked from its next pass on. Until then it takes as long as
+several passes that read the pages, and the first token has priority."""
+IDLE_BYTES = 256 << 20
+"""Max memory of slots that were freed, for the next sequences in them: it takes the system several
+times as long to provide memory as to write values."""
 
 
 class UnpackedRows:
     """Keys and values of some running sequences in each layer: (slots, kv_heads, capacity, dim).
 
-    Addresses stay the same until a slot or a length is beyond the arrays. Positions behind those
-    written are zero, or values that the same sequence had there."""
+    Addresses stay the same until a slot or a length is beyond the arrays. Where a row in use has no
+    values yet, there are zeros or values that the same sequence had there."""
 
     def __init__(self, layout: Layout, page_tokens: int) -> None:
         self._layout = layout
-        self._page_tokens, self._unit = page_tokens, lcm(FEWEST_TOKENS, page_tokens)
-        self._tokens: dict[Slot, int] = {}  # room asked for
+        self._unit = lcm(FEWEST_TOKENS, page_tokens)
+        self._rows: dict[Slot, _Row] = {}
+        self._idle: dict[Slot, int] = {}
+        """Freed slots, the first one first, and how many leading positions were written."""
         self._reserve(FEWEST_SLOTS, self._unit)
 
     def _reserve(self, slots: int, capacity: int) -> None:
         self.slots, self.capacity = slots, capacity
-        self.ends: list[dict[Slot, int]] = [{} for _ in self._layout.layers]
-        """For each layer the slots with values, and how many leading positions have them."""
         self._made: dict[int, tuple[HostMemory, list[Array]]] = {}
+        self.ends: list[dict[Slot, int]] = [{} for _ in self._layout.layers]
+        """For each layer the number of leading positions that have values."""
+        self.stale: list[dict[Slot, int]] = [{} for _ in self._layout.layers]
+        """For each layer the number of leading positions that an earlier sequence may have
+        written."""
+        self._idle.clear()
+        for slot, row in self._rows.items():
+            self._rows[slot] = _Row(row.passes)
 
     def __contains__(self, slot: Slot) -> bool:
-        return slot in self._tokens
-
-    def __bool__(self) -> bool:
-        return bool(self._tokens)
+        return slot in self._rows
 
     def both(self, layer: int) -> Sequence[Array]:
         """Return the keys and the values of a layer."""
@@ -52,30 +67,93 @@ class UnpackedRows:
         return self._made[layer][1]
 
     def keep(self, slot: Slot, tokens: int) -> None:
-        """Keep values of ``slot`` from now on, of so many positions. No values are there yet,
-        except those that were."""
+        """Keep values of ``slot`` from now on, with room for so many positions."""
         if slot >= self.slots or tokens > self.capacity:
-            slots = max(self.slots, 1 << slot.bit_length())
             units = -(-max(self.capacity, tokens) // self._unit)
+            slots = max(self.slots, 1 << slot.bit_length())
             self._reserve(slots, self._unit << (units - 1).bit_length())
-        self._tokens[slot] = tokens
+        if slot not in self._rows:
+            self._rows[slot] = _Row()
+            if end := self._idle.pop(slot, 0):
+                for layer in self._made:
+                    self.stale[layer][slot] = end
 
-    def drop(self, slot: Slot) -> None:
+    def begin(self, rows: Iterable[Sequence[int]]) -> Began:
+        """Decide which ``rows`` of a pass, (slot, first new position, end, ...), are unpacked in
+        it."""
+        members: list[int] = []
+        ahead, fills = None, False
+        for i, (slot, start, end, *_) in enumerate(rows):
+            row = self._rows.get(slot)
+            if row is None:
+                continue
+            if row.end < start:
+                row.passes += 1
+                if row.passes <= FIRST_PASSES or fills:
+                    continue
+                fills, row.end = True, min(start, row.end + FILLED_AT_ONCE)
+                if row.end < start:
+                    ahead, row.written = Ahead(i, row.end), max(row.written, row.end)
+                    continue
+            members.append(i)
+            row.end, row.written = end, max(row.written, end)
+        return Began(members, ahead)
+
+    def clear(self, layer: int, slot: Slot) -> None:
+        """Remove from a layer what an earlier sequence has left in ``slot``."""
+        if end := self.stale[layer].pop(slot, 0):
+            for array in self.both(layer):
+                array[slot, :, :end] = 0
+
+    def free(self, slot: Slot) -> None:
+        """Keep no values of ``slot`` any more. Its memory may stay for the next sequence in it."""
+        row = self._rows.pop(slot, None)
+        if row is None:
+            return
+        for ends, stale in zip(self.ends, self.stale, strict=True):
+            ends.pop(slot, None)
+            row.written = max(row.written, stale.pop(slot, 0))
+        self._idle[slot] = row.written
+        while sum(self._idle.values()) * self._layout.value_bytes > IDLE_BYTES:
+            self.give_back(next(iter(self._idle)))
+
+    def give_back(self, slot: Slot) -> None:
         """Give the memory of ``slot`` back. It reads as zeros."""
-        tokens = self._tokens.pop(slot, 0)
-        for layer, (memory, arrays) in self._made.items():
-            end = self.ends[layer].pop(slot, 0)
-            for array in arrays if end else ():
+        self.free(slot)
+        end = self._idle.pop(slot, 0)
+        for memory, arrays in self._made.values() if end else ():
+            for array in arrays:
                 start = array[slot].ctypes.data - arrays[0].ctypes.data
                 if not memory.give_back(start, array[slot].nbytes):
-                    array[slot, :, : tokens + self._page_tokens] = 0
+                    array[slot, :, : -(-end // self._unit) * self._unit] = 0
 
     @property
     def nbytes(self) -> int:
-        if not self._tokens:
-            return 0
+        """Bytes of values of running sequences."""
         layers = zip(self._layout.layers, self.ends, strict=True)
         return sum(
             4 * its.kv_heads * (its.key_dim + its.value_dim) * sum(ends.values())
             for its, ends in layers
         )
+
+
+@dataclass
+class _Row:
+    passes: int = 0  # in which values were missing
+    end: int = 0  # of the leading positions that have values
+    written: int = 0  # the largest of these
+
+
+class Ahead(NamedTuple):
+    """A row for which a pass unpacks positions up to ``end``, in addition to new ones."""
+
+    member: int  # index in the batch
+    end: int
+
+
+class Began(NamedTuple):
+    """How the rows of a pass are unpacked."""
+
+    members: list[int]
+    """Indices of the rows whose new values are unpacked, and which attend to unpacked values."""
+    ahead: Ahead | None

@@ -42,7 +42,7 @@ from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.scratch import Scratch, ScratchRows
 from engine.cache.slots import Slots
-from engine.cache.unpacked import UnpackedRows
+from engine.cache.unpacked import Began, UnpackedRows
 
 _P = TypeVar("_P", RowsPiece, PrefillPiece)
 
@@ -107,7 +107,7 @@ class HostBatch(RaggedBatch):
 
     def resume(self) -> None:
         """Look again which slots are unpacked."""
-        for name in ("_unpacked", "_new_unpacked", "_stretches", "_lanes"):
+        for name in ("_began", "_new_unpacked", "_stretches", "_lanes"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -121,10 +121,13 @@ class HostBatch(RaggedBatch):
         return Tokens(np.array(pages), np.array(indices))
 
     @cached_property
+    def _began(self) -> Began:
+        return self._pages.unpacked.begin(self.rows)
+
+    @property
     def _unpacked(self) -> list[int]:
-        """The indices of the rows whose slots are unpacked."""
-        unpacked = self._pages.unpacked
-        return [i for i, row in enumerate(self.rows) if row.slot in unpacked]
+        """The indices of the rows that are unpacked."""
+        return self._began.members
 
     @cached_property
     def _new_unpacked(self) -> tuple[slice | Numbers, Numbers, Numbers]:
@@ -303,8 +306,8 @@ class HostBatch(RaggedBatch):
         pages = self._pages
         if self.by_token and isinstance(keys, np.ndarray) and isinstance(values, np.ndarray):
             new = pages.write_tokens(layer, keys[:, :, 0], values[:, :, 0], self._new_tokens)
+            self._fill(layer)
             if self._unpacked:
-                self._fill(layer)
                 tokens, slots, positions = self._new_unpacked
                 for target, each in zip(pages.unpacked.both(layer), new, strict=True):
                     target[slots, :, positions] = each[tokens]
@@ -313,29 +316,32 @@ class HostBatch(RaggedBatch):
             pages.write_row(layer, k[:, : row.width], v[:, : row.width], table, row.start)
             for k, v, row, table in zip(keys, values, self.rows, self.tables, strict=True)
         ]
-        if self._unpacked:
-            self._fill(layer)
-            both = pages.unpacked.both(layer)
+        self._fill(layer)
         for i in self._unpacked:
             row = self.rows[i]
-            for target, each in zip(both, rounded[i], strict=True):
+            for target, each in zip(pages.unpacked.both(layer), rounded[i], strict=True):
                 target[row.slot, :, row.start : row.end] = each
 
     def _fill(self, layer: int) -> None:
-        """Unpack what is missing before the new tokens of unpacked rows. These follow at once."""
-        ends, rows = self._pages.unpacked.ends[layer], [self.rows[i] for i in self._unpacked]
-        if any(ends.get(row.slot, 0) < row.start for row in rows):
-            its = [(row, self.tables[i]) for i, row in zip(self._unpacked, rows, strict=True)]
-            self._pages.fill(
-                layer,
-                [
-                    Missing(row.slot, table, ends.get(row.slot, 0), row.start)
-                    for row, table in its
-                    if ends.get(row.slot, 0) < row.start
-                ],
-            )
-        for row in rows:
-            ends[row.slot] = row.end
+        """Unpack what is missing before the new tokens of unpacked rows, which follow at once, and
+        positions ahead of another row."""
+        unpacked, rows = self._pages.unpacked, self.rows
+        ends, stale = unpacked.ends[layer], unpacked.stale[layer]
+        wanted = [(i, rows[i].start) for i in self._unpacked]
+        if self._began.ahead is not None:
+            wanted.append(self._began.ahead)
+        missing = [
+            Missing(rows[i].slot, self.tables[i], ends.get(rows[i].slot, 0), end)
+            for i, end in wanted
+            if ends.get(rows[i].slot, 0) < end
+        ]
+        if missing:
+            self._pages.fill(layer, missing)
+        for i in self._unpacked:
+            slot, _, end, *_ = rows[i]
+            if slot in stale:
+                unpacked.clear(layer, slot)
+            ends[slot] = end
 
     def attend_to(
         self,

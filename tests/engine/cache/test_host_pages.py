@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from engine.backend import graphs
-from engine.cache import host_memory, scratch
+from engine.cache import host_memory, scratch, unpacked
 from engine.cache.host_pages import HostPages, Missing, Tokens
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize
 from engine.cache.rounding import Array
 from engine.cache.scratch import ScratchRows
+from engine.cache.unpacked import FIRST_PASSES
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -167,6 +168,7 @@ def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
         monkeypatch.setattr(host_memory, "CAN_GIVE_BACK", False)
     pages, expected = filled(precision, what)
     pages.unpack(3, LENGTH)
+    pages.unpacked.begin([(3, 0, LENGTH)])
     pages.fill(1, [Missing(3, TABLE, 0, 70)])
     pages.fill(1, [Missing(3, TABLE, 70, LENGTH)])
     rows = ScratchRows(pages, pages.scratch(0), [TABLE, TABLE[:2]], [LENGTH, 70], 256)
@@ -187,7 +189,7 @@ def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
     for array, x in zip(pages.unpacked.both(1), expected, strict=True):
         assert np.array_equal(array[3, :, :LENGTH], x)
         assert not array[3, :, LENGTH:].any() and not array[2].any() and not array[4].any()
-    pages.drop(3)
+    pages.unpack(3, 0)
     assert not any(array.any() for array in pages.unpacked.both(1))
 
 
@@ -208,6 +210,7 @@ def test_nan_behind_a_row_or_left_by_another_never_reaches_it(precision: Precisi
     keys, values = (np.full_like(x, np.nan) for x in new(pages, 256))
     pages.write_row(1, keys, values, TABLE, 0)
     pages.unpack(1, LENGTH)
+    pages.unpacked.begin([(1, 0, LENGTH)])
     pages.fill(1, [Missing(1, TABLE, 0, LENGTH)])
     assert all(np.isnan(array[1, :, :LENGTH]).all() for array in pages.unpacked.both(1))
     pages.drop(1)
@@ -239,5 +242,41 @@ def test_unpacked_rows_take_memory_for_their_values_and_stay_in_place() -> None:
     assert all(len(array) > 100 for array in pages.unpacked.both(1))
     for slot in (2, 5, 100, 7):
         pages.unpack(slot, 0)
-    assert pages.nbytes == before and not pages.unpacked
+    assert pages.nbytes == before and not any(slot in pages.unpacked for slot in range(101))
     check(pages, expected)
+
+
+def test_a_row_with_a_cached_prefix_is_unpacked_after_a_few_passes_and_bit_by_bit() -> None:
+    pages = made(Precision(8), num_pages=40)
+    rows = pages.unpacked
+    for slot in (0, 1, 2):
+        pages.unpack(slot, 2_000)
+    assert rows.begin([(0, 0, 10), (1, 1_200, 1_201), (5, 0, 1)]).members == [0]
+    for step in range(1, FIRST_PASSES):
+        began = rows.begin([(0, 9 + step, 10 + step), (1, 1_200 + step, 1_201 + step)])
+        assert began == ([0], None)
+    found = [rows.begin([(1, 1_210 + i, 1_211 + i), (2, 100 + i, 101 + i)]) for i in range(7)]
+    assert [began.ahead for began in found] == [(0, 512), (0, 1024), *[None] * 5]
+    assert [began.members for began in found] == [[], [], [0], [0], [0, 1], [0, 1], [0, 1]]
+    pages.unpack(0, rows.capacity + 1)  # the arrays are others: rows are filled one by one
+    found = [rows.begin([(1, 1_220 + i, 1_221 + i), (2, 110 + i, 111 + i)]) for i in range(5)]
+    assert [began.ahead for began in found] == [(0, 512), (0, 1024), None, None, None]
+    assert [began.members for began in found] == [[], [], [0], [0, 1], [0, 1]]
+
+
+def test_memory_of_freed_slots_is_kept_for_the_next_ones_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages, _ = filled(Precision(8))
+    monkeypatch.setattr(unpacked, "IDLE_BYTES", 2 * LENGTH * pages.layout.value_bytes)
+    for slot in (0, 1, 2):
+        pages.unpack(slot, LENGTH)
+        pages.unpacked.begin([(slot, 0, LENGTH)])
+        pages.fill(1, [Missing(slot, TABLE, 0, LENGTH)])
+    for slot in (0, 1, 2):
+        pages.drop(slot)
+    keys, _ = pages.unpacked.both(1)
+    assert [keys[slot].any() for slot in (0, 1, 2)] == [False, True, True]
+    pages.unpack(1, LENGTH)
+    pages.fill(1, [Missing(1, TABLE, 0, 10)])
+    assert keys[1, :, :10].any() and not keys[1, :, 10:].any()

@@ -12,6 +12,7 @@ from engine.batch.cpu import few_tokens, single_tokens, tiles
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.pieces import How
 from engine.batch.ragged import Row
+from engine.cache import unpacked
 from engine.cache.host_pages import HostPages
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import UNQUANTIZED, Precision
@@ -225,7 +226,10 @@ def test_a_row_continues_behind_pages_that_another_one_computed(unpacked: tuple[
 
 
 @pytest.mark.parametrize("tokens", [0, LENGTH])
-def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(tokens: int) -> None:
+def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacked, "FIRST_PASSES", 0)
     text = Text(CASES["three"], () if tokens else (0, 1), Precision(8))
     whole = text.whole(Exact)
     rows = [Row(0, 100, 160), Row(1, 100, 160)]

@@ -231,6 +231,9 @@ class Planner:
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
                 self._prefix_cache.share(seq, builder, ahead)
                 number = seq.num_computed_tokens // size
+                is_ahead = not ahead.isdisjoint(seq.block_hashes[number : number + 1])
+                if not (seq.is_restoring or is_ahead):
+                    self._prefix_cache.copy_running(seq, builder)
                 ahead.update(() if seq.is_restoring else seq.block_hashes[number : number + 1])
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)

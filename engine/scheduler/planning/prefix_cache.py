@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
@@ -12,6 +13,10 @@ from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
 from engine.scheduler.pools.page_pool import Page, PageContent
 from engine.scheduler.sequences.sequence import Sequence
+
+
+MIN_COPIED = 4
+"""Fewer positions than this are computed instead of copied."""
 
 
 class PrefixCache:
@@ -69,6 +74,39 @@ class PrefixCache:
         seq.advance(end * size)
         seq.snapshots.newest_position = end * size
         seq.num_named_blocks = end
+
+    def copy_running(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Copy the positions after the last block of ``seq`` from a running sequence with the same
+        tokens there, if there is one. Sequences that start with the same new prefix then compute
+        only the tokens they do not share.
+
+        Not with look-ahead: the positions may still turn out to be wrong, and have no name."""
+        start, size = seq.num_computed_tokens, self._config.block_size
+        number, rest = divmod(start, size)
+        if rest or not number or self._config.look_ahead or self._config.state_bytes:
+            return
+        if seq.needs_prompt_logprobs or seq.pictures or not self._config.keeps_kv:
+            return
+        before = slice(number - 1, number)
+        place, first = divmod(start, self._config.page_tokens)
+        inserted = {page for page, _, _ in builder.inserted}  # after all copies
+        end, best = start + MIN_COPIED - 1, None
+        for source in self._memory.holders:
+            if source is seq or source.block_hashes[before] != seq.block_hashes[before]:
+                continue
+            last = min(start + size, seq.prefill_end, source.num_computed_tokens)
+            common = _count_common(seq.token_ids[start:last], source.token_ids[start:last])
+            is_usable = not (source.pictures or source.is_finished)
+            if is_usable and start + common > end and source.pages[place] not in inserted:
+                end, best = start + common, source.pages[place]
+        if best is None or not self._memory.reserve_gathers(end):
+            return
+        copied = self._memory.copy_of(best, first + end - start)
+        if copied is None:
+            return
+        self._memory.replace(seq, place, [copied])
+        self._counters.cached_ram_tokens += sum(seq.count_cached_tokens(end - start, 0))
+        seq.advance(end)
 
     def name_computed(self, seq: Sequence, step: InFlightStep | None) -> None:
         """Let others find the full blocks of ``seq``, computed in ``step`` or before."""
@@ -225,3 +263,9 @@ class PrefixCache:
             self._outputs.touches.append(pages[first // size :])
         if self._config.reuses_states:
             self._outputs.state_touches.append(seq.block_hashes[end - 1])
+
+
+def _count_common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
+    """Return the length of the common prefix of ``one`` and ``other``."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

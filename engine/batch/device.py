@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine.plan import FEWEST_PAGE_TOKENS
+
 if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
     from engine.batch.cpu.layers import CPUPrecision, Layers
     from engine.batch.ragged import RaggedBatch
     from engine.cache.layout import Layout
+    from engine.cache.quantization import Precision
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +83,14 @@ def uses_host() -> bool:
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
 
 
-def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
-    """Return the classes of batches for ``model`` on this device, the fastest first."""
+def batch_classes(
+    model: Any,
+    layout: Layout,
+    precision: Precision | None = None,
+    page_tokens: int = FEWEST_PAGE_TOKENS,
+) -> list[type[RaggedBatch]]:
+    """Return the classes of batches for ``model`` on this device, the fastest first. Keys and
+    values will be kept in ``precision``, by default that of ``layout``."""
     import mlx.core as mx
 
     from engine.backend import gpu_path
@@ -91,7 +100,13 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     from engine.batch.graph import GraphBatch
 
     if mx.default_device() == mx.gpu:
-        return [GPUBatch if gpu_path.forced else GPUBatch.measured(layout)]
+        if gpu_path.forced:
+            return [GPUBatch]
+        return [
+            GPUBatch.measured(layout).tried(
+                model, layout, precision or layout.precision, page_tokens
+            )
+        ]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]
     bound = decoder.bind(model, layout)

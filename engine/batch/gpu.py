@@ -1,15 +1,39 @@
-"""The batch for a GPU: MLX's graph, with costs measured on the device at startup."""
+"""The batch for a GPU: MLX's graph, with costs measured on the device at startup, and kernels where
+a trial finds them right and fast."""
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from engine.batch.graph import GraphBatch
+from engine.batch.graph import GraphBatch, Reach
+from engine.batch.metal import kernel
+from engine.batch.metal.calls import (
+    PageKernels,
+    Spans,
+    Variant,
+    can_attend,
+    page_kernels,
+    page_table,
+    row_ends,
+)
+from engine.batch.metal.records import way_of
+from engine.batch.metal.trial import Way
+from engine.batch.ragged import Row
 from engine.cache.graph_pages import GraphPages
-from engine.cache.layout import KVNode, Layout
+from engine.cache.layout import ArrayLayout, KVNode, Layout
+from engine.cache.page_format import PageFormat
+from engine.cache.quantization import UNQUANTIZED, Precision
+from engine.cache.slots import Slots
+from engine.plan import Table
+
+logger = logging.getLogger(__name__)
 
 ROWS = 4
 PAGE_TOKENS = 64
@@ -33,21 +57,145 @@ class AttentionCost(NamedTuple):
     query_cost: float
 
 
+class LayerKernels(NamedTuple):
+    """What kernels do for layers of one kind."""
+
+    query_heads: int
+    way: Way
+
+
 class GPUBatch(GraphBatch):
-    """Its costs are estimates; those of `measured` are not."""
+    """Its costs are estimates, and it uses no kernels; those of `measured` and `tried` are not."""
 
     call_cost_tokens: float = 8_192
     query_cost = 1 / 8
+
+    kernels: Mapping[tuple[ArrayLayout, ArrayLayout], LayerKernels] = MappingProxyType({})
+    """By the keys and values of a layer."""
+
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
+        self._of_form: dict[int, tuple[PageKernels, LayerKernels] | None] = {}
+        self._variants: dict[tuple[int, int | None], Variant | None] = {}
+        self._gathering: dict[int, tuple[mx.array, mx.array]] = {}
 
     @classmethod
     def measured(cls, layout: Layout) -> type[GPUBatch]:
         """Return the class with the costs of attention as in a layer of ``layout`` on this device.
         A draft model has others than its target. Takes a few tens of milliseconds."""
         layer = next((n for n, each in enumerate(layout.layers) if each.value_dim), None)
-        if layer is None:
-            return cls
-        members = {"__module__": cls.__module__, **measured_cost(layout, layer)._asdict()}
-        return type(cls.__name__, (cls,), members)
+        return cls if layer is None else cls._with(**measured_cost(layout, layer)._asdict())
+
+    @classmethod
+    def tried(
+        cls, model: Any, layout: Layout, precision: Precision, page_tokens: int
+    ) -> type[GPUBatch]:
+        """Return the class with the kernels that are right and not slower on this device, for
+        ``layout`` without quantization and with ``precision``. Takes seconds, unless the result is
+        remembered."""
+        if why := kernel.why_not():
+            return cls._with(attends_by=f"gathering ({why})")
+        found: dict[tuple[ArrayLayout, ArrayLayout], LayerKernels] = {}
+        heads = query_heads(model, layout, page_tokens)
+        for each in (layout.with_precision(UNQUANTIZED), layout.with_precision(precision)):
+            for layer, count in heads.items():
+                kinds = each.arrays[2 * layer], each.arrays[2 * layer + 1]
+                form = PageFormat(*kinds, page_tokens)
+                if kinds not in found and can_attend(form):
+                    found[kinds] = LayerKernels(count, way_of(form, count))
+        return cls._with(kernels=found, attends_by=_named([each.way for each in found.values()]))
+
+    @classmethod
+    def _with(cls, **members: Any) -> type[GPUBatch]:
+        return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
+
+    def attend(
+        self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        own = self._own(self._pages.formats[layer])
+        if own is not None and own[1].query_heads == query.shape[1]:
+            key = id(own[0]), window
+            if key not in self._variants:
+                self._variants[key] = self._variant(own[1].way, window)
+            variant = self._variants[key]
+            if variant is not None and query.dtype == self.layout.layers[layer].dtype:
+                pool, rows = self._pages.arrays[layer], self._spans
+                return own[0].attend(pool, query, rows, scale, window, sinks, variant)
+        return super().attend(layer, query, scale, window, sinks)
+
+    def _words(self, form: PageFormat, keys: mx.array, values: mx.array) -> mx.array:
+        own = self._own(form)
+        same = keys.dtype == values.dtype == form.keys.dtype
+        if own is not None and own[1].way.rounds and same:
+            return own[0].round(keys, values)
+        return super()._words(form, keys, values)
+
+    def _gathered(self, layer: int, reach: Reach) -> tuple[mx.array, mx.array]:
+        own = self._own(self._pages.formats[layer])
+        if own is None or not own[1].way.gathers:
+            return super()._gathered(layer, reach)
+        given = self._gathering.get(id(reach))
+        if given is None:
+            given = self._gathering[id(reach)] = page_table(reach.pages), row_ends(reach.ends)
+        count = reach.end - reach.first
+        return own[0].gather(self._pages.arrays[layer], *given, reach.first, count)
+
+    def _own(self, form: PageFormat) -> tuple[PageKernels, LayerKernels] | None:
+        if id(form) not in self._of_form:
+            found = self.kernels.get((form.keys, form.values))
+            self._of_form[id(form)] = None if found is None else (page_kernels(form), found)
+        return self._of_form[id(form)]
+
+    def _variant(self, way: Way, window: int | None) -> Variant | None:
+        if self.given is not None and self.given.spans:
+            return None
+        longest = self._spans.longest
+        seen = longest if window is None else min(window, longest)
+        return way.variant(seen, len(self.rows), self.width)
+
+    @cached_property
+    def _spans(self) -> Spans:
+        return Spans.of([(row.start, row.end) for row in self.rows], self.tables)
+
+
+class _Recorder(GraphBatch):
+    """Records how many heads of queries attend to a layer."""
+
+    def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slots, rows)
+        self.heads: dict[int, int] = {}
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        return
+
+    def attend(
+        self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        self.heads.setdefault(layer, query.shape[1])
+        dim = self.layout.layers[layer].value_dim
+        return mx.zeros((*query.shape[:3], dim), query.dtype)
+
+
+def query_heads(model: Any, layout: Layout, page_tokens: int) -> dict[int, int]:
+    """Return the number of heads of queries of each layer; nothing if the model attends by
+    itself."""
+    slots = Slots(GraphPages(layout, page_tokens, 1))
+    slots.change(Table(0, 0, (0,)))
+    batch = _Recorder(layout, slots, [Row(0, 0, 1)])
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=batch.views)  # a graph that nobody evaluates
+    except Exception as error:  # whatever a model's own code raises
+        logger.info("no kernels for a model that computes attention by itself: %s", error)
+        return {}
+    return batch.heads
+
+
+def _named(ways: Sequence[Way]) -> str:
+    """Return how attention reads pages, for people."""
+    if any(way.attends for way in ways):
+        return "kernels" if all(way.attends for way in ways) else "kernels and gathering"
+    reasons = [way.reason for way in ways if way.reason]
+    return f"gathering ({reasons[0]})" if reasons else "gathering"
 
 
 def measured_cost(layout: Layout, layer: int) -> AttentionCost:

@@ -42,16 +42,14 @@ class Reach:
         seen = [0 if window is None else max(0, start + 1 - window) for start in starts]
         pages = [first // page_tokens for first in seen]
         firsts = [page * page_tokens for page in pages]  # the position of the first gathered one
-        count = max(row.end - first for row, first in zip(rows, firsts, strict=True))
+        self.ends = [row.end - first for row, first in zip(rows, firsts, strict=True)]
+        """The number of gathered positions of each row that exist."""
+        count = max(self.ends)
         num_pages = -(-count // page_tokens)
-        self.table = mx.array(
-            [
-                _padded(table[page : page + num_pages], num_pages)
-                for table, page in zip(tables, pages, strict=True)
-            ],
-            mx.uint32,
-        )
-        """The pages to gather, (rows, pages)."""
+        self.pages = [
+            table[page : page + num_pages] for table, page in zip(tables, pages, strict=True)
+        ]
+        """The pages to gather of each row."""
         self.exists: mx.array | None = None
         """Which of the gathered positions exist, (rows, 1, positions). None: all that are used."""
         self.first, self.end = 0, count
@@ -65,8 +63,7 @@ class Reach:
             return
         if not is_even:
             gathered = mx.arange(num_pages * page_tokens)
-            ends = [row.end - first for row, first in zip(rows, firsts, strict=True)]
-            self.exists = gathered < mx.array(ends)[:, None, None]
+            self.exists = gathered < mx.array(self.ends)[:, None, None]
         some = slice(1 if is_even else None)
         positions = mx.arange(count) + mx.array(firsts[some])[:, None, None, None]
         queries = mx.array(starts[some])[:, None, None, None] + mx.arange(width)[:, None]
@@ -80,6 +77,14 @@ class Reach:
             inside = (queries >= begin) & (queries < end)
             mask = mask | (inside & (positions >= begin) & (positions < end))
         self.mask = mask
+
+    @cached_property
+    def table(self) -> mx.array:
+        """The pages to gather, (rows, pages). A row has a page of its own in place of those that it
+        lacks."""
+        longest = max(map(len, self.pages))
+        padded = [[*pages, *[pages[-1]] * (longest - len(pages))] for pages in self.pages]
+        return mx.array(padded, mx.uint32)
 
     def cut(self, gathered: mx.array) -> mx.array:
         """Return the positions that are used of ``gathered`` keys or values."""
@@ -175,8 +180,8 @@ class GraphBatch(RaggedBatch):
         outputs, first = [], 0
         for reach in reaches:
             keys, values = self._gathered(layer, reach)
-            asked = query if order is None else query[first : first + len(reach.table)]
-            first += len(reach.table)
+            asked = query if order is None else query[first : first + len(reach.pages)]
+            first += len(reach.pages)
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     asked, keys, values, scale=scale, mask=reach.mask, sinks=sinks
@@ -201,11 +206,6 @@ class GraphBatch(RaggedBatch):
     def _gathered(self, layer: int, reach: Reach) -> tuple[mx.array, mx.array]:
         keys, values = self._pages.gather(layer, reach.table, reach.exists)
         return reach.cut(keys), reach.cut(values)
-
-
-def _padded(table: Sequence[int], num_pages: int) -> list[int]:
-    """Return ``table`` with a page of its own in place of those that it lacks."""
-    return [*table, *[table[-1]] * (num_pages - len(table))]
 
 
 def _picked(new: mx.array, tokens: mx.array) -> mx.array:

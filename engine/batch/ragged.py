@@ -73,6 +73,9 @@ class RaggedBatch(ABC):
     attends = True
     """Whether attention is computed here, not by the model's own code."""
 
+    attends_by = ""
+    """How attention reads pages on a GPU, for logs and reports."""
+
     pages_class: type[Pages]
     """The storage that rows are in."""
 

@@ -123,7 +123,7 @@ class GraphPages(Pages):
         found = self.gather_half(layer, half, table)[:, :, :length]
         if (form.keys, form.values)[half].quantization is None:
             return StoredKV(found, None)
-        marks = form.scales_of(half, self._taken(layer, table, 2))
+        marks = form.scales_of(half, form.taken(self.arrays[layer], table, 2))
         marks = marks.flatten(2, 3)[:, :, :length]  # (1, kv_heads, length, scales, groups)
         return StoredKV(found, mx.moveaxis(marks, 3, 0))
 
@@ -137,33 +137,14 @@ class GraphPages(Pages):
     def gather(
         self, layer: int, table: mx.array, exists: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return keys and values (rows, kv_heads, positions, dim) of the pages in ``table`` (rows,
-        pages), and zeros where no position ``exists`` (rows, 1, positions)."""
-        form = self.formats[layer]
-        words = self._taken(layer, table)
-        blocks = [
-            words[..., block.first : block.first + form.page_tokens * block.row]
-            for block in form.blocks
-        ]
-        keys, values = (form.values_of(half, blocks[half], blocks[2], exists) for half in (0, 1))
-        return keys, values
+        """Return keys and values of rows, see `PageFormat.gather`."""
+        return self.formats[layer].gather(self.arrays[layer], table, exists)
 
     def gather_half(
         self, layer: int, half: int, table: mx.array, exists: mx.array | None = None
     ) -> mx.array:
         """Return the keys alone (``half`` 0) or the values."""
-        words, marks = (self._taken(layer, table, block) for block in (half, 2))
-        return self.formats[layer].values_of(half, words, marks, exists)
-
-    def _taken(self, layer: int, table: mx.array, block: int | None = None) -> mx.array:
-        """Return the words of pages (rows, kv_heads, pages, words), of one block or all."""
-        form = self.formats[layer]
-        heads = self.arrays[layer].reshape(-1, form.head_words)
-        if block is not None:
-            its = form.blocks[block]
-            heads = heads[:, its.first : its.first + form.page_tokens * its.row]
-        numbers = mx.arange(form.heads, dtype=mx.uint32)[:, None]
-        return heads[table[:, None] * form.heads + numbers]
+        return self.formats[layer].gather_half(self.arrays[layer], half, table, exists)
 
 
 def _pairs(

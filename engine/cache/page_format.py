@@ -122,6 +122,36 @@ class PageFormat:
 
     # -- reading -----------------------------------------------------------------------
 
+    def gather(
+        self, array: mx.array, table: mx.array, exists: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Return keys and values (rows, kv_heads, positions, dim) of the pages in ``table`` (rows,
+        pages) of a layer's ``array``, and zeros where no position ``exists``
+        (rows, 1, positions)."""
+        words = self.taken(array, table)
+        blocks = [
+            words[..., block.first : block.first + self.page_tokens * block.row]
+            for block in self.blocks
+        ]
+        keys, values = (self.values_of(half, blocks[half], blocks[2], exists) for half in (0, 1))
+        return keys, values
+
+    def gather_half(
+        self, array: mx.array, half: int, table: mx.array, exists: mx.array | None = None
+    ) -> mx.array:
+        """Return the keys alone (``half`` 0) or the values."""
+        words, marks = (self.taken(array, table, block) for block in (half, 2))
+        return self.values_of(half, words, marks, exists)
+
+    def taken(self, array: mx.array, table: mx.array, block: int | None = None) -> mx.array:
+        """Return the words of pages (rows, kv_heads, pages, words), of one block or all."""
+        heads = array.reshape(-1, self.head_words)
+        if block is not None:
+            its = self.blocks[block]
+            heads = heads[:, its.first : its.first + self.page_tokens * its.row]
+        numbers = mx.arange(self.heads, dtype=mx.uint32)[:, None]
+        return heads[table[:, None] * self.heads + numbers]
+
     def values_of(self, half: int, codes: mx.array, marks: mx.array, exists: Any) -> mx.array:
         """Return keys (``half`` 0) or values (1) of pages: (rows, kv_heads, positions, dim).
 

@@ -112,7 +112,9 @@ def test_every_row_attends_to_its_own_positions(
             for number, whole in enumerate(both):
                 stored = slots.pages.read(number, slots.tables[row.slot], row.end).array
                 assert mx.array_equal(stored[0], whole), (seed, rows, i)
-            wanted = attention(query[i, :, : row.width], *both, row, window or 999, sinks)
+            wanted = attention(
+                query[i, :, : row.width], both[0], both[1], row, window or 999, sinks
+            )
             assert mx.allclose(found[i, :, : row.width], wanted, atol=tolerance), (seed, rows, i)
 
 
@@ -153,7 +155,7 @@ def test_tokens_of_a_picture_attend_to_all_of_it() -> None:
     for at in range(20):
         end = 35 if 5 <= at < 15 else 21 + at
         seen, asked = [each[:, :end] for each in (keys, values)], query[0, :, at : at + 1]
-        wanted = attention(asked, *seen, Row(2, end - 1, end), 999, None)
+        wanted = attention(asked, seen[0], seen[1], Row(2, end - 1, end), 999, None)
         assert mx.allclose(found[0, :, at : at + 1], wanted, atol=1e-5), at
 
 

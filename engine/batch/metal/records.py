@@ -1,0 +1,103 @@
+"""The results of trials on disk, so that a start on the same machine need not repeat them.
+
+A trial may hang, or end the process: a driver may do either. Each trial therefore leaves a mark
+while it runs. A start that finds one uses MLX's own operations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+
+from engine.batch.metal import kernel
+from engine.batch.metal.trial import Trial, Way
+from engine.cache.page_format import PageFormat
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 256
+"""The oldest files are deleted above this number."""
+
+_folder: Path | None = None
+_repeats = False
+_known: dict[tuple[PageFormat, int], Way] = {}
+
+
+def keep_in(folder: Path | None, *, repeats: bool = False) -> None:
+    """Keep results in ``folder`` from now on. If a start ``repeats`` trials, it ignores those
+    there."""
+    global _folder, _repeats
+    _folder, _repeats = folder, repeats
+    _known.clear()
+
+
+def way_of(form: PageFormat, query_heads: int) -> Way:
+    """Return what to use for layers with pages of this form: tried once in a process, and as
+    remembered from an earlier one."""
+    key = form, query_heads
+    if key not in _known:
+        _known[key] = _tried(form, query_heads)
+    return _known[key]
+
+
+def _tried(form: PageFormat, query_heads: int) -> Way:
+    if why := kernel.why_not():
+        return Way(reason=why)
+    trial = Trial(form, query_heads)
+    if _folder is None:
+        return trial.checked(trial.run())
+    path = _folder / f"{_digest(form, query_heads)}.json"
+    mark = path.with_suffix(".running")
+    if mark.exists() and not _repeats:
+        logger.warning("an earlier trial of kernels did not end; remove %s to repeat it", mark)
+        return Way(reason="an earlier trial did not end")
+    with suppress(OSError):
+        _folder.mkdir(parents=True, exist_ok=True)
+        mark.write_bytes(b"")
+    try:
+        found = None if _repeats else _read(path)
+        way = trial.checked(found or trial.run())
+    finally:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+    if found is None:
+        _write(path, way)
+    return way
+
+
+def _digest(form: PageFormat, query_heads: int) -> str:
+    """Return a digest of all that a result depends on."""
+    device = {name: mx.device_info().get(name) for name in ("device_name", "architecture")}
+    texts = [source._asdict() for source in kernel.SOURCES]
+    facts = [mx.__version__, platform.platform(), device, texts, repr(form), query_heads]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def _read(path: Path) -> Way | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Way)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        logger.warning("ignored the stored trial in %s: %s", path, error)
+        return None
+
+
+def _write(path: Path, way: Way) -> None:
+    scratch = path.with_suffix(f".{os.getpid()}")
+    try:
+        scratch.write_bytes(msgspec.json.encode(way))
+        scratch.replace(path)
+        for old in sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)[
+            :-MAX_RECORDS
+        ]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot store the trial of kernels: %s", error)

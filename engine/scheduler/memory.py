@@ -63,6 +63,8 @@ class Memory:
         self._largest_pass_bytes = 0
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.backlog = StoreBacklog(config)
+        self._tried: dict[Sequence, int] = {}
+        """The positions for which there was, or was not, room for an unpacked row."""
         self._sent_unpacked: set[Sequence] = set()  # sequences whose rows are unpacked by now
         self._sent_pages = 0  # number of pages in the last plan that had one
         self.unfixed: list[Page] = []  # of passes that have ended since the last plan
@@ -208,6 +210,7 @@ class Memory:
         self._changed.pop(seq, None)
         self._unpacked.pop(seq, None)
         self._sent_unpacked.discard(seq)
+        self._tried.pop(seq, None)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
 
     def reserve_gathers(self, tokens: int, *, keep: int = 0) -> bool:
@@ -232,11 +235,12 @@ class Memory:
 
     def unpack(self, seq: Sequence, tokens: int) -> None:
         """Keep the values of ``seq`` outside of its pages too, for ``tokens`` positions, if that
-        leaves room for the running sequences. Otherwise drop them."""
+        leaves room for the running sequences. Otherwise drop them, until it has more positions."""
         token_bytes = self._config.unpacked_token_bytes
         had = self.unpacked_bytes.get(seq, 0)
-        if not token_bytes or tokens * token_bytes <= had:
+        if tokens * token_bytes <= had or self._tried.get(seq) == tokens:
             return
+        self._tried[seq] = tokens
         limit = int(self.ledger.limit_bytes * UNPACKED_SHARE)
         limit -= sum(self.unpacked_bytes.values()) - had
         available = self.available_bytes() - sum(self.unpacked_bytes.values()) + had
@@ -471,6 +475,7 @@ class Memory:
         for held in (self.holders, self.fetch_reservations, self.unpacked_bytes, self.used_slots):
             held.clear()
         self._sent_unpacked.clear()
+        self._tried.clear()
         self._free_slots = list(range(self._config.completion_batch_size))
         self.withdrawn_bytes = self.gather_bytes = self._sent_pages = 0
         self._largest_pass_bytes = 0

@@ -14,7 +14,6 @@ from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
 from engine.scheduler.pools.page_pool import Page, PageContent
 from engine.scheduler.sequences.sequence import Sequence
 
-
 MIN_COPIED = 4
 """Fewer positions than this are computed instead of copied."""
 
@@ -62,11 +61,17 @@ class PrefixCache:
         if config.keeps_kv:
             end = max(first, self._whole_pictures.restorable_blocks(seq, end))
             end = policy.restorable_end(seq, first, end)
-            if end > first:
-                end = self._take(seq, known, end, builder)
         if end <= first:
             return
-        policy.restore(seq, end, builder)
+        snapshot = policy.pin(seq, end) if config.reuses_states else None
+        taken = self._take(seq, known, end, builder) if config.keeps_kv else end
+        if snapshot is not None and taken == end:
+            builder.restore_state(seq, end * size, snapshot)
+        elif snapshot is not None:
+            self._memory.snapshots.unpin(snapshot)
+        end = taken
+        if end <= first:
+            return
         self._count(seq, first, end, of_state=end == fetched_end)
         builder.step.shared.setdefault(seq, []).extend(seq.block_hashes[first:end])
         if config.uses_store:

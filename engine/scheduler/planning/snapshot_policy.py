@@ -20,6 +20,7 @@ from engine.plan import StateSearch
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.plan_builder import PlanBuilder
+from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.sequence import Sequence
 
 PROMPT_TAIL_TOKENS = 8
@@ -162,14 +163,12 @@ class SnapshotPolicy:
         if self._config.reuses_states and (number := self.restorable_end(seq, 0, end)):
             self._memory.snapshots.touch(seq.block_hashes[number - 1])
 
-    def restore(self, seq: Sequence, number: int, builder: PlanBuilder) -> None:
-        """Restore the state after ``number`` blocks."""
-        if not self._config.reuses_states:
-            return
-        snapshot = self._memory.snapshots.get(seq.block_hashes[number - 1])
-        assert snapshot is not None
-        self._memory.snapshots.pin(snapshot)
-        builder.restore_state(seq, number * self._block_size, snapshot)
+    def pin(self, seq: Sequence, number: int) -> Snapshot | None:
+        """Pin the snapshot after ``number`` blocks, so that room for pages does not cost it."""
+        snapshot = self._memory.snapshots.get(seq.block_hashes[number - 1]) if number else None
+        if snapshot is not None:
+            self._memory.snapshots.pin(snapshot)
+        return snapshot
 
     def _positions_ahead(self, seq: Sequence) -> list[int]:
         """Return the positions of upcoming snapshots that justify cutting a chunk. The one at

@@ -148,7 +148,7 @@ def test_an_answer_is_cut_to_what_fits() -> None:
 
 
 def test_what_left_memory_comes_back_from_the_kvstore() -> None:
-    fields = {"store_enabled": True, "store_policy": "write_through"}
+    fields: dict[str, Any] = {"store_enabled": True, "store_policy": "write_through"}
     device = Device(qwen3_4b(**fields))
     device.serve("a", TEXT[:10_500])
     for number in range(6):

@@ -154,8 +154,8 @@ class _Call:
             rows, first = count * arrays * heads, self._firsts[number]
             given += [(group.codes, (rows, size * dim)), (group.scales, (rows, size * scales))]
             given += [(array, array.shape) for array in (index, known, first)]
-            shape = lines * positions * scales, sizes[number]
-            self._bound.output(number, np.float32, shape, out.ctypes.data)
+            flat = lines * positions * scales, sizes[number]
+            self._bound.output(number, np.float32, flat, out.ctypes.data)
         for number, (array, shape) in enumerate(given):
             self._bound.input(number, array.dtype, shape, array.ctypes.data)
 

@@ -108,11 +108,12 @@ def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server
 def test_after_a_restart_pictures_come_from_the_ssd(tmp_path: Path) -> None:
     model, cache = make_vision_model("pixtral", tmp_path / "model"), tmp_path / "cache"
     flags = ("--ssd-cache-dir", str(cache), "--ssd-policy", "write_through", "--block-size", "4")
-    messages = asked("what are ", 5, " and ", 6)
+    # Pictures in a whole page: others are not stored.
+    messages = asked("what are ", 5, " and ", 6, " " + "and what is this? " * 12)
     with serving(model, *flags, **CHECKED) as server:
         before = answer(server, messages)
     with serving(model, *flags, **CHECKED) as server:
         after = answer(server, messages)
-        assert cached_tokens(after) >= after["usage"]["prompt_tokens"] - 4
+        assert cached_tokens(after) > after["usage"]["prompt_tokens"] - 64
         assert (content_of(after), scores(after)) == (content_of(before), scores(before))
         assert server.metric(ENCODED) == 0

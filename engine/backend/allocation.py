@@ -1,4 +1,5 @@
-"""Settings of glibc's allocator: huge pages, and keeping freed memory.
+"""What engines need in their environment: settings of glibc's allocator, for huge pages and
+keeping freed memory, and of MLX on Metal.
 
 The first touch of a 4 KB page causes a fault, which in a virtual machine may take longer than
 computing its content. glibc reads these settings when a process starts, so they must be in the
@@ -9,9 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
+
+_METAL = {"MLX_MAX_MB_PER_BUFFER": "256"}
+"""MLX submits work whenever the arrays in use are larger than this, and counts those of pages as a
+whole. With its default, nearly every layer of a step would be submitted alone."""
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces in which memory is touched: about that of a block or of a slab's array."""
@@ -29,9 +35,10 @@ _TUNABLES = {
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return variables to add to the environment ``given`` of an engine, except those already set
     in it."""
-    if VARIABLE in given:
-        return {}
-    return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
+    wanted = {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
+    if sys.platform == "darwin":
+        wanted |= _METAL
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 def give_back() -> None:

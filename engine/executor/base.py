@@ -49,6 +49,7 @@ class ExecutorSpec:
     is none."""
     max_chunk_tokens: int = MAX_TOKENS  # max useful tokens of a chunk
     has_experts: bool = False  # whether a chunk reads more of the weights than a decode
+    attends_by: str = ""  # how attention reads pages on a GPU, for logs and reports
     layers: int = 1  # parts of a pass of chunks that plans can request one by one (`Stretch`)
     pass_token_bytes: int = 0  # estimated size of the activations of one token of a pass
     score_bytes: int = 0

@@ -42,6 +42,7 @@ def spec_of(
     chunk_tokens = GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS
     return ExecutorSpec(
         batching=batch_class.batching,
+        attends_by=batch_class.attends_by,
         # On the CPU, MLX queues few operations: dispatching a step takes as long as running the
         # step before it, so looking ahead would only delay tokens by a step.
         look_ahead=on_gpu,

@@ -80,7 +80,8 @@ def _proven(
     try:
         probed = probe_layout(model)
         given = proof_references(model, probed, vocab_size)
-        classes: list[type[RaggedBatch]] = [*device.batch_classes(model, probed), *FALLBACK_BATCHES]
+        own = device.batch_classes(model, probed, precision, page_tokens)
+        classes: list[type[RaggedBatch]] = [*own, *FALLBACK_BATCHES]
         if (known := ONE_ROW_MODEL_TYPES.get(getattr(model, "model_type", ""))) is not None:
             reasons.append(known)
             classes = [RowBatch]
@@ -115,7 +116,7 @@ def _proven_with_8_bits(
     if not isinstance(executor, BatchedExecutor):
         return found, is_lasting
     given = proof_references(model, layout, vocab_size)
-    batch_class = _named(model, layout, executor.batch_class.__name__)
+    batch_class = _named(model, layout, page_tokens, executor.batch_class.__name__)
     try:
         if batch_class is None:
             raise NotBatchable("with activations in 8 bits it is computed differently")
@@ -136,7 +137,7 @@ def _remembered(model: Any, page_tokens: int, record: Record) -> ChosenExecutor 
     if (proven := record.read()) is None:
         return None
     layout = proven.layout
-    batch_class = _named(model, layout, proven.batch)
+    batch_class = _named(model, layout, page_tokens, proven.batch)
     # Layers outside MLX record here which of their weights the model's code also reads.
     if batch_class is None or (batch_class.runs_model and not layout.is_of(probe_layout(model))):
         return None
@@ -145,9 +146,10 @@ def _remembered(model: Any, page_tokens: int, record: Record) -> ChosenExecutor 
     return ChosenExecutor(executor, proven.reason, proven.unquantized)
 
 
-def _named(model: Any, layout: Layout, name: str) -> type[RaggedBatch] | None:
+def _named(model: Any, layout: Layout, page_tokens: int, name: str) -> type[RaggedBatch] | None:
     """Return the class of batches of that name, if ``model`` has it."""
-    classes: list[type[RaggedBatch]] = [*device.batch_classes(model, layout), *FALLBACK_BATCHES]
+    own = device.batch_classes(model, layout, layout.precision, page_tokens)
+    classes: list[type[RaggedBatch]] = [*own, *FALLBACK_BATCHES]
     return next((each for each in classes if each.__name__ == name), None)
 
 

@@ -109,6 +109,7 @@ def build_replica(
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
     other_bytes += draft_bytes + slots_bytes + vision_bytes(served)
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
+    memory.set_memory_limit(memory.weights_bytes(loaded) + other_bytes, sizes)
     adapters = None if adapted is None else adapted.opened(executor)
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()

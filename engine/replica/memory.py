@@ -59,9 +59,15 @@ def size_memory(
     """Return the sizes that fit into ``own`` memory, or that ``settings`` require.
 
     ``packed_bytes`` are weights outside the model's parameters, and a draft model."""
-    weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     own = own or EngineMemory.of(settings)
-    return sizes_beside(weights_bytes + packed_bytes, spec, loaded.context_length, settings, own)
+    return sizes_beside(
+        weights_bytes(loaded) + packed_bytes, spec, loaded.context_length, settings, own
+    )
+
+
+def weights_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of the model's own weights."""
+    return sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
 
 
 def sizes_beside(
@@ -211,6 +217,13 @@ def device_memory_bytes() -> int:
         if size:
             return int(size)
     return usable_bytes()
+
+
+def set_memory_limit(weights_bytes: int, sizes: MemorySizes) -> None:
+    """Make MLX wait for the arrays of a step before it allocates more, if a Mac's memory beyond the
+    ledger and its headroom were used: it dispatches several layers ahead."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        mx.set_memory_limit(weights_bytes + sizes.limit_bytes + HEADROOM_BYTES)
 
 
 def set_limits(own: EngineMemory) -> None:

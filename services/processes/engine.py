@@ -170,6 +170,7 @@ def serve_sequences(
         others = None
         if options.ranks > 1:
             options, others = _start_ranks(options, context, on_rank_failed)
+        from engine.batch.metal import records
         from engine.core import EngineCore
         from engine.replica.build import build_replica
         from engine.replica.queues import open_queues
@@ -181,6 +182,7 @@ def serve_sequences(
         loaded = load_model(options, None if leader is None else leader.group.mlx)
     times.ended("weights and tokenizer")
     status.enter_phase("warming")
+    records.keep_in(user_cache() / "kernels", repeats=options.prove == "always")
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layout and checks")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
@@ -282,6 +284,7 @@ def _hello(
             *([TENSOR_PARALLEL] if options.ranks > 1 else []),
         ],
         kv_bits=replica.executor.spec.kv_bits,
+        attends_by=replica.executor.spec.attends_by,
         version=installed_version(),
         vision=None if replica.vision is None else replica.vision.vision,
         options=settings.serving_options(options),

@@ -169,6 +169,7 @@ class Hello(Message, frozen=True, tag="hello"):
     parameters: int = 0  # of the whole model, not of a rank; 0: unknown
     weights_bytes: int = 0  # on disk
     kv_bits: int = 16
+    attends_by: str = ""  # how attention reads KV on a GPU: by kernels of our own or by gathering
     version: str = ""
     # Settings of this model that the router needs, such as its template and limits; for all others,
     # the router uses its own (see `shared.settings.serving_options`).

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_RECORDS = 256
 """The oldest files are deleted above this number."""
 
+MARK = ".running"
+"""What the names of marks end with, after the number of the process."""
+
 _folder: Path | None = None
 _repeats = False
 _known: dict[tuple[PageFormat, int], Way] = {}
@@ -54,10 +57,13 @@ def _tried(form: PageFormat, query_heads: int) -> Way:
     if _folder is None:
         return trial.checked(trial.run())
     path = _folder / f"{_digest(form, query_heads)}.json"
-    mark = path.with_suffix(".running")
-    if mark.exists() and not _repeats:
-        logger.warning("an earlier trial of kernels did not end; remove %s to repeat it", mark)
+    mark = path.with_suffix(f".{os.getpid()}{MARK}")
+    left = _left_marks(path)
+    if left and not _repeats:
+        logger.warning("a trial of kernels did not end; --prove always repeats it: %s", left[0])
         return Way(reason="an earlier trial did not end")
+    for each in left:
+        each.unlink(missing_ok=True)
     with suppress(OSError):
         _folder.mkdir(parents=True, exist_ok=True)
         mark.write_bytes(b"")
@@ -70,6 +76,31 @@ def _tried(form: PageFormat, query_heads: int) -> Way:
     if found is None:
         _write(path, way)
     return way
+
+
+def summary(folder: Path) -> str:
+    """Return what the trials in ``folder`` found, for people."""
+    ways = [_read(path) for path in sorted(folder.glob("*.json"))]
+    attend = sum(way.attends for way in ways if way is not None)
+    found = f"{len(ways)} kinds of layers tried, {attend} of them attend by kernels"
+    left = len(_left_marks(folder / "*"))
+    return f"{found}; {left} trials did not end" if left else found
+
+
+def _left_marks(path: Path) -> list[Path]:
+    """Return the marks of trials of processes that have ended."""
+    marks = sorted(path.parent.glob(f"{path.stem}.*{MARK}"))
+    return [mark for mark in marks if not _is_running(mark.suffixes[-2][1:])]
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _digest(form: PageFormat, query_heads: int) -> str:

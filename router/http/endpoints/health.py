@@ -57,6 +57,10 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
     ]
     blocks: BlockCounts
     kept_states: int
+    attention: Annotated[
+        str,
+        Meta(description="On a GPU, whether attention reads KV by kernels or by gathering it."),
+    ]
     version: str
 
 
@@ -244,6 +248,7 @@ def _engine(engine: Engine) -> EngineHealth:
         memory_pressure=round(engine.memory_pressure, 4),
         blocks=BlockCounts.of(engine.stats),
         kept_states=engine.stats.kept_states,
+        attention=engine.hello.attends_by,
         version=engine.hello.version,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 
 from services.commands.doctor.report import Check, bad, good
+from shared.paths import user_cache
 
 _ALSO_SHOWN = ("mlx",)
 _PIP = "reinstall mlx-lm-server, in its own virtual environment"
@@ -71,9 +72,19 @@ def _device() -> Iterator[Check]:
         yield bad("device", f"{mx.default_device()} computes 1 + 2 = {total}", _PIP)
         return
     yield good("device", str(mx.default_device()))
+    if mx.default_device() == mx.gpu:
+        yield _kernels()
     if mx.default_device() == mx.cpu and sys.platform == "linux":
         yield _blas(library)
         yield _onnx_runtime()
+
+
+def _kernels() -> Check:
+    from engine.batch.metal import kernel, records
+
+    if reason := kernel.why_not():
+        return Check("attention", f"gathers pages: {reason}")
+    return Check("attention", records.summary(user_cache() / "kernels"))
 
 
 def _blas(library: str | None) -> Check:

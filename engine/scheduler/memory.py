@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
 from engine.plan import BlockName, CopyPage, Export, Slot, Table, Unpack
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.pools.ledger import Ledger
-from engine.scheduler.pools.page_pool import Page, PagePool
+from engine.scheduler.pools.page_pool import Page, PagePool, Storable
 from engine.scheduler.pools.snapshot_pool import Snapshot, SnapshotPool
-from engine.scheduler.pools.storable import Storable
 from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.store_backlog import StoreBacklog
 
@@ -65,7 +65,7 @@ class Memory:
         self.backlog = StoreBacklog(config)
         self._tried: dict[Sequence, int] = {}
         """The positions for which there was, or was not, room for an unpacked row."""
-        self._sent_unpacked: set[Sequence] = set()  # sequences whose rows are unpacked by now
+        self._sent_bytes: dict[Sequence, int] = {}  # `unpacked_bytes` after the last plan
         self._sent_pages = 0  # number of pages in the last plan that had one
         self.unfixed: list[Page] = []  # of passes that have ended since the last plan
         self._held: list[Page] = []  # referred to by operations of the plan being built
@@ -74,7 +74,6 @@ class Memory:
         self._evictions: list[int] = []
         self._changed: dict[Sequence, int] = {}  # the first entry of their tables that changed
         self._copies: list[tuple[Page, Page, int]] = []
-        self._unpacked: dict[Sequence, int] = {}
 
     @property
     def capacity(self) -> int:
@@ -208,8 +207,7 @@ class Memory:
         seq.capacity = 0
         self.holders.pop(seq, None)
         self._changed.pop(seq, None)
-        self._unpacked.pop(seq, None)
-        self._sent_unpacked.discard(seq)
+        self._sent_bytes.pop(seq, None)
         self._tried.pop(seq, None)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
 
@@ -250,16 +248,9 @@ class Memory:
             size = room * token_bytes
             if size <= limit and self._make_room(size - had, drops=False):
                 self.ledger.reserve(size - had)
-                self.unpacked_bytes[seq], self._unpacked[seq] = size, room
+                self.unpacked_bytes[seq] = size
                 return
-        self._drop_unpacked(seq)
-
-    def _drop_unpacked(self, seq: Sequence) -> None:
-        if size := self.unpacked_bytes.pop(seq, 0):
-            self.ledger.release(size)
-            self._unpacked[seq] = 0
-            if seq not in self._sent_unpacked:
-                del self._unpacked[seq]
+        self.ledger.release(self.unpacked_bytes.pop(seq, 0))
 
     # -- passes and fetches --------------------------------------------------------
 
@@ -452,16 +443,19 @@ class Memory:
             copies=tuple(
                 CopyPage(source.number, target.number, end) for source, target, end in self._copies
             ),
-            unpacked=tuple(
-                Unpack(seq.slot, tokens)
-                for seq, tokens in self._unpacked.items()
-                if seq.slot is not None
-            ),
+            unpacked=tuple(self._take_unpacked()),
             names=tuple(self._exported_names),
         )
-        self._sent_unpacked = {*self.unpacked_bytes}
         self._forget_plan()
         return changes
+
+    def _take_unpacked(self) -> Iterator[Unpack]:
+        """Yield the changes of unpacked rows since the last plan."""
+        now, before = self.unpacked_bytes, self._sent_bytes
+        for seq in before | now:
+            if now.get(seq) != before.get(seq) and seq.slot is not None:
+                yield Unpack(seq.slot, now.get(seq, 0) // self._config.unpacked_token_bytes)
+        self._sent_bytes = dict(now)
 
     def clear(self) -> None:
         """Forget everything, because the executor has lost it too."""
@@ -474,7 +468,7 @@ class Memory:
             kept.clear()
         for held in (self.holders, self.fetch_reservations, self.unpacked_bytes, self.used_slots):
             held.clear()
-        self._sent_unpacked.clear()
+        self._sent_bytes.clear()
         self._tried.clear()
         self._free_slots = list(range(self._config.completion_batch_size))
         self.withdrawn_bytes = self.gather_bytes = self._sent_pages = 0
@@ -497,7 +491,6 @@ class Memory:
         self._evictions.clear()
         self._changed.clear()
         self._copies.clear()
-        self._unpacked.clear()
 
     # -- making room ---------------------------------------------------------------
 
@@ -593,7 +586,8 @@ class Memory:
     def _drop_one(self) -> bool:
         """Drop an unpacked row, or else a fetch. Return False if there is neither."""
         if rows := self._droppable_rows():
-            self._drop_unpacked(max(rows, key=lambda seq: seq.order))
+            last = max(rows, key=lambda seq: seq.order)
+            self.ledger.release(self.unpacked_bytes.pop(last))
         elif self.fetch_reservations:
             self.drop_fetch(max(self.fetch_reservations, key=lambda seq: seq.order))
         else:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from engine.plan import STORE_LIMIT, Payload, StoreRoom
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.outputs import Store
-from engine.scheduler.pools.storable import Storable
+from engine.scheduler.pools.page_pool import Storable
 
 
 class StoreBacklog:

@@ -11,9 +11,8 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, PlannedChunk
 from engine.scheduler.planning.pictures import shown_parts
-from engine.scheduler.pools.page_pool import Page, PageContent
+from engine.scheduler.pools.page_pool import Page, PageContent, Storable
 from engine.scheduler.pools.snapshot_pool import Snapshot
-from engine.scheduler.pools.storable import Storable
 from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.timing.chunks import share_of_time
 from engine.speculation.source import Proposal

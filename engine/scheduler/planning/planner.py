@@ -13,7 +13,7 @@ from engine.scheduler.planning.drafting import Drafting
 from engine.scheduler.planning.plan_builder import PlanBuilder
 from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
-from engine.scheduler.pools.page_pool import Match
+from engine.scheduler.pools.page_pool import CachedPrefix
 from engine.scheduler.sequences.sequence import Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.timing.backoff import AdmissionRetry, ConcurrencyBackoff
@@ -144,7 +144,7 @@ class Planner:
             if is_full or self._retry.skips(seq.request.request_id, used):
                 self._make_way(seq, builder)
                 return
-            cached = Match([], None, 0)
+            cached = CachedPrefix([], None, 0)
             if self._config.prefix_cache:
                 seq.update_block_hashes()
                 self._snapshot_policy.publish_trailing(seq)
@@ -169,7 +169,7 @@ class Planner:
             self._prefix_cache.share(seq, builder)
             self._snapshot_policy.choose_positions(seq)
 
-    def _fits(self, seq: Sequence, cached: Match) -> bool:
+    def _fits(self, seq: Sequence, cached: CachedPrefix) -> bool:
         """Return whether there is room for the prompt of ``seq``, of which some pages are
         ``cached``, beside the prompts and the next tokens of the answers of those that run."""
         if not self._memory.holders and not self._sequences.num_running:
@@ -191,7 +191,7 @@ class Planner:
             self.preempt(running[-1], builder)
             builder.changed = True
 
-    def _request_fetch(self, seq: Sequence, cached: Match, reusable: int) -> bool:
+    def _request_fetch(self, seq: Sequence, cached: CachedPrefix, reusable: int) -> bool:
         """Move ``seq`` from the head of the queue to the sequences waiting for the kvstore, if
         that may have pages or states that are not in memory. Return whether it was moved."""
         config, fetch = self._config, seq.fetch

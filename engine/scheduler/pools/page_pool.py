@@ -9,7 +9,24 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from engine.scheduler.pools.storable import Storable
+from engine.plan import BlockName
+
+
+@dataclass(eq=False, slots=True)
+class Storable:
+    """What the kvstore may keep: the content of a full page, or a snapshot."""
+
+    id: int  # never used again
+    hash: bytes  # of the last block
+    stored: bool = False  # whether the kvstore has it
+
+    @property
+    def is_snapshot(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.id, self.hash, self.is_snapshot)
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +54,7 @@ class PageContent(Storable):
     page: Page
 
 
-class Match(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The cached pages of a prefix."""
 
     pages: list[Page]  # full ones
@@ -220,7 +237,7 @@ class PagePool:
         pages = self._index.get(block_hash, ())
         return max(pages, key=lambda page: not page.refs and page.named_end == end, default=None)
 
-    def match(self, hashes: Sequence[bytes], first: int = 0) -> Match:
+    def match(self, hashes: Sequence[bytes], first: int = 0) -> CachedPrefix:
         """Return the pages with the blocks of a prefix whose pages before number ``first`` are
         known: full pages without a gap, and a part of the one after them."""
         size = self.page_tokens // self._block_size
@@ -235,10 +252,10 @@ class PagePool:
         for number in range(min(start + size, len(hashes)) - 1, start - 1, -1):
             end = (number + 1 - start) * self._block_size
             if end < self.page_tokens and (part := self.part_of_page(hashes[number], end)):
-                return Match(pages, part, number + 1)
-        return Match(pages, None, start)
+                return CachedPrefix(pages, part, number + 1)
+        return CachedPrefix(pages, None, start)
 
-    def touch(self, match: Match) -> None:
+    def touch(self, match: CachedPrefix) -> None:
         """Mark pages as the most recently used, the first of them last of all, because a chain is
         useless without its head."""
         for page in reversed([*match.pages, *filter(None, [match.part])]):

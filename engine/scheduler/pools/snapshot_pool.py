@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from engine.scheduler.pools.page_pool import record_change
-from engine.scheduler.pools.storable import Storable
+from engine.scheduler.pools.page_pool import Storable, record_change
 from shared.hashing import HASH_BYTES
 
 

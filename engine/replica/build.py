@@ -245,14 +245,16 @@ def choose_executor_of(
 def _log_sizes(spec: ExecutorSpec, config: SchedulerConfig, sizes: MemorySizes) -> None:
     if spec.keeps_kv:
         longest = min(config.capacity, config.context_length)
-        agents = config.capacity // AGENT_TOKENS
+        each = min(AGENT_TOKENS, longest)
         logger.info(
-            "KV cache: %.1f GB in %d bits, for %s tokens: the longest conversation has %s, and %s",
+            "KV cache: %.1f GB in %d bits, for %s tokens: the longest conversation has %s, and %s "
+            "of %s fit at once",
             sizes.kv_bytes / 1e9,
             spec.kv_bits,
             f"{config.capacity:,}",
             f"{longest:,}",
-            f"{agents} of {AGENT_TOKENS:,} fit at once" if agents else "none of 10,000 fits",
+            f"{config.capacity // each:,}",
+            f"{each:,}",
         )
     if spec.state_bytes:
         logger.info(

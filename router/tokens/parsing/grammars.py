@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.tokens.literals import literal_pattern
-from router.tokens.parsing.formats import ReasoningMarkers
+from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallTemplate
+from router.tokens.parsing.formats import CALL_FORMATS, HARMONY_CALLS, ReasoningMarkers
 from router.tokens.parsing.input_grammars import input_lark
+from router.tokens.parsing.json_reader import JSON_STYLE
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON formatted as templates format earlier calls, so that it has the same tokens."""
@@ -25,127 +27,6 @@ _OTHER_PROPERTIES = (
     " dependentRequired dependentSchemas dependencies".split()
 )
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
-
-
-class CallTemplate(NamedTuple):
-    """The syntax of calls: each consists of ``begin``, its arguments, and ``end``. In these
-    texts ``{name}`` and ``{key}`` are replaced by names, ``{number}`` by any number, and
-    ``{is_text}`` by true or false: whether an argument is text instead of JSON."""
-
-    begin: str
-    end: str
-    between: str = ""  # between two calls
-    before: str = ""  # before all calls
-    after: str = ""  # after all calls
-    argument: str = ""  # before each argument; empty: the arguments are a JSON object
-    argument_end: str = ""
-
-
-_PLAIN = CallTemplate('{"name": "{name}", "arguments": ', "}")
-_GLM = CallTemplate(
-    "<tool_call>{name}\n",
-    "</tool_call>",
-    "\n",
-    argument="<arg_key>{key}</arg_key>\n<arg_value>",
-    argument_end="</arg_value>\n",
-)
-
-
-def _listed(before: str, after: str = "") -> CallTemplate:
-    """Return the template of a list of JSON objects between markers."""
-    return _PLAIN._replace(before=f"{before}[", between=", ", after=f"]{after}")
-
-
-def _dsml(block: str) -> CallTemplate:
-    """Return the template of calls in DeepSeek's markup, in an element named ``block``."""
-    return CallTemplate(
-        '<｜DSML｜invoke name="{name}">\n',
-        "</｜DSML｜invoke>\n",
-        before=f"<｜DSML｜{block}>\n",
-        after=f"</｜DSML｜{block}>",
-        argument='<｜DSML｜parameter name="{key}" string="{is_text}">',
-        argument_end="</｜DSML｜parameter>\n",
-    )
-
-
-_MISTRAL_LIST = _listed("[TOOL_CALLS]")
-_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-
-CALL_TEMPLATES: Mapping[str, CallTemplate] = {
-    "json": _PLAIN._replace(between="\n"),
-    "json_tools": CallTemplate(
-        '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"
-    ),
-    "harmony": CallTemplate(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
-    ),
-    "mistral": CallTemplate("[TOOL_CALLS]{name}[ARGS]", ""),
-    "kimi_k2": CallTemplate(
-        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        before="<|tool_calls_section_begin|>",
-        after="<|tool_calls_section_end|>",
-    ),
-    "kimi_k3": CallTemplate(
-        '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"<|sep|>',
-        "<|close|>json<|sep|><|close|>call<|sep|>",
-        before="<|open|>tools<|sep|>",
-        after="<|close|>tools<|sep|>",
-    ),
-    "qwen3_coder": CallTemplate(
-        "<tool_call>\n<function={name}>\n",
-        "</function>\n</tool_call>",
-        "\n",
-        argument="<parameter={key}>\n",
-        argument_end="\n</parameter>\n",
-    ),
-    "glm47": _GLM,
-    "laguna": _GLM,
-    "longcat": CallTemplate(
-        "<longcat_tool_call>{name}\n",
-        "</longcat_tool_call>",
-        "\n",
-        argument="<longcat_arg_key>{key}</longcat_arg_key>\n<longcat_arg_value>",
-        argument_end="</longcat_arg_value>\n",
-    ),
-    "minimax_m2": CallTemplate(
-        '<invoke name="{name}">\n',
-        "</invoke>\n",
-        before="<minimax:tool_call>\n",
-        after="</minimax:tool_call>",
-        argument='<parameter name="{key}">',
-        argument_end="</parameter>\n",
-    ),
-    "seed_oss": CallTemplate(
-        "<seed:tool_call>\n<function={name}>\n",
-        "</function>\n</seed:tool_call>",
-        "\n",
-        argument="<parameter={key}>",
-        argument_end="</parameter>\n",
-    ),
-    "deepseek_v3": CallTemplate(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        *_DEEPSEEK_SECTION,
-    ),
-    "deepseek_v31": CallTemplate(
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", *_DEEPSEEK_SECTION
-    ),
-    "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
-    "granite": _listed("<|tool_call|>"),
-    "jamba": _listed("<tool_calls>", "</tool_calls>"),
-    "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
-    "phi4_mini": _listed("<|tool_call|>", "<|/tool_call|>"),
-    "minicpm5": CallTemplate(
-        '<function name="{name}">',
-        "</function>",
-        argument='<param name="{key}">',
-        argument_end="</param>",
-    ),
-}
-"""By the name of the tool parser that reads such calls."""
 
 
 class ControlTokens:
@@ -187,9 +68,12 @@ def call_template(
 ) -> CallTemplate | None:
     """Return the syntax of calls of ``functions`` for ``parser``; None if unknown."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
-        return _MISTRAL_LIST
-    template = CALL_TEMPLATES.get(parser)
-    if template is not None and template.argument:
+        return PLAIN_TEMPLATE._replace(before="[TOOL_CALLS][", between=", ", after="]")
+    format = CALL_FORMATS[parser]
+    if format.style is not JSON_STYLE:
+        return None
+    template = format.template
+    if template.argument:
         combined = any(key in (f.parameters or {}) for key in _COMBINED for f in functions)
         return None if combined else template
     return template
@@ -244,7 +128,7 @@ def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTok
     """Return the Lark grammar of answers in gpt-oss' messages, with calls of ``functions``:
     messages with any text, and finally one more or a call. A call names its function after its
     channel, as the model does, or before it, as the template does."""
-    own = CALL_TEMPLATES["harmony"]
+    own = HARMONY_CALLS.template
     addressed = own._replace(
         begin=" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
     )

@@ -20,12 +20,11 @@ from router.tokens.parsing.formats import (
     ReplyState,
 )
 from router.tokens.parsing.grammars import (
-    ControlTokens,
     call_template,
     calls_grammar,
-    json_rule,
     messages_grammar,
 )
+from router.tokens.parsing.lark_parts import ControlTokens, json_rule
 from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.vocabulary import Vocabulary

@@ -171,7 +171,7 @@ class JsonReader:
     def _string_step(self, text: str, position: int, out: list[str]) -> int:
         if found := _PLAIN[self._quote].match(text, position) or _ESCAPE.match(text, position):
             out.append(found[0])
-            return found.end()
+            return int(found.end())
         char = text[position]
         if char == "\\":
             return self._escape(text, position, out)
@@ -197,7 +197,7 @@ class JsonReader:
         if self._style.python and (found := _PYTHON_ESCAPE.match(text, position)):
             try:
                 out.append(json.dumps(ast.literal_eval(f'"{found[0]}"'), ensure_ascii=False)[1:-1])
-                return found.end()
+                return int(found.end())
             except (ValueError, SyntaxError):
                 pass
         if text[position + 1 : position + 2] == "'":
@@ -251,7 +251,7 @@ class JsonReader:
                     self._comma += found[0]
                 else:
                     out.append(found[0])
-            return found.end()
+            return int(found.end())
         char = text[position]
         if self._stops and self._frames and self._may_close:
             if any(text.startswith(stop, position) for stop in self._stops):
@@ -372,10 +372,11 @@ class JsonReader:
         stops = [each for stop in self._stops if (each := text.find(stop, position)) >= 0]
         if min(stops, default=end) < end:
             end = min(stops)
-        elif not self._ended and len(text) - position <= _MAX_SCALAR_CHARS:
-            if end == len(text) or (self._style.bare and text[end] not in _PLACE_ENDS):
-                self._held = text[position:]
-                return position
+        elif end == len(text) or (self._style.bare and text[end] not in _PLACE_ENDS):
+            self._held = text[position:] if len(text) - position <= _MAX_SCALAR_CHARS else ""
+        if self._held and not self._ended:
+            return position
+        self._held = ""
         if end == position or end - position > _MAX_SCALAR_CHARS:
             self.broken = True
             return position

@@ -134,8 +134,8 @@ class MarkedReplyParser:
             text, self._pending = self._pending[:certain], self._pending[certain:]
             self._emit(text, out)
             return False
-        start, marker = match
-        before, self._pending = self._pending[:start], self._pending[start:]
+        place, marker = match
+        before, self._pending = self._pending[:place], self._pending[place:]
         self._emit(before, out)
         self._pending = self._pending[len(marker.text) :]
         self._on_marker(marker, out)
@@ -352,7 +352,8 @@ class _Calls:
         self._no_repeats = no_repeats
         self._ids: set[str] = set()
         self._earlier: set[tuple[str, str]] = set()
-        self._name, self._id = "", None
+        self._name = ""
+        self._id: str | None = None
         self._arguments: list[str] = []
         self._shown = False  # whether the open call is reported
         self.num_complete = 0

@@ -90,6 +90,7 @@ class TaggedArguments:
         self._keys: set[str] = set()
         self._key: str | None = None  # of the open value
         self._value = schema  # the schema of the open value
+        self._guesses = tags.guesses  # whether the open value is JSON if it can be
         self._is_text: bool | None = None  # None: the schema decides
         self._close = ""  # the text after the open value
         self._position = 0  # where the search for that text goes on
@@ -159,6 +160,7 @@ class TaggedArguments:
         self._buffer = self._buffer[opening.end() :]
         self._key = key = html.unescape(key.strip()) if kind else key.strip()
         self._value = self._schema.member(key)
+        self._guesses = self._tags.guesses or self._schema.is_free(key)
         self._is_text = None if kind is None else kind in ("true", "string")
         self._line_break, self._mode, self._position = "", "new", 0
         self.out.append(("{" if not self._keys else ", ") + _json(key) + ": ")
@@ -232,7 +234,7 @@ class TaggedArguments:
             place = len(text) - partial_match_length(text, [self._close])
         body, closes = text[:place], place < len(text)
         others = types - {"string"} if types else {"array", "object"}
-        if self._tags.guesses and not types:
+        if self._guesses and not types:
             others |= {"null", "boolean", "number", "quoted"}
         if self._tags.element:
             others |= {"element"}
@@ -327,7 +329,7 @@ class TaggedArguments:
             return text if self._is_text else decoded(text)
         if self._tags.element:
             return _element(text, self._value, self._tags.element)
-        return typed(text, self._value, guesses=self._tags.guesses)
+        return typed(text, self._value, guesses=self._guesses)
 
 
 def typed(text: str, schema: ValueSchema, *, guesses: bool) -> Any:

@@ -65,6 +65,7 @@ class MarkedReplyParser:
         self._failed_chars = 0
         self._may_be_plain = bool(tools) and format.tools is JSON
         self._reasoning_ended = False  # by a call; its marker may follow
+        self._after_call = False
         self._section_is_open = False  # whether the marker after calls may follow
         self._text = WhitespaceTrimmer()
         self._reasoning = WhitespaceTrimmer(at_marker=True, indented=False)
@@ -106,7 +107,7 @@ class MarkedReplyParser:
                 break
             elif not self._read(out):
                 rest, self._pending = self._pending, ""
-                self._emit(rest, out)
+                self._emit(rest[: self._begun(rest)] if cut else rest, out)
         if self.complete:
             return out
         if self._state is ReplyState.HEADER and not self._header_ended:
@@ -114,6 +115,16 @@ class MarkedReplyParser:
         if rest := self._text.finish():
             out.append(ReplyDelta(text=rest, spans=self._text.spans))
         return out
+
+    def _begun(self, text: str) -> int:
+        """Return where the marker of a call begins that a limit cut off: more than half of it, or
+        anything after another call."""
+        tools = self._format.tools
+        for opener in tools.openers if tools is not None else ():
+            length = partial_match_length(text, [opener])
+            if length * 2 > len(opener) or (self._after_call and length == len(text.lstrip())):
+                return len(text) - length
+        return len(text)
 
     # -- text ----------------------------------------------------------------------
 
@@ -170,7 +181,7 @@ class MarkedReplyParser:
             return
         self._line = (self._line + text)[-64:].rpartition("\n")[2]
         if not text.isspace():
-            self._reasoning_ended = False
+            self._reasoning_ended = self._after_call = False
         match self._state:
             case ReplyState.REASONING:
                 if shown := self._reasoning.feed(text):
@@ -298,7 +309,7 @@ class MarkedReplyParser:
             if ended_by is not None and ended_by.next_state is not None:
                 self._state = ended_by.next_state
             self._at_marker()
-            self._section_is_open = ended_by is None
+            self._section_is_open, self._after_call = ended_by is None, True
             self._reasoning_ended = section.state is ReplyState.REASONING
             return
         whole = section.opening + "".join(section.text)

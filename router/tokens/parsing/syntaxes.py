@@ -129,6 +129,7 @@ def _dsml(name: str, block: str) -> CallFormat:
     )
 
 
+_ATTRIBUTES = r'(?:(?!name=)[\w:-]{1,32}="[^"<>]{0,200}"\s*+){0,8}+'
 _BRACES = (r"call:NAME\s*+(?=\{\s*+(?:\}|[^{}]{1,256}?:\s*+[^\s,;)\]}]))",)
 """The braces and the start of a value are what prose lacks."""
 
@@ -265,9 +266,9 @@ FORMATS: Mapping[str, CallFormat] = {
                 argument='<atem:parameter name="{key}">',
                 argument_end="</atem:parameter>\n",
             ),
-            r'<atem:invoke\s[^>]{0,200}?\bname="NAME">(?=\s*+<)',
+            rf'<atem:invoke\s++{_ATTRIBUTES}name="NAME"\s*+{_ATTRIBUTES}>(?=\s*+<)',
             Tags(
-                rf'<atem:parameter\s[^>]{{0,200}}?\bname="{KEY}"[^>]{{0,200}}+>',
+                rf'<atem:parameter\s++{_ATTRIBUTES}name="{KEY}"\s*+{_ATTRIBUTES}>',
                 "</atem:parameter>",
                 "</atem:invoke>",
                 guesses=True,

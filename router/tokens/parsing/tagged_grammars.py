@@ -167,8 +167,7 @@ class TaggedCall:
 
     def _text(self, own: str, text: str, name: str | None, after: _After) -> Iterator[str]:
         """Yield the ways in which text and what follows it may go on."""
-        close = self._close.replace("{key}", name or "")
-        end = self._template.argument_end.replace("{key}", name or "")
+        close, end = self._close, self._template.argument_end.replace("{key}", name or "")
         if not self._looks_ahead:
             if self._tokens.occur_in(close):
                 # Text cannot contain its control token, so whitespace before the token may belong
@@ -178,7 +177,7 @@ class TaggedCall:
                 self._rules.append(f"{own}[suffix={json.dumps(end)}]: {text}")
             yield f"{own} {after.more}"
             return
-        closing = escaped_regex(close) + _SPACES
+        closing = self._closing(close, name) + _SPACES
         followers = []
         if after.keys:
             followers.append(("more", self._prefix, after.keys))
@@ -257,7 +256,7 @@ class TaggedCall:
         if self._looks_ahead:
             ends = (self._prefix, self._end, self._stop)
             spelled = (each for each in ends if each and not self._tokens.occur_in(each))
-            close = escaped_regex(self._close.strip().replace("{key}", name or ""))
+            close = self._closing(self._close.strip(), name)
             following = "|".join(map(escaped_regex, spelled))
             parts.append(f"~/(?s:.*{close}{_SPACES}({following}).*)/")
         text = " & ".join(parts)
@@ -265,6 +264,12 @@ class TaggedCall:
             self._texts[text] = f"{self._rule.upper()}_TEXT{len(self._texts)}"
             self._rules.append(f"{self._texts[text]}: {text}")
         return self._texts[text]
+
+    def _closing(self, close: str, name: str | None) -> str:
+        """Return an expression for the closing tag of an argument."""
+        before, key, after = close.partition("{key}")
+        own = escaped_regex(name) if name is not None else "[^<>]{1,64}"
+        return escaped_regex(before) + (own if key else "") + escaped_regex(after)
 
     def _anchored(self, name: str | None, pattern: str) -> str:
         """Return the expression for a whole text in which ``pattern`` is found."""

@@ -91,9 +91,9 @@ CALLS = {
 class Checker:
     """Matches text by a grammar, with a tokenizer that has control tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, markers: tuple[str, ...] = MARKERS) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=MARKERS)
+            self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=markers)
         added = json.loads(self.tokenizer.to_str())["added_tokens"]
         # "[ARGS]" is not special here, so that both kinds occur.
         control = [each for each in added if each["special"] or each["content"][0] == "<"]

@@ -45,6 +45,21 @@ class OutputDelta(NamedTuple):
         """One delta for each tool call."""
         return _calls(self.parts)
 
+    def split(self) -> list[OutputDelta]:
+        """Return the output in pieces of one kind each, in their order: reasoning, text, or a part
+        of one call. Clients read one of them from an event."""
+        if len(self.parts) < 2 and len(self.calls) < 2:  # the usual case in a stream
+            return [self]
+        parts: list[ReplyDelta] = []
+        for part in self.parts:
+            if part.reasoning:
+                parts.append(ReplyDelta(reasoning=part.reasoning))
+            if part.text:
+                parts.append(ReplyDelta(text=part.text, spans=part.spans))
+            parts += (ReplyDelta(calls=(call,)) for call in part.calls)
+        first, *others = parts
+        return [OutputDelta((first,), self.tokens), *(OutputDelta((each,)) for each in others)]
+
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
         """Return ``deltas`` merged into one."""

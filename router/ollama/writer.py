@@ -55,19 +55,27 @@ class OllamaWriter(ABC):
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        return b"".join(self._piece(generation, each) for each in delta.split())
+
+    def _piece(self, generation: Generation, delta: OutputDelta) -> bytes:
         self._add_calls(delta)
-        calls = self._whole_calls(before=max(self._calls, default=0))
+        shown = delta.text or delta.reasoning  # which ends the calls before
+        lines = self._call_lines(before=None if shown else max(self._calls, default=0))
         logprobs = _logprobs(generation, delta)
-        if not (delta.text or delta.reasoning or calls or logprobs):
-            return b""
-        fields = self._header(done=False) | {"logprobs": logprobs}
-        return _line(self._answer(delta, calls, **fields))
+        if shown or logprobs:
+            fields = self._header(done=False) | {"logprobs": logprobs}
+            lines += _line(self._answer(delta, **fields))
+        return lines
+
+    def _call_lines(self, before: int | None = None) -> bytes:
+        calls = self._whole_calls(before)
+        lines = (
+            self._answer(OutputDelta(), [call], **self._header(done=False)) for call in calls
+        )
+        return b"".join(map(_line, lines))
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
-        calls = self._whole_calls()
-        if not calls:
-            return b""
-        return _line(self._answer(OutputDelta(), calls, **self._header(done=False)))
+        return self._call_lines()
 
     def stream_end(self, generation: Generation) -> bytes:
         return _line(self._answer(OutputDelta(), **self._last(generation)))

@@ -95,6 +95,9 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        return b"".join(self._piece(generation, choice, each) for each in delta.split())
+
+    def _piece(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
         if delta.tokens is not None or delta.reasoning or delta.calls or self._continuous_usage:
             return self._event(
                 generation, self._chunk_choice(generation, choice.index, delta, None)

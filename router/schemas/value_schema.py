@@ -42,6 +42,12 @@ class ValueSchema:
             self._members[key] = ValueSchema(self._properties[key])
         return self._members[key]
 
+    def is_free(self, key: str) -> bool:
+        """Return whether an object may have the member ``key``, without a schema of its own."""
+        others = (each.get("additionalProperties") for each in self._schemas)
+        free = not self._properties or any(each not in (None, False) for each in others)
+        return free and key not in self._properties
+
     def names_type_of(self, value: Any) -> bool:
         """Return whether it specifies the type of ``value``, which is not a string."""
         name = _TYPES.get(type(value))
@@ -76,6 +82,9 @@ def _named_types(schema: dict[str, Any]) -> Iterator[str]:
     named = schema.get("type")
     names = named if isinstance(named, list) else [named]
     yield from (name for name in names if isinstance(name, str))
+    if named is None:
+        implied = (("object", "properties"), ("array", "items"))
+        yield from (name for name, keyword in implied if keyword in schema)
     values = schema.get("enum")
     for value in values if isinstance(values, list) else []:
         yield _TYPES.get(type(value), "string")

@@ -12,19 +12,20 @@ from router.errors import InvalidRequest
 from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.conversations.tools import tool_schema
-from router.tokens.parsing.calls import JSON
-from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
+from router.tokens.parsing.calls import JSON, CallTemplate
+from router.tokens.parsing.formats import (
+    HARMONY_CALLS,
+    ReasoningMarkers,
+    ReplyFormat,
+    ReplyState,
+)
 from router.tokens.parsing.grammars import (
-    CALL_TEMPLATES,
-    CallTemplate,
-    ControlTokens,
     call_template,
     calls_grammar,
-    json_rule,
     messages_grammar,
 )
+from router.tokens.parsing.lark_parts import ControlTokens, json_rule
 from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
-from router.tokens.parsing.streaming_calls import StreamingCallParser
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Grammar, ThinkingBudget
@@ -75,10 +76,6 @@ class ModelReplies:
         tools = policy.tools if format.tools is not None else ()
         if format.is_plain and not tools:
             return PlainReplyParser()
-        template = self._call_template(policy)
-        call_stream = None
-        if policy.required and tools and template is not None and not template.argument:
-            call_stream = StreamingCallParser(template, [tool.function.name for tool in tools])
         return MarkedReplyParser(
             format,
             format.initial_state_after(self._tail(prompt)),
@@ -86,7 +83,6 @@ class ModelReplies:
             single_call=not policy.parallel,
             only_calls=policy.required,
             new_id=self._new_id,
-            call_stream=call_stream,
         )
 
     def grammar(
@@ -132,7 +128,7 @@ class ModelReplies:
             elif not any(function.strict for function in functions):
                 return None
             elif format.transitions:
-                if template is not CALL_TEMPLATES["harmony"]:
+                if template is not HARMONY_CALLS.template:
                     return None
                 messages = True
             elif format.tools.start:
@@ -172,14 +168,14 @@ class ModelReplies:
         """Return the syntax of tool calls: the model's own, or plain JSON if that is unknown and a
         call is required."""
         if self.format.tools is None:
-            return CALL_TEMPLATES[JSON.name] if policy.required else None
+            return JSON.template if policy.required else None
         functions = [tool.function for tool in policy.tools]
         own = call_template(self.format.tools.name, functions, self._control_tokens)
-        return own or (CALL_TEMPLATES[JSON.name] if policy.required else None)
+        return own or (JSON.template if policy.required else None)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
         """Return the format of answers: not the model's own if required calls are plain JSON."""
-        if policy.required and self._call_template(policy) is CALL_TEMPLATES[JSON.name]:
+        if policy.required and self._call_template(policy) is JSON.template:
             normal = ReplyState.NORMAL
             return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
         return self.format

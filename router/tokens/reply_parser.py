@@ -42,8 +42,7 @@ class ReplyParser(Protocol):
         """Whether all further text would be ignored, so that the sequence can be stopped."""
 
     def parse_work(self, chars: int) -> int:
-        """Return how much `feed` may have to parse after ``chars`` more characters, in the unit of
-        `router.tokens.parsing.calls.MAX_PARSE_WORK`."""
+        """Return how many characters `feed` may have to read after ``chars`` more."""
 
     def feed(self, text: str) -> list[ReplyDelta]:
         """Return the parts that are final now, in their order."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.tokens.parsing.calls import JSON
-from router.tokens.parsing.grammars import CALL_TEMPLATES
+from router.tokens.parsing.formats import CALL_FORMATS
 
 _Json = dict[str, Any]
 
@@ -68,9 +68,9 @@ def written_calls(parser: str, functions: Sequence[Mapping[str, Any]]) -> str:
     ``parser``; as plain JSON if that format is unknown."""
     if parser == "pythonic":
         return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
-    template = CALL_TEMPLATES.get(parser)
-    if template is None or template.argument:
-        template = CALL_TEMPLATES[JSON.name]
+    template = CALL_FORMATS.get(parser, JSON).template
+    if template.argument:
+        template = JSON.template
     calls = [
         template.begin.replace("{number}", str(number)).replace("{name}", function["name"])
         + _json(function["arguments"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from router.tokens.parsing.calls import JSON, ToolSyntax
-from router.tokens.parsing.syntaxes import detected_syntax, syntax_named, template_source
+from router.tokens.parsing.calls import JSON, CallFormat, CallTemplate
+from router.tokens.parsing.syntaxes import (
+    FORMATS,
+    detected_syntax,
+    syntax_named,
+    template_source,
+)
 
 
 class ReplyState(enum.Enum):
@@ -26,6 +30,7 @@ class Marker(NamedTuple):
 
     text: str
     next_state: ReplyState | None  # None: the header before the marker decides
+    at_line_start: bool = False  # whether it counts only at the start of a line
 
 
 class ReasoningMarkers(NamedTuple):
@@ -48,7 +53,6 @@ REASONING = {
 
 _ALSO_DETECTED = ("minimax_m3", "mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-_HARMONY_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class ReplyFormat:
     """How to parse the answers of a model."""
 
     think: ReasoningMarkers | None = None  # None: reasoning is not marked
-    tools: ToolSyntax | None = None  # None: no tool calls
+    tools: CallFormat | None = None  # None: no tool calls
     # For answers with several messages: the markers in each state, and the first state.
     transitions: Mapping[ReplyState, tuple[Marker, ...]] | None = None
     initial_state: ReplyState = ReplyState.NORMAL
@@ -79,14 +83,19 @@ class ReplyFormat:
         markers = {state: list((self.transitions or {}).get(state, ())) for state in ReplyState}
         has_calls = any(m.next_state is ReplyState.TOOL for each in markers.values() for m in each)
         if self.think is not None:
-            markers[ReplyState.NORMAL].append(Marker(self.think.start, ReplyState.REASONING))
-            markers[ReplyState.REASONING].append(Marker(self.think.end, ReplyState.NORMAL))
-        if self.tools is not None and calls and self.tools.start:
-            call_start = Marker(self.tools.start, ReplyState.TOOL)
+            end = Marker(self.think.end, ReplyState.NORMAL)
+            markers[ReplyState.NORMAL] += [Marker(self.think.start, ReplyState.REASONING), end]
+            markers[ReplyState.REASONING].append(end)
+        if self.tools is not None and calls:
+            start, opener = self.tools.start, self.tools.opener
+            openers = [Marker(start, ReplyState.TOOL)] if start else []
+            if opener:
+                at_line_start = self.tools.opener_at_line_start
+                openers.append(Marker(opener, ReplyState.TOOL, at_line_start))
             if not has_calls:
-                markers[ReplyState.NORMAL].append(call_start)
+                markers[ReplyState.NORMAL] += openers
             if self.think is not None:
-                markers[ReplyState.REASONING].append(call_start)
+                markers[ReplyState.REASONING] += openers
         if self.tools is not None and self.tools.end:
             markers[ReplyState.TOOL].append(Marker(self.tools.end, ReplyState.NORMAL))
         return {state: tuple(each) for state, each in markers.items()}
@@ -145,7 +154,7 @@ def _reasoning(tokenizer: Any, vocabulary: Mapping[str, int], name: str) -> Reas
     return None
 
 
-def _tools(tokenizer: Any, name: str) -> ToolSyntax | None:
+def _tools(tokenizer: Any, name: str) -> CallFormat | None:
     if name == "none":
         return None
     if name == "harmony":
@@ -166,16 +175,16 @@ def harmony_state(header: str) -> ReplyState:
     return ReplyState.REASONING if "analysis" in header else ReplyState.NORMAL
 
 
-def _harmony_call(text: str, tools: Any) -> dict[str, Any]:
-    # Not a single expression: it would search for the end of the header from each recipient.
-    header, message, arguments = text.partition("<|message|>")
-    match = _HARMONY_RECIPIENT.search(header)
-    if match is None or not message:
-        raise ValueError("no recipient")
-    return {"name": match[1], "arguments": arguments}
-
-
-HARMONY_CALLS = ToolSyntax("harmony", "", "<|call|>", _harmony_call)
+HARMONY_CALLS = CallFormat(
+    "harmony",
+    "",
+    "<|call|>",
+    CallTemplate("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
+    heads=(
+        r"(?s:.{0,200}?)(?:\A|\s)to=(?:functions\.)?NAME(?=[\s<])(?s:.{0,200}?)<\|message\|>"
+        r"\s*+(?=\{)",
+    ),
+)
 _BETWEEN_MESSAGES = tuple(
     Marker(text, ReplyState.HEADER) for text in ("<|end|>", "<|return|>", "<|start|>")
 )
@@ -186,3 +195,6 @@ _TRANSITIONS = {
     ReplyState.TOOL: (*_BETWEEN_MESSAGES, Marker("<|call|>", ReplyState.HEADER)),
 }
 HARMONY = ReplyFormat(None, HARMONY_CALLS, _TRANSITIONS, ReplyState.HEADER)
+
+CALL_FORMATS = {**FORMATS, JSON.name: JSON, HARMONY_CALLS.name: HARMONY_CALLS}
+"""All formats of calls, by the value of `--tool-parser`."""

@@ -7,179 +7,17 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from router.schemas.conversation import FunctionDefinition, TextFunction
-from router.tokens.literals import literal_pattern
-from router.tokens.parsing.formats import ReasoningMarkers
+from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallTemplate
+from router.tokens.parsing.formats import CALL_FORMATS, HARMONY_CALLS, ReasoningMarkers
 from router.tokens.parsing.input_grammars import input_lark
-
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON formatted as templates format earlier calls, so that it has the same tokens."""
+from router.tokens.parsing.json_reader import JSON_STYLE
+from router.tokens.parsing.lark_parts import ControlTokens, function_json
+from router.tokens.parsing.tagged_grammars import TaggedCall
 
 _MAX_CALLS = 16
-_OTHER_PROPERTIES = (
-    "additionalProperties patternProperties propertyNames unevaluatedProperties minProperties"
-    " dependentRequired dependentSchemas dependencies".split()
-)
-_COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
-
-
-class CallTemplate(NamedTuple):
-    """The syntax of calls: each consists of ``begin``, its arguments, and ``end``. In these
-    texts ``{name}`` and ``{key}`` are replaced by names, ``{number}`` by any number, and
-    ``{is_text}`` by true or false: whether an argument is text instead of JSON."""
-
-    begin: str
-    end: str
-    between: str = ""  # between two calls
-    before: str = ""  # before all calls
-    after: str = ""  # after all calls
-    argument: str = ""  # before each argument; empty: the arguments are a JSON object
-    argument_end: str = ""
-
-
-_PLAIN = CallTemplate('{"name": "{name}", "arguments": ', "}")
-_GLM = CallTemplate(
-    "<tool_call>{name}\n",
-    "</tool_call>",
-    "\n",
-    argument="<arg_key>{key}</arg_key>\n<arg_value>",
-    argument_end="</arg_value>\n",
-)
-
-
-def _listed(before: str, after: str = "") -> CallTemplate:
-    """Return the template of a list of JSON objects between markers."""
-    return _PLAIN._replace(before=f"{before}[", between=", ", after=f"]{after}")
-
-
-def _dsml(block: str) -> CallTemplate:
-    """Return the template of calls in DeepSeek's markup, in an element named ``block``."""
-    return CallTemplate(
-        '<｜DSML｜invoke name="{name}">\n',
-        "</｜DSML｜invoke>\n",
-        before=f"<｜DSML｜{block}>\n",
-        after=f"</｜DSML｜{block}>",
-        argument='<｜DSML｜parameter name="{key}" string="{is_text}">',
-        argument_end="</｜DSML｜parameter>\n",
-    )
-
-
-_MISTRAL_LIST = _listed("[TOOL_CALLS]")
-_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-
-CALL_TEMPLATES: Mapping[str, CallTemplate] = {
-    "json": _PLAIN._replace(between="\n"),
-    "json_tools": CallTemplate(
-        '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"
-    ),
-    "harmony": CallTemplate(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
-    ),
-    "mistral": CallTemplate("[TOOL_CALLS]{name}[ARGS]", ""),
-    "kimi_k2": CallTemplate(
-        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        before="<|tool_calls_section_begin|>",
-        after="<|tool_calls_section_end|>",
-    ),
-    "kimi_k3": CallTemplate(
-        '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"<|sep|>',
-        "<|close|>json<|sep|><|close|>call<|sep|>",
-        before="<|open|>tools<|sep|>",
-        after="<|close|>tools<|sep|>",
-    ),
-    "qwen3_coder": CallTemplate(
-        "<tool_call>\n<function={name}>\n",
-        "</function>\n</tool_call>",
-        "\n",
-        argument="<parameter={key}>\n",
-        argument_end="\n</parameter>\n",
-    ),
-    "glm47": _GLM,
-    "laguna": _GLM,
-    "longcat": CallTemplate(
-        "<longcat_tool_call>{name}\n",
-        "</longcat_tool_call>",
-        "\n",
-        argument="<longcat_arg_key>{key}</longcat_arg_key>\n<longcat_arg_value>",
-        argument_end="</longcat_arg_value>\n",
-    ),
-    "minimax_m2": CallTemplate(
-        '<invoke name="{name}">\n',
-        "</invoke>\n",
-        before="<minimax:tool_call>\n",
-        after="</minimax:tool_call>",
-        argument='<parameter name="{key}">',
-        argument_end="</parameter>\n",
-    ),
-    "seed_oss": CallTemplate(
-        "<seed:tool_call>\n<function={name}>\n",
-        "</function>\n</seed:tool_call>",
-        "\n",
-        argument="<parameter={key}>",
-        argument_end="</parameter>\n",
-    ),
-    "deepseek_v3": CallTemplate(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        *_DEEPSEEK_SECTION,
-    ),
-    "deepseek_v31": CallTemplate(
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", *_DEEPSEEK_SECTION
-    ),
-    "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
-    "granite": _listed("<|tool_call|>"),
-    "jamba": _listed("<tool_calls>", "</tool_calls>"),
-    "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
-    "phi4_mini": _listed("<|tool_call|>", "<|/tool_call|>"),
-    "minicpm5": CallTemplate(
-        '<function name="{name}">',
-        "</function>",
-        argument='<param name="{key}">',
-        argument_end="</param>",
-    ),
-}
-"""By the name of the tool parser that reads such calls."""
-
-
-class ControlTokens:
-    """The tokens of a tokenizer that a grammar matches only by token, never as text."""
-
-    def __init__(self, control: Mapping[str, int]) -> None:
-        self.control = control
-        """Token ids by text."""
-        self._pattern = literal_pattern(control)
-
-    def occur_in(self, text: str) -> bool:
-        return self._pattern is not None and self._pattern.search(text) is not None
-
-    def to_lark(self, text: str) -> str:
-        """Return an expression that matches exactly ``text``; empty if there is no text."""
-        if not text:
-            return ""
-        pieces: list[str] = []
-        end = 0
-        for found in self._pattern.finditer(text) if self._pattern is not None else ():
-            pieces += (_quoted(text[end : found.start()]), f"<[{self.control[found[0]]}]>")
-            end = found.end()
-        return " ".join(filter(None, [*pieces, _quoted(text[end:])]))
-
-    def text_without(self, *excluded: str) -> str:
-        """Return a terminal for any text without ``excluded`` and without control tokens."""
-        spelled = [each for each in excluded if each not in self.control]
-        anything = "/(?s:.*)/"
-        return " & ".join([anything, *(f"~/(?s:.*{_regex(each)}.*)/" for each in spelled if each)])
-
-
-def _quoted(text: str) -> str:
-    """Return a Lark string for ``text``; empty if the text is empty."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def call_template(
@@ -187,12 +25,9 @@ def call_template(
 ) -> CallTemplate | None:
     """Return the syntax of calls of ``functions`` for ``parser``; None if unknown."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
-        return _MISTRAL_LIST
-    template = CALL_TEMPLATES.get(parser)
-    if template is not None and template.argument:
-        combined = any(key in (f.parameters or {}) for key in _COMBINED for f in functions)
-        return None if combined else template
-    return template
+        return PLAIN_TEMPLATE._replace(before="[TOOL_CALLS][", between=", ", after="]")
+    format = CALL_FORMATS[parser]
+    return format.template if format.style is JSON_STYLE else None
 
 
 def calls_grammar(
@@ -244,7 +79,7 @@ def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTok
     """Return the Lark grammar of answers in gpt-oss' messages, with calls of ``functions``:
     messages with any text, and finally one more or a call. A call names its function after its
     channel, as the model does, or before it, as the template does."""
-    own = CALL_TEMPLATES["harmony"]
+    own = HARMONY_CALLS.template
     addressed = own._replace(
         begin=" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
     )
@@ -291,97 +126,13 @@ def _call_rules(
         arguments = [f"{rule}_arguments"]
     elif not template.argument:
         parameters = function.parameters or {"type": "object", "properties": {}}
-        rules.append(f"{rule}_arguments: {_json(parameters, function)}")
+        rules.append(f"{rule}_arguments: {function_json(parameters, function)}")
         arguments = [f"{rule}_arguments"]
     else:
-        arguments, more = _arguments(rule, template, function, tokens)
-        rules += more
+        return [
+            f"{rule}: {' '.join([f' {rule}_number '.join(parts), f'{rule}_more'])}",
+            *rules,
+            *TaggedCall(rule, template, function, tokens).rules(),
+        ]
     end = [tokens.to_lark(template.end)] if template.end else []
     return [f"{rule}: {' '.join([f' {rule}_number '.join(parts), *arguments, *end])}", *rules]
-
-
-def _arguments(
-    rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
-) -> tuple[list[str], list[str]]:
-    """Return an expression for each parameter of ``function``, in order, and their rules. Optional
-    parameters may be omitted."""
-    expressions, rules = [], []
-    parameters: Mapping[str, Any] = function.parameters or {}
-    required = frozenset(parameters.get("required") or ())
-    end = tokens.to_lark(template.argument_end)
-    for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
-        name = f"{rule}_argument{number}"
-        expressions.append(name if key in required else f"{name}?")
-        own = schema if isinstance(schema, dict) else {}
-        choices = own.get("enum")
-        is_text = True
-        if isinstance(function, TextFunction):
-            value = _text_of_grammar(function, template.argument_end, tokens)
-        elif isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-            quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
-            value = f"({' | '.join(quoted)}) {end}"
-        elif own.get("type") == "string":
-            value = f"{name}_value"
-            rules.append(_text_up_to(value, template.argument_end, tokens))
-        else:
-            is_text = False
-            value = f"{name}_value {end}"
-            shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
-            rules.append(f"{name}_value: {_json({**shared, **own}, function)}")
-        written = template.argument.replace("{is_text}", json.dumps(is_text))
-        opening = tokens.to_lark(written.replace("{key}", key))
-        rules.append(f"{name}: {opening} {value}")
-    return expressions, rules
-
-
-def _text_of_grammar(function: TextFunction, end: str, tokens: ControlTokens) -> str:
-    if tokens.occur_in(end):
-        return f"{input_lark(function.input_grammar, quoted=False)} {tokens.to_lark(end.lstrip())}"
-    return input_lark(function.input_grammar, quoted=False, end=end)
-
-
-def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
-    if tokens.occur_in(end):
-        # Text cannot contain its control token, so whitespace before the token may belong to the
-        # text.
-        return f"{rule}: /(?s:.*)/ {tokens.to_lark(end.lstrip())}"
-    return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
-
-
-def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
-    """Return the rule of a schema. Keywords unknown to llguidance are an error if the function is
-    strict, and ignored otherwise."""
-    style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
-    kind = {"type": "object"} if "properties" in schema else {}
-    return json_rule(_closed({**kind, **schema}), style)
-
-
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``schema`` limited to the properties that it names, unless it specifies others. A tool
-    expects no others, and a small model would keep inventing them."""
-    properties = schema.get("properties")
-    if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
-        return schema
-    own = {k: _closed(v) if isinstance(v, dict) else v for k, v in properties.items()}
-    names_all = _names_all(properties, schema.get("required"))
-    if not names_all or any(key in schema for key in _OTHER_PROPERTIES):
-        return {**schema, "properties": own}
-    return {**schema, "properties": own, "additionalProperties": False}
-
-
-def _names_all(properties: Mapping[str, Any], required: object) -> bool:
-    """Return whether ``required``, which may be anything that a client wrote, names only
-    ``properties``."""
-    if not required:
-        return True
-    names = required if isinstance(required, list) else [required]
-    return all(isinstance(name, str) and name in properties for name in names)
-
-
-def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
-    """Return the expression of JSON that is valid under ``schema``."""
-    return "%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
-
-
-def _regex(text: str) -> str:
-    return re.sub(r"[\\.^$|?*+()\[\]{}/]", r"\\\g<0>", text).replace("\n", "\\n")

@@ -6,28 +6,17 @@ import uuid
 from collections.abc import Callable
 
 from router.tokens.detokenizer import partial_match_length
-from router.tokens.parsing.begun_arguments import ArgumentParser
-from router.tokens.parsing.begun_calls import BegunCallParser
-from router.tokens.parsing.calls import (
-    JSON,
-    ParsedCall,
-    ParseWork,
-    ToolSchemas,
-    add_to_beginning,
-    is_unfinished_json,
-    may_become_json_calls,
-    parse_calls,
-    parse_complete_json_calls,
-    with_plain_properties,
-)
+from router.tokens.parsing.calls import JSON, ToolSchemas, with_plain_properties
 from router.tokens.parsing.formats import Marker, ReplyFormat, ReplyState, harmony_state
-from router.tokens.parsing.streaming_calls import CallFragment, StreamingCallParser
+from router.tokens.parsing.sections import CallFragment, SectionReader
 from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 
-_MAX_INNER_ENDS = 100
-"""Max number of end markers inside the strings of a call: the whole call is parsed again after
-each."""
+_MAX_FAILED_CHARS = 1_000_000
+"""Max number of characters that are read again, in an answer with many starts of calls that turn
+out to be none."""
+_PLAIN_STARTS = ("{", "[", "`", "<|python_")
+"""How an answer begins that may be calls without a marker."""
 
 
 def call_id() -> str:
@@ -42,12 +31,11 @@ def short_call_id() -> str:
 class MarkedReplyParser:
     """A `router.tokens.reply_parser.ReplyParser` for answers in ``format``, starting in ``state``.
 
-    Only calls of ``tools`` are reported. A call is reported as soon as it can be nothing else if
-    the model writes its arguments as JSON after a marker, and otherwise when it is complete. Text
-    that looks like a call but does not parse is reported as text. With ``call_stream``, a grammar
-    allows only calls after the reasoning. With ``single_call``, everything after the first call is
-    ignored; with ``only_calls``, everything from the first call on that exactly repeats an earlier
-    one.
+    Only calls of ``tools`` are reported. The parts of a call are reported as they arrive, once it
+    can be nothing else; within reasoning, where calls are also mentioned, when it is complete. What
+    turns out to be no call is text from there on, and is read like other text. With
+    ``single_call``, everything after the first call is ignored; with ``only_calls``, everything
+    from the first call on that exactly repeats an earlier one.
     """
 
     def __init__(
@@ -59,38 +47,28 @@ class MarkedReplyParser:
         single_call: bool = False,
         only_calls: bool = False,
         new_id: Callable[[], str] = call_id,
-        call_stream: StreamingCallParser | None = None,
     ) -> None:
         self._format = format
         self._state = state
-        self._tools = with_plain_properties(tools)
+        plain = with_plain_properties(tools) if format.tools is not None else ()
+        self._schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in plain}
         self._single_call = single_call
+        self._calls = _Calls(new_id, no_repeats=only_calls)
         self._only_calls = only_calls
-        self._taken: set[tuple[str, str]] = set()  # names and arguments of the calls
-        self._ended = False  # whether a call was ignored
-        self._new_id = new_id
-        self._call_stream = call_stream
-        self._names = frozenset(tool["function"]["name"] for tool in tools)
-        self._begun: BegunCallParser | ArgumentParser | None = None
-        """The streaming parser of the current calls. None if a grammar allows only calls, within
-        reasoning, and if calls can only be parsed when complete."""
         self._markers = format.markers(calls=bool(tools))
         self._pending = ""  # text that may be the start of a marker
         self._length = 0  # of the whole text
+        self._line = ""  # the end of the text that was read
         self._header = ""
         self._header_ended = False  # whether any header has
-        self._call: list[str] = []  # text of the current call, including its first marker
-        self._called_from = state
-        self._inner_ends = 0
-        self._work = self._no_work()  # work of parsing the text that may be calls
-        # Text that may still turn out to be calls. None: it cannot.
-        self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
-        self._beginning = ""  # the start of that text, without whitespace
-        if self._maybe_json is not None and call_stream is None and not only_calls:
-            self._begun = BegunCallParser.of(JSON.name, self._names)
+        self._section: _Section | None = None
+        self._failed_chars = 0
+        self._may_be_plain = bool(tools) and format.tools is JSON
+        self._reasoning_ended = False  # by a call; its marker may follow
+        self._after_call = False
+        self._section_is_open = False  # whether the marker after calls may follow
         self._text = WhitespaceTrimmer()
-        self._reasoning = WhitespaceTrimmer(at_marker=True)
-        self._ids: set[str] = set()
+        self._reasoning = WhitespaceTrimmer(at_marker=True, indented=False)
 
     @property
     def in_reasoning(self) -> bool:
@@ -98,266 +76,336 @@ class MarkedReplyParser:
 
     @property
     def called(self) -> bool:
-        in_call = self._call_stream is not None and self._call_stream.in_reported_call
-        in_call |= self._begun is not None and self._begun.in_call
-        return len(self._ids) > int(in_call)  # a call is reported when it is complete
-
-    @property
-    def _active_call_stream(self) -> StreamingCallParser | None:
-        """None within reasoning, which may contain calls too: no grammar constrains it."""
-        in_reasoning = self._state is ReplyState.TOOL and self._called_from is ReplyState.REASONING
-        return None if in_reasoning else self._call_stream
-
-    @property
-    def _has_text(self) -> bool:
-        """Whether the answer has anything besides reasoning: text, or the start of calls."""
-        return not self._text.blank or bool(self._beginning)
+        return self._calls.num_complete > 0
 
     @property
     def complete(self) -> bool:
-        ended = self._ended or (self._call_stream is not None and self._call_stream.repeated)
-        return ended or (self._single_call and self.called)
+        return self._calls.repeated or (self._single_call and self._calls.num_complete > 0)
 
     def parse_work(self, chars: int) -> int:
-        return self._work.with_more(chars + len(self._pending)) if self._tools else 0
+        held = len(self._pending) if self._section is None else self._section.num_held
+        return chars + held
 
     def feed(self, text: str) -> list[ReplyDelta]:
         self._pending += text
         self._length += len(text)
         out: list[ReplyDelta] = []
-        while not self.complete:
-            markers = self._markers[self._state]
-            match = _first_match(self._pending, markers)
-            if match is None:
-                texts = [marker.text for marker in markers]
-                certain = len(self._pending) - partial_match_length(self._pending, texts)
-                certain_text, self._pending = self._pending[:certain], self._pending[certain:]
-                self._emit(certain_text, out)
+        while self._pending and not self.complete:
+            if not (self._read_section(out) if self._section is not None else self._read(out)):
                 break
-            start, marker = match
-            before, self._pending = self._pending[:start], self._pending[start:]
-            self._emit(before, out)
-            self._pending = self._pending[len(marker.text) :]
-            self._on_marker(marker, out)
         return out
 
     def finish(self, *, cut: bool = False) -> list[ReplyDelta]:
         out: list[ReplyDelta] = []
+        while not self.complete:
+            if self._section is not None and self._pending:
+                self._read_section(out)
+            elif self._section is not None:
+                if not self._finish_section(self._section, out, cut):
+                    return out
+            elif not self._pending:
+                break
+            elif not self._read(out):
+                rest, self._pending = self._pending, ""
+                self._emit(rest[: self._begun(rest)] if cut else rest, out)
         if self.complete:
             return out
-        stream = self._call_stream
-        if stream is not None and stream.started:
-            if stream.in_call:
-                self._emit(self._pending, out)
-            return out  # outside a call, the pending text is the start of another call
-        rest, self._pending = self._pending, ""
-        self._emit(rest, out)
-        if cut and self._begun is not None and self._begun.started:
-            self._add_text(self._begun.other_text, out)
-        elif self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
-            self._state = self._called_from
-        elif self._begun is not None and self._begun.started:  # calls without markers
-            self._close_begun(self._begun, "", out)
         if self._state is ReplyState.HEADER and not self._header_ended:
             self._add_text(self._header, out)
-        if self._maybe_json:
-            text, self._maybe_json = "".join(self._maybe_json), None
-            if not self._take_calls(text, out, repair=not cut):
-                if cut:
-                    calls, text = parse_complete_json_calls(text, self._tools)
-                    self._emit_calls(calls, out)
-                if not self.complete:
-                    self._add_text(text, out)
         if rest := self._text.finish():
             out.append(ReplyDelta(text=rest, spans=self._text.spans))
         return out
 
-    def _no_work(self) -> ParseWork:
-        return ParseWork(self._format.tools.name if self._format.tools is not None else "")
+    def _begun(self, text: str) -> int:
+        """Return where the marker of a call begins that a limit cut off: more than half of it, or
+        anything after another call."""
+        tools = self._format.tools
+        for opener in tools.openers if tools is not None else ():
+            length = partial_match_length(text, [opener])
+            if length * 2 > len(opener) or (self._after_call and length == len(text.lstrip())):
+                return len(text) - length
+        return len(text)
+
+    # -- text ----------------------------------------------------------------------
+
+    def _read(self, out: list[ReplyDelta]) -> bool:
+        """Read text up to a marker. Return False if more is needed."""
+        if self._may_be_plain and self._state is ReplyState.NORMAL and self._text.blank:
+            start = self._pending.lstrip()
+            if start.startswith(_PLAIN_STARTS):
+                self._begin_section("", out)
+                return True
+            if not start or _PLAIN_STARTS[-1].startswith(start):
+                return False
+        markers = self._markers[self._state]
+        match = self._first_match(markers)
+        if match is None:
+            texts = [marker.text for marker in markers]
+            certain = len(self._pending) - partial_match_length(self._pending, texts)
+            text, self._pending = self._pending[:certain], self._pending[certain:]
+            self._emit(text, out)
+            return False
+        place, marker = match
+        before, self._pending = self._pending[:place], self._pending[place:]
+        self._emit(before, out)
+        self._pending = self._pending[len(marker.text) :]
+        self._on_marker(marker, out)
+        return True
+
+    def _first_match(self, markers: tuple[Marker, ...]) -> tuple[int, Marker] | None:
+        """Return the start and the marker of the match that is complete first."""
+        matches = [
+            (start + len(marker.text), start, order)
+            for order, marker in enumerate(markers)
+            if (start := self._find(marker)) >= 0
+        ]
+        if not matches:
+            return None
+        _, start, order = min(matches)
+        return start, markers[order]
+
+    def _find(self, marker: Marker) -> int:
+        start = self._pending.find(marker.text)
+        if not marker.at_line_start:
+            return start
+        while start >= 0:
+            line = (self._line + self._pending[max(0, start - 64) : start]).rpartition("\n")[2]
+            if not line.strip():
+                return start
+            start = self._pending.find(marker.text, start + 1)
+        return start
 
     def _emit(self, text: str, out: list[ReplyDelta]) -> None:
         """Add ``text``, which belongs to the current state."""
         if not text:
             return
+        self._line = (self._line + text)[-64:].rpartition("\n")[2]
+        if not text.isspace():
+            self._reasoning_ended = self._after_call = False
         match self._state:
-            case ReplyState.NORMAL if self._begun is not None and self._begun.started:
-                self._add_fragments(self._begun.feed(text), out)
-            case ReplyState.NORMAL if self._maybe_json is not None:
-                self._maybe_json.append(text)
-                self._work.add(text)
-                self._beginning = add_to_beginning(self._beginning, text)
-                self._read_call(text, out)
-                begun = self._begun is not None and self._begun.started
-                if not begun and not may_become_json_calls(self._beginning):
-                    self._add_text("".join(self._maybe_json), out)
-                    begun, self._begun = True, None
-                if begun:
-                    self._maybe_json = None
-                    self._work = self._no_work()
-            case ReplyState.NORMAL:
-                self._add_text(text, out)
             case ReplyState.REASONING:
                 if shown := self._reasoning.feed(text):
                     out.append(ReplyDelta(reasoning=shown))
-            case ReplyState.TOOL:
-                self._read_call(text, out)
-                begun = self._begun is not None and self._begun.started
-                if not begun:
-                    self._call.append(text)
-                if not begun or (self._begun and self._begun.is_parsed_later):
-                    self._work.add(text)
             case ReplyState.HEADER:
                 self._header += text
+            case _:
+                self._add_text(text, out)
 
-    def _add_text(self, text: str, out: list[ReplyDelta], end: str = "") -> None:
-        """Add ``text``, which is before the marker ``end`` and the pending text."""
-        if shown := self._text.feed(text, self._length - len(self._pending) - len(end)):
+    def _add_text(self, text: str, out: list[ReplyDelta]) -> None:
+        """Add ``text``, which is before the pending text."""
+        if self._only_calls and self._calls.num_complete:
+            return  # the start of a call that a limit ended
+        if shown := self._text.feed(text, self._length - len(self._pending)):
             out.append(ReplyDelta(text=shown, spans=self._text.spans))
 
     def _on_marker(self, marker: Marker, out: list[ReplyDelta]) -> None:
         """Change to the state that ``marker`` begins, if it is valid here."""
         before, after = self._state, marker.next_state
-        if before is ReplyState.TOOL:
-            if after is not None and self._close_call(marker.text, out):
-                self._state = after
-            return
         if before is ReplyState.HEADER:
             self._header_ended = True
         if after is None:
             after = harmony_state(self._header)
-        if after is ReplyState.REASONING and before is ReplyState.NORMAL and self._has_text:
-            self._emit(marker.text, out)  # in the middle of text it is only a mention
+        if before is ReplyState.NORMAL and not self._applies(marker, after):
+            self._emit(marker.text, out)
             return
-        if after is ReplyState.TOOL and not self._tools:
+        header = ""
+        if before is ReplyState.HEADER and after is ReplyState.TOOL:
+            header = self._header if marker.next_state is None else ""
+        self._header = ""
+        if after is not ReplyState.TOOL:
+            self._at_marker()
+            self._state = after
+        elif not self._schemas:
             self._state = ReplyState.NORMAL
             self._emit(marker.text if marker.next_state is not None else "", out)
-            return
-        if after is ReplyState.TOOL:
-            header = self._header if before is ReplyState.HEADER else ""
-            self._call = [header + marker.text]
-            self._work = self._no_work()
-            self._work.add(self._call[0])
-            self._inner_ends = 0
-            self._called_from = ReplyState.NORMAL if before is ReplyState.HEADER else before
         else:
-            self._text.at_marker()
-            self._reasoning.at_marker()
-        self._header = ""
-        self._state = after
-        if after is ReplyState.TOOL:
-            syntax = self._format.tools
-            self._begun = None
-            # A required call is compared with earlier ones before it is reported.
-            free = self._call_stream is None and not self._only_calls
-            if syntax and free and self._called_from is ReplyState.NORMAL:
-                by_argument = ArgumentParser.of(syntax.name, syntax.parse, self._tools, self._names)
-                self._begun = by_argument or BegunCallParser.of(syntax.name, self._names)
-            if syntax is not None and not syntax.start:
-                self._read_call(self._call[0], out)
-            else:
-                self._stream_call(self._call[0], out)
+            if before is ReplyState.HEADER:
+                self._state = ReplyState.NORMAL
+            self._begin_section(header + marker.text, out)
 
-    def _close_call(self, end: str, out: list[ReplyDelta], *, parse: bool = True) -> bool:
-        """End the current call at the marker ``end``. Return False if the marker is inside a
-        string, or if the text is not a call and becomes text."""
-        stream = self._active_call_stream
-        if stream is not None and stream.started:
-            if stream.in_call:
-                self._stream_call(end, out)  # inside a string
-                return False
-            self._state = ReplyState.NORMAL
-            return True
-        if self._begun is not None and self._begun.started:
-            return self._close_begun(self._begun, end, out)
-        opening, *inner = self._call
-        text = "".join(inner)
-        syntax = self._format.tools
-        if syntax is not None and not syntax.start:
-            text = opening + text
-        if parse and self._take_calls(text, out):
-            self._state = ReplyState.NORMAL
-            return True
-        if end and self._inner_ends < _MAX_INNER_ENDS and is_unfinished_json(text.strip()):
-            self._call.append(end)  # inside a string
-            self._work.add(end)
-            self._inner_ends += 1
-            return False
-        self._state = self._called_from
-        self._emit("".join(self._call) + end, out)
-        return False
+    def _applies(self, marker: Marker, after: ReplyState) -> bool:
+        """Return whether ``marker`` in text is not only a mention."""
+        tools, think = self._format.tools, self._format.think
+        if think is not None and marker.text == think.end:
+            first = self._text.blank and self._ends_no_reasoning(marker)
+            return first or self._reasoning_ended
+        if tools is not None and marker.text == tools.end and after is ReplyState.NORMAL:
+            return self._section_is_open
+        # The start of reasoning in the middle of text.
+        return after is not ReplyState.REASONING or self._text.blank
 
-    def _close_begun(
-        self, begun: BegunCallParser | ArgumentParser, end: str, out: list[ReplyDelta]
-    ) -> bool:
-        """End the calls that have begun at the marker ``end``, unless the marker is inside a
-        string."""
-        if end and begun.in_string:
-            self._add_fragments(begun.feed(end), out)
-            return False
-        self._add_fragments(begun.finish(), out)
-        self._begun = None
-        self._state = ReplyState.NORMAL
-        if not self.complete:
-            self._add_text(begun.other_text, out, end)
+    def _ends_no_reasoning(self, marker: Marker) -> bool:
+        """Return whether an answer without reasoning begins with its end."""
+        given = (self._format.transitions or {}).get(ReplyState.NORMAL, ())
+        return any(each.text == marker.text for each in given)
+
+    def _at_marker(self) -> None:
+        self._text.at_marker()
+        self._reasoning.at_marker()
+        self._line = ""
+        self._reasoning_ended = False
+
+    # -- calls ---------------------------------------------------------------------
+
+    def _begin_section(self, opening: str, out: list[ReplyDelta]) -> None:
+        tools = self._format.tools
+        assert tools is not None
+        ends = [each.text for each in self._markers[ReplyState.TOOL]]
+        self._section = _Section(SectionReader(tools, self._schemas, ends), opening, self._state)
+        if opening and opening != tools.start:
+            recipient = max(0, opening.find("to=")) if not tools.start else 0  # in a header
+            self._take(self._section, self._section.reader.feed(opening[recipient:]), out)
+
+    def _read_section(self, out: list[ReplyDelta]) -> bool:
+        section = self._section
+        assert section is not None
+        text, self._pending = self._pending, ""
+        section.add(text)
+        self._take(section, section.reader.feed(text), out)
+        if section.reader.ended and not self.complete:
+            self._end_section(section, out)
         return True
 
-    def _read_call(self, text: str, out: list[ReplyDelta]) -> None:
-        """Add the parts of calls in ``text``, which is between the markers of calls."""
-        if self._begun is not None:
-            self._add_fragments(self._begun.feed(text), out)
-            if self._begun.started and not self._begun.is_parsed_later:
-                self._work = self._no_work()
-        else:
-            self._stream_call(text, out)
+    def _finish_section(self, section: _Section, out: list[ReplyDelta], cut: bool) -> bool:
+        """End the section at the end of the answer. Return False if nothing follows."""
+        in_reasoning = section.state is ReplyState.REASONING
+        marked = bool(section.opening) or section.reader.is_known or self._only_calls
+        self._take(section, section.reader.finish(cut=cut), out)
+        if self.complete:
+            return False
+        if cut and not section.committed and marked and not in_reasoning:
+            return False  # the start of a call is not shown
+        self._end_section(section, out)
+        return True
 
-    def _stream_call(self, text: str, out: list[ReplyDelta]) -> None:
-        """Add the parts of calls in ``text``, if it can be nothing but calls."""
-        if self._active_call_stream is not None:
-            self._add_fragments(self._active_call_stream.feed(text), out)
-
-    def _add_fragments(self, fragments: list[CallFragment], out: list[ReplyDelta]) -> None:
-        for name, arguments, id in fragments:
-            if name is not None and self._single_call and self._ids:
-                self._ended = True
+    def _take(
+        self, section: _Section, fragments: list[CallFragment], out: list[ReplyDelta]
+    ) -> None:
+        section.fragments += fragments
+        if not section.committed:
+            done = any(each.is_last for each in section.fragments)
+            if not section.fragments or (section.state is ReplyState.REASONING and not done):
                 return
-            if name is not None:
-                self._text.at_marker()
-                out.append(ReplyDelta(calls=(self._call_delta(ParsedCall(name, arguments, id)),)))
-            elif arguments:
-                out.append(ReplyDelta(calls=(CallDelta(len(self._ids) - 1, arguments),)))
+            section.commit()
+            self._may_be_plain = False
+            self._state = ReplyState.NORMAL
+        for fragment in section.fragments:
+            if self.complete:
+                break
+            for delta in self._calls.add(fragment):
+                if delta.name is not None:
+                    self._at_marker()
+                out.append(ReplyDelta(calls=(delta,)))
+        section.fragments.clear()
 
-    def _take_calls(self, text: str, out: list[ReplyDelta], *, repair: bool = True) -> bool:
-        """Add the calls that ``text`` consists of. Return False if it is something else."""
-        assert self._format.tools is not None
-        calls = parse_calls(text, self._format.tools, self._tools, repair=repair)
-        self._emit_calls(calls, out)
-        return bool(calls)
+    def _end_section(self, section: _Section, out: list[ReplyDelta]) -> None:
+        self._section = None
+        reader = section.reader
+        if section.committed:
+            self._pending = reader.rest
+            ended_by = next(
+                (m for m in self._markers[ReplyState.TOOL] if m.text == reader.ended_by), None
+            )
+            if ended_by is not None and ended_by.next_state is not None:
+                self._state = ended_by.next_state
+            self._at_marker()
+            self._section_is_open, self._after_call = ended_by is None, True
+            self._reasoning_ended = section.state is ReplyState.REASONING
+            return
+        whole = section.opening + "".join(section.text)
+        self._failed_chars += len(whole)
+        self._state = section.state
+        end = len(section.opening)
+        if not section.opening:
+            self._may_be_plain = False
+        if self._failed_chars > _MAX_FAILED_CHARS:
+            end = len(whole)
+        self._pending = whole[end:]
+        self._emit(whole[:end], out)
 
-    def _emit_calls(self, calls: list[ParsedCall], out: list[ReplyDelta]) -> None:
-        if calls:
-            self._text.at_marker()
-        for call in calls[:1] if self._single_call else calls:
-            if self._only_calls and (call.name, call.arguments) in self._taken:
-                self._ended = True
-                return
-            self._taken.add((call.name, call.arguments))
-            out.append(ReplyDelta(calls=(self._call_delta(call),)))
 
-    def _call_delta(self, call: ParsedCall) -> CallDelta:
-        id = call.id if call.id is not None and call.id not in self._ids else self._new_id()
+class _Section:
+    """A part of an answer that may be calls."""
+
+    def __init__(self, reader: SectionReader, opening: str, state: ReplyState) -> None:
+        self.reader = reader
+        self.opening = opening
+        self.state = state  # before the section
+        self.text: list[str] = []  # of the section, until it is certain to be calls
+        self._num_chars = 0  # of that text
+        self.fragments: list[CallFragment] = []  # not reported yet
+        self.committed = False  # whether it is certain
+
+    def add(self, text: str) -> None:
+        """Note text of the section."""
+        if not self.committed:
+            self.text.append(text)
+            self._num_chars += len(text)
+
+    def commit(self) -> None:
+        self.committed = True
+        self.text.clear()
+        self._num_chars = 0
+
+    @property
+    def num_held(self) -> int:
+        """The number of characters that may be read again."""
+        return max(self.reader.num_held, self._num_chars)
+
+
+class _Calls:
+    """The calls of an answer. With ``no_repeats``, a call that begins like an earlier one is
+    reported once it differs: a small model may repeat the same call for as long as a grammar
+    allows it."""
+
+    def __init__(self, new_id: Callable[[], str], *, no_repeats: bool) -> None:
+        self._new_id = new_id
+        self._no_repeats = no_repeats
+        self._ids: set[str] = set()
+        self._earlier: set[tuple[str, str]] = set()
+        self._name = ""
+        self._id: str | None = None
+        self._arguments: list[str] = []
+        self._shown = False  # whether the open call is reported
+        self.num_complete = 0
+        self.repeated = False
+
+    def add(self, fragment: CallFragment) -> list[CallDelta]:
+        if fragment.name is not None:
+            self._name, self._arguments, self._id = fragment.name, [], fragment.id
+            self._shown = False
+            return [self._first()] if not self._hidden else []
+        deltas = []
+        if self._no_repeats:
+            self._arguments.append(fragment.arguments)
+        if fragment.is_last:
+            call = (self._name, "".join(self._arguments))
+            if not self._shown:
+                if call in self._earlier:
+                    self.repeated = True
+                    return []
+                deltas.append(self._first())
+            self._earlier.add(call)
+            self.num_complete += 1
+        elif self._shown:
+            if fragment.arguments:
+                deltas.append(CallDelta(len(self._ids) - 1, fragment.arguments))
+        elif not self._hidden:
+            deltas.append(self._first())
+        return deltas
+
+    @property
+    def _hidden(self) -> bool:
+        """Whether the open call may still repeat an earlier one."""
+        if not (self._no_repeats and self._earlier):
+            return False
+        own = "".join(self._arguments)
+        return any(name == self._name and text.startswith(own) for name, text in self._earlier)
+
+    def _first(self) -> CallDelta:
+        own = self._id
+        id = own if own is not None and own not in self._ids else self._new_id()
         number = len(self._ids)
         self._ids.add(id)
-        return CallDelta(number, call.arguments, id, call.name)
-
-
-def _first_match(text: str, markers: tuple[Marker, ...]) -> tuple[int, Marker] | None:
-    """Return the start and the marker of the match that is complete first."""
-    matches = [
-        (start + len(marker.text), start, order)
-        for order, marker in enumerate(markers)
-        if (start := text.find(marker.text)) >= 0
-    ]
-    if not matches:
-        return None
-    _, start, order = min(matches)
-    return start, markers[order]
+        self._shown = True
+        return CallDelta(number, "".join(self._arguments), id, self._name)

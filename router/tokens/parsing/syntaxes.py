@@ -1,35 +1,24 @@
-"""Tool call syntaxes for which mlx-lm has no parser, or a slow one, and their detection.
+"""The table of formats of tool calls, and their detection.
 
 Formats: the chat templates of the models, and
 https://github.com/vllm-project/vllm/tree/main/tests/tool_parsers"""
 
 from __future__ import annotations
 
-import ast
-import importlib
-import json
-import math
-import re
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Callable, Container, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-from router.schemas.value_schema import ValueSchema
-from router.tokens.parsing.calls import JSON, ToolSyntax
-
-_HEADER = re.compile(
-    r"(?<![\w-])(?P<name>[\w-]{1,256}+)\s{0,64}+"
-    r"(?:\[CALL_ID\]\s{0,64}+(?P<id>[\w-]{0,64}+)\s{0,64}+)?\[ARGS\]\s*+"
-)
-"""Before the arguments of a Mistral call. Bounded, because mlx-lm's expression takes quadratic
-time."""
-_FENCE = re.compile(r"```(?:json)?")
+from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallFormat, CallTemplate
+from router.tokens.parsing.json_reader import PYTHON_CALLS, Style
+from router.tokens.parsing.tagged import KEY, Tags
 
 
-def syntax_named(name: str) -> ToolSyntax:
-    """Return the syntax of the tool parser ``name``, ours or mlx-lm's. Raises `ImportError`."""
-    return OWN_SYNTAXES[name] if name in OWN_SYNTAXES else _mlx_lm_syntax(name)
+def syntax_named(name: str) -> CallFormat:
+    """Return the format of the tool parser ``name``. Raises `ImportError`."""
+    if name not in FORMATS:
+        raise ImportError(f"no tool parser {name!r}")
+    return FORMATS[name]
 
 
 def detected_syntax(tokenizer: Any) -> str:
@@ -56,329 +45,306 @@ def template_source(tokenizer: Any) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _mlx_lm_syntax(name: str) -> ToolSyntax:
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    parse: Callable[[str, Any], Any] = module.parse_tool_call
-    return ToolSyntax(name, module.tool_call_start, module.tool_call_end, parse)
-
-
-# -- Mistral ---------------------------------------------------------------------
-
-
-def _mistral_calls(text: str, tools: Any) -> list[dict[str, Any]]:
-    """Read a JSON list of calls, or calls of a name, an optional id, and arguments."""
-    if text.lstrip().startswith("["):
-        with suppress(ValueError):
-            return list(JSON.parse(text, tools))
-    calls: list[dict[str, Any]] = []
-    decoder, position = json.JSONDecoder(), 0
-    while (header := _HEADER.search(text, position)) is not None:
-        arguments, position = decoder.raw_decode(text, header.end())
-        calls.append({"name": header["name"], "arguments": arguments, "id": header["id"]})
-    return calls
-
-
-# -- DeepSeek --------------------------------------------------------------------
-
-_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_INVOKE, _PARAMETER = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="'
-
-
-def _deepseek_calls(text: str, tools: Any) -> list[dict[str, Any]]:
-    """Read the calls of V3 and R1 (the kind, a name, and arguments in a fence) and of V3.1 (a name,
-    and arguments)."""
-    calls = []
-    for piece in text.split(_CALL)[1:]:
-        name, found, arguments = piece.partition(_CALL_END)[0].partition(_SEPARATOR)
-        if not found:
-            raise ValueError("no separator")
-        if (fence := _FENCE.search(arguments)) is not None and name.strip() == "function":
-            name, arguments = arguments[: fence.start()], arguments[fence.end() :]
-            arguments = arguments.strip().removesuffix("```")
-        calls.append({"name": name.strip(), "arguments": arguments.strip()})
-    return calls
-
-
-def _dsml_calls(text: str, tools: Any) -> Any:
-    """Read the calls of V3.2 and V4: elements whose names start with a special token."""
-    calls = []
-    for invoke in text.split(_INVOKE)[1:]:
-        name, found, body = invoke.partition('">')
-        if not found:
-            raise ValueError("no name")
-        arguments = {}
-        for parameter in body.partition("</｜DSML｜invoke>")[0].split(_PARAMETER)[1:]:
-            key, _, rest = parameter.partition('"')
-            kind, found, value = rest.partition(">")
-            if not found:
-                raise ValueError("no value")
-            value = value.partition("</｜DSML｜parameter>")[0]
-            arguments[key] = value if 'string="true"' in kind else _decoded(value)
-        calls.append({"name": name, "arguments": arguments})
-    return calls[0] if len(calls) == 1 else calls
-
-
-def _decoded(value: str) -> Any:
-    try:
-        return json.loads(value, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _finite(text: str) -> float:
-    """Return a number. Raises `ValueError` for numbers that JSON does not support."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError("not finite")
-    return number
-
-
-# -- MiniMax M3 ------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------
 
 _MINIMAX = "]<]minimax[>["
 """Precedes each tag. Other text that looks like tags is text."""
-_TAG = re.compile(r'<(?P<end>/?)(?P<tag>[^<>\s]+)(?:\s+name="(?P<name>[^"]*)")?>')
+_LIST = PLAIN_TEMPLATE._replace(between=", ")
+_DEEPSEEK_START, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
-class _Element(NamedTuple):
-    tag: str
-    name: str | None
-    text: str
-    children: list[_Element]
+def _listed(name: str, start: str, end: str = "") -> CallFormat:
+    """Return the format of a list of JSON objects between markers."""
+    return CallFormat(name, start, end, _LIST._replace(before=f"{start}[", after=f"]{end}"))
 
 
-def _minimax_calls(text: str, tools: Any) -> Any:
-    """Read calls whose arguments are nested elements, with types from the schema."""
-    schemas = _schemas(tools)
-    calls: list[dict[str, Any]] = []
-    opened: list[_Element] = []
-    for piece in text.split(_MINIMAX)[1:]:
-        tag = _TAG.match(piece)
-        if tag is None:
-            raise ValueError("no tag")
-        if not tag["end"]:
-            element = _Element(tag["tag"], tag["name"], piece[tag.end() :], [])
-            if opened:
-                opened[-1].children.append(element)
-            opened.append(element)
-            continue
-        element = opened.pop()
-        if element.tag != tag["tag"]:
-            raise ValueError("a tag that was not opened")
-        if not opened:
-            arguments = _members(element, ValueSchema(schemas.get(element.name)))
-            calls.append({"name": element.name, "arguments": arguments})
-    if opened:
-        raise ValueError("a tag that does not end")
-    return calls[0] if len(calls) == 1 else calls
-
-
-def _members(element: _Element, schema: ValueSchema) -> dict[str, Any]:
-    members: dict[str, list[Any]] = {}
-    for child in element.children:
-        value = _element_value(child, schema.member(child.tag))
-        members.setdefault(child.tag, []).append(value)
-    return {tag: values[0] if len(values) == 1 else values for tag, values in members.items()}
-
-
-def _element_value(element: _Element, schema: ValueSchema) -> Any:
-    types = schema.types
-    if element.children:
-        may_be_list = "array" in types or "object" not in types
-        if may_be_list and all(child.tag == "item" for child in element.children):
-            return [_element_value(child, schema.items) for child in element.children]
-        return _members(element, schema)
-    if "string" not in types and not element.text.strip():
-        if "array" in types:
-            return []
-        if "object" in types:
-            return {}
-    value = _decoded(element.text)
-    return value if "string" not in types or schema.names_type_of(value) else element.text
-
-
-# -- arguments between tags ------------------------------------------------------
-
-
-class _Tags(NamedTuple):
-    """The syntax of calls with each argument between tags of its own, as text without quotes."""
-
-    next: re.Pattern[str]
-    """Finds where a call begins, with its ``name``, or an argument, with its ``key``."""
-    end: str  # after the value of an argument
-    call_end: str = ""
-    """What ends a call, if it is not the marker after calls."""
-    text_of: Callable[[str], str] = str
-    """Returns the text of a value, given what stands between the tags."""
-    other: str = ""
-    """The parser of mlx-lm that reads calls without such tags."""
-    guesses: bool = False
-    """Whether a value without a type in the schema is JSON if it can be. Otherwise only objects and
-    lists are."""
-
-    def parse(self, text: str, tools: Any) -> Any:
-        """Read calls as their templates write them: text with the whitespace around it, and other
-        values with types from the schema. mlx-lm's parsers strip text, and take some for JSON."""
-        schemas, schema = _schemas(tools), ValueSchema(None)
-        calls: list[dict[str, Any]] = []
-        position = 0
-        while (found := self.next.search(text, position)) is not None:
-            position = found.end()
-            if found["name"] is not None:
-                calls.append({"name": found["name"].strip(), "arguments": {}})
-                schema = ValueSchema(schemas.get(calls[-1]["name"]))
-                continue
-            end = text.find(self.end, position)
-            if not calls or end < 0:
-                raise ValueError("an argument without a call or an end")
-            key, value = found["key"].strip(), self.text_of(text[position:end])
-            calls[-1]["arguments"][key] = self._value(value, schema.member(key))
-            position = end + len(self.end)
-        if self.call_end not in text:
-            raise ValueError("a call without an end")
-        if not calls and self.other:
-            return _mlx_lm_syntax(self.other).parse(text, tools)
-        return calls[0] if len(calls) == 1 else calls
-
-    def _value(self, text: str, schema: ValueSchema) -> Any:
-        types, value = schema.types, _decoded(text)
-        if text == "None" and "null" in types:  # so some templates write null
-            return None
-        if "string" in types:
-            return value if schema.names_type_of(value) else text
-        if not types and not self.guesses:
-            return value if isinstance(value, dict | list) else text
-        if isinstance(value, str):
-            value = _python_value(text)
-        if isinstance(value, float) and value.is_integer() and not schema.names_type_of(value):
-            return int(value)
-        return value
-
-
-def _python_value(text: str) -> Any:
-    """Return the value that ``text`` has in Python, such as True; the text if it has none."""
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text.strip()
-
-
-def _without_line_breaks(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def _without_cdata(text: str) -> str:
-    stripped = text.strip()
-    if stripped.startswith("<![CDATA[") and stripped.endswith("]]>"):
-        return stripped.removeprefix("<![CDATA[").removesuffix("]]>")
-    return text
-
-
-def _without_quotes(text: str) -> str:
-    value = _decoded(text) if text.lstrip().startswith('"') else text
-    return value if isinstance(value, str) else text
-
-
-def _tags(call: str, argument: str, end: str, call_end: str = "", **options: Any) -> _Tags:
-    call = call.replace("NAME", r"(?P<name>[^<>\"']{1,256}?)")
-    argument = argument.replace("KEY", r"(?P<key>[^<>\"']{1,256}?)")
-    return _Tags(re.compile(f"{call}|{argument}"), end, call_end, **options)
-
-
-def _glm(prefix: str, other: str) -> _Tags:
-    return _tags(
-        rf"\ANAME(?=<{prefix}arg_key>)",
-        rf"<{prefix}arg_key>KEY</{prefix}arg_key>(?:\\n|\s)*+<{prefix}arg_value>",
-        f"</{prefix}arg_value>",
-        other=other,
-        guesses=True,
+def _functions(name: str, tag: str, line_break: str = "") -> CallFormat:
+    """Return the format with a ``<function=...>`` in each element ``tag``."""
+    return CallFormat(
+        name,
+        f"<{tag}>",
+        f"</{tag}>",
+        CallTemplate(
+            f"<{tag}>\n<function={{name}}>\n",
+            f"</function>\n</{tag}>",
+            "\n",
+            argument=f"<parameter={{key}}>{line_break}",
+            argument_end=f"{line_break}</parameter>\n",
+        ),
+        heads=(r"<function=[\"']?NAME[\"']?>(?=\s*+<)",),
+        opener="<function=",
+        tags=Tags(
+            rf"<parameter=[\"']?{KEY}[\"']?>",
+            "</parameter>",
+            "</function>",
+            breaks=bool(line_break),
+        ),
     )
 
 
-_FUNCTION = r"<function=NAME>", r"<parameter=KEY>", "</parameter>", "</function>"
-_TAGGED = {
-    "glm47": ("<tool_call>", "</tool_call>", _glm("", "glm47")),
-    "laguna": ("<tool_call>", "</tool_call>", _glm("", "laguna")),
-    "longcat": ("<longcat_tool_call>", "</longcat_tool_call>", _glm("longcat_", "longcat")),
-    "minimax_m2": (
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        _tags(
-            r"<invoke name=[\"']?NAME[\"']?>",
-            r"<parameter name=[\"']?KEY[\"']?>",
-            "</parameter>",
-            "</invoke>",
+def _pairs(name: str, prefix: str = "", line_break: str = "\n") -> CallFormat:
+    """Return the format with a tag for each key and each value."""
+    tag, key, value = f"{prefix}tool_call", f"{prefix}arg_key", f"{prefix}arg_value"
+    return CallFormat(
+        name,
+        f"<{tag}>",
+        f"</{tag}>",
+        CallTemplate(
+            f"<{tag}>{{name}}{line_break}",
+            f"</{tag}>",
+            "\n",
+            argument=f"<{key}>{{key}}</{key}>{line_break}<{value}>",
+            argument_end=f"</{value}>{line_break}",
         ),
-    ),
-    "minicpm5": (
-        "<function name=",
-        "</function>",
-        _tags(
-            r"(?:\A\s*+|<function\s++name\s*+=\s*+)[\"']?NAME[\"']?\s*+>",
-            r"<param\s++name\s*+=\s*+[\"']?KEY[\"']?\s*+>",
-            "</param>",
-            text_of=_without_cdata,
+        heads=(rf"NAME(?=\s*+<(?:{key}>|/{tag}))", r"NAME\s*+(?=\{)"),
+        tags=Tags(rf"<{key}>{KEY}</{key}>(?:\\n|\s)*+<{value}>", f"</{value}>", guesses=True),
+    )
+
+
+def _invokes(
+    name: str, start: str, end: str, template: CallTemplate, head: str, tags: Tags, opener: str
+) -> CallFormat:
+    """Return the format with an element for each call, within one for all."""
+    template = template._replace(before=f"{start}\n", after=end)
+    return CallFormat(name, start, end, template, (head,), opener, tags=tags)
+
+
+def _dsml(name: str, block: str) -> CallFormat:
+    """Return the format with DeepSeek's markup, in an element named ``block``."""
+    call = '<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n"
+    parameter = '<｜DSML｜parameter name="{key}" string="{is_text}">', "</｜DSML｜parameter>\n"
+    return _invokes(
+        name,
+        f"<｜DSML｜{block}>",
+        f"</｜DSML｜{block}>",
+        CallTemplate(*call, argument=parameter[0], argument_end=parameter[1]),
+        r'<｜DSML｜invoke name="NAME">(?=\s*+<)',
+        Tags(
+            rf'<｜DSML｜parameter name="{KEY}" string="(?P<kind>true|false)">',
+            "</｜DSML｜parameter>",
+            "</｜DSML｜invoke>",
         ),
-    ),
-    "muse_spark": (
-        "<atem:function_calls>",
-        "</atem:function_calls>",
-        _tags(
-            r'<atem:invoke\b[^>]{0,200}?\bname="NAME">',
-            r'<atem:parameter\b[^>]{0,200}?\bname="KEY"[^>]{0,200}+>',
-            "</atem:parameter>",
-            "</atem:invoke>",
-            text_of=_without_quotes,
-            guesses=True,
+        "<｜DSML｜invoke ",
+    )
+
+
+_ATTRIBUTES = r'(?:(?!name=)[\w:-]{1,32}="[^"<>]{0,200}"\s*+){0,8}+'
+_BRACES = (r"call:NAME\s*+(?=\{\s*+(?:\}|[^{}]{1,256}?:\s*+[^\s,;)\]}]))",)
+"""The braces and the start of a value are what prose lacks."""
+
+FORMATS: Mapping[str, CallFormat] = {
+    each.name: each
+    for each in (
+        CallFormat(
+            "json_tools",
+            "<tool_call>",
+            "</tool_call>",
+            CallTemplate('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),
         ),
-    ),
-    "qwen3_coder": (
-        "<tool_call>",
-        "</tool_call>",
-        _tags(*_FUNCTION, text_of=_without_line_breaks),
-    ),
-    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>", _tags(*_FUNCTION)),
-}
-
-
-def _schemas(tools: Any) -> dict[Any, Any]:
-    """Return the schemas of arguments by the names of functions."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
-
-
-def _listed(name: str, start: str, end: str) -> ToolSyntax:
-    """Return the syntax of a list of JSON objects between markers."""
-    return ToolSyntax(name, start, end, JSON.parse)
-
-
-_DEEPSEEK_MARKERS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-OWN_SYNTAXES = {
-    syntax.name: syntax
-    for syntax in (
-        ToolSyntax("deepseek_v3", *_DEEPSEEK_MARKERS, _deepseek_calls),
-        ToolSyntax("deepseek_v31", *_DEEPSEEK_MARKERS, _deepseek_calls),
-        ToolSyntax(
-            "deepseek_v32", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _dsml_calls
-        ),
-        ToolSyntax("deepseek_v4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _dsml_calls),
-        ToolSyntax("mistral", "[TOOL_CALLS]", "", _mistral_calls),
-        _listed("granite", "<|tool_call|>", ""),
-        ToolSyntax(
-            "minimax_m3", f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>", _minimax_calls
-        ),
+        _listed("granite", "<|tool_call|>"),
         _listed("jamba", "<tool_calls>", "</tool_calls>"),
         _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
         _listed("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),
-        *(ToolSyntax(name, start, end, tags.parse) for name, (start, end, tags) in _TAGGED.items()),
+        CallFormat(
+            "mistral",
+            "[TOOL_CALLS]",
+            "",
+            CallTemplate("[TOOL_CALLS]{name}[ARGS]", ""),
+            heads=(r"NAME\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]{0,64}+)\s*+)?\[ARGS\]\s*+(?=\{)",),
+        ),
+        CallFormat(
+            "deepseek_v3",
+            _DEEPSEEK_START,
+            _DEEPSEEK_END,
+            CallTemplate(
+                _DEEPSEEK_CALL + "function<｜tool▁sep｜>{name}\n```json\n",
+                "\n```" + _DEEPSEEK_CALL_END,
+                "\n",
+                _DEEPSEEK_START,
+                _DEEPSEEK_END,
+            ),
+            heads=(
+                rf"(?:{_DEEPSEEK_CALL})?\s*+function<｜tool▁sep｜>NAME\s*+```(?:json)?\s*+(?=\{{)",
+            ),
+            opener=_DEEPSEEK_CALL,
+            opener_at_line_start=False,
+            skipped=("```", _DEEPSEEK_CALL_END),
+            closers=("```", _DEEPSEEK_CALL_END),
+        ),
+        CallFormat(
+            "deepseek_v31",
+            _DEEPSEEK_START,
+            _DEEPSEEK_END,
+            CallTemplate(
+                _DEEPSEEK_CALL + "{name}<｜tool▁sep｜>",
+                _DEEPSEEK_CALL_END,
+                "",
+                _DEEPSEEK_START,
+                _DEEPSEEK_END,
+            ),
+            heads=(rf"(?:{_DEEPSEEK_CALL})?\s*+NAME\s*+<｜tool▁sep｜>\s*+(?=\{{)",),
+            opener=_DEEPSEEK_CALL,
+            opener_at_line_start=False,
+            skipped=(_DEEPSEEK_CALL_END,),
+            closers=(_DEEPSEEK_CALL_END,),
+        ),
+        _dsml("deepseek_v32", "function_calls"),
+        _dsml("deepseek_v4", "tool_calls"),
+        CallFormat(
+            "kimi_k2",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            CallTemplate(
+                "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                before="<|tool_calls_section_begin|>",
+                after="<|tool_calls_section_end|>",
+            ),
+            heads=(
+                r"(?:<\|tool_call_begin\|>)?\s*+(?P<id>(?:functions\.)?NAME(?::\d+)?)\s*+"
+                r"<\|tool_call_argument_begin\|>\s*+(?=\{)",
+            ),
+            opener="<|tool_call_begin|>",
+            opener_at_line_start=False,
+            skipped=("<|tool_call_end|>",),
+            closers=("<|tool_call_end|>",),
+        ),
+        CallFormat(
+            "kimi_k3",
+            "<|open|>tools<|sep|>",
+            "<|close|>tools<|sep|>",
+            CallTemplate(
+                '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"'
+                "<|sep|>",
+                "<|close|>json<|sep|><|close|>call<|sep|>",
+                before="<|open|>tools<|sep|>",
+                after="<|close|>tools<|sep|>",
+            ),
+            heads=(
+                r'<\|open\|>call tool="NAME"[^<>]{0,100}<\|sep\|>'
+                r"(?=\s*+<\|(?:open\|>argument |close\|))",
+                r'<\|open\|>call tool="NAME"[^<>]{0,100}<\|sep\|>\s*+<\|open\|>json[^<>]{0,100}'
+                r"<\|sep\|>\s*+(?=\{)",
+            ),
+            opener="<|open|>call ",
+            opener_at_line_start=False,
+            skipped=("<|close|>json<|sep|>", "<|close|>call<|sep|>"),
+            closers=("<|close|>json<|sep|>",),
+            tags=Tags(
+                rf'<\|open\|>argument key="{KEY}" type="(?P<kind>\w+)"<\|sep\|>',
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|>",
+            ),
+        ),
+        _functions("qwen3_coder", "tool_call", "\n"),
+        _functions("seed_oss", "seed:tool_call"),
+        _pairs("glm47"),
+        _pairs("laguna"),
+        _pairs("longcat", "longcat_"),
+        _invokes(
+            "minimax_m2",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            CallTemplate(
+                '<invoke name="{name}">\n',
+                "</invoke>\n",
+                argument='<parameter name="{key}">',
+                argument_end="</parameter>\n",
+            ),
+            r"<invoke name=[\"']?NAME[\"']?>(?=\s*+<)",
+            Tags(rf"<parameter name=[\"']?{KEY}[\"']?>", "</parameter>", "</invoke>"),
+            "<invoke name=",
+        ),
+        _invokes(
+            "muse_spark",
+            "<atem:function_calls>",
+            "</atem:function_calls>",
+            CallTemplate(
+                '<atem:invoke name="{name}">\n',
+                "</atem:invoke>\n",
+                argument='<atem:parameter name="{key}">',
+                argument_end="</atem:parameter>\n",
+            ),
+            rf'<atem:invoke\s++{_ATTRIBUTES}name="NAME"\s*+{_ATTRIBUTES}>(?=\s*+<)',
+            Tags(
+                rf'<atem:parameter\s++{_ATTRIBUTES}name="{KEY}"\s*+{_ATTRIBUTES}>',
+                "</atem:parameter>",
+                "</atem:invoke>",
+                guesses=True,
+            ),
+            "<atem:invoke ",
+        ),
+        _invokes(
+            "minimax_m3",
+            f"{_MINIMAX}<tool_call>",
+            f"{_MINIMAX}</tool_call>",
+            CallTemplate(
+                _MINIMAX + '<invoke name="{name}">',
+                f"{_MINIMAX}</invoke>\n",
+                argument=_MINIMAX + "<{key}>",
+                argument_end=_MINIMAX + "</{key}>",
+            ),
+            r'\]<\]minimax\[>\[<invoke name="NAME">(?=\s*+\])',
+            Tags(
+                r"\]<\]minimax\[>\[<(?P<key>[^<>/][^<>]{0,255})>",
+                _MINIMAX + "</{key}>",
+                f"{_MINIMAX}</invoke>",
+                guesses=True,
+                element=_MINIMAX,
+            ),
+            f"{_MINIMAX}<invoke ",
+        ),
+        CallFormat(
+            "minicpm5",
+            "<function name=",
+            "</function>",
+            CallTemplate(
+                '<function name="{name}">',
+                "</function>",
+                argument='<param name="{key}">',
+                argument_end="</param>",
+            ),
+            heads=(r"[\"']?NAME[\"']?\s*+>(?=\s*+<)",),
+            tags=Tags(rf"<param\s++name\s*+=\s*+[\"']?{KEY}[\"']?\s*+>", "</param>", cdata=True),
+        ),
+        CallFormat(
+            "gemma4",
+            "<|tool_call>",
+            "<tool_call|>",
+            PLAIN_TEMPLATE,
+            heads=_BRACES,
+            style=Style(('<|"|>', '"'), bare=True),
+        ),
+        CallFormat(
+            "function_gemma",
+            "<start_function_call>",
+            "<end_function_call>",
+            PLAIN_TEMPLATE,
+            heads=_BRACES,
+            style=Style(("<escape>", '"'), bare=True),
+        ),
+        CallFormat(
+            "pythonic",
+            "<|tool_call_start|>",
+            "<|tool_call_end|>",
+            PLAIN_TEMPLATE,
+            heads=(
+                r"(?P<list>\[\s*+)?NAME\s*+(?=\(\s*+(?:\)|\*\*|['\"{[\d-]|"
+                r"[^][(){},='\"]{1,256}?\s*+=(?!=)\s*+[^\s,)]))",
+            ),
+            style=PYTHON_CALLS,
+        ),
     )
 }
-"""By the value of `--tool-parser`."""
+"""By the value of `--tool-parser`. `json` and `harmony` are the others."""
 
 _Known = Callable[[str, Container[str]], bool]
 _SIGNS: tuple[tuple[str, _Known], ...] = (
     ("deepseek_v4", lambda source, _: "DSML｜" in source and "function_calls" not in source),
     ("deepseek_v32", lambda source, vocabulary: "DSML｜" in source or "｜DSML｜" in vocabulary),
-    ("deepseek_v3", lambda source, _: _DEEPSEEK_MARKERS[0] in source and "```json" in source),
-    ("deepseek_v31", lambda source, _: _DEEPSEEK_MARKERS[0] in source),
+    ("deepseek_v3", lambda source, _: _DEEPSEEK_START in source and "```json" in source),
+    ("deepseek_v31", lambda source, _: _DEEPSEEK_START in source),
     ("seed_oss", lambda source, _: "<seed:tool_call>" in source),
     ("nemotron", lambda source, _: "<TOOLCALL>" in source),
     ("jamba", lambda source, _: "<tool_calls>" in source),

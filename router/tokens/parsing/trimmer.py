@@ -9,14 +9,16 @@ Span = tuple[int, int]
 
 
 class WhitespaceTrimmer:
-    """Drops whitespace at the start and end of a text next to a marker, because templates add or
-    remove it there. ``at_marker``: whether a marker precedes the text."""
+    """Drops whitespace at the end of a text, and blank lines at its start, next to a marker,
+    because templates add or remove them there. ``at_marker``: whether a marker precedes the text.
+    ``indented``: whether the first line keeps its indentation."""
 
     spans: Sequence[Span] = ()
     """Where the text that was returned last is in the answer."""
 
-    def __init__(self, *, at_marker: bool = False) -> None:
+    def __init__(self, *, at_marker: bool = False, indented: bool = True) -> None:
         self._at_marker = at_marker
+        self._indented = indented
         self._shown = False
         self._space: list[str] = []  # held back: whitespace at the end of the text
         self._space_spans: list[Span] = []
@@ -38,7 +40,13 @@ class WhitespaceTrimmer:
         middle = start + len(visible)
         spans, self._space_spans = self._space_spans, [(middle, end)] if middle < end else []
         if self._at_marker and not self._shown:
-            visible = visible.lstrip()
+            before = "".join(space)
+            own = visible.lstrip()
+            lead = before + visible[: len(visible) - len(own)]
+            if not self._indented:
+                lead = ""
+            lead = lead[lead.rfind("\n") + 1 :]
+            visible = lead + own
             self.spans = [(middle - len(visible), middle)]
         else:
             visible = "".join([*space, visible])
@@ -49,6 +57,9 @@ class WhitespaceTrimmer:
     def at_marker(self) -> None:
         """Note that a marker follows."""
         self._at_marker = True
+        if not self._shown:
+            self._space.clear()
+            self._space_spans.clear()
 
     def finish(self) -> str:
         """Return the rest of the text, at the end of the answer."""

@@ -8,45 +8,43 @@ from typing import Any
 
 import pytest
 
-from router.tokens.parsing.begun_arguments import ArgumentParser
 from router.tokens.parsing.formats import ReplyState
 from router.tokens.parsing.json_reader import JsonReader, repaired
 from router.tokens.parsing.marked import MarkedReplyParser
-from router.tokens.parsing.syntaxes import syntax_named
 from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import BERLIN, REPLIES, TOKYO, TOOLS, Reply
-from tests.router.tokens.parsing.test_marked import (
-    BEGUN,
-    TAGGED,
-    calls_in,
-    format_of,
-    named,
-    read,
-)
+from tests.router.tokens.parsing.test_marked import calls_in, format_of, named, read
 
-WHOLE = (
-    *('"{\\"', "[TOOL_CALLS][", "<|open|>argument", '"Ada"', '\n{"city"', '[{"arguments"'),
-    '<|tool_call|>[{"type"',
-)
-"""In replies whose first call has its arguments otherwise than as one object of JSON."""
-STREAMED = [
-    reply
-    for reply in REPLIES
-    if reply.parser in BEGUN and not any(each in reply.written for each in WHOLE)
-]
+LATE = ('"{\\"', '"Ada"', '\n{"city"', '[{"arguments"')
+"""In replies whose first call is known only when its arguments are complete."""
+STREAMED = [reply for reply in REPLIES if not any(each in reply.written for each in LATE)]
 
 
 @pytest.mark.parametrize("reply", STREAMED, ids=lambda reply: reply.parser)
-def test_a_call_is_shown_when_its_arguments_begin(reply: Reply) -> None:
+def test_a_call_is_shown_as_it_is_written(reply: Reply) -> None:
     format = format_of(reply.parser)
     parser = MarkedReplyParser(format, format.initial_state, TOOLS)
     shown = [calls_in(parser.feed(character)) for character in reply.written]
     begin = next(position for position, calls in enumerate(shown) if calls)
-    (first,) = shown[begin]
+    first = shown[begin][0]
     (name, arguments), *_ = reply.calls
-    assert (first.name, first.arguments, reply.written[begin]) == (name, "{", "{")
-    assert reply.written[begin + 1 :].startswith(f'"{next(iter(arguments))}"')
-    assert sum(map(bool, shown)) > len(json.dumps(arguments)) / 2
+    assert first.name == name
+    value = next(iter(arguments.values()))
+    assert reply.written.index(str(value), begin) - begin < 80
+    assert sum(map(bool, shown)) > len(str(value))
+
+
+@pytest.mark.parametrize("reply", STREAMED, ids=lambda reply: reply.parser)
+def test_what_is_shown_can_always_become_json(reply: Reply) -> None:
+    format = format_of(reply.parser)
+    parser = MarkedReplyParser(format, format.initial_state, TOOLS)
+    shown: list[str] = []
+    for character in reply.written:
+        for call in calls_in(parser.feed(character)):
+            shown += [""] * (call.name is not None)
+            shown[-1] += call.arguments
+            whole = json.dumps(reply.calls[len(shown) - 1][1], ensure_ascii=False)
+            assert whole.startswith(shown[-1]) or shown[-1] in reply.written
 
 
 def tagged_call_of(*arguments: str, end: str = "</function>\n</tool_call>") -> str:
@@ -55,48 +53,25 @@ def tagged_call_of(*arguments: str, end: str = "</function>\n</tool_call>") -> s
 
 
 def test_whitespace_between_arguments_takes_linear_time() -> None:
-    syntax = syntax_named("qwen3_coder")
-    parser = ArgumentParser.of(syntax.name, syntax.parse, TOOLS, ["get_weather"])
-    assert parser is not None
-    call = "<function=get_weather><parameter=city>x</parameter>"
+    call = "<tool_call><function=get_weather><parameter=city>x</parameter>"
     started = time.process_time()
+    parser = MarkedReplyParser(format_of("qwen3_coder"), ReplyState.NORMAL, TOOLS)
     for piece in [call, *[" "] * 200_000, "</function>"]:
         parser.feed(piece)
-    assert not parser.in_call
+    assert named(read("", format_of("qwen3_coder")).calls) == []
     assert time.process_time() - started < 5
 
 
-def test_arguments_between_tags_are_shown_one_by_one() -> None:
-    written = tagged_call_of("city>\nBerlin", "days>\n3")
+def test_text_is_shown_up_to_what_may_be_a_tag() -> None:
     parser = MarkedReplyParser(format_of("qwen3_coder"), ReplyState.NORMAL, TOOLS)
-    calls = [call for character in written for call in calls_in(parser.feed(character))]
-    assert [call.arguments for call in calls] == ["{", '"city": "Berlin"', ', "days": 3', "}"]
+    written = tagged_call_of("city>\nBer\nlin</p", "days>\n3")
+    parts = [part for character in written for part in parser.feed(character)]
+    calls = calls_in([*parts, *parser.finish()])
     assert calls[0].name == "get_weather"
-
-
-ARGUMENTS = [
-    reply for reply in REPLIES if reply.parser in TAGGED and '{"name"' not in reply.written
-]
-
-
-@pytest.mark.parametrize("reply", ARGUMENTS, ids=lambda reply: reply.parser)
-def test_each_argument_is_shown_when_it_is_whole(reply: Reply) -> None:
-    parser = MarkedReplyParser(format_of(reply.parser), ReplyState.NORMAL, TOOLS)
-    shown: list[list[str]] = []
-    for position, character in enumerate(reply.written):
-        for call in calls_in(parser.feed(character)):
-            if call.name:
-                _, arguments = reply.calls[len(shown)]
-                assert reply.written[position + 1 :].count(str(next(iter(arguments.values()))))
-                shown.append([])
-            shown[-1].append(call.arguments)
-    pieces = [
-        ["{", *(json.dumps({key: value}, ensure_ascii=False)[1:-1] for key, value in each.items())]
-        for _, each in reply.calls
-        if each
-    ]
-    assert [[piece.removeprefix(", ") for piece in call[:-1]] for call in shown] == pieces
-    assert all(call[-1] == "}" for call in shown)
+    pieces = [call.arguments for call in calls]
+    assert pieces[:4] == ["", '{"city": ', '"', "B"]
+    assert pieces[6:9] == ["\\nl", "i", "n"]
+    assert "".join(pieces) == '{"city": "Ber\\nlin</p", "days": 3}'
 
 
 def gemma(arguments: str) -> str:
@@ -114,7 +89,7 @@ def test_json_without_a_marker_is_a_call_once_its_arguments_begin(size: int) -> 
         ("```json\n", "\n```", ""),
         *((fence, "", "") for fence in ("```tool_code", "```tool_call\n[", "<|python_start|>```")),
         ("<|python_tag|>[", "", ""),
-        ("", " is how.", "is how."),
+        ("", " is how.", " is how."),
     ):
         part = read(before + call + after, format_of("json"), size=size)
         assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], text)
@@ -155,8 +130,9 @@ def call_of(arguments: str, end: str = "\n</tool_call>") -> str:
          [{"days": [1, 2], "city": None}]),
         ("json_tools", call_of('{"city": "</tool_call>"}}'), [{"city": "</tool_call>"}]),
         ("json_tools", call_of('{"city": "x"}, "id": "a"}'), [{"city": "x"}]),
-        ("json_tools", call_of('{"city": NaN}}'), ['{"city": NaN}}\n']),
-        ("json_tools", call_of('{"city": "say "hi""}}'), ['{"city": "say "hi""}}\n']),
+        ("json_tools", call_of('{"city": x}}'), ['{"city": x}']),
+        ("json_tools", call_of('{"city": "say "hi""}}'), ['{"city": "say "hi""}']),
+        ("json_tools", call_of('{"city": "\\d C:\\Us it\\\'s"}}'), [{"city": "\\d C:\\Us it's"}]),
         ("json_tools", call_of('{"city": "x'), ['{"city": "x\\n</tool_call>']),
     ],
 )  # fmt: skip
@@ -188,13 +164,13 @@ def test_text_behind_the_calls_of_a_section_is_text(size: int) -> None:
     written = '[TOOL_CALLS]get_weather[ARGS]{"city": "x"}[TOOL_CALLS]nothing[ARGS]{} so.'
     part = read(written, format_of("mistral"), size=size)
     assert named(part.calls) == [("get_weather", {"city": "x"})]
-    assert part.text == "nothing[ARGS]{} so."
+    assert part.text == "[TOOL_CALLS]nothing[ARGS]{} so."
 
 
 def test_a_call_within_reasoning_is_known_only_when_it_is_whole() -> None:
     parser = MarkedReplyParser(format_of("json_tools"), ReplyState.REASONING, TOOLS)
     assert not parser.feed(call_of('{"city": "x"', end=""))
-    assert len(calls_in(parser.feed("}}</tool_call>"))) == 1
+    assert len({call.number for call in calls_in(parser.feed("}}</tool_call>"))}) == 1
 
 
 def test_a_call_of_the_models_own_accord_keeps_its_id() -> None:
@@ -210,7 +186,8 @@ def test_a_call_of_the_models_own_accord_keeps_its_id() -> None:
         ('{"a": "\\u00e9\x01"}', '{"a": "\\u00e9\\u0001"}'),
         ("{", "{}"),
         *((wrong, None) for wrong in ('{"a": 1,,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": 1]')),
-        *((wrong, None) for wrong in ('{"a": "\\d"}', '{"a":', '{"a": "x', '{"a"', "{} x", "x")),
+        ('{"a": "\\d"}', '{"a": "\\\\d"}'),
+        *((wrong, None) for wrong in ('{"a":', '{"a": "x', '{"a"', "{} x", "x")),
     ],
 )
 def test_json_is_mended_where_it_can_mean_one_thing(text: str, expected: str | None) -> None:
@@ -218,7 +195,7 @@ def test_json_is_mended_where_it_can_mean_one_thing(text: str, expected: str | N
     for size in (1, 2, 3):
         reader = JsonReader()
         pieces = [reader.feed(text[at : at + size])[0] for at in range(0, len(text), size)]
-        whole = "".join([*pieces, reader.finish()])
+        whole = "".join([*pieces, reader.finish()[0]])
         if expected is not None:
             assert whole == expected and reader.complete
         else:

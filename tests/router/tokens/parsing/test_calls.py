@@ -1,3 +1,5 @@
+"""Calls as objects of JSON, and the types of values without quotes."""
+
 from __future__ import annotations
 
 import json
@@ -6,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.tokens.parsing.calls import JSON, parse_calls
-from router.tokens.parsing.syntaxes import syntax_named
+from router.tokens.parsing.formats import ReplyState
+from router.tokens.parsing.marked import MarkedReplyParser
 from tests.router.tokens.parsing.replies import TOOLS
+from tests.router.tokens.parsing.test_marked import format_of, named, read, read_with
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
 
@@ -25,29 +28,47 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
     ],
 )
 def test_calls_may_stand_in_a_fence(reply: str, count: int) -> None:
-    expected = ("get_weather", '{"city": "Berlin"}', None)
-    assert parse_calls(reply, JSON, TOOLS) == [expected] * count
+    for size in (1, len(reply)):
+        part = read(reply, format_of("json"), size=size)
+        assert named(part.calls) == [("get_weather", {"city": "Berlin"})] * count
+        assert part.text.strip() == ("" if count else reply)
 
 
 @pytest.mark.parametrize("end", ["", "x", "```", f"{CALL}```"])
 def test_whitespace_in_a_fence_takes_linear_time(end: str) -> None:
-    started = time.monotonic()
-    parse_calls("```" + " \n" * 200_000 + end, JSON, TOOLS)
-    assert time.monotonic() - started < 10
+    started = time.process_time()
+    read("```" + " \n" * 200_000 + end, format_of("json"), size=1000)
+    assert time.process_time() - started < 10
 
 
-def test_only_so_many_values_are_repaired() -> None:
-    """The text after each is copied."""
-    wrong = CALL.replace('"}', '",}')
-    assert len(parse_calls(wrong * 100, JSON, TOOLS)) == 100
-    assert parse_calls(wrong * 101, JSON, TOOLS) == []
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "get_weather", "city": "x"}',
+        '{"name": "get_weather", "type": "person"}',
+        '{"name": "get_weathers", "arguments": {}}',
+        '{"type": "object", "name": "get_weather"}',
+        '{"name": "Ada", "arguments": {"city": "x"}}',
+    ],
+)
+def test_json_that_is_no_call_is_text_at_once(written: str) -> None:
+    parser = MarkedReplyParser(format_of("json"), ReplyState.NORMAL, TOOLS)
+    parts = [part for character in written for part in parser.feed(character)]
+    assert "".join(part.text for part in parts) == written
+    assert not parser.finish()
+
+
+def test_a_name_alone_is_a_call_without_arguments() -> None:
+    for written in ('{"name": "get_weather"}', '{"name": "get_weather", "arguments": null}'):
+        assert named(read(written, format_of("json")).calls) == [("get_weather", {})]
 
 
 def test_a_call_of_mistrals_keeps_its_id() -> None:
-    syntax = syntax_named("mistral")
     for between, id in (("", None), (" [CALL_ID]a1b2 ", "a1b2"), ("[CALL_ID]", None)):
-        (call,) = parse_calls(f'get_weather{between}[ARGS] {{"city": "x"}}', syntax, TOOLS)
-        assert call == ("get_weather", '{"city": "x"}', id)
+        written = f'[TOOL_CALLS]get_weather{between}[ARGS] {{"city": "x"}}'
+        (call,) = read(written, format_of("mistral")).calls
+        assert (call.name, call.arguments) == ("get_weather", '{"city": "x"}')
+        assert call.id == id if id else call.id is not None
 
 
 STRING = {"type": "string"}
@@ -58,7 +79,7 @@ TAG = "]<]minimax[>["
 
 
 @pytest.mark.parametrize(
-    ("schema", "written", "read"),
+    ("schema", "written", "expected"),
     [
         (OPTIONAL, "10", "10"),
         (OPTIONAL, "null", None),
@@ -78,9 +99,15 @@ TAG = "]<]minimax[>["
         ({"type": "number"}, "-1e999", "-1e999"),
     ],
 )
-def test_minimaxs_arguments_have_the_schemas_types(schema: Any, written: str, read: object) -> None:
+def test_minimaxs_arguments_have_the_schemas_types(
+    schema: Any, written: str, expected: object
+) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
-    text = f'<invoke name="f"><a>{written}</a></invoke>'.replace("<", TAG + "<")
-    syntax = syntax_named("minimax_m3")
-    (call,) = parse_calls(text, syntax, [{"type": "function", "function": tool}])
-    assert json.loads(call.arguments) == {"a": read}
+    text = f'<tool_call><invoke name="f"><a>{written}</a></invoke></tool_call>'
+    tools = [{"type": "function", "function": tool}]
+    for size in (1, 1000):
+        reply = MarkedReplyParser(format_of("minimax_m3"), ReplyState.NORMAL, tools)
+        marked = text.replace("<", TAG + "<")
+        part = read_with(reply, [marked[at : at + size] for at in range(0, len(marked), size)])
+        (call,) = part.calls
+        assert json.loads(call.arguments) == {"a": expected}

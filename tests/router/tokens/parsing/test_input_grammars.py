@@ -8,7 +8,8 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TextFunction
-from router.tokens.parsing.grammars import CALL_TEMPLATES, calls_grammar, messages_grammar
+from router.tokens.parsing.formats import CALL_FORMATS
+from router.tokens.parsing.grammars import calls_grammar, messages_grammar
 from router.tokens.parsing.input_grammars import input_lark
 from shared.wire import Grammar
 from tests.router.tokens.parsing.test_grammars import Checker
@@ -69,7 +70,7 @@ def checker() -> Checker:
 def test_a_call_is_accepted_if_its_input_matches(
     checker: Checker, parser: str, kind: str, source: str, text: str, accepted: bool
 ) -> None:
-    template = CALL_TEMPLATES[parser]
+    template = CALL_FORMATS[parser].template
     grammar = calls_grammar(template, [function_of(kind, source)], checker.tokens, parallel=False)
     if template.argument:
         inside = template.argument.replace("{key}", "input") + text + template.argument_end
@@ -84,7 +85,7 @@ def test_a_call_is_accepted_if_its_input_matches(
 
 def test_text_that_a_grammar_allows_does_not_run_over_the_end_of_a_value(checker: Checker) -> None:
     anything = function_of("lark", "start: /(?s:.*)/")
-    template = CALL_TEMPLATES["qwen3_coder"]
+    template = CALL_FORMATS["qwen3_coder"].template
     grammar = calls_grammar(template, [anything], checker.tokens, parallel=False)
     call = "<tool_call>\n<function=take>\n<parameter=input>\n{}\n</parameter>\n</function>\n"
     call += "</tool_call>"

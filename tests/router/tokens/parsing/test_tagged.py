@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.tokens.parsing.calls import parse_calls, with_plain_properties
-from router.tokens.parsing.formats import ReplyState
-from router.tokens.parsing.grammars import CALL_TEMPLATES, CallTemplate
+from router.tokens.parsing.calls import with_plain_properties
+from router.tokens.parsing.formats import CALL_FORMATS, ReplyState
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.parsing.syntaxes import syntax_named
 from tests.router.tokens.parsing.test_marked import calls_in, format_of
@@ -26,16 +25,7 @@ PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"Named": {"t
 TOOLS = with_plain_properties(
     [{"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}}]
 )
-WRITTEN = {name: each for name, each in CALL_TEMPLATES.items() if each.argument} | {
-    "muse_spark": CallTemplate(
-        '<atem:invoke name="edit">\n',
-        "</atem:invoke>\n",
-        before="<atem:function_calls>\n",
-        after="</atem:function_calls>",
-        argument='<atem:parameter name="{key}">',
-        argument_end="</atem:parameter>\n",
-    )
-}
+WRITTEN = {name: each.template for name, each in CALL_FORMATS.items() if each.template.argument}
 """How each model writes a call."""
 
 
@@ -44,18 +34,15 @@ def written(parser: str, arguments: dict[str, str], *, is_text: bool = True) -> 
     pieces = [template.before, template.begin.replace("{name}", "edit")]
     for key, text in arguments.items():
         opening = template.argument.replace("{is_text}", json.dumps(is_text))
-        pieces += [opening.replace("{key}", key), text, template.argument_end]
+        pieces += [opening.replace("{key}", key), text, template.argument_end.replace("{key}", key)]
     whole = "".join([*pieces, template.end, template.after])
     assert whole.startswith(syntax.start)
     return whole
 
 
 def read(parser: str, text: str) -> list[Any]:
-    """Return the arguments of the call in ``text``: read at once, and as they arrive."""
-    syntax = syntax_named(parser)
-    inner = text.strip().removeprefix(syntax.start).removesuffix(syntax.end)
-    (call,) = parse_calls(inner, syntax, TOOLS)
-    found = [json.loads(call.arguments)]
+    """Return the arguments of the call in ``text``, read as it arrives."""
+    found = []
     for size in (1, 7, len(text)):
         reply = MarkedReplyParser(format_of(parser), ReplyState.NORMAL, TOOLS)
         parts = [reply.feed(text[at : at + size]) for at in range(0, len(text), size)]

@@ -1,0 +1,109 @@
+"""Writes calls as the chat template of each model family does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from router.tokens.parsing.calls import CallFormat
+from router.tokens.parsing.formats import CALL_FORMATS
+
+Call = tuple[str, dict[str, Any]]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def braced(value: Any, quote: str) -> str:
+    """Write a value of the Gemma family."""
+    match value:
+        case str():
+            return quote + value + quote
+        case dict():
+            members = (f"{quote}{key}{quote}:{braced(each, quote)}" for key, each in value.items())
+            return "{" + ",".join(members) + "}"
+        case list():
+            return "[" + ",".join(braced(each, quote) for each in value) + "]"
+    return dumped(value)
+
+
+def element(tag: str, value: Any) -> str:
+    """Write an argument of MiniMax M3."""
+    match value:
+        case dict():
+            inner = "".join(element(key, each) for key, each in value.items())
+        case list():
+            inner = "".join(element("item", each) for each in value)
+        case str():
+            inner = value
+        case _:
+            inner = dumped(value)
+    return f"]<]minimax[>[<{tag}>{inner}]<]minimax[>[</{tag}>"
+
+
+def gemma(start: str, quote: str, end: str) -> Callable[[Sequence[Call]], str]:
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        members = (f"{key}:{braced(value, quote)}" for key, value in arguments.items())
+        return f"{start}call:{name}{{{','.join(members)}}}{end}"
+
+    return lambda calls: "".join(one(*call) for call in calls)
+
+
+def pythonic(value_of: Callable[[Any], str]) -> Callable[[Sequence[Call]], str]:
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        members = (f"{key}={value_of(value)}" for key, value in arguments.items())
+        return f"{name}({', '.join(members)})"
+
+    return lambda calls: (
+        f"<|tool_call_start|>[{', '.join(one(*call) for call in calls)}]<|tool_call_end|>"
+    )
+
+
+def templated(format: CallFormat) -> Callable[[Sequence[Call]], str]:
+    template = format.template
+
+    def argument(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        if format.name == "minimax_m3":
+            return element(key, value)
+        if format.name == "minicpm5" and any(each in str(value) for each in "<&\n"):
+            value, is_text = f"<![CDATA[{value if is_text else dumped(value)}]]>", True
+        opening = template.argument.replace("{key}", key)
+        opening = opening.replace("{is_text}", dumped(isinstance(value, str)))
+        return opening + (value if is_text else dumped(value)) + template.argument_end
+
+    def one(number: int, name: str, arguments: Mapping[str, Any]) -> str:
+        begin = template.begin.replace("{name}", name).replace("{number}", str(number))
+        if not template.argument:
+            return begin + dumped(arguments) + template.end
+        return begin + "".join(argument(*each) for each in arguments.items()) + template.end
+
+    def write(calls: Sequence[Call]) -> str:
+        between = "<|start|>assistant" if format.name == "harmony" else template.between
+        written = [one(number, *call) for number, call in enumerate(calls)]
+        if format.name == "harmony":
+            written = [each + "<|call|>" for each in written]
+        return template.before + between.join(written) + template.after
+
+    return write
+
+
+WRITERS = {name: templated(format) for name, format in CALL_FORMATS.items()} | {
+    "gemma4": gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
+    "function_gemma": gemma("<start_function_call>", "<escape>", "<end_function_call>"),
+    "pythonic": pythonic(repr),
+}
+"""By the name of the parser."""
+
+
+def marks(parser: str) -> list[str]:
+    """Return the texts that delimit calls and values in a format."""
+    format = CALL_FORMATS[parser]
+    template, tags = format.template, format.tags
+    found = {*format.openers, format.end, *format.closers, *format.skipped, *format.style.quotes}
+    found |= {template.begin.replace("{name}", "f"), template.argument.replace("{key}", "s")}
+    if tags is not None:
+        found |= {tags.close.replace("{key}", "s"), tags.end}
+    return sorted(filter(None, found))

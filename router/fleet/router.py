@@ -31,6 +31,7 @@ from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.tenant import Tenant
 from router.images.preparing import ImagePreparer
 from router.tokens.rendering import warm_up
+from router.tokens.template_processes import TemplateProcesses
 from router.tokens.work_pool import WorkPool
 from shared.network.allow_list import AllowedKey
 from shared.settings import Settings
@@ -96,7 +97,10 @@ class Router:
         # Next to the socket, whose lock keeps other routers out of the directory.
         paths = [address[6:] for address in addresses if address.startswith("ipc://")]
         store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
-        self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
+        self.templates = TemplateProcesses()
+        self.registry = Registry(
+            settings, uuid.uuid4().hex, store, self._send, self, self.templates
+        )
         self.administration = Administration(
             self.registry, self.dispatcher, self.supervised, self._send_to
         )
@@ -110,7 +114,10 @@ class Router:
         self.loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # background tasks
-        self.closers: list[Callable[[], None]] = [self.images.close]  # run on threads at the end
+        self.closers: list[Callable[[], None]] = [
+            self.images.close,
+            self.templates.close,
+        ]  # run on threads at the end
         self.leaving = False
         """Whether load balancers should use other servers, because this one will drain soon."""
         self.draining = False
@@ -143,8 +150,12 @@ class Router:
 
     async def start(self) -> None:
         self.engine_sockets.start()
-        self._tasks.start(self._tick(), self.rate_limits.run(), asyncio.to_thread(warm_up))
+        self._tasks.start(self._tick(), self.rate_limits.run(), asyncio.to_thread(self._warm_up))
         self._tasks.start(*(run() for run in self.background))
+
+    def _warm_up(self) -> None:
+        self.templates.start()
+        warm_up()
 
     async def stop(self) -> None:
         self.abort_all("The server is shutting down.")

@@ -29,8 +29,8 @@ from shared.sandbox.worker_process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5.0
-"""Limit on the processor time of a request's renderings. Conversations of a megabyte take 0.1 s;
-gpt-oss' template takes 0.5 s for 1,500 messages with calls."""
+"""Limit on the processor time of a request's renderings. A megabyte of text takes some milliseconds;
+gpt-oss' template takes 3 s of a busy x86 core for 1,500 calls and their results."""
 WALL_LIMIT_S = 20.0
 _PROCESSES_LOST = 3
 """Processes that a conversation may cost before it is refused: those that were idle may have been

@@ -29,8 +29,8 @@ from shared.sandbox.worker_process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5.0
-"""Limit on the processor time of a request's renderings. A megabyte of text takes some milliseconds;
-gpt-oss' template takes 3 s of a busy x86 core for 1,500 calls and their results."""
+"""Limit on the processor time of a request's renderings. A megabyte of text takes milliseconds, and
+1,500 calls with results in gpt-oss' template 3 s of a busy x86 core."""
 WALL_LIMIT_S = 20.0
 _PROCESSES_LOST = 3
 """Processes that a conversation may cost before it is refused: those that were idle may have been

@@ -35,10 +35,11 @@ from services.processes.router_end import RouterEnd
 from services.processes.terminal import Terminal
 from shared import logs
 from shared.descriptors import raise_descriptor_limit
+from shared.environment import HUB_TOKENS, forget
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.imports.transformers_index import remember_transformers
 from shared.network.host_names import is_loopback
-from shared.settings import parse
+from shared.settings import SECRET_VARIABLES, parse
 from shared.supervisor_link import SupervisorLink
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
@@ -58,6 +59,7 @@ logger = logging.getLogger("router")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
+    forget(SECRET_VARIABLES | HUB_TOKENS)
     max_descriptors = raise_descriptor_limit()
     leave_out_mlx()
     remember_transformers()

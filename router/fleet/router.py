@@ -15,6 +15,7 @@ from router.errors import ModelNotFound, Unavailable
 from router.fleet.adapters import Adapters, with_adapter
 from router.fleet.administration import Administration
 from router.fleet.background import BackgroundTasks
+from router.fleet.body_budget import BodyBudget
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.engines.sockets import EngineSockets
@@ -109,6 +110,7 @@ class Router:
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for slow work."""
+        self.bodies = BodyBudget(max(settings.body_memory_mb << 20, 4 * settings.max_request_bytes))
         self.images = ImagePreparer(settings, self.metrics.images)
         self.batches = BatchFigures()
         self.loop_lag = LoopLag(self.metrics.loop_lag)
@@ -139,6 +141,11 @@ class Router:
             "work_waiting",
             "Requests queued for a preparation thread",
             lambda: self.work.num_waiting,
+        )
+        self.metrics.add_gauge(
+            "request_body_bytes",
+            "Bytes of request bodies that are being received or parsed",
+            lambda: self.bodies.used_bytes,
         )
         engines = EngineCollector(
             self.registry.models,

@@ -49,22 +49,22 @@ class TemplateSpec(msgspec.Struct, frozen=True, kw_only=True):
     call_syntax: str
 
 
-class _Part(ContentPart, frozen=True):
+class _SentPart(ContentPart, frozen=True):
     image: int | None = None
 
 
-class _Message(ChatMessage, frozen=True):
-    content: str | list[_Part] | None = None  # type: ignore[assignment]
+class _SentMessage(ChatMessage, frozen=True):
+    content: str | list[_SentPart] | None = None  # type: ignore[assignment]
 
 
-class _Function(msgspec.Struct, frozen=True):
+class _SentFunction(msgspec.Struct, frozen=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    function: _Function
+class _SentTool(msgspec.Struct, frozen=True):
+    function: _SentFunction
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +77,9 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float  # of processor time
 
 
-class _Job(RenderJob, frozen=True, kw_only=True):
-    messages: list[_Message]
-    tools: list[_Tool]
+class _SentJob(RenderJob, frozen=True, kw_only=True):
+    messages: list[_SentMessage]
+    tools: list[_SentTool]
 
 
 Excess = Literal["time", "memory", "text"]
@@ -134,7 +134,7 @@ def _on_limit(*_: object) -> NoReturn:
 
 def _answer(spec: bytes, encoded: bytes, limit: MemoryLimit) -> RenderAnswer:
     try:
-        job = msgspec.json.decode(encoded, type=_Job)
+        job = msgspec.json.decode(encoded, type=_SentJob)
         _bound_processor_time(job.limit_s)
         try:
             with limit.applied():
@@ -167,7 +167,7 @@ def _bound_processor_time(limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _rendered(spec: bytes, job: _Job) -> RenderAnswer:
+def _rendered(spec: bytes, job: _SentJob) -> RenderAnswer:
     text, images = _template(spec).rendered(
         [_with_images(message) for message in job.messages],
         cast(Sequence[Tool], job.tools),
@@ -177,7 +177,7 @@ def _rendered(spec: bytes, job: _Job) -> RenderAnswer:
     return RenderAnswer(text=text, images=cast(list[int], images))
 
 
-def _with_images(message: _Message) -> ChatMessage:
+def _with_images(message: _SentMessage) -> ChatMessage:
     if not isinstance(message.content, list):
         return message
     content = [

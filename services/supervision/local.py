@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.backend import allocation
-from services.processes.listener import ListenError, base_url, inherited, listen
+from services.processes.listener import ListenError, base_url, inherited, listen, log_access
 from services.ranks.remote_rank import RANK_VARIABLE
 from services.supervision.fleet.engine_pool import SpecMaker
 from services.supervision.fleet.fleet import ROUTER, EngineFleet
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The socket is created here, not in the router, so that connections wait instead of being
         # refused while the router restarts.
-        http_socket = inherited() or listen(options.host, options.port)
+        http_socket = inherited() or listen(options.listen_host, options.port)
         with http_socket as http, RunDir.create() as run_dir:
             if starter is not None:  # a server started by another program exits with it
                 starter.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -219,6 +219,7 @@ def _supervise(
 ) -> int:
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
+    log_access(logger, options)
     children = Children(options if cluster is None else cluster.prepared(options), run_dir)
     forget(settings.SECRET_VARIABLES | HUB_TOKENS)
     local = LocalLauncher(output, options.spare_engine_after_s)
@@ -311,7 +312,7 @@ def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -
         body = {"model": models[0].id, **body}
     lines = [f"curl {shlex.quote(address)}/v1/chat/completions"]
     lines.append("  -H 'Content-Type: application/json'")
-    if options.api_key or options.api_key_file:
+    if options.has_keys:
         lines.append('  -H "Authorization: Bearer $MLX_LM_SERVER_API_KEY"')
     lines.append(f"  -d {shlex.quote(json.dumps(body))}")
     curl = " \\\n  ".join(lines)

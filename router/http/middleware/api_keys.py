@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import NoReturn
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from router.errors import AdminForbidden, Unauthorized
 from router.fleet.tenants.tenant import ADMINISTRATOR, EVERYBODY, Tenant
+from router.http.middleware.addresses import ClientAddresses
 from router.http.middleware.key_file import (
     KeyFileError,
     KeyFileUnreadable,
@@ -41,17 +43,24 @@ class ApiKeys:
             EVERYBODY,
             requests_per_minute=settings.rate_limit_requests,
             tokens_per_minute=settings.rate_limit_tokens,
+            max_priority=0,
         )
+        self._addresses = ClientAddresses(settings.trusted_proxy)
         self._reload_asked = asyncio.Event()
         self._warnings = RateLimitedLogger(logger)
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def identify(self, headers: Headers) -> Tenant:
-        """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
+    def identify(self, headers: Headers, scope: Scope | None = None) -> Tenant:
+        """Return the tenant of the key in ``headers``, or of the client's address if there are no
+        keys. Raises `Unauthorized`."""
         if not self._tenants:
-            return self._everybody
+            if scope is None:
+                return self._everybody
+            address = self._addresses.of(scope, headers)
+            alone = self._addresses.is_alone(address)
+            return replace(self._everybody, address=address, alone=alone)
         # The lookup uses a digest, so its timing reveals nothing about almost correct keys.
         tenant = self._tenants.get(digest(given_key(headers)))
         if tenant is None:

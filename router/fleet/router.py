@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import time
 import uuid
@@ -249,6 +250,8 @@ class Router:
                         code="model_broken",
                         retry_after_s=limit_s,
                     )
+                if unloaded.state == "loading" and unloaded.reason:
+                    raise not_ready(unloaded.reason)
                 if time.monotonic() > deadline:
                     raise not_ready(f"it did not load within {limit_s:g} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
@@ -307,6 +310,12 @@ class Router:
 
     def on_engine_joined(self, engine: Engine) -> None:
         self.metrics.engines_joined.labels(engine.hello.model).inc()
+        if engine.hello.vision is not None and importlib.util.find_spec("mlx_vlm") is None:
+            logger.warning(
+                "%s takes images, but this router cannot prepare them: install its extra, "
+                "mlx-lm-server[vision]",
+                engine.hello.model,
+            )
         self.metrics.recent.note(engine.name, "joined", is_error=False)
         self.adapters.on_engine_joined(engine)
 

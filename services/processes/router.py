@@ -24,6 +24,7 @@ from router.fleet.router import Router
 from router.fleet.tenants.rate_windows import LimitsStoreError
 from router.http.acceptor import Acceptor, AddressLimit
 from router.http.app import create_app
+from router.http.certificates import follow_certificate
 from router.http.connections import Connection
 from router.http.endpoints.health import can_answer
 from router.http.middleware.api_keys import ApiKeys
@@ -229,6 +230,9 @@ async def _serve(
         )
     background = BackgroundTasks()
     background.start(_heartbeat(server, router, link), keys.follow())
+    settings, tls = router.settings, server.config.ssl
+    if tls is not None and settings.ssl_certfile is not None:
+        background.start(follow_certificate(tls, settings.ssl_certfile, settings.ssl_keyfile))
     await router.start()
     try:
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))

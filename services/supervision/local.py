@@ -18,6 +18,7 @@ from typing import Any
 from engine.backend import allocation
 from services.processes.listener import ListenError, base_url, inherited, listen, log_access
 from services.ranks.remote_rank import RANK_VARIABLE
+from services.supervision.bounded_log import BoundedLog
 from services.supervision.fleet.engine_pool import SpecMaker
 from services.supervision.fleet.fleet import ROUTER, EngineFleet
 from services.supervision.fleet.model_jobs import Kind, ModelJobs
@@ -230,8 +231,11 @@ def _supervise(
         make_engine = cluster.placed(make_engine, options)
     services = [*([] if options.no_ssd else [children.kvstore()]), children.router(http)]
 
+    bounded_log = BoundedLog(given)
+
     def tick() -> None:
         run_dir.keep_fresh()
+        bounded_log.tick(time.monotonic())
         fleet.update()
         local.keep_spare(time.monotonic())
 

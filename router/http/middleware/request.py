@@ -101,6 +101,8 @@ class RequestMiddleware:
         try:
             tenant = self._authorize(path, headers, scope)
             scope["state"].update(tenant=tenant, api_key=tenant.name)
+            if path == "/metrics":
+                scope["state"]["may_administer"] = self._admin_key.is_sent(headers)
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             record.error_code = "client_disconnected"

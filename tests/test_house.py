@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
-FOLDER_FILES = 16
+FILE_LINES = 450
+FUNCTION_LINES = 66
+FOLDER_FILES = 18
 
 
 @cache

@@ -34,7 +34,7 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
-from shared.paths import python_path
+from shared.environment import sandbox_environment
 from shared.sandbox.memory_limit import MemoryLimit
 from shared.sandbox.pipe_frames import LENGTH, read_frame, write_frames
 from shared.wire import Grammar
@@ -124,7 +124,7 @@ class GrammarChecker:
         try:
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.grammar.checker"],
-                env={**os.environ, "PYTHONPATH": python_path()},
+                env=sandbox_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # Rust writes its panics there

@@ -13,6 +13,8 @@ class EngineStatus:
     """Written by the main thread, read by the IO thread; each field is replaced as a whole."""
 
     phase: Phase = "loading"
+    reason: str = ""
+    """Why it is still loading. For the supervisor."""
     phase_since: float = field(default_factory=time.monotonic)
     live: list[LiveRequest] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)

@@ -318,7 +318,8 @@ class IOThread(threading.Thread):
         self._heartbeats += 1
         status = self._status
         if self._supervisor is not None:
-            self._supervisor.heartbeat(status.phase, device_bytes=status.device_bytes)
+            facts = {"reason": status.reason} if status.phase == "loading" else {}
+            self._supervisor.heartbeat(status.phase, device_bytes=status.device_bytes, **facts)
         live = status.live
         if not len(self._inbox):  # messages that wait there are not live yet
             self._requests.on_heartbeat(live)

@@ -12,6 +12,10 @@ class ModelUnavailable(Exception):
         return text if text.startswith("--") else f"{self.flag}: {text}"
 
 
+class NotNow(ModelUnavailable):
+    """The model cannot be downloaded now, which may pass."""
+
+
 class AdapterUnusable(ModelUnavailable):
     """The adapter does not exist, or does not belong to this model."""
 

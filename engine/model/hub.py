@@ -6,16 +6,22 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
-from engine.model.errors import ModelUnavailable
+from engine.model.errors import ModelUnavailable, NotNow
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 _DENSE_LAYERS = "*_Dense/model.safetensors"
 """Layers after the pooling of embedding models, which sentence-transformers keeps in folders."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+_NETWORK = ("httpx", "httpcore", "requests", "urllib3", "ssl", "socket", "hf_xet")
+"""The libraries whose errors are those of a connection."""
+_PASSING = (408, 425, 429)
+"""HTTP statuses, besides those of servers, after which the same request may succeed."""
 Report = Callable[[int, int], None]
 """Called on any thread with the bytes present and the total, as far as known."""
 
@@ -24,7 +30,8 @@ def download(model: str, report: Report) -> Path:
     """Return the folder of ``model``, a Hugging Face model id, after downloading what is missing.
 
     The hub is asked each time, but need not answer if nothing is missing. Raises
-    `ModelUnavailable` with a one-line message that says what to do."""
+    `ModelUnavailable` with a one-line message that says what to do: `NotNow` if the same may
+    succeed later, and then goes on where it stopped."""
     from huggingface_hub import errors, snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -45,7 +52,8 @@ def download(model: str, report: Report) -> Path:
             "requires HF_TOKEN)"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelUnavailable(
+        kind = NotNow if _may_pass(error) else ModelUnavailable
+        raise kind(
             f"{model} is not on this machine and the Hugging Face hub cannot be reached: "
             "mlx-lm-server models lists the local ones"
         ) from error
@@ -54,7 +62,62 @@ def download(model: str, report: Report) -> Path:
         if (kept := _kept(model)) is not None:
             logger.warning("%s is used as it is on this machine: the hub fails (%s)", model, reason)
             return kept
-        raise ModelUnavailable(f"cannot download {model}: {reason}") from error
+        kind = NotNow if _may_pass(error) else ModelUnavailable
+        raise kind(f"cannot download {model}: {reason}") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a download may succeed later: the network or the hub failed, rather than what
+    was asked for."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OfflineModeIsEnabled):
+            return False
+        status = getattr(getattr(seen, "response", None), "status_code", None)
+        if status is not None:
+            return bool(status >= 500 or status in _PASSING)
+        if isinstance(seen, ConnectionError | TimeoutError | IncompleteRead):
+            return True
+        if type(seen).__module__.partition(".")[0] in _NETWORK:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+class Patience:
+    """What a process does after a failed download that may succeed later: it fails, unless `wait`
+    was called; then it tries again for ever."""
+
+    def __init__(self) -> None:
+        self._report: Callable[[str], None] | None = None
+
+    def wait(self, report: Callable[[str], None]) -> None:
+        """Try again. ``report`` is called with the reason after each failure, and with nothing
+        before each attempt that may succeed."""
+        self._report = report
+
+    def download(self, model: str) -> Path:
+        """Like `download_once`. Raises `NotNow` only if `wait` was not called."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                path = download_once(model)
+            except NotNow as error:
+                if self._report is None:
+                    raise
+                logger.warning("%s; trying again in %.0f s", error, pause_s)
+                self._report(f"{error} (trying again)")
+            else:
+                if self._report is not None:
+                    self._report("")
+                return path
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+patience = Patience()
 
 
 def _kept(model: str) -> Path | None:
@@ -74,7 +137,7 @@ def _kept(model: str) -> Path | None:
     return folder if named <= weights and (folder / "config.json").is_file() else None
 
 
-def download_with_log(model: str) -> Path:
+def download_once(model: str) -> Path:
     """Like `download`, with a log line every few seconds while data arrives."""
     began = shown = time.monotonic()
     done = total = 0

@@ -12,7 +12,7 @@ from engine.model.context import context_length, served_context, vocabulary_size
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
-from engine.model.hub import download_with_log
+from engine.model.hub import patience
 from engine.model.tiktoken import tokenizer_directory
 from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
@@ -78,7 +78,7 @@ def resolve(model: str) -> Path:
         raise ModelUnavailable(
             f"there is no model at {model}: not a directory, and not a name like OWNER/MODEL"
         )
-    return _checked(download_with_log(model))
+    return _checked(patience.download(model))
 
 
 def keeps_codes(demo: str) -> bool:

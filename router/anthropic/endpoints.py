@@ -88,7 +88,7 @@ class CountTokens:
 
         async with router.admit(tenant, model, http.state.limits_left):
             request = await router.work.run(
-                tenant.name, lambda: self._messages.chat_request(body), size
+                tenant.share, lambda: self._messages.chat_request(body), size
             )
             salt = cache_salt(request, router.settings, tenant)
             async with cancel_on_disconnect(receive):
@@ -97,6 +97,6 @@ class CountTokens:
                 )
             request = replace(request, messages=messages)
             (prompt,) = await router.work.run(
-                tenant.name, lambda: self._messages.tokenize_prompts(request, model), size
+                tenant.share, lambda: self._messages.tokenize_prompts(request, model), size
             )
         await json_response(TokenCount(len(prompt.token_ids)))(scope, receive, send)

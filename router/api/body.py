@@ -21,6 +21,7 @@ from router.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
+from router.fleet.body_budget import BodyBytes
 from router.fleet.router import Router
 from router.images.memory import HeldMemory
 from router.schemas.body import RequestBody, parse_body
@@ -45,9 +46,18 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
     room = None
     if body_type.may_have_images and router.registry.takes_images:
         room = ImageRoom(router.settings.max_image_bytes, held_memory(router, request.state))
-    raw, encoding = await receive_body(
-        request, max_bytes, any_media_type=body_type.any_media_type, room=room
-    )
+    share = request.state.tenant.share
+    with router.bodies.reading(share) as counted:
+        raw, encoding = await receive_body(
+            request, max_bytes, counted, any_media_type=body_type.any_media_type, room=room
+        )
+        return await _parsed(router, share, raw, encoding, body_type)
+
+
+async def _parsed(
+    router: Router, share: str, raw: bytes, encoding: str | None, body_type: type[_Body]
+) -> tuple[_Body, int]:
+    max_bytes = router.settings.max_request_bytes
 
     def parse() -> tuple[_Body, int]:
         body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
@@ -59,8 +69,7 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
             raise BodyTooLarge(f"Without its images, the body is larger than {max_bytes} bytes.")
         return parsed, len(body)
 
-    key = request.scope["state"].get("api_key", "")
-    return await router.work.run_large(key, parse, len(raw) if encoding is None else max_bytes)
+    return await router.work.run_large(share, parse, len(raw) if encoding is None else max_bytes)
 
 
 class ImageRoom(NamedTuple):
@@ -78,12 +87,14 @@ class ImageRoom(NamedTuple):
 async def receive_body(
     request: Request,
     max_bytes: int,
+    counted: BodyBytes,
     timeout_s: float = BODY_TIMEOUT_S,
     *,
     any_media_type: bool = False,
     room: ImageRoom | None = None,
 ) -> tuple[bytes, str | None]:
-    """Return the body as sent, with at most ``max_bytes``, and its compression, if any.
+    """Return the body as sent, with at most ``max_bytes``, and its compression, if any. Its bytes
+    are ``counted``, except those for which images have ``room``.
 
     Raises `UnsupportedMediaType` for another media type or an unknown compression, `BodyTooLarge`,
     `BodyTimeout`, and `ClientDisconnected`. With ``any_media_type``, only web pages must declare
@@ -101,7 +112,7 @@ async def receive_body(
         )
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await _read(request, max_bytes, room if encoding == "identity" else None)
+            raw = await _read(request, max_bytes, counted, room if encoding == "identity" else None)
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
@@ -117,8 +128,10 @@ def _check_media_type(content_type: str | None) -> None:
         raise UnsupportedMediaType(f"The body must be application/json, not '{media_type}'.")
 
 
-async def _read(request: Request, max_bytes: int, room: ImageRoom | None) -> bytes:
-    chunks: list[bytes] = []
+async def _read(
+    request: Request, max_bytes: int, counted: BodyBytes, room: ImageRoom | None
+) -> bytes:
+    body = bytearray()  # a list of small pieces would take many times their size
     size = 0
     plain_bytes = max_bytes
     max_bytes += 0 if room is None else room.max_chars
@@ -127,10 +140,13 @@ async def _read(request: Request, max_bytes: int, room: ImageRoom | None) -> byt
         size += len(chunk)
         if room is not None and plain_bytes < size <= max_bytes:
             room.held.hold(len(chunk))
+        elif size <= max_bytes:
+            counted.add(len(chunk))
         if size <= max_bytes:
-            chunks.append(chunk)
+            body += chunk
         elif too_large_since is None:
-            chunks.clear()
+            body.clear()
+            counted.release()
             too_large_since = time.monotonic()
         # Keep reading for a moment: closing while the client is still sending resets the
         # connection, and the client would never see the answer.
@@ -138,7 +154,7 @@ async def _read(request: Request, max_bytes: int, room: ImageRoom | None) -> byt
             break
     if size > max_bytes:
         raise _too_large(max_bytes)
-    return b"".join(chunks)
+    return bytes(body)
 
 
 def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:

@@ -155,7 +155,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         state = http.scope["state"]
         tenant: Tenant = state["tenant"]
         size += self.stored_bytes(body)
-        request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
+        request = await router.work.run_large(tenant.share, lambda: self.translate(body), size)
         began = time.monotonic()
         model = await loaded_model(router, request.model, http)
         check_task(model, "generate", router, tenant)

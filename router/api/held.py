@@ -15,6 +15,6 @@ def held_memory(router: Router, state: State) -> HeldMemory:
     if found is None:
         tenant: Tenant = state.tenant
         found = state.image_memory = HeldMemory(
-            router.images.memory, tenant.name, alone=tenant.alone
+            router.images.memory, tenant.share, alone=tenant.alone
         )
     return found

@@ -41,9 +41,9 @@ async def with_images(
     if processor is None:
         if not router.settings.skip_unsupported_content:
             raise unsupported_content(images[0].type, images[0].path)
-        return await router.work.run_large(tenant.name, lambda: _with_notes(messages, size), size)
+        return await router.work.run_large(tenant.share, lambda: _with_notes(messages, size), size)
     held = held_memory(router, state)
-    prepared = await router.images.prepare(images, processor, tenant.name, scope, held)
+    prepared = await router.images.prepare(images, processor, tenant.share, scope, held)
     size -= sum(image.size for image in images)
     return _replaced(messages, (_content(image) for image in prepared)), size
 

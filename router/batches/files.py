@@ -211,17 +211,17 @@ class FileEndpoints:
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        own, free = self._uploads[tenant.name], _MAX_UPLOADS - self._uploads.total()
+        own, free = self._uploads[tenant.share], _MAX_UPLOADS - self._uploads.total()
         # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
         if own >= _MAX_UPLOADS_OF_KEY or free <= (0 if tenant.alone else own):
             raise TooManyRequests("Too many files are being uploaded at once.", retry_after_s=5)
-        self._uploads[tenant.name] += 1
+        self._uploads[tenant.share] += 1
         try:
             yield
         finally:
-            self._uploads[tenant.name] -= 1
-            if not self._uploads[tenant.name]:
-                del self._uploads[tenant.name]
+            self._uploads[tenant.share] -= 1
+            if not self._uploads[tenant.share]:
+                del self._uploads[tenant.share]
 
     async def _run(self, work: Callable[[BatchStore], _Result]) -> _Result:
         return await run_store(self._context, work)

@@ -71,7 +71,7 @@ async def embed_texts(
     if dimensions is None or dimensions == task.dimensions:
         return encoded
     rows = await router.work.run(
-        caller.tenant.name, lambda: shortened(encoded.rows, dimensions), encoded.rows.size
+        caller.tenant.share, lambda: shortened(encoded.rows, dimensions), encoded.rows.size
     )
     return EncodedTexts(rows=rows, num_tokens=encoded.num_tokens)
 

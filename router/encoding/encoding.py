@@ -67,7 +67,7 @@ async def encode(
     replicas = model.replicas
     queue = router.dispatcher.queue_of(replicas)
     router.admission.check_queue(replicas, queue, tenant, priority=priority, new=1)
-    places = await router.work.run(tenant.name, lambda: _places(prepare()), size)
+    places = await router.work.run(tenant.share, lambda: _places(prepare()), size)
     num_texts, width = sum(map(len, places.values())), _width(model)
     if num_texts * width > MAX_NUMBERS:
         raise InvalidRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import time
 import uuid
@@ -15,6 +16,7 @@ from router.errors import ModelNotFound, Unavailable
 from router.fleet.adapters import Adapters, with_adapter
 from router.fleet.administration import Administration
 from router.fleet.background import BackgroundTasks
+from router.fleet.body_budget import BodyBudget
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
 from router.fleet.engines.sockets import EngineSockets
@@ -31,6 +33,7 @@ from router.fleet.tenants.rate_limits import RateLimits
 from router.fleet.tenants.tenant import Tenant
 from router.images.preparing import ImagePreparer
 from router.tokens.rendering import warm_up
+from router.tokens.template_processes import TemplateProcesses
 from router.tokens.work_pool import WorkPool
 from shared.network.allow_list import AllowedKey
 from shared.settings import Settings
@@ -96,7 +99,10 @@ class Router:
         # Next to the socket, whose lock keeps other routers out of the directory.
         paths = [address[6:] for address in addresses if address.startswith("ipc://")]
         store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
-        self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
+        self.templates = TemplateProcesses()
+        self.registry = Registry(
+            settings, uuid.uuid4().hex, store, self._send, self, self.templates
+        )
         self.administration = Administration(
             self.registry, self.dispatcher, self.supervised, self._send_to
         )
@@ -105,12 +111,16 @@ class Router:
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for slow work."""
+        self.bodies = BodyBudget(max(settings.body_memory_mb << 20, 4 * settings.max_request_bytes))
         self.images = ImagePreparer(settings, self.metrics.images)
         self.batches = BatchFigures()
         self.loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # background tasks
-        self.closers: list[Callable[[], None]] = [self.images.close]  # run on threads at the end
+        self.closers: list[Callable[[], None]] = [
+            self.images.close,
+            self.templates.close,
+        ]  # run on threads at the end
         self.leaving = False
         """Whether load balancers should use other servers, because this one will drain soon."""
         self.draining = False
@@ -133,6 +143,11 @@ class Router:
             "Requests queued for a preparation thread",
             lambda: self.work.num_waiting,
         )
+        self.metrics.add_gauge(
+            "request_body_bytes",
+            "Bytes of request bodies that are being received or parsed",
+            lambda: self.bodies.used_bytes,
+        )
         engines = EngineCollector(
             self.registry.models,
             lambda: self.registry.versions,
@@ -143,8 +158,12 @@ class Router:
 
     async def start(self) -> None:
         self.engine_sockets.start()
-        self._tasks.start(self._tick(), self.rate_limits.run(), asyncio.to_thread(warm_up))
+        self._tasks.start(self._tick(), self.rate_limits.run(), asyncio.to_thread(self._warm_up))
         self._tasks.start(*(run() for run in self.background))
+
+    def _warm_up(self) -> None:
+        self.templates.start()
+        warm_up()
 
     async def stop(self) -> None:
         self.abort_all("The server is shutting down.")
@@ -231,6 +250,8 @@ class Router:
                         code="model_broken",
                         retry_after_s=limit_s,
                     )
+                if unloaded.state == "loading" and unloaded.reason:
+                    raise not_ready(unloaded.reason)
                 if time.monotonic() > deadline:
                     raise not_ready(f"it did not load within {limit_s:g} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
@@ -289,6 +310,12 @@ class Router:
 
     def on_engine_joined(self, engine: Engine) -> None:
         self.metrics.engines_joined.labels(engine.hello.model).inc()
+        if engine.hello.vision is not None and importlib.util.find_spec("mlx_vlm") is None:
+            logger.warning(
+                "%s takes images, but this router cannot prepare them: install its extra, "
+                "mlx-lm-server[vision]",
+                engine.hello.model,
+            )
         self.metrics.recent.note(engine.name, "joined", is_error=False)
         self.adapters.on_engine_joined(engine)
 

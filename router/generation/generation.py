@@ -96,7 +96,7 @@ class Generation:
         """
         self._check_connected()
         return await self._cancelled_with_client(
-            self._router.work.start(self._tenant.name, work, size)
+            self._router.work.start(self._tenant.share, work, size)
         )
 
     async def wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -287,7 +287,7 @@ class Generation:
         renderer, scope = self.model.renderer, self.cache_scope
         prompt, output = choice.prompt_text_tokens, choice.output_token_ids
         self._router.work.start_unattended(
-            self._tenant.name, lambda: renderer.remember_reply(scope, prompt, output), len(prompt)
+            self._tenant.share, lambda: renderer.remember_reply(scope, prompt, output), len(prompt)
         )
 
     @property

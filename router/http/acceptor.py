@@ -10,10 +10,13 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from shared.descriptors import reserve
 from shared.logs import RateLimitedLogger
+from shared.network.client_address import TrustedProxies, client_network
 
 _AT_ONCE = 32
 """Max connections accepted before other events are handled."""
@@ -28,17 +31,20 @@ class Acceptor:
     parts of `asyncio.Server` that uvicorn uses.
 
     ``max_descriptors`` is the process's limit. A connection for which only the descriptors of the
-    reserve are left is closed at once, and ``on_refused`` is called.
+    reserve are left, or one beyond the ``limit`` of its address, is closed at once, and
+    ``on_refused`` is called.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        protocol_factory: Callable[[], asyncio.Protocol],
+        protocol_factory: Callable[[], EndingProtocol],
         tls: ssl.SSLContext | None,
         max_descriptors: int,
         on_refused: Callable[[], None],
+        limit: AddressLimit,
     ) -> None:
+        self._limit = limit
         self._listener = listener
         self._protocol_factory = protocol_factory
         self._tls = tls
@@ -64,7 +70,7 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
-                client, _address = self._listener.accept()
+                client, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # without descriptors or memory; waiting clients stay queued
@@ -84,14 +90,64 @@ class Acceptor:
                     self._first_reserved,
                 )
                 continue
+            host = client_network(address[0]) if isinstance(address, tuple) else ""
+            if not self._limit.take(host, address[0] if host else ""):
+                client.close()
+                self._on_refused()
+                self._warnings.warning(
+                    "closed a new connection of %s, which has %d (--max-connections-per-address; "
+                    "name a proxy with --trusted-proxy)",
+                    host,
+                    self._limit.max_connections,
+                )
+                continue
             client.setblocking(False)
-            task = self._loop.create_task(self._connect(client))
+            task = self._loop.create_task(self._connect(client, host))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, client: socket.socket) -> None:
+    async def _connect(self, client: socket.socket, host: str) -> None:
+        protocol = self._protocol_factory()
+        protocol.on_lost = partial(self._limit.give_back, host)
         try:
-            await self._loop.connect_accepted_socket(self._protocol_factory, client, ssl=self._tls)
-        except OSError as error:  # the TLS handshake failed, or the client has gone
-            logger.debug("a connection failed: %s", error)
+            await self._loop.connect_accepted_socket(lambda: protocol, client, ssl=self._tls)
+        except BaseException as error:  # the TLS handshake failed, or the client has gone
             client.close()
+            if not protocol.was_made:
+                self._limit.give_back(host)
+            if not isinstance(error, OSError):
+                raise
+            logger.debug("a connection failed: %s", error)
+
+
+class EndingProtocol(asyncio.Protocol):
+    """A protocol that tells when its connection has ended."""
+
+    on_lost: Callable[[], None] | None = None
+    was_made = False
+
+
+class AddressLimit:
+    """Counts the connections of each address, so that one host cannot take all descriptors.
+
+    The addresses of ``proxies`` are not limited."""
+
+    def __init__(self, max_connections: int, proxies: Sequence[str]) -> None:
+        """``max_connections`` of 0 is no limit."""
+        self.max_connections = max_connections
+        self._proxies = TrustedProxies(proxies)
+        self._counts: Counter[str] = Counter()
+
+    def take(self, host: str, address: str) -> bool:
+        """Count a connection of ``host``, whose ``address`` may be one of several, unless it has
+        too many."""
+        is_full = self.max_connections and self._counts[host] >= self.max_connections
+        if is_full and not self._proxies.trust(address):
+            return False
+        self._counts[host] += 1
+        return True
+
+    def give_back(self, host: str) -> None:
+        self._counts[host] -= 1
+        if not self._counts[host]:
+            del self._counts[host]

@@ -13,11 +13,12 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequest
+from router.http.acceptor import EndingProtocol
 from router.http.client_timer import ClientTimer
 from router.http.transports import DrainingTransport
 
 
-class Connection(HttpToolsProtocol):
+class Connection(HttpToolsProtocol, EndingProtocol):
     """The connection of one client. Between a response and the next byte, uvicorn's own keep-alive
     timeout applies."""
 
@@ -51,10 +52,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         draining = DrainingTransport(transport, self.loop, self.write_timeout_s)
+        self.was_made = True
         super().connection_made(cast(asyncio.Transport, draining))
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.on_lost is not None:
+            self.on_lost()
         self._cancel_headers_timer()
         cast(DrainingTransport, self.transport).lost()
         # uvicorn notifies only the last request: the one being answered would continue to its end.

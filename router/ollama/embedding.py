@@ -74,7 +74,7 @@ class OllamaEmbed:
                 written = partial(_written, body, found, figures)
                 numbers = 0 if found is None else found.rows.size
                 pieces = await router.work.run(
-                    caller.tenant.name, lambda: list(written()), numbers * 4
+                    caller.tenant.share, lambda: list(written()), numbers * 4
                 )
                 # Within the limit of concurrent requests, because it is large.
                 await send_json(send, pieces, ())

@@ -157,7 +157,7 @@ class Embeddings:
             limits_left=state["limits_left"],
         )
         async with cancel_on_disconnect(receive):
-            texts = await router.work.run_large(caller.tenant.name, lambda: body.texts, size)
+            texts = await router.work.run_large(caller.tenant.share, lambda: body.texts, size)
             model = await text_model(router, body.model, caller, "embed")
             async with router.admit(caller.tenant, model, caller.limits_left):
                 found = await embed_texts(
@@ -173,7 +173,7 @@ class Embeddings:
                 )
                 name = body.model or model.names[0]
                 answer = await router.work.run(
-                    caller.tenant.name,
+                    caller.tenant.share,
                     lambda: list(_written(found, name, body.encoding_format)),
                     found.rows.size * 4,
                 )

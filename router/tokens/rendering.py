@@ -1,7 +1,7 @@
 """Prompts to token ids and back: a model's chat template, tokenizer and detokenizer.
 
 All of it comes from files sent by an engine. No code from a model runs here: templates run in
-the sandbox of transformers, and remote code is never trusted."""
+processes of their own, and remote code is never trusted."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import asyncio
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from router.schemas.conversation import ChatMessage, PromptEnding, Tool
+import msgspec
+
+from router.errors import ApiError
+from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool, ToolCall
 from router.tokens.image_prompts import Prompt, expanded
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReplyFormat, detect_format
-from router.tokens.templates import TOKEN_BREAK, ChatTemplate
+from router.tokens.template_process import TemplateSpec
+from router.tokens.template_processes import TemplateProcesses
+from router.tokens.templates import TOKEN_BREAK, ChatTemplate, Rendered, check_args
 from router.tokens.tokenization_cache import LengthCheck, PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Vision
@@ -59,6 +65,7 @@ class Renderer:
         config: Mapping[str, Any] = MappingProxyType({}),
         vision: Vision | None = None,
         directory: Path = Path(),
+        processes: TemplateProcesses | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.vision = vision
@@ -67,13 +74,35 @@ class Renderer:
         """The directory of the model's files."""
         self.config = config
         """The model's ``config.json``."""
+        image_tokens = _image_tokens(tokenizer, vision)
+        call_syntax = JSON.name if format.tools is None else format.tools.name
         self._template = ChatTemplate(
             tokenizer,
             template_args,
             has_reasoning=not format.is_plain,
-            image_tokens=_image_tokens(tokenizer, vision),
-            call_syntax=JSON.name if format.tools is None else format.tools.name,
+            image_tokens=image_tokens,
+            call_syntax=call_syntax,
         )
+        self._processes = processes
+        self._template_spec = b""
+        """Empty: the template is a function of a library, which this process calls."""
+        if processes is not None and _is_jinja(tokenizer):
+            self._template_spec = msgspec.msgpack.encode(
+                TemplateSpec(
+                    source=tokenizer.chat_template,
+                    special_tokens=_plain(tokenizer.special_tokens_map),
+                    control_tokens=[
+                        str(each)
+                        for each in tokenizer.added_tokens_decoder.values()
+                        if each.special
+                    ],
+                    has_thinking=tokenizer.has_thinking,
+                    has_reasoning=not format.is_plain,
+                    template_args=dict(template_args),
+                    image_tokens=image_tokens,
+                    call_syntax=call_syntax,
+                )
+            )
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)
         self._encoder = _Encoder(tokenizer)
@@ -87,6 +116,7 @@ class Renderer:
         newline = tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
         """Tokens exempt from XTC: only the model should choose where an answer or a line ends."""
+        self._least_tokens = self._measured_least_tokens()
 
     @classmethod
     async def load(
@@ -99,8 +129,10 @@ class Renderer:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         vision: Vision | None = None,
+        processes: TemplateProcesses | None = None,
     ) -> Renderer:
-        """Load the tokenizer files in ``directory``. Raises any exception of the loader."""
+        """Load the tokenizer files in ``directory``. Its template runs in ``processes``. Raises any
+        exception of the loader."""
 
         def load() -> Renderer:
             tokenizer, detokenizer_source = _load(directory, tokenizer_options)
@@ -123,6 +155,7 @@ class Renderer:
                 config,
                 vision,
                 directory,
+                processes,
             )
 
         return await asyncio.to_thread(load)
@@ -184,7 +217,9 @@ class Renderer:
         """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep their
         generated tokens (`router.tokens.tokenization_cache`). Raises `InvalidRequest`, and what
         ``check_length`` raises."""
-        text, images = self._template.rendered(messages, tools, template_args, ending=ending)
+        if check_length is not None:
+            check_length(self._least_length(messages))
+        text, images = self._rendered(messages, tools, template_args, ending)
         if images and self.vision is not None:
             shown = self.vision.before + self.vision.placeholder + self.vision.after
             text = text.replace(self.vision.placeholder, shown)
@@ -196,6 +231,47 @@ class Renderer:
             tokens = self._tokenization_cache.tokenize(cache_scope, text, check_length)
         placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
         return expanded(tokens, placeholder_id, images, check_length)
+
+    def _rendered(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        template_args: Mapping[str, Any],
+        ending: PromptEnding,
+    ) -> Rendered:
+        if not self._template_spec or self._processes is None:
+            return self._template.rendered(messages, tools, template_args, ending=ending)
+        check_args(template_args)
+        return self._processes.rendered(self._template_spec, messages, tools, template_args, ending)
+
+    def _least_length(self, messages: Sequence[ChatMessage]) -> int:
+        """Return how many tokens ``messages`` have at least: rendering those that cannot fit may
+        take long."""
+        kinds = Counter((each.role, bool(each.tool_calls)) for each in messages)
+        return sum(count * self._least_tokens.get(kind, 1) for kind, count in kinds.items())
+
+    def _measured_least_tokens(self) -> dict[tuple[str, bool], int]:
+        """Return how many tokens the template writes at least for an empty message, by role and
+        whether it has calls. It may write none, but no real conversation has more messages than
+        a context has tokens."""
+        if not self._tokenizer.has_chat_template:
+            return {}
+        call = ToolCall(FunctionCall("f", "{}"), id="call00000")
+        first, found = ChatMessage("user", "x"), dict[tuple[str, bool], int]()
+        for message in (
+            ChatMessage("user", ""),
+            ChatMessage("assistant", ""),
+            ChatMessage("assistant", "", tool_calls=[call]),
+            ChatMessage("tool", "", tool_call_id="call00000"),
+        ):
+            few, many = ([first, *[message] * count] for count in (4, 20))
+            try:
+                texts = [self._rendered(each, (), {}, "last_message").text for each in (few, many)]
+            except ApiError:
+                continue
+            lengths = [len(self._encode_rendered(text, None)) for text in texts]
+            found[message.role, bool(message.tool_calls)] = max(1, (lengths[1] - lengths[0]) // 16)
+        return found
 
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
@@ -309,6 +385,23 @@ def _processor_template(directory: Path) -> str | None:
     transformers gives it to the processor only, never to the tokenizer."""
     template = _read_json(directory / "chat_template.json").get("chat_template")
     return template if isinstance(template, str) else None
+
+
+def _is_jinja(tokenizer: Any) -> bool:
+    """Return whether the chat template is a model's, not a function of mlx-lm or transformers."""
+    from transformers import PreTrainedTokenizerBase
+
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    applies = getattr(type(inner), "apply_chat_template", None)
+    own = applies is PreTrainedTokenizerBase.apply_chat_template
+    return own and bool(tokenizer.has_chat_template and tokenizer._chat_template is None)
+
+
+def _plain(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+        for name, token in special_tokens.items()
+    }
 
 
 def _image_tokens(tokenizer: Any, vision: Vision | None) -> list[str]:

@@ -1,7 +1,7 @@
 """A model's chat template: messages and tools to the text of a prompt.
 
-A template is untrusted code. It runs in the sandbox of transformers, and clients' text is only data
-to it.
+A template is untrusted code. It runs in the sandbox of transformers, in a process of its own
+(`router.tokens.template_process`), and clients' text is only data to it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ _PROBE_TOOL = {
 }
 _Json = dict[str, Any]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def check_args(template_args: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` for arguments that clients cannot set."""
+    for name in template_args:
+        if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
+            raise InvalidRequest(
+                f"'{name}' cannot be set in 'chat_template_kwargs'.",
+                param="chat_template_kwargs",
+            )
 
 
 class Rendered(NamedTuple):
@@ -130,12 +140,7 @@ class ChatTemplate:
         Raises `InvalidRequest` if there is no template, and for messages that it does not support,
         such as other content or an order of roles.
         """
-        for name in template_args:
-            if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
-                raise InvalidRequest(
-                    f"'{name}' cannot be set in 'chat_template_kwargs'.",
-                    param="chat_template_kwargs",
-                )
+        check_args(template_args)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions, or start the server"

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -46,6 +46,18 @@ _Result = TypeVar("_Result")
 
 
 _numbers = itertools.count()
+_of_job = threading.local()
+
+
+def add_job_time(seconds: float) -> None:
+    """Charge processor time that another process used for the job of this thread, if it has one."""
+    if hasattr(_of_job, "elsewhere_s"):
+        _of_job.elsewhere_s += seconds
+
+
+def job_time_s() -> float:
+    """Return what `add_job_time` has charged for the job of this thread."""
+    return float(getattr(_of_job, "elsewhere_s", 0.0))
 
 
 class _Job:
@@ -60,6 +72,10 @@ class _Job:
         """None if nothing waits for the result."""
 
     @property
+    def is_large(self) -> bool:
+        return self.size > SMALL_SIZE
+
+    @property
     def dropped(self) -> bool:
         return self.future is not None and self.future.done()
 
@@ -68,9 +84,10 @@ class WorkPool:
     """Runs jobs on a few threads, fairly between API keys according to their cost.
 
     The key that has used the threads least goes first; a returning key starts at the level of the
-    others. The jobs of a key run in order. The first thread takes small jobs only, so that they
+    others. The jobs of a key begin in order. The first thread takes small jobs only, so that they
     never wait for a large one. The others together leave the interpreter free for two thirds of the
-    time, so that large requests cannot take it from the event loop.
+    time, so that large requests cannot take it from the event loop. No key has all of them with
+    large jobs, so a large job does not wait for one of another key that takes seconds.
 
     A job that does not fit into the queue is rejected. A job is dropped if its future is cancelled
     before it begins, and fails if it is not done by its deadline. Once begun, it runs to its end,
@@ -101,12 +118,15 @@ class WorkPool:
         seen."""
         self._clock_s = 0.0
         """The level of the key whose job began last."""
+        self._large_running: Counter[str] = Counter()
+        """By key: its large jobs that run."""
         self._changed = threading.Condition()
         """Guards everything above."""
         self._closed = False
         self._on_refused = on_refused
         self._jobs_wait = jobs_wait
-        count = threads or max(2, min(4, (os.cpu_count() or 1) // 2))
+        count = threads or max(3, min(4, (os.cpu_count() or 1) // 2))
+        self._max_large_of_key = max(1, count - 2)
         self._rest_factor = REST_FACTOR * max(1, count - 1)
         for number in range(count):
             thread = threading.Thread(
@@ -182,7 +202,7 @@ class WorkPool:
             if (queues := self._waiting.get(job.key)) is None:
                 queues = self._waiting[job.key] = (deque(), deque())
                 self._used_s[job.key] = max(self._used_s.get(job.key, 0.0), self._clock_s)
-            queues[job.size > SMALL_SIZE].append(job)
+            queues[job.is_large].append(job)
             self._num_waiting += 1
             self._changed.notify_all()
 
@@ -204,6 +224,7 @@ class WorkPool:
     def _run(self, small_only: bool) -> None:
         while (job := self._next(small_only)) is not None:
             clock = time.monotonic if self._jobs_wait else time.thread_time
+            _of_job.elsewhere_s = 0.0
             began = clock()
             error: BaseException | None = None
             result: Any = None
@@ -212,7 +233,8 @@ class WorkPool:
             except BaseException as raised:  # any exception belongs to the caller
                 error = raised
             took_s = clock() - began
-            self._charge(job, took_s)
+            self._charge(job, took_s + (0.0 if self._jobs_wait else job_time_s()))
+            del _of_job.elsewhere_s
             _finish(job, result, error)
             del job, result, error
             if took_s > _NO_REST_S and not small_only and not self._jobs_wait:
@@ -228,24 +250,38 @@ class WorkPool:
                 elif not job.dropped:
                     self._clock_s = self._used_s[job.key]
                     self._used_s[job.key] += job.size * SECONDS_PER_UNIT
+                    self._large_running[job.key] += job.is_large
                     return job
         return None
 
     def _take(self, small_only: bool) -> _Job | None:
-        keys = [key for key, queues in self._waiting.items() if queues[0] or not small_only]
-        if not keys:
+        usable = {
+            key: found
+            for key, queues in self._waiting.items()
+            if (found := self._usable(key, queues, small_only))
+        }
+        if not usable:
             return None
-        key = min(keys, key=self._used_s.__getitem__)
+        key = min(usable, key=self._used_s.__getitem__)
         queues = self._waiting[key]
-        usable = [each for each in queues[: 1 if small_only else 2] if each]
-        job = min(usable, key=lambda each: each[0].number).popleft()
+        job = min(usable[key], key=lambda each: each[0].number).popleft()
         self._num_waiting -= 1
         if not any(queues):
             del self._waiting[key]
         return job
 
+    def _usable(
+        self, key: str, queues: tuple[deque[_Job], deque[_Job]], small_only: bool
+    ) -> list[deque[_Job]]:
+        """Return those of the ``queues`` of ``key`` whose first job a thread may take."""
+        takes_large = not small_only and self._large_running[key] < self._max_large_of_key
+        return [each for each in (queues if takes_large else queues[:1]) if each]
+
     def _charge(self, job: _Job, took_s: float) -> None:
         with self._changed:
+            if job.is_large:
+                self._large_running -= Counter((job.key,))  # drops zeros
+                self._changed.notify_all()
             charged_s = job.size * SECONDS_PER_UNIT
             self._used_s[job.key] = self._used_s.get(job.key, 0.0) + took_s - charged_s
             if len(self._used_s) > _MAX_KEYS:

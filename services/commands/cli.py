@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.exits import EXIT_FAILED, EXIT_OK, EXIT_USAGE, fail
+from services.supervision.bounded_log import LAUNCHD_LOG_VARIABLE
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, fail
 from shared.version import installed_version
 
 PROG = "mlx-lm-server"
@@ -84,6 +85,8 @@ def _run(argv: list[str]) -> int:
         return fail(PROG, f"unknown command {name!r}; {hint}", EXIT_USAGE)
     module, _, function = COMMANDS[name][0].partition(":")
     code: int = getattr(importlib.import_module(f"services.{module}"), function or "main")(rest)
+    if code in (EXIT_USAGE, EXIT_CONFIG) and LAUNCHD_LOG_VARIABLE in os.environ:
+        code = EXIT_OK  # launchd restarts after any other code
     if name in _WITH_THREADS:
         logging.shutdown()
         sys.stdout.flush()

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from shared.environment import sandbox_environment
+
 logger = logging.getLogger(__name__)
 
 CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
@@ -60,6 +62,7 @@ class Awake:
         try:
             self._process = subprocess.Popen(
                 [*self._command, str(os.getpid())],
+                env=sandbox_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
+from engine.model.hub import patience
 from engine.model.starting import StartTimes, lean_imports
 from engine.parallel.errors import RankFailed
 from services.processes.ready import announce, digests
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if supervisor is not None:
         supervisor.watch(lambda: os._exit(EXIT_OK))
     status, inbox = EngineStatus(), Inbox()
+    patience.wait(lambda reason: setattr(status, "reason", reason))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     names = {"engine": name, "incarnation": uuid.uuid4().hex}
     io_thread = IOThread(

@@ -18,10 +18,11 @@ from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
 from shared.descriptors import raise_descriptor_limit
+from shared.environment import HUB_TOKENS, forget
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.network.curve import CurveError, Gatekeeper
 from shared.network.socket_file import SocketFile, SocketFileError
-from shared.settings import Settings, parse
+from shared.settings import SECRET_VARIABLES, Settings, parse
 from shared.supervisor_link import SupervisorLink
 
 PROG = "mlx-lm-server kvstore"
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
     raise_descriptor_limit()
+    forget(SECRET_VARIABLES | HUB_TOKENS)
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if not settings.kvstore_socket:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import sys
 from typing import Any
 
+from shared.settings import Settings
 from shared.supervisor_link import HTTP_VARIABLE
 
 BACKLOG = 2048
@@ -65,6 +67,21 @@ def inherited() -> socket.socket | None:
     listener = socket.socket(fileno=int(number))
     listener.set_inheritable(False)
     return listener
+
+
+def log_access(logger: logging.Logger, settings: Settings) -> None:
+    """Log who can use the server, and how to change that."""
+    host = settings.listen_host
+    if settings.has_keys:
+        logger.info("listening on %s for clients with an API key (change it with --host)", host)
+    elif settings.host is None:
+        logger.info(
+            "listening on %s, for programs of this machine only, because no API key is set: serve "
+            "others with --api-key-file, or without keys with --host 0.0.0.0",
+            host,
+        )
+    else:
+        logger.info("listening on %s without API keys (set them with --api-key-file)", host)
 
 
 def base_url(listener: socket.socket, *, tls: bool) -> str:

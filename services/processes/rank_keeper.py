@@ -25,7 +25,9 @@ from engine.model.errors import ModelUnavailable
 from engine.parallel.health import LOADING_SILENCE_S, SILENCE_S
 from services.ranks.rdma import lacks_rdma
 from services.ranks.remote_rank import IBV_VARIABLE, RANK_VARIABLE, RankJob, model_digest, versions
+from shared.environment import HUB_TOKENS, environment_without
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from shared.settings import SECRET_VARIABLES
 from shared.supervisor_link import LINK_VARIABLE, LineReader
 
 LONGER_S = 2.0
@@ -66,7 +68,7 @@ def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = l
         _say(sink, {"phase": "loading", "reason": reason, "exit": EXIT_CONFIG})
         return EXIT_CONFIG
     with tempfile.TemporaryDirectory(prefix="rank-") as folder:
-        environment = {**os.environ, **job.environment}
+        environment = {**environment_without(SECRET_VARIABLES), **job.environment}
         for variable, content in job.files.items():
             path = Path(folder, variable.lower())
             path.write_text(content)
@@ -122,7 +124,9 @@ class KeptStore:
         if self._link is not None:
             self._link.close()
         self._link, self._process = _start(
-            "services.processes.kvstore", self._arguments, os.environ
+            "services.processes.kvstore",
+            self._arguments,
+            environment_without(SECRET_VARIABLES | HUB_TOKENS),
         )
 
     def end(self) -> None:

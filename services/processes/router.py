@@ -22,23 +22,32 @@ from router.fleet.demand import demand, load
 from router.fleet.engines.socket import EngineSocketError
 from router.fleet.router import Router
 from router.fleet.tenants.rate_windows import LimitsStoreError
-from router.http.acceptor import Acceptor
+from router.http.acceptor import Acceptor, AddressLimit
 from router.http.app import create_app
+from router.http.certificates import follow_certificate
 from router.http.connections import Connection
 from router.http.endpoints.health import can_answer
 from router.http.middleware.api_keys import ApiKeys
 from router.responses.archive import ArchiveError
 from router.tokens.without_mlx import leave_out_mlx
 from services.processes.awake import Awake
-from services.processes.listener import BACKLOG, ListenError, base_url, inherited, listen
+from services.processes.listener import (
+    BACKLOG,
+    ListenError,
+    base_url,
+    inherited,
+    listen,
+    log_access,
+)
 from services.processes.router_end import RouterEnd
 from services.processes.terminal import Terminal
 from shared import logs
-from shared.descriptors import raise_descriptor_limit
+from shared.descriptors import raise_descriptor_limit, reserve
+from shared.environment import HUB_TOKENS, forget
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.imports.transformers_index import remember_transformers
 from shared.network.host_names import is_loopback
-from shared.settings import parse
+from shared.settings import SECRET_VARIABLES, parse
 from shared.supervisor_link import SupervisorLink
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
@@ -58,6 +67,7 @@ logger = logging.getLogger("router")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG, about=ABOUT)
+    forget(SECRET_VARIABLES | HUB_TOKENS)
     max_descriptors = raise_descriptor_limit()
     leave_out_mlx()
     remember_transformers()
@@ -68,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         keys = ApiKeys(settings)
         tracing = open_tracing(settings.otlp_endpoint, "router")
-        listener = inherited() or listen(settings.host, settings.port)
+        listener = inherited() or listen(settings.listen_host, settings.port)
     except TracingUnavailable as error:
         return fail(PROG, f"--otlp-endpoint: {error}")
     except (OSError, ValueError, ListenError) as error:
@@ -89,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.close()
         router.engine_sockets.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
+    if link is None:
+        log_access(logger, settings)
     # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for this long
     # when the event loop wants it, and the loop releases it in each system call: with the default
     # of 5 ms, a first token that needs twenty turns of the loop waits 100 ms.
@@ -108,9 +120,14 @@ class _Server(uvicorn.Server):
     server is notified, and `_heartbeat` sets the date."""
 
     def __init__(
-        self, config: uvicorn.Config, max_descriptors: int, on_refused: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        max_descriptors: int,
+        on_refused: Callable[[], None],
+        address_limit: AddressLimit,
     ) -> None:
         self._exit = asyncio.Event()
+        self._address_limit = address_limit
         self._max_descriptors, self._on_refused = max_descriptors, on_refused
         super().__init__(config)
 
@@ -118,11 +135,18 @@ class _Server(uvicorn.Server):
         """Accept connections on ``sockets``."""
         config = self.config
 
-        def connection() -> asyncio.Protocol:
+        def connection() -> Connection:
             return Connection(config, self.server_state, self.lifespan.state)
 
         self.servers = [
-            Acceptor(each, connection, config.ssl, self._max_descriptors, self._on_refused)  # type: ignore[misc]
+            Acceptor(  # type: ignore[misc]
+                each,
+                connection,
+                config.ssl,
+                self._max_descriptors,
+                self._on_refused,
+                self._address_limit,
+            )
             for each in sockets or []
         ]
         self.started = True
@@ -161,6 +185,7 @@ def _server(
         ws="none",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # uvicorn would believe every program on this machine
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -169,7 +194,12 @@ def _server(
         ssl_keyfile=settings.ssl_keyfile,
     )
     config.load()
-    return _Server(config, max_descriptors, router.metrics.connections_refused.inc)
+    limit = settings.max_connections_per_address
+    if limit is None:
+        limit = (max_descriptors - reserve(max_descriptors)) // 2
+    address_limit = AddressLimit(limit, settings.trusted_proxy)
+    refused = router.metrics.connections_refused.inc
+    return _Server(config, max_descriptors, refused, address_limit)
 
 
 async def _serve(
@@ -200,6 +230,9 @@ async def _serve(
         )
     background = BackgroundTasks()
     background.start(_heartbeat(server, router, link), keys.follow())
+    settings, tls = router.settings, server.config.ssl
+    if tls is not None and settings.ssl_certfile is not None:
+        background.start(follow_certificate(tls, settings.ssl_certfile, settings.ssl_keyfile))
     await router.start()
     try:
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))

@@ -24,6 +24,7 @@ from services.supervision.output import LogCollector, announce
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
+from shared.environment import HUB_TOKENS, forget
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
 from shared.network.curve import CurveError, engine_keys
 from shared.rundir import RunDir, RunDirError
@@ -68,6 +69,7 @@ def joining_children(
     Raises: `TooManyModels`.
     """
     children = Children(options, run_dir, joins=options.engine_socket)
+    forget(settings.SECRET_VARIABLES | HUB_TOKENS)
     total = total_bytes(options, None)
     sizes = budgets(models, [entry_bytes(entry) for entry in models], total)
     needed = sum(size * each.settings.engines for each, size in zip(models, sizes, strict=True))

@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.backend import allocation
-from services.processes.listener import ListenError, base_url, inherited, listen
+from services.processes.listener import ListenError, base_url, inherited, listen, log_access
 from services.ranks.remote_rank import RANK_VARIABLE
+from services.supervision.bounded_log import BoundedLog
 from services.supervision.fleet.engine_pool import SpecMaker
 from services.supervision.fleet.fleet import ROUTER, EngineFleet
 from services.supervision.fleet.model_jobs import Kind, ModelJobs
@@ -30,6 +31,7 @@ from services.supervision.ray.cluster import ClusterUnavailable, RayCluster
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
+from shared.environment import HUB_TOKENS, forget
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE, fail
 from shared.flags import FlagError
 from shared.network.curve import CurveError
@@ -46,7 +48,7 @@ from shared.supervisor_link import (
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
-_HIDDEN = settings.VARIABLES
+_HIDDEN = settings.VARIABLES | settings.SECRET_VARIABLES | HUB_TOKENS
 """Children get settings as flags, and the router its secrets: what the user set in the environment
 for one model is not for a model that a client asks for."""
 GRACE_S = 5.0
@@ -56,7 +58,8 @@ GRACE_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    options, models = settings.parse_models(argv, os.environ, PROG)
+    given = dict(os.environ)
+    options, models = settings.parse_models(argv, given, PROG)
     raise_descriptor_limit()
     if hosts := launched_hosts(options):
         if not models[0].alone:
@@ -73,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The socket is created here, not in the router, so that connections wait instead of being
         # refused while the router restarts.
-        http_socket = inherited() or listen(options.host, options.port)
+        http_socket = inherited() or listen(options.listen_host, options.port)
         with http_socket as http, RunDir.create() as run_dir:
             if starter is not None:  # a server started by another program exits with it
                 starter.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
             if options.cluster == "none":
-                return _supervise(argv, options, models, http, run_dir)
+                return _supervise(argv, given, options, models, http, run_dir)
             with closing(RayCluster(options, run_dir)) as cluster:
-                return _supervise(argv, options, models, http, run_dir, cluster)
+                return _supervise(argv, given, options, models, http, run_dir, cluster)
     except (ListenError, RunDirError) as error:
         return fail(PROG, error, EXIT_FAILED)
     except (ClusterUnavailable, CurveError) as error:
@@ -91,7 +94,8 @@ class Children:
     """Creates the specs of a server's processes: their settings and sockets.
 
     Keys are not passed as flags, which every user of the machine can see. The router gets them in
-    its environment; the others do not need them.
+    its environment; the others do not need them. Only what downloads models gets the user's token
+    for the hub.
     """
 
     def __init__(self, options: Settings, run_dir: RunDir, joins: Sequence[str] = ()) -> None:
@@ -109,6 +113,9 @@ class Children:
         self._private = [f"--engine-socket={address}" for address in joins]
         self._private.append(f"--kvstore-socket={store}")
         self._environment = _environment(run_dir)
+        self._hub_tokens = {
+            name: token for name in HUB_TOKENS if (token := os.environ.get(name)) is not None
+        }
 
     def router(self, http: socket.socket) -> ChildSpec:
         flags = [f"--engine-socket={address}" for address in self._options.engine_socket]
@@ -136,7 +143,11 @@ class Children:
             name,
             "services.processes.engine",
             [*entry.arguments(), *budget],
-            environment={**allocation.environment(os.environ), ENGINE_NAME_VARIABLE: name},
+            environment={
+                **allocation.environment(os.environ),
+                **self._hub_tokens,
+                ENGINE_NAME_VARIABLE: name,
+            },
             stop_stage=1,
             announces_ready=not self._is_server,
             essential=entry.alone,
@@ -154,7 +165,7 @@ class Children:
             spec = ChildSpec(
                 name=kind,
                 command=(*_command("services.processes.model_job"), kind, model),
-                environment=self._environment,
+                environment={**self._environment, **self._hub_tokens},
                 hidden_variables=_HIDDEN,
             )
             return launcher.start(spec, time.monotonic())
@@ -200,6 +211,7 @@ def url(options: Settings, http: socket.socket) -> str:
 
 def _supervise(
     argv: Sequence[str],
+    given: Mapping[str, str],
     options: Settings,
     models: Sequence[ModelEntry],
     http: socket.socket,
@@ -208,7 +220,9 @@ def _supervise(
 ) -> int:
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
+    log_access(logger, options)
     children = Children(options if cluster is None else cluster.prepared(options), run_dir)
+    forget(settings.SECRET_VARIABLES | HUB_TOKENS)
     local = LocalLauncher(output, options.spare_engine_after_s)
     launcher: Launcher = local
     make_engine: SpecMaker = children.engine
@@ -217,14 +231,17 @@ def _supervise(
         make_engine = cluster.placed(make_engine, options)
     services = [*([] if options.no_ssd else [children.kvstore()]), children.router(http)]
 
+    bounded_log = BoundedLog(given)
+
     def tick() -> None:
         run_dir.keep_fresh()
+        bounded_log.tick(time.monotonic())
         fleet.update()
         local.keep_spare(time.monotonic())
 
     def reload() -> None:
         nonlocal models
-        found = _read_again(argv, models)
+        found = _read_again(argv, given, models)
         if found is None:
             return
         new, models = found
@@ -257,12 +274,12 @@ def _supervise(
 
 
 def _read_again(
-    argv: Sequence[str], served: Sequence[ModelEntry]
+    argv: Sequence[str], given: Mapping[str, str], served: Sequence[ModelEntry]
 ) -> tuple[Settings, Sequence[ModelEntry]] | None:
     """Return the settings and models as they are now, or log why they cannot be read, or replace
     those that are ``served``."""
     try:
-        new, entries, _ = settings.read(argv, os.environ, PROG)
+        new, entries, _ = settings.read(argv, given, PROG)
     except Exception as error:  # no file may end a running server
         expected = isinstance(error, FlagError)
         logger.error("keeping the old settings: %s", error, exc_info=not expected)
@@ -299,7 +316,7 @@ def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -
         body = {"model": models[0].id, **body}
     lines = [f"curl {shlex.quote(address)}/v1/chat/completions"]
     lines.append("  -H 'Content-Type: application/json'")
-    if options.api_key or options.api_key_file:
+    if options.has_keys:
         lines.append('  -H "Authorization: Bearer $MLX_LM_SERVER_API_KEY"')
     lines.append(f"  -d {shlex.quote(json.dumps(body))}")
     curl = " \\\n  ".join(lines)

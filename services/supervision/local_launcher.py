@@ -14,6 +14,7 @@ from typing import Any
 
 from services.supervision.launcher import ChildSpec, ProcessState
 from services.supervision.output import LogCollector
+from shared.environment import HUB_TOKENS, environment_without
 from shared.supervisor_link import LINK_VARIABLE, LineReader, LineWriter
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,14 @@ class LocalLauncher:
         wanted = self._model is not None and self._spare_after_s > 0
         if wanted and self._spare is None and now >= self._spare_at:
             assert self._model is not None
-            spec = replace(self._model, name="spare", command=self._model.spare)
+            environment = {
+                name: value
+                for name, value in self._model.environment.items()
+                if name not in HUB_TOKENS
+            }
+            spec = replace(
+                self._model, name="spare", command=self._model.spare, environment=environment
+            )
             try:
                 self._spare = LocalProcess(spec, self._output, now)
             except OSError as error:  # out of memory or processes
@@ -88,11 +96,7 @@ class LocalProcess:
             self._process = subprocess.Popen(
                 spec.command,
                 env={
-                    **{
-                        name: value
-                        for name, value in os.environ.items()
-                        if name not in spec.hidden_variables
-                    },
+                    **environment_without(spec.hidden_variables),
                     **spec.environment,
                     **{name: str(number) for name, number in descriptors.items()},
                 },

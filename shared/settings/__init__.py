@@ -30,6 +30,7 @@ from shared.settings.models import (
 )
 from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.secrets import (
+    SECRET_VARIABLES,
     SECRETS_VARIABLE,
     secrets_of,
     with_secrets,
@@ -55,6 +56,7 @@ __all__ = [
     "parse_models",
     "read",
     "SECRETS_VARIABLE",
+    "SECRET_VARIABLES",
     "secrets_of",
     "serving_options",
 ]

@@ -6,6 +6,7 @@ import re
 from urllib.parse import urlsplit
 
 from shared.flags import FlagError
+from shared.network.client_address import TrustedProxies
 from shared.network.host_names import is_loopback
 from shared.network.hostfile import HostfileError, rdma_matrix, read_hostfile
 from shared.network.named_address import is_named
@@ -43,6 +44,10 @@ def check(settings: Settings) -> None:
         raise FlagError("--ssl-keyfile: requires --ssl-certfile")
     if settings.root_path and not _is_path(settings.root_path):
         raise FlagError("--root-path: must begin with / and must not end with /")
+    try:
+        TrustedProxies(settings.trusted_proxy)
+    except ValueError as error:
+        raise FlagError(f"--trusted-proxy: {error}") from None
     for origin in settings.cors_origin:
         if origin != "*" and not _is_origin(origin):
             raise FlagError(f"--cors-origin: {origin!r} is not an origin like https://host:port")

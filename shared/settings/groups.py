@@ -31,7 +31,11 @@ class ServerSettings:
     GROUP: ClassVar = "server"
 
     config: Path | None = flag(None, "TOML file with any of these settings")
-    host: str = flag("0.0.0.0", "address to listen on")
+    host: str | None = flag(
+        None,
+        "address to listen on",
+        shown_default="0.0.0.0 if API keys are set, otherwise 127.0.0.1",
+    )
     port: int = flag(8000, "port to listen on (0: any free one)", at_least=0, at_most=65535)
     api_key: tuple[str, ...] = flag(
         (), "bearer token that clients must send", secret=True, split=False
@@ -51,6 +55,23 @@ class ServerSettings:
     )
     metrics_key: str | None = flag(
         None, "bearer token for /metrics", secret=True, shown_default="open"
+    )
+    trusted_proxy: tuple[str, ...] = flag(
+        (),
+        "address or network of a reverse proxy whose X-Forwarded-For tells clients without API "
+        "keys apart",
+    )
+    max_connections_per_address: int | None = flag(
+        None,
+        "max connections of one address, except of a --trusted-proxy (0: no limit)",
+        shown_default="half of those that the limit of open files allows",
+        at_least=0,
+    )
+    body_memory_mb: int = flag(
+        256,
+        "memory for request bodies that are being received, in MB, shared fairly between API keys, "
+        "or addresses without keys (at least four times --max-request-bytes)",
+        at_least=1,
     )
     max_request_bytes: int = flag(1048576, "max size of a request body", at_least=1)
     response_store_mb: int = flag(
@@ -366,3 +387,12 @@ class Settings(
 
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
     """The names of the fields that the user has set."""
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def listen_host(self) -> str:
+        """The address to listen on. Without keys, by default only this machine is served."""
+        return self.host or ("0.0.0.0" if self.has_keys else "127.0.0.1")

@@ -15,6 +15,11 @@ from shared.settings.groups import Settings
 SECRETS_VARIABLE = "_MLX_LM_SERVER_SECRETS"
 
 _FLAGS = [flag for flag in flags_of(Settings) if flag.declared.secret]
+SECRET_VARIABLES = frozenset(
+    {SECRETS_VARIABLE}
+    | {name for flag in _FLAGS for name in (flag.variable, *flag.declared.variables)}
+)
+"""The environment variables that have secrets."""
 
 
 def secrets_of(settings: Settings) -> str:

@@ -257,7 +257,16 @@ def test_routers_are_as_many_as_their_processors_need(rendered: dict[str, Object
     router = named(rendered["secured"], target["kind"], target["name"])
     assert "replicas" not in router["spec"]  # an update of the chart would set it back
     assert container_of(router)["resources"]["requests"]["cpu"]
-    assert named(rendered["minimal"], target["kind"], target["name"])["spec"]["replicas"] == 2
+    assert named(rendered["minimal"], target["kind"], target["name"])["spec"]["replicas"] == 1
+
+
+def test_several_routers_need_the_same_reasoning_key() -> None:
+    for several in ({"replicas": 2}, {"autoscaling": {"minReplicas": 1, "maxReplicas": 3}}):
+        values = {**values_of("minimal"), "router": several}
+        with pytest.raises(Exception, match="reasoning-key"):
+            render(values)
+        assert render({**values, "secrets": {"existingSecret": "mine"}})
+        assert render({**values, "secrets": {"values": {"reasoning-key": "same"}}})
 
 
 def test_secrets_are_made_and_used(rendered: dict[str, Objects]) -> None:

@@ -194,7 +194,7 @@ def test_settings_that_cannot_be_read_again_end_no_server(
     options, models = parse_models([f"--model={tmp_path}"], {}, "prog")
     monkeypatch.setattr(settings, "read", read)
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-        assert local._supervise([], options, models, http, run_dir) == 0
+        assert local._supervise([], {}, options, models, http, run_dir) == 0
     assert "keeping the old settings: no such thing" in caplog.text
 
 
@@ -222,7 +222,7 @@ def test_a_file_that_has_lost_its_models_changes_nothing_though_it_had_none_at_t
     options, models = parse_models(argv, {}, "prog")
     monkeypatch.setattr(settings, "read", read_next)
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-        assert local._supervise(argv, options, models, http, run_dir) == 0
+        assert local._supervise(argv, {}, options, models, http, run_dir) == 0
     assert served == [str(tmp_path)]
     assert "has no [[model]] any more" in caplog.text
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from services.commands.service import command as service
+from services.supervision.bounded_log import LAUNCHD_LOG_VARIABLE
 from shared.paths import python_path
 
 _SYSTEMCTL = """#!/bin/sh
@@ -106,6 +107,8 @@ def test_a_unit_restarts_the_server_after_faults_and_lets_it_drain(site: Site) -
     assert found["Restart"] == "on-failure"
     assert found["RestartPreventExitStatus"] == "2 78"
     assert found["KillMode"] == "mixed"
+    assert found["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert found["Wants"] == found["After"] == "network-online.target"
     assert found["OOMPolicy"] == "continue"  # one engine's end is no reason to stop the others
     assert int(found["TimeoutStopSec"]) > 60
     assert found["WorkingDirectory"] == str(site.home)
@@ -129,12 +132,40 @@ def test_what_systemd_would_replace_reaches_the_server_as_it_is(site: Site) -> N
     assert stat.S_IMODE(site.unit.stat().st_mode) == 0o600
 
 
+def test_errors_that_last_do_not_restart_an_agent(tmp_path: Path) -> None:
+    """launchd restarts after any exit code but 0."""
+    for variables, code in (({}, 2), ({LAUNCHD_LOG_VARIABLE: "log"}, 0)):
+        command = [sys.executable, "-m", "mlx_lm_server", "serve", "--no-such-flag"]
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True)
+        assert done.returncode == code and b"--no-such-flag" in done.stderr
+
+
+def test_the_log_of_an_agent_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "name.log"
+    program = (
+        "import os\n"
+        "from services.supervision import bounded_log\n"
+        "bounded_log.MAX_BYTES = 1000\n"
+        "log = bounded_log.BoundedLog(os.environ)\n"
+        "for number in range(10):\n"
+        "    print('x' * 400, flush=True)\n"
+        "    log.tick(number * 100.0)\n"
+    )
+    variables = {**os.environ, LAUNCHD_LOG_VARIABLE: str(log)}
+    with log.open("ab") as output:
+        subprocess.run([sys.executable, "-c", program], stdout=output, env=variables, check=True)
+    assert log.stat().st_size == 401
+    assert log.with_suffix(".log.1").stat().st_size == 3 * 401
+
+
 def test_an_agent_restarts_the_server_after_faults_and_lets_it_drain(site: Site) -> None:
     assert service.main(["install", "--env", "HF_TOKEN=secret", *FLAGS], "darwin") == 0
     found = plistlib.loads(site.plist.read_bytes())
     assert found["Label"] == "mlx-lm-server"
     assert found["ProgramArguments"] == COMMAND
-    assert found["EnvironmentVariables"] == {"PYTHONPATH": python_path(), "HF_TOKEN": "secret"}
+    variables = found["EnvironmentVariables"]
+    assert variables.pop(LAUNCHD_LOG_VARIABLE) == found["StandardOutPath"]
+    assert variables == {"PYTHONPATH": python_path(), "HF_TOKEN": "secret"}
     assert found["KeepAlive"] == {"SuccessfulExit": False} and found["RunAtLoad"]
     assert found["ExitTimeOut"] > 60
     assert Path(found["StandardErrorPath"]).parent.is_dir()

@@ -17,7 +17,6 @@ FLAGS = {one.field: one for one in flags_of(Settings)}
 REFERENCE = {
     "--model": "mlx-community/Qwen3-4B-4bit",
     "--adapter-path": None,
-    "--host": "0.0.0.0",
     "--port": 8000,
     "--api-key": (),
     "--api-key-file": None,

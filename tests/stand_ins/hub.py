@@ -7,17 +7,25 @@ import json
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import SHUT_RDWR
 from threading import Event, Thread
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """It has the model ``me/tiny``. While ``is_open`` is clear, it sends half of each file."""
+    """It has the model ``me/tiny``. While ``is_open`` is clear, it sends half of each file. It
+    answers with the status ``fails`` if that is set, and resets the connections of as many files as
+    ``resets``, each in its middle."""
+
+    fails = 0
+    resets = 0
 
     def __init__(self, model: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+        self.requests: list[tuple[str, str | None]] = []
+        """The paths and ranges that were asked for."""
         self.is_open = Event()
         self.is_open.set()
         Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -37,6 +45,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
+        self.server.requests.append((self.path, self.headers.get("range")))
+        if self.server.fails:
+            self.send_response(self.server.fails)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
         path, _, name = self.path.partition("?")[0].rpartition("/")
         if path.startswith("/api/models/me/tiny/tree"):
             path, name = "/api/models/me/tiny/tree", ""
@@ -68,6 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
         if with_body:
             half = len(data) // 2
             self.wfile.write(data[:half])
+            if headers and self.server.resets:
+                self.server.resets -= 1
+                self.close_connection = True
+                self.connection.shutdown(SHUT_RDWR)
+                return
             if headers:  # of a file
                 self.server.is_open.wait(60)
             self.wfile.write(data[half:])

@@ -13,6 +13,7 @@ from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.engines.model_versions import ModelVersions
 from router.fleet.models.renderers import Renderers
 from router.fleet.models.tokenizer_files import TokenizerFileStore
+from router.tokens.template_processes import TemplateProcesses
 from shared.flags import FlagError
 from shared.network.allow_list import AllowedKey
 from shared.settings import Settings, overlay
@@ -66,13 +67,14 @@ class Registry:
         file_store: TokenizerFileStore,
         send: Callable[[bytes, Message], bool],
         listener: RegistryListener,
+        templates: TemplateProcesses | None = None,
     ) -> None:
         self._settings = settings
         self._router_id = router_id
         self._send = send
         self._listener = listener
         self._file_store = file_store
-        self._renderers = Renderers(file_store)
+        self._renderers = Renderers(file_store, templates)
         self._engines: dict[bytes, Engine] = {}
         self._model_of: dict[Engine, ModelReplicas] = {}
         self._pinged_at: dict[bytes, float] = {}

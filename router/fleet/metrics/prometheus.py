@@ -240,8 +240,22 @@ class Metrics:
             self.first_token.labels(model).observe(first_token_s)
             self.recent.on_first_token(model, now, first_token_s)
 
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
+    def exposition(self, *, with_keys: bool) -> bytes:
+        """Return all metrics, or without those that name API keys."""
+        if with_keys:
+            return generate_latest(self.registry)
+        return generate_latest(_WithoutKeys(self.registry))
+
+
+class _WithoutKeys(Collector):
+    """The metrics of a registry, except for those that name API keys."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        own = _PREFIX + "key_"
+        return (each for each in self._registry.collect() if not each.name.startswith(own))
 
 
 @dataclass(eq=False)

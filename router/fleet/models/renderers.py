@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from router.fleet.models.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
+from router.tokens.template_processes import TemplateProcesses
 from shared.settings import Settings, chat_template_text
 from shared.wire import Vision
 
@@ -19,8 +20,12 @@ class Renderers:
     more: other streams should not wait for that when a new version of a model joins.
     """
 
-    def __init__(self, files: TokenizerFileStore) -> None:
+    def __init__(
+        self, files: TokenizerFileStore, processes: TemplateProcesses | None = None
+    ) -> None:
+        """Chat templates run in ``processes``, by default in this one."""
         self._files = files
+        self._processes = processes
         self._loaded: weakref.WeakValueDictionary[str, Renderer] = weakref.WeakValueDictionary()
 
     async def get(
@@ -47,6 +52,7 @@ class Renderers:
                     tool_parser=tools,
                     reasoning_parser=reasoning,
                     vision=vision,
+                    processes=self._processes,
                 )
             # The garbage collector scans all objects from time to time and blocks everything else:
             # the libraries that read tokenizers create so many objects that it takes a tenth of a

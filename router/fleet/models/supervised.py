@@ -28,7 +28,7 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     names: list[str]  # its own name first
     state: ConfiguredState
-    reason: str | None = None  # the reason if it is broken
+    reason: str | None = None  # why it is broken, or not loaded yet
     pinned: bool = False
     adapters: list[str] = []  # the names of those of its settings
     engines: list[str] = []

@@ -53,29 +53,29 @@ class Admission:
                 retry_after_s=self._departure_rate.wait_s(0),
             )
         self.num_requests += 1
-        self.num_requests_of[tenant.name] += 1
+        self.num_requests_of[tenant.share] += 1
         self._num_requests_to[model_id] += 1
         try:
             yield
         finally:
             self.num_requests -= 1
             self._num_requests_to[model_id] -= 1
-            self.num_requests_of[tenant.name] -= 1
-            if not self.num_requests_of[tenant.name]:
-                del self.num_requests_of[tenant.name]
+            self.num_requests_of[tenant.share] -= 1
+            if not self.num_requests_of[tenant.share]:
+                del self.num_requests_of[tenant.share]
 
     def _too_many(self, tenant: Tenant) -> str | None:
         """Return the reason why no further request of ``tenant`` can be accepted, if any."""
-        own, limit = self.num_requests_of[tenant.name], self._settings.max_concurrent_requests
+        own, limit = self.num_requests_of[tenant.share], self._settings.max_concurrent_requests
         if tenant.concurrency and own >= tenant.concurrency:
-            return f"This API key has reached its limit of {own} concurrent requests."
+            return f"This {tenant.noun} has reached its limit of {own} concurrent requests."
         free = limit - self.num_requests
         if not limit or own < free or (tenant.alone and free > 0):
             return None
         if free > 0:
             return (
-                f"This API key has {own} requests. The remaining {free} slots are reserved "
-                "for other keys."
+                f"This {tenant.noun} has {own} requests. The remaining {free} slots are reserved "
+                "for others."
             )
         return f"The server has reached its limit of {self.num_requests} concurrent requests."
 
@@ -94,7 +94,8 @@ class Admission:
         places = model.settings.max_queue_size + capacity - waiting
         if own and new + (0 if tenant.alone else own) > places:
             raise TooManyRequests(
-                f"The queue is full ({waiting} requests queued, {own} of them for this API key).",
+                f"The queue is full ({waiting} requests queued, {own} of them for this "
+                f"{tenant.noun}).",
                 code="queue_full",
                 retry_after_s=self._departure_rate.wait_s(waiting),
             )

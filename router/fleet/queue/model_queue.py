@@ -75,7 +75,7 @@ class ModelQueue:
         return not self._waiting and not self._running
 
     def num_waiting_of(self, tenant: Tenant) -> int:
-        return self._waiting.num_waiting_of(tenant.name)
+        return self._waiting.num_waiting_of(tenant.share)
 
     def push(self, sequence: RemoteRequest) -> None:
         self._queue_of(sequence).push(sequence)
@@ -157,7 +157,7 @@ class ModelQueue:
         """
         if not self._waiting:
             return 0.0
-        ahead = self._waiting.num_ahead(tenant.name, priority, self._running)
+        ahead = self._waiting.num_ahead(tenant.share, priority, self._running)
         return self._departures_while_waiting.estimate_s(ahead, _ENOUGH_DEPARTURES) or 0.0
 
 

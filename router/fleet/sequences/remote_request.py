@@ -63,7 +63,7 @@ class RemoteRequest(ABC):
     @property
     def key(self) -> str:
         """The name of the tenant, for fairness between keys."""
-        return self.tenant.name
+        return self.tenant.share
 
     @property
     def names_adapter(self) -> bool:

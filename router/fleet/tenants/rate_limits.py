@@ -57,7 +57,7 @@ class RateLimits:
         limit = tenant.requests_per_minute
         if not limit:
             return
-        name = f"requests/{tenant.name}"
+        name = f"requests/{tenant.share}"
         refusal = await self._acquire(name, limit, 1)
         left = 0 if refusal else limit - await self._windows.used(name)
         headers.update(_headers("requests", limit, left, refusal))
@@ -87,7 +87,7 @@ class RateLimits:
                 code="prompt_over_rate_limit",
             )
         await self._flush(tenant)
-        name, windows, unit = f"tokens/{tenant.name}", self._windows, self._windows.unit(limit)
+        name, windows, unit = f"tokens/{tenant.share}", self._windows, self._windows.unit(limit)
         units = -(-tokens // unit)
         refusal = await self._acquire(name, max(units, limit // unit), units)
         left = max(0, limit - unit * await windows.used(name))
@@ -150,7 +150,7 @@ class RateLimits:
         units = self._uncharged[tenant] // unit
         if units > 0:
             self._uncharged[tenant] -= units * unit
-            await self._windows.charge(f"tokens/{tenant.name}", units)
+            await self._windows.charge(f"tokens/{tenant.share}", units)
         if not self._uncharged[tenant]:
             del self._uncharged[tenant]
 

@@ -24,6 +24,7 @@ _MAX_CONNECTIONS = 16
 _MAX_ENTRIES = 4096
 """Max entries of a window in Redis, which has one entry per unit."""
 _UNLIMITED = 2**31
+_PRUNE_AT = 1024
 _PROBE = "probe"
 """A window that only shows whether Redis takes amounts."""
 
@@ -45,9 +46,13 @@ class MemoryWindows(MovingWindowSupport):
         self._clock = clock
         self._entries: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
         self._totals: Counter[str] = Counter()
+        self._prune_at = _PRUNE_AT
 
     async def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
-        entries, now = self._entries[key], self._clock()
+        now = self._clock()
+        if len(self._entries) > self._prune_at:
+            self._prune(now - expiry)
+        entries = self._entries[key]
         while entries and entries[0][0] <= now - expiry:
             self._totals[key] -= entries.popleft()[1]
         if self._totals[key] + amount > limit:
@@ -58,6 +63,14 @@ class MemoryWindows(MovingWindowSupport):
         entries.append((at, before + amount))
         self._totals[key] += amount
         return True
+
+    def _prune(self, since: float) -> None:
+        """Drop what has no recent entries: without API keys, there is one for each address."""
+        old = [key for key, found in self._entries.items() if not found or found[-1][0] < since]
+        for key in old:
+            del self._entries[key]
+            self._totals.pop(key, None)
+        self._prune_at = _PRUNE_AT + 2 * len(self._entries)
 
     async def get_moving_window(self, key: str, limit: int, expiry: int) -> tuple[float, int]:
         since = self._clock() - expiry

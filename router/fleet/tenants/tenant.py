@@ -16,6 +16,8 @@ class Tenant:
 
     name: str = ""
     """Safe to log, and unique. Empty where no keys are set."""
+    address: str = ""
+    """The address of the client where no keys are set."""
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrency: int = 0
@@ -36,9 +38,19 @@ class Tenant:
         )
 
     @property
+    def share(self) -> str:
+        """The name under which capacity is shared fairly: a key's, or an address without keys."""
+        return self.name or self.address
+
+    @property
+    def noun(self) -> str:
+        """What clients are told apart by, for error messages."""
+        return "API key" if self.name else "address"
+
+    @property
     def group(self) -> str:
         """The name under which engines share their work fairly: batches are apart."""
-        return f"batches {self.name}" if self.background else self.name
+        return f"batches {self.name}" if self.background else self.share
 
     def may_use(self, names: list[str]) -> bool:
         """Return whether the model called ``names`` may be used."""

@@ -73,7 +73,9 @@ class ModelState(Struct, frozen=True, kw_only=True):
         ConfiguredState,
         Meta(description="An unloaded model is loaded on demand; a broken one failed to load."),
     ]
-    reason: Annotated[str | None, Meta(description="The reason why the model is broken.")]
+    reason: Annotated[
+        str | None, Meta(description="The reason why the model is broken, or not loaded yet.")
+    ]
     load_s: Annotated[float | None, Meta(description="Duration of its last load, in seconds.")]
     queued: int
 
@@ -126,8 +128,10 @@ async def show_readyz(http: Request) -> Response:
 
 
 async def show_metrics(http: Request) -> Response:
+    router: Router = http.app.state.router
+    guarded = router.settings.metrics_key is not None or not http.app.state.keys
     return PlainTextResponse(
-        http.app.state.router.metrics.exposition(),
+        router.metrics.exposition(with_keys=guarded or http.state.may_administer),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 
@@ -159,6 +163,8 @@ def _unready_reasons(router: Router) -> list[str]:
         troubles = [] if model is None else model.troubles
         if known is not None and known.state == "broken":
             troubles = [f"broken: {known.reason}"]
+        if known is not None and known.state == "loading" and known.reason:
+            troubles = [f"loading: {known.reason}"]
         troubles = troubles or ["loading"]
         found += [f"model {model_id}: {trouble}" for trouble in troubles]
     if not registry.models and not configured:

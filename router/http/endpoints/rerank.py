@@ -240,7 +240,7 @@ async def rerank(http: Request) -> Response:
         usage=RerankUsage(found.num_tokens, found.num_tokens),
     )
     # Including the documents, it is as large as the body.
-    return await router.work.run_large(caller.tenant.name, lambda: json_response(answer), size)
+    return await router.work.run_large(caller.tenant.share, lambda: json_response(answer), size)
 
 
 async def score(http: Request) -> Response:
@@ -303,7 +303,7 @@ async def _cosines(
     )
     rows = found.rows
     cosines = await router.work.run_large(
-        caller.tenant.name, lambda: _cosines_of(rows), rows.size * 4
+        caller.tenant.share, lambda: _cosines_of(rows), rows.size * 4
     )
     return cosines, found.num_tokens
 

@@ -124,10 +124,10 @@ class Tokenize(TokenEndpoint[TokenizeRequest]):
         if body.messages is not None:
             salt = f"{tenant.name}/" if router.settings.cache_salt_per_key else ""
             given = body.messages
-            sent = await router.work.run_large(tenant.name, lambda: with_sent_images(given), size)
+            sent = await router.work.run_large(tenant.share, lambda: with_sent_images(given), size)
             async with cancel_on_disconnect(http.receive):
                 messages, size = await with_images(router, sent, model, http.state, salt, size)
-        return await router.work.run(tenant.name, partial(_tokenized, body, messages, model), size)
+        return await router.work.run(tenant.share, partial(_tokenized, body, messages, model), size)
 
 
 def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Model) -> bytes:
@@ -157,7 +157,7 @@ class Detokenize(TokenEndpoint[DetokenizeRequest]):
     ) -> bytes:
         router: Router = http.app.state.router
         return await router.work.run(
-            http.state.tenant.name, partial(_detokenized, body, model), size
+            http.state.tenant.share, partial(_detokenized, body, model), size
         )
 
 

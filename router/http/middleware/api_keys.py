@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import NoReturn
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from router.errors import AdminForbidden, Unauthorized
 from router.fleet.tenants.tenant import ADMINISTRATOR, EVERYBODY, Tenant
+from router.http.middleware.addresses import ClientAddresses
 from router.http.middleware.key_file import (
     KeyFileError,
     KeyFileUnreadable,
@@ -26,6 +28,7 @@ from shared.watched_file import stamp
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_LOOKS = 10
 
 
 class ApiKeys:
@@ -41,17 +44,24 @@ class ApiKeys:
             EVERYBODY,
             requests_per_minute=settings.rate_limit_requests,
             tokens_per_minute=settings.rate_limit_tokens,
+            max_priority=0,
         )
+        self._addresses = ClientAddresses(settings.trusted_proxy)
         self._reload_asked = asyncio.Event()
         self._warnings = RateLimitedLogger(logger)
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def identify(self, headers: Headers) -> Tenant:
-        """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
+    def identify(self, headers: Headers, scope: Scope | None = None) -> Tenant:
+        """Return the tenant of the key in ``headers``, or of the client's address if there are no
+        keys. Raises `Unauthorized`."""
         if not self._tenants:
-            return self._everybody
+            if scope is None:
+                return self._everybody
+            address = self._addresses.of(scope, headers)
+            alone = self._addresses.is_alone(address)
+            return replace(self._everybody, address=address, alone=alone)
         # The lookup uses a digest, so its timing reveals nothing about almost correct keys.
         tenant = self._tenants.get(digest(given_key(headers)))
         if tenant is None:
@@ -91,9 +101,22 @@ class ApiKeys:
 
         Raises `KeyFileError`; the old keys then stay.
         """
-        self._tenants = await asyncio.to_thread(read_tenants, self._settings)
+        self._tenants = await self._read_whole()
         logger.info("reloaded %d API keys", len(self._tenants))
         return len(self._tenants)
+
+    async def _read_whole(self) -> dict[bytes, Tenant]:
+        """Return the keys, once the file was left alone for a moment: a part of a key would be
+        another key. Raises `KeyFileError`."""
+        for _ in range(_LOOKS):
+            before = await asyncio.to_thread(self._look)
+            if before is not None:
+                await asyncio.sleep(_POLL_S)
+            if before == await asyncio.to_thread(self._look):
+                found = await asyncio.to_thread(read_tenants, self._settings)
+                if before == await asyncio.to_thread(self._look):
+                    return found
+        raise KeyFileUnreadable(f"--api-key-file: {self._path} is still being written")
 
     async def _try_reload(self) -> bool:
         """Return False if the file could not be read: it may have lost a key."""
@@ -138,10 +161,18 @@ class AdminKey:
         is_guarded = path.startswith("/admin/") or path in self._paths
         return self._digest is not None and is_guarded
 
+    def is_sent(self, headers: Headers) -> bool:
+        """Return whether ``headers`` have the key."""
+        try:
+            given = digest(given_key(headers))
+        except Unauthorized:
+            return False
+        return self._digest is not None and hmac.compare_digest(self._digest, given)
+
     def check(self, headers: Headers) -> Tenant:
         """Return the administrator's tenant. Raises `AdminForbidden` and `Unauthorized`."""
-        given = digest(given_key(headers))
-        if self._digest is not None and hmac.compare_digest(self._digest, given):
+        given_key(headers)
+        if self.is_sent(headers):
             return ADMINISTRATOR
         if self._keys:
             self._keys.identify(headers)

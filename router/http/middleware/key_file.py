@@ -66,6 +66,8 @@ def read_tenants(settings: Settings) -> dict[bytes, Tenant]:
             continue
         if key in tenants:
             raise KeyFileError(f"{origin}: the key is already set in {origins[key]}")
+        if settings.admin_key is not None and key == digest(settings.admin_key):
+            raise KeyFileError(f"{origin}: the key is the --admin-key, which clients must not have")
         tenants[key], origins[key] = _tenant(entry, key, settings, origin), origin
     _check_names(tenants, origins)
     alone = len({tenant.name for tenant in tenants.values()}) <= 1

@@ -99,8 +99,10 @@ class RequestMiddleware:
             trace = scope["state"]["trace"] = RequestTrace(self._tracing, headers, record)
             scope["state"]["traceparent"] = trace.traceparent
         try:
-            tenant = self._authorize(path, headers)
+            tenant = self._authorize(path, headers, scope)
             scope["state"].update(tenant=tenant, api_key=tenant.name)
+            if path == "/metrics":
+                scope["state"]["may_administer"] = self._admin_key.is_sent(headers)
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             record.error_code = "client_disconnected"
@@ -138,7 +140,7 @@ class RequestMiddleware:
             trace.end(scope, known)
         record.write(scope, logging.DEBUG if is_probe else logging.INFO)
 
-    def _authorize(self, path: str, headers: Headers) -> Tenant:
+    def _authorize(self, path: str, headers: Headers, scope: Scope) -> Tenant:
         if "\n" in path:  # routes match with one at their end, and the rules below do not
             raise NotFound("The path has a line break.")
         is_public = path in self._public_paths
@@ -156,7 +158,7 @@ class RequestMiddleware:
             )
         if is_public or path in self._metrics_key_paths:
             return EVERYBODY
-        return self._keys.identify(headers)
+        return self._keys.identify(headers, scope)
 
     def _strip_root_path(self, scope: Scope) -> str:
         """Return the path without ``--root-path``, which some proxies keep and others strip."""

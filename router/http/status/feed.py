@@ -90,7 +90,7 @@ class StatusFeed:
         """Count a viewer; the first one starts the sampler, and the last one stops it."""
         if self._router.ending.is_set():
             raise Unavailable("The server is shutting down.", code="shutting_down")
-        own = list(self._viewers.values()).count(tenant.name)
+        own = list(self._viewers.values()).count(tenant.share)
         free = MAX_VIEWERS - len(self._viewers)
         # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
         if free <= (0 if tenant.alone else own):
@@ -101,7 +101,7 @@ class StatusFeed:
                 retry_after_s=10,
             )
         changed = asyncio.Event()
-        self._viewers[changed] = tenant.name
+        self._viewers[changed] = tenant.share
         if self._task is None:
             self._task = asyncio.create_task(self._sample())
         try:

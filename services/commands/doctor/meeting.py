@@ -52,7 +52,7 @@ def checks(options: Settings) -> Iterator[Check]:
 
 def _http(options: Settings) -> Iterator[Check]:
     try:
-        listen(options.host, options.port).close()
+        listen(options.listen_host, options.port).close()
     except ListenError as error:
         running = _running_server(options)
         if running is None:
@@ -62,13 +62,14 @@ def _http(options: Settings) -> Iterator[Check]:
         yield warning("http", text, "stop it, or choose another --port")
         yield from _versions(running)
         return
-    yield good("http", f"{options.host}:{options.port} is free")
+    yield good("http", f"{options.listen_host}:{options.port} is free")
 
 
 def _running_server(options: Settings) -> ServerFields | None:
     """Return the health of an mlx-lm-server at this port, None if there is none."""
     scheme = "http" if options.ssl_certfile is None else "https"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
+    given = options.listen_host
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given, given)
     url = f"{scheme}://{host}:{options.port}{options.root_path}/health"
     own = ssl.create_default_context()
     own.check_hostname, own.verify_mode = False, ssl.CERT_NONE  # no secrets are sent

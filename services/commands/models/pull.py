@@ -18,7 +18,7 @@ from rich.progress import (
 
 from engine.model.demo import demo_model_path
 from engine.model.errors import ModelUnavailable
-from engine.model.hub import download, download_with_log
+from engine.model.hub import download, download_once
 from engine.model.load import DEMOS, HUB_ID, keeps_codes
 from services.processes.model_files import problems
 from shared import logs
@@ -42,7 +42,7 @@ def pull(name: str) -> int:
             path = _with_bar(console, name)
         else:
             logs.setup("models", "info", "text")
-            path = download_with_log(name)
+            path = download_once(name)
     except ModelUnavailable as error:
         return fail(PROG, error, EXIT_FAILED)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from services.supervision.bounded_log import LAUNCHD_LOG_VARIABLE
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
 
 _RESTART_AFTER_S = 10
@@ -152,7 +153,7 @@ class Launchd:
         return {
             "Label": self._label,
             "ProgramArguments": list(spec.command),
-            "EnvironmentVariables": dict(spec.environment),
+            "EnvironmentVariables": {**spec.environment, LAUNCHD_LOG_VARIABLE: str(self.log)},
             "WorkingDirectory": str(spec.directory),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
@@ -173,9 +174,12 @@ def _unit_text(spec: ServiceSpec) -> str:
     return f"""\
 [Unit]
 Description=mlx-lm-server
+Wants=network-online.target
+After=network-online.target
 
 [Service]
 ExecStart={command}
+ExecReload=/bin/kill -HUP $MAINPID
 WorkingDirectory={directory}
 {environment}Restart=on-failure
 RestartSec={_RESTART_AFTER_S}

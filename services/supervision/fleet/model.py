@@ -83,7 +83,7 @@ class FleetModel:
         return {
             "names": list(self.entry.names),
             "state": self.state,
-            "reason": self.trouble,
+            "reason": self.trouble or self._loading_trouble,
             "pinned": self.entry.pinned,
             "adapters": list(adapters_of(self.entry.settings)),
             "engines": [child.joins_as for child in self.engines],
@@ -92,6 +92,14 @@ class FleetModel:
             "idle_unload_s": self.entry.settings.idle_unload_s,
             "kept_s": self.kept_s,
         }
+
+    @property
+    def _loading_trouble(self) -> str | None:
+        """The reason why it is not loaded yet, in words."""
+        if self.state != "loading":
+            return None
+        running = [child.process for child in self.engines if child.process is not None]
+        return next((each.state.reason for each in running if each.state.reason), None)
 
     def retry(self) -> None:
         """Try engines again that could not start."""

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.backend import allocation
+from shared.environment import environment_without
 from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from shared.paths import python_path
+from shared.settings import SECRET_VARIABLES
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
 
 FOR_GOOD = (EXIT_OK, EXIT_CONFIG, EXIT_USAGE)
@@ -47,7 +49,7 @@ class EngineHost:
                     f"--curve-dir={self._directory.name}",
                 ],
                 env={
-                    **os.environ,
+                    **environment_without(SECRET_VARIABLES),
                     **allocation.environment(os.environ),
                     ENGINE_NAME_VARIABLE: name,
                     LINK_VARIABLE: str(child_end.fileno()),

@@ -40,8 +40,14 @@ from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 GOOD, BAD = "good-key", "bad-key"
 FLAGS = ("--api-key", GOOD, "--api-key", BAD, "--no-ssd", "--num-blocks", "2000")
 CONTEXT = 8192
-TEMPLATE = "{% for tool in tools or () %}{{ tool.function.name }}\n{% endfor %}" + CHAT_TEMPLATE
-"""Of the tiny model: with all of a large tool in it, a prompt would be refused at once."""
+TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for a in range(rounds or 0) %}{% for m in messages %}{% endfor %}{% endfor %}"
+    "{% if grows %}{% set n = namespace(s='ab') %}"
+    "{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+"""Of the tiny model: with all of a large tool in it, a prompt would be refused at once. It loops as
+those do that look at all messages for each, and grows as a hostile one."""
 LIVEZ_S, LIVEZ_WORST_S = 0.1, 0.5
 LAG_S = 0.1
 FIRST_TOKEN_FACTOR = 1.5

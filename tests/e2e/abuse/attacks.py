@@ -156,6 +156,7 @@ def abuses() -> Mapping[str, Abuse]:
     slow = {"type": "integer", "multipleOf": 9999991}
     endless = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     refused = [{"role": "user", "content": long[:200_000]}, {"role": "function", "content": "x"}]
+    turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
     arguments = {f"argument{number}": number for number in range(31)}
     return {
         "a fence with much whitespace": _chat(
@@ -198,6 +199,10 @@ def abuses() -> Mapping[str, Abuse]:
         "/detokenize": _post("/detokenize", tokens=[5] * 300_000),
         "count_tokens": _post(COUNT, messages=[{"role": "user", "content": long}]),
         "a template that refuses": _post(CHAT, messages=refused, chat_template_kwargs=arguments),
+        "a template that runs away": _post(
+            CHAT, messages=turns * 1500, chat_template_kwargs={"rounds": 99_999}, max_tokens=1
+        ),
+        "a template that grows": _chat(long[:60_000], chat_template_kwargs={"grows": True}),
         "nested arrays": _raw(b'{"messages": ' + b"[" * 500_000),
         "nested objects": _raw(b'{"chat_template_kwargs": ' + b'{"a":' * 100_000),
         "numbers": _raw(b'{"messages": [' + b"1e9999," * 140_000 + b"1]}"),

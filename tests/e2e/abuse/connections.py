@@ -15,6 +15,7 @@ from tests.e2e.abuse.attack import Attack
 from tests.e2e.fuzz.framing import FramingError, exchange
 
 TRAILERS_BYTES = 32 * 2**20
+STALLED_BODIES = 100
 SLOW_FOR_S, SILENT_CONNECTIONS = 2.0, 40
 DISTURBED = (429, 503)
 """Statuses of a server that is ending or starting."""
@@ -89,6 +90,20 @@ def _silent(attack: Attack) -> str:
     return "left"
 
 
+def _all_but_the_last_byte(attack: Attack) -> str:
+    """Send bodies of a megabyte, each without its end, and hold them."""
+    size = 10**6
+    with ExitStack() as stack:
+        for _ in range(STALLED_BODIES):
+            client: socket.socket = stack.enter_context(attack.connect())
+            try:
+                client.sendall(attack.head("/v1/completions", size) + bytes(size - 1))
+            except OSError:  # refused while it was still sent
+                pass
+        time.sleep(1)
+    return "left"
+
+
 def connection_abuses() -> Mapping[str, Callable[[Attack], str]]:
     """Return the list, by name."""
     body = b'{"prompt": "' + b"x" * 5000 + b'"}'
@@ -100,4 +115,5 @@ def connection_abuses() -> Mapping[str, Callable[[Attack], str]]:
         "a slow body": _slowly(lambda attack: attack.head("/v1/completions", len(body)) + body),
         "slow headers": _slowly(lambda attack: attack.head("/v1/completions", 10)),
         "connections that say little": _silent,
+        "bodies without their last byte": _all_but_the_last_byte,
     }

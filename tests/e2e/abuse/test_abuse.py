@@ -20,6 +20,9 @@ NAMES = (
     "trailers without end",
     "a body after its answer",
     "connections that say little",
+    "bodies without their last byte",
+    "a template that runs away",
+    "a template that grows",
 )
 SLACK = 10
 STALL_S = 1.0

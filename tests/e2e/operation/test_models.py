@@ -12,6 +12,7 @@ import pytest
 
 from services.commands import cli
 from tests.e2e.server import Server, assert_error, at_once, serving
+from tests.stand_ins.hub import Hub
 
 PATIENCE_S = 60.0
 MODEL = """
@@ -224,3 +225,35 @@ def test_a_broken_model_is_mended(
     models.reload(content.replace("/nowhere/at/all", str(tiny_model("llama", 2))))
     models.server.wait_until(lambda: models.states["broken"] != "broken", PATIENCE_S, "mended")
     assert models.ask("broken")
+
+
+def test_a_model_whose_hub_fails_is_loading_with_a_reason_until_it_can_be_loaded(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tiny_model("llama")
+    hub = Hub(path)
+    hub.fails = 503
+    file = tmp_path / "server.toml"
+    file.write_text(MODEL.format(id="here", path=path) + MODEL.format(id="far", path="me/tiny"))
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    flags = ("--config", str(file), "--no-ssd")
+    try:
+        with serving(None, *flags, **variables, TEST_FORKS="0") as server:
+            models = Models(server, file)
+            models.wait_for(here="ready", far="loading")
+
+            def reason() -> str:
+                return next(m["reason"] or "" for m in models._health() if m["id"] == "far")
+
+            server.wait_until(lambda: "(trying again)" in reason())
+            answer = server.post("/v1/completions", model="far", prompt="a", max_tokens=1)
+            assert answer.status_code == 503 and "trying again" in answer.text
+            assert "retry-after" in answer.headers
+            assert models.ask("here")
+            hub.fails = 0
+            models.wait_for(far="ready")
+            assert not reason()
+            assert models.ask("far")
+    finally:
+        hub.shutdown()
+        hub.server_close()

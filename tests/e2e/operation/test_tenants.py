@@ -13,6 +13,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from shared.environment import HUB_TOKENS
+from shared.settings import SECRET_VARIABLES, SECRETS_VARIABLE
 from tests.e2e.server import Server, serving
 from tests.stand_ins.collector import Collector, collecting
 
@@ -98,3 +100,31 @@ def test_a_request_without_a_trace_begins_one_and_probes_have_none(tenanted: Ten
     trace_id = answer.headers["traceparent"].split("-")[1]
     tenanted.server.wait_until(lambda: "sequence" in tenanted.collector.trace(trace_id))
     assert "traceparent" not in tenanted.server.client.get("/livez").headers
+
+
+def test_no_process_shows_a_secret_in_its_environment(tiny_model: Callable[..., Path]) -> None:
+    """Except for the user's token of the hub, in processes that download."""
+    variables = {
+        "MLX_LM_SERVER_API_KEY": "sesame-key",
+        "MLX_LM_SERVER_ADMIN_KEY": "sesame-admin",
+        "MLX_LM_SERVER_METRICS_KEY": "sesame-metrics",
+        "MLX_LM_SERVER_REASONING_KEY": "sesame-reasoning",
+        "MLX_LM_SERVER_LIMITS_URL": "redis://:sesame-redis@127.0.0.1:1",
+        "HF_TOKEN": "sesame-hub",
+        "HUGGING_FACE_HUB_TOKEN": "sesame-hub",
+    }
+    assert variables.keys() - HUB_TOKENS == SECRET_VARIABLES - {SECRETS_VARIABLE}
+    flags = ("--spare-engine-after-s", "0.1")
+    with serving(tiny_model("llama"), *flags, **variables, TEST_FORKS="0") as server:
+        server.client.headers["authorization"] = "Bearer sesame-key"
+        server.chat("hi", response_format={"type": "json_object"})
+        modules = [f"services.processes.{name} " for name in ("router", "kvstore", "engine")]
+        modules += ["services.processes.engine_spare", "engine.grammar.checker"]
+        modules += ["router.tokens.template_process"]
+        server.wait_until(lambda: all(server.pids(name) for name in modules), what=str(modules))
+        downloads = server.pids("services.processes.engine ")
+        for pid in (server.process.pid, *server.pids()):
+            shown = Path(f"/proc/{pid}/environ").read_text()
+            found = set(re.findall(r"sesame-\w+", shown))
+            assert found <= ({"sesame-hub"} if pid in downloads else set()), (pid, found)
+        assert not any("sesame" in line for line in server.log)

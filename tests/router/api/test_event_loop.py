@@ -15,8 +15,10 @@ import pytest
 
 from router.api import images
 from router.errors import InvalidRequest
+from router.fleet.body_budget import BodyBudget
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
 from router.generation.generation import Generation
 from router.generation.sampling import num_entries
 from router.images.preparing import ImagePreparer
@@ -86,9 +88,12 @@ def test_token_ids_to_embed_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(embeddings, "embed_texts", no_answer)
     settings = SimpleNamespace(max_request_bytes=10**6)
     work = SimpleNamespace(run_large=run_large)
-    router = SimpleNamespace(settings=settings, work=work, admit=lambda *args: nullcontext())
+    bodies = BodyBudget(10**6)
+    router = SimpleNamespace(
+        settings=settings, work=work, bodies=bodies, admit=lambda *args: nullcontext()
+    )
     unread = [b'{"model": "a", "input": [1, 2]}']
-    tenant = SimpleNamespace(name="a")
+    tenant = Tenant(name="a")
     scope = {"type": "http", "headers": [], "state": {"tenant": tenant, "limits_left": {}}}
 
     async def receive() -> dict[str, Any]:
@@ -121,7 +126,7 @@ def test_very_many_images_are_refused_at_little_cost() -> None:
 
     router = SimpleNamespace(settings=Preparer._settings, images=Preparer())
     model = cast(Model, SimpleNamespace(image_processor=object()))
-    state = cast(Any, SimpleNamespace(tenant=SimpleNamespace(name=""), image_memory=object()))
+    state = cast(Any, SimpleNamespace(tenant=Tenant(), image_memory=object()))
 
     def ask() -> None:
         preparing = images.with_images(cast(Router, router), messages, model, state, "", 10**6)

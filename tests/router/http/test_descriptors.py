@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.http import acceptor
-from router.http.acceptor import Acceptor
+from router.http.acceptor import Acceptor, AddressLimit, EndingProtocol
 from services.commands import keys
 from shared.network.curve import EngineKeys
 from tests.router.conftest import StartServer, eventually, text_of
@@ -102,7 +102,7 @@ class ExhaustedListener(socket.socket):
 def test_accepting_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "_PAUSE_S", 0.1)
 
-    class Greeting(asyncio.Protocol):
+    class Greeting(EndingProtocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)
             transport.write(b"hello")
@@ -112,7 +112,7 @@ def test_accepting_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         with ExhaustedListener() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            accepting = Acceptor(listener, Greeting, None, 1000, lambda: None)
+            accepting = Acceptor(listener, Greeting, None, 1000, lambda: None, AddressLimit(0, ()))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             greeting = await asyncio.wait_for(reader.read(), 10)
             writer.close()

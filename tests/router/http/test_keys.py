@@ -298,3 +298,46 @@ async def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_a
             await asyncio.sleep(0.01)
     following.cancel()
     assert not failures and keys.named("b")
+
+
+def test_the_admin_key_is_no_key_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="line 1: the key is the --admin-key"):
+        tenants_of(tmp_path, "boss name=alice", admin_key="boss")
+
+
+def test_a_key_file_that_is_still_written_or_has_the_admin_key_changes_nothing(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    flag, file = key_flag(tmp_path, "first-key"), tmp_path / "keys"
+    server = start_server(flag, "--admin-key=boss")
+
+    def status(key: str) -> int:
+        return server.client.get("/v1/models", headers=bearer(key)).status_code
+
+    file.write_text("boss\n")
+    eventually(lambda: "the key is the --admin-key" in server.log.read_text(), 30)
+    assert status("first-key") == 200 and status("boss") == 401
+    with file.open("w") as slow:
+        server.process.send_signal(signal.SIGHUP)
+        for part in ("second", "-k", "ey nam", "e=x\n"):
+            slow.write(part)
+            slow.flush()
+            assert status("second") == 401 and status("second-k") == 401
+            time.sleep(0.3)
+    eventually(lambda: status("second-key") == 200, 30)
+    assert status("first-key") == 401
+
+
+def test_metrics_name_keys_only_to_those_who_may_see_them(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    flag = key_flag(tmp_path, "sesame name=alice")
+    server = start_server(flag, "--admin-key=boss")
+    ok = server.client.get("/v1/models", headers=bearer("sesame"))
+    assert ok.status_code == 200
+    for headers, shown in (({}, False), (bearer("sesame"), False), (bearer("boss"), True)):
+        text = server.client.get("/metrics", headers=headers).text
+        assert ("alice" in text) == shown and "mlx_lm_server_requests_total" in text
+    guarded = start_server(flag, "--metrics-key=scrape")
+    guarded.client.get("/v1/models", headers=bearer("sesame"))
+    assert "alice" in guarded.client.get("/metrics", headers=bearer("scrape")).text

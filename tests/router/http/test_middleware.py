@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from router.api.body import receive_body
 from router.errors import BodyTimeout
+from router.fleet.body_budget import BodyBudget, BodyBytes
 from router.http.middleware.error_responses import error_response
 from shared.wire import EngineStats, StoreStats
 from tests.router.conftest import Server, StartServer, bearer, error_of, eventually, key_flag, ok
@@ -268,8 +269,9 @@ def test_a_slow_body_is_a_408() -> None:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
+    body = BodyBytes(BodyBudget(1000), "")
     with pytest.raises(BodyTimeout) as late:
-        asyncio.run(receive_body(Request(scope, receive), 100, timeout_s=0.05))
+        asyncio.run(receive_body(Request(scope, receive), 100, body, timeout_s=0.05))
     answer = error_response(late.value, {**scope, "state": {"path": "/", "request_id": "x"}})
     assert answer.status_code == 408
     assert json.loads(bytes(answer.body))["error"]["code"] == "request_timeout"

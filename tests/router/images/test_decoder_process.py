@@ -125,7 +125,7 @@ def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("router.images.decoder_process._buffer", no_memory)
+        patched.setattr("shared.sandbox.worker_process._buffer", no_memory)
         with pytest.raises(OSError, match="allocate"):
             process.prepare(job, IMAGE)
     assert process.pid is None

@@ -172,7 +172,7 @@ def test_fields_reach_the_engine(served: Server) -> None:
     sampling |= {"min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
     sampling |= {"repetition_penalty": 1.2, "repetition_context_size": 64}
     sampling |= {"frequency_penalty": -0.5, "presence_penalty": 1}
-    limits: dict[str, Any] = {"max_tokens": 7, "min_tokens": 2, "priority": 3, "cache_salt": "s"}
+    limits: dict[str, Any] = {"max_tokens": 7, "min_tokens": 2, "priority": -3, "cache_salt": "s"}
     without_effect: dict[str, Any] = {"n": 1, "tools": [], "user": "me"}
     without_effect |= {"some_unknown_field": {"deep": [1]}, "response_format": {"type": "text"}}
     lists = {"stop_token_ids": [9, 8], "logit_bias": {"7": 5, "12": -100}}

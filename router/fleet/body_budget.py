@@ -1,0 +1,70 @@
+"""Memory for bodies of requests while they are read and parsed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from router.errors import Unavailable
+
+_RETRY_AFTER_S = 2.0
+
+
+class BodyBudget:
+    """Counts the bytes of bodies that have arrived in part or are not parsed yet.
+
+    A share, which is a key's or an address's, may take more only while it has no more than are
+    free, so that some are always free for another one (as in `router.fleet.queue.admission`).
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._used_by: Counter[str] = Counter()
+        """By share, for those that use any."""
+
+    @contextmanager
+    def reading(self, share: str) -> Iterator[BodyBytes]:
+        """Count the bytes of one body of ``share`` until the end of the block."""
+        body = BodyBytes(self, share)
+        try:
+            yield body
+        finally:
+            body.release()
+
+    def take(self, share: str, count: int) -> None:
+        own = self._used_by[share] + count
+        if own > self.limit_bytes - self.used_bytes - count:
+            if own == count:
+                del self._used_by[share]
+            raise Unavailable(
+                "The server is receiving too many large requests at once.",
+                code="too_many_bodies",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._used_by[share] = own
+        self.used_bytes += count
+
+    def give_back(self, share: str, count: int) -> None:
+        self.used_bytes -= count
+        self._used_by[share] -= count
+        if not self._used_by[share]:
+            del self._used_by[share]
+
+
+class BodyBytes:
+    """The bytes of one body."""
+
+    def __init__(self, budget: BodyBudget, share: str) -> None:
+        self._budget, self._share = budget, share
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Raises `Unavailable`."""
+        self._budget.take(self._share, count)
+        self._count += count
+
+    def release(self) -> None:
+        self._budget.give_back(self._share, self._count)
+        self._count = 0

@@ -1,0 +1,222 @@
+"""The router's side of the processes that render chat templates."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+import router.errors
+from router.errors import InvalidRequest, Unavailable
+from router.schemas.conversation import ChatMessage, PromptEnding, Tool
+from router.schemas.images import ModelImage
+from router.tokens.template_process import (
+    MORE_TEXT_BYTES,
+    TEXT_FACTOR,
+    Excess,
+    RenderAnswer,
+    RenderJob,
+)
+from router.tokens.templates import Rendered
+from router.tokens.work_pool import add_job_time, job_time_s
+from shared.sandbox.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 5.0
+"""Limit on the processor time of a request's renderings. A megabyte of text takes milliseconds, and
+1,500 calls with results in gpt-oss' template 3 s of a busy x86 core."""
+WALL_LIMIT_S = 20.0
+_PROCESSES_LOST = 3
+"""Processes that a conversation may cost before it is refused: those that were idle may have been
+killed for another reason."""
+_REFUSE_S = 60.0
+_SMALL_BYTES = 4096
+"""A template that exceeds the limits with a smaller conversation is not tried again for some
+time."""
+_EXCESSES: Mapping[Excess, str] = {
+    "time": f"takes more than {TIME_LIMIT_S:g} s of processor time",
+    "memory": "takes more than a gigabyte of memory",
+    "text": "writes many times the text that it is given",
+}
+
+
+class TemplateProcesses:
+    """Starts as many processes as there are threads that render at once, and one more, so that no
+    request waits for a start."""
+
+    module = "router.tokens.template_process"
+
+    def __init__(self) -> None:
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._refused: dict[bytes, tuple[float, str]] = {}
+        """By template: until when it is not tried, and why."""
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of those that run."""
+        with self._lock:
+            return [each.pid for each in (*self._idle, *self._busy) if each.pid is not None]
+
+    def rendered(
+        self,
+        template: bytes,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        template_args: Mapping[str, Any],
+        ending: PromptEnding,
+    ) -> Rendered:
+        """Return what `ChatTemplate.rendered` returns for ``template``, an encoded `TemplateSpec`.
+        Raises what it raises, `InvalidRequest` if the template exceeds a limit, and
+        `Unavailable`."""
+        images: list[ModelImage] = []
+
+        def number(image: ModelImage) -> int:
+            images.append(image)
+            return len(images) - 1
+
+        job = msgspec.json.encode(
+            RenderJob(
+                messages=messages,
+                tools=tools,
+                template_args=dict(template_args),
+                ending=ending,
+                limit_s=max(0.1, TIME_LIMIT_S - job_time_s()),
+            ),
+            enc_hook=number,
+        )
+        until, why = self._refused.get(template, (0.0, ""))
+        if time.monotonic() < until:
+            raise _exceeded(why)
+        answer = self._answer(template, job)
+        if answer.excess is not None:
+            why = _EXCESSES[answer.excess]
+            logger.warning("a chat template %s for a conversation of %d bytes", why, len(job))
+            if len(job) < _SMALL_BYTES:
+                self._refuse(template, why)
+            raise _exceeded(why)
+        if answer.error:
+            kind = getattr(router.errors, answer.error, InvalidRequest)
+            kind = kind if issubclass(kind, InvalidRequest) else InvalidRequest
+            raise kind(answer.message, param=answer.param or "messages", code=answer.code)
+        return Rendered(answer.text, [images[number] for number in answer.images])
+
+    def start(self) -> None:
+        """Start processes before they are needed."""
+        with suppress(OSError), self._process():
+            pass
+
+    def close(self) -> None:
+        """Kill all processes."""
+        with self._lock:
+            self._closed = True
+            processes = [*self._idle, *self._busy]
+        for process in processes:
+            process.close()
+
+    def _answer(self, template: bytes, job: bytes) -> RenderAnswer:
+        for _ in range(_PROCESSES_LOST):
+            try:
+                with self._process() as process:
+                    answer = process.rendered(template, job)
+            except OSError as error:
+                raise Unavailable(f"Cannot start a process for chat templates: {error}") from None
+            if answer is not None:
+                add_job_time(answer.used_s)
+                return answer
+        raise InvalidRequest(
+            f"{_PROCESSES_LOST} processes that rendered the model's chat template died.",
+            param="messages",
+            code="template_limit",
+        )
+
+    @contextmanager
+    def _process(self) -> Iterator[_Process]:
+        """Provide a process for one job. Raises OSError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise OSError("the server is shutting down")
+            process = self._idle.pop() if self._idle else _Process(self.module)
+            self._busy.add(process)
+            if not self._idle:
+                self._idle.append(_Process(self.module))
+                self._idle[0].start_early()
+        try:
+            yield process
+        finally:
+            with self._lock:
+                self._busy.discard(process)
+                if self._closed:
+                    process.close()
+                elif process.pid is None:
+                    process.start_early()
+                    self._idle.insert(0, process)  # used last, because it has to start
+                else:
+                    self._idle.append(process)
+
+    def _refuse(self, template: bytes, why: str) -> None:
+        now = time.monotonic()
+        self._refused = {each: entry for each, entry in self._refused.items() if entry[0] > now}
+        self._refused[template] = now + _REFUSE_S, why
+
+
+class _Process(WorkerProcess):
+    """One process. Only one thread at a time may use it."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
+        self._processor_s = 0.0
+        """The processor time that it used until its last answer."""
+
+    def start_early(self) -> None:
+        """Start it, if possible, and do not wait until it is ready."""
+        with suppress(OSError):
+            self.start()
+
+    def start(self) -> bool:
+        started = super().start()
+        if started:
+            self._processor_s = 0.0
+        return started
+
+    def rendered(self, template: bytes, job: bytes) -> RenderAnswer | None:
+        """Return the answer; None if the process was lost. Raises OSError if it cannot be started,
+        and `Unavailable`."""
+        self.start()
+        deadline = time.monotonic() + WALL_LIMIT_S
+        try:
+            self.write(deadline, template, job)
+            most = TEXT_FACTOR * len(job) + 2 * MORE_TEXT_BYTES
+            answer = msgspec.msgpack.decode(self.read(deadline, most), type=RenderAnswer)
+        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
+            self.end()
+            return None
+        except TimeoutError:
+            used_s = self.end() - self._processor_s
+            add_job_time(max(0.0, used_s))
+            if used_s >= TIME_LIMIT_S:
+                return RenderAnswer(excess="time")
+            raise Unavailable(
+                f"The prompt was not rendered within {WALL_LIMIT_S:g} s.", code="server_busy"
+            ) from None
+        except BaseException:  # the rest of its reply would be read as the next job's
+            self.end()
+            raise
+        self._processor_s = answer.processor_s
+        return answer
+
+
+def _exceeded(why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The model's chat template {why} for these messages.",
+        param="messages",
+        code="template_limit",
+    )

@@ -1,0 +1,132 @@
+"""The side of a process that has another one work for it, in frames on pipes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from shared.environment import sandbox_environment
+from shared.sandbox.pipe_frames import LENGTH
+
+_PIECE_BYTES = 1 << 20
+
+
+class WorkerProcess:
+    """Runs a module that handles untrusted input, started on demand and after it was lost.
+
+    It gets no secrets (`shared.environment`). Only one thread at a time may use it; any thread may
+    call `close`.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None if it is not running."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def start(self) -> bool:
+        """Start the process unless it runs. Return whether it was started. Raises OSError."""
+        if self.pid is not None:
+            return False
+        self.end()
+        if self._closed:
+            raise OSError("the server is shutting down")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module],
+            env=sandbox_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # ^C is meant for the supervisor
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        return True
+
+    def write(self, deadline: float, *frames: bytes) -> None:
+        """Write ``frames``. Raises TimeoutError at ``deadline``, and BrokenPipeError if the process
+        exited."""
+        assert self._process is not None and self._process.stdin is not None
+        for frame in frames:
+            _write(self._process.stdin.fileno(), LENGTH.pack(len(frame)), deadline)
+            _write(self._process.stdin.fileno(), frame, deadline)
+
+    def read(self, deadline: float, max_bytes: int) -> memoryview:
+        """Return the next frame. Raises TimeoutError at ``deadline``, and EOFError if the process
+        exited or the frame is larger than ``max_bytes``."""
+        assert self._process is not None and self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        (length,) = LENGTH.unpack(_read(fd, LENGTH.size, deadline))
+        if length > max_bytes:
+            raise EOFError("its reply is too large")
+        return _read(fd, length, deadline)
+
+    def end(self) -> float:
+        """Kill the process, if there is one. Return the processor time that it used, as far as the
+        system knows it."""
+        process, self._process = self._process, None
+        used_s = 0.0
+        if process is not None:
+            if process.poll() is None:
+                process.kill()
+                with suppress(ChildProcessError):  # it was waited for elsewhere
+                    _, status, usage = os.wait4(process.pid, 0)
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    used_s = usage.ru_utime + usage.ru_stime
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        return used_s
+
+    def close(self) -> None:
+        """Kill the process for good, even while it works."""
+        self._closed = True
+        self.end()
+
+
+def _write(fd: int, data: bytes, deadline: float) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest[:_PIECE_BYTES]) :]
+        except BlockingIOError:
+            _wait(fd, select.POLLOUT, deadline)
+
+
+def _read(fd: int, length: int, deadline: float) -> memoryview:
+    found = _buffer(length)
+    rest = found
+    while rest:
+        _wait(fd, select.POLLIN, deadline)
+        count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        if not count:
+            raise EOFError("it exited")
+        rest = rest[count:]
+    return found
+
+
+def _buffer(length: int) -> memoryview:
+    """Return a buffer of ``length`` bytes. A large one is not zeroed, which would block the
+    interpreter for tens of milliseconds."""
+    return memoryview(bytearray(length) if length <= _PIECE_BYTES else mmap.mmap(-1, length))
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    """Wait for ``event``. Raises TimeoutError. (`select.select` cannot handle descriptors over
+    1,023.)"""
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

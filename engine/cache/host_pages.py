@@ -23,12 +23,14 @@ Numbers = NDArray[np.intp]
 
 PAGES_AT_ONCE = 16
 """This many pages are read at once, so that their codes stay in a core's cache."""
+MAX_IDLE_SCRATCH_BYTES = 64 << 20
+"""More memory is given back when a sequence ends."""
 WORTH_THREADS = 200_000
 """Number of values above which threads pay off."""
 
 
-class Tokens(NamedTuple):
-    """Where the new tokens of a batch go."""
+class TokenPlaces(NamedTuple):
+    """Where new tokens go."""
 
     pages: Numbers  # the page of each token
     indices: Numbers  # its index in the page
@@ -41,7 +43,7 @@ class Reading(NamedTuple):
     targets: Sequence[Array]
 
 
-class Missing(NamedTuple):
+class Gap(NamedTuple):
     """Positions of an unpacked slot whose values are only in its pages."""
 
     slot: Slot
@@ -196,7 +198,7 @@ class HostPages(Pages):
     # -- writing ----------------------------------------------------------------------
 
     def write_tokens(
-        self, layer: int, keys: Array, values: Array, tokens: Tokens
+        self, layer: int, keys: Array, values: Array, tokens: TokenPlaces
     ) -> tuple[Array, Array]:
         """Store new ``keys`` and ``values`` (tokens, kv_heads, dim), and return them rounded."""
 
@@ -272,8 +274,10 @@ class HostPages(Pages):
 
     def drop(self, slot: Slot) -> None:
         self.unpacked.free(slot)
+        if sum(each.nbytes for each in self._scratches) > MAX_IDLE_SCRATCH_BYTES:
+            self._scratches.clear()  # a longer row than others may have ended
 
-    def fill(self, layer: int, rows: Sequence[Missing]) -> None:
+    def fill(self, layer: int, rows: Sequence[Gap]) -> None:
         """Unpack the positions of a layer that are missing in unpacked slots."""
         size, both, readings = self.page_tokens, self.unpacked.both(layer), []
         for slot, table, start, end in rows:

@@ -28,7 +28,7 @@ from engine.batch.metal.trial import Way
 from engine.batch.ragged import Row
 from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import ArrayLayout, KVNode, Layout
-from engine.cache.page_format import PageFormat
+from engine.cache.page_format import PageFormat, pages_of_heads
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.slots import Slots
 from engine.plan import Table
@@ -220,13 +220,14 @@ def _seconds(pages: GraphPages, length: int, width: int) -> float:
     query = mx.zeros((ROWS, layer.kv_heads, width, layer.key_dim), layer.dtype)
     count = -(-length // PAGE_TOKENS)
     table = mx.arange(ROWS * count, dtype=mx.uint32).reshape(ROWS, count)
-    mx.eval(query, table)
+    where = pages_of_heads(table, layer.kv_heads)
+    mx.eval(query, where)
     found = float("inf")
     for _ in range(TRIES + 1):  # the first call loads the kernels
         begun = time.perf_counter()
         outputs = []
         for _ in range(CALLS):
-            keys, values = (each[:, :, :length] for each in pages.gather(0, table))
+            keys, values = (each[:, :, :length] for each in pages.gather(0, where))
             outputs.append(mx.fast.scaled_dot_product_attention(query, keys, values, scale=1.0))
         mx.eval(outputs)
         found = min(found, time.perf_counter() - begun)

@@ -80,8 +80,11 @@ class Way(msgspec.Struct, frozen=True):
     def variant(self, tokens: int, rows: int, queries: int) -> Variant | None:
         """Return the variant for rows of so many ``tokens``; None: gathering is faster, or the
         kernels take fewer queries."""
-        if not self.timings or queries > MAX_QUERIES:
-            return None
+        nearest = None if queries > MAX_QUERIES else self.nearest(tokens, rows, queries)
+        return nearest.variant if nearest is not None and _is_kept(nearest) else None
+
+    def nearest(self, tokens: int, rows: int, queries: int) -> Timing | None:
+        """Return the measured case that is most like this one."""
 
         def distance(timing: Timing) -> float:
             point, found = timing.point, 0.0
@@ -93,8 +96,7 @@ class Way(msgspec.Struct, frozen=True):
                 found = 1e3 * found + max(own / asked, asked / own)
             return found
 
-        nearest = min(self.timings, key=distance)
-        return nearest.variant if _is_kept(nearest) else None
+        return min(self.timings, key=distance, default=None)
 
 
 def _is_kept(timing: Timing) -> bool:
@@ -165,7 +167,7 @@ class Trial:
         pool, tables = _filled(self.form, CHECKED_TOKENS)
         rows = [Row(0, 0, tokens) for tokens in CHECKED_TOKENS]
         reach = Reach(rows, tables, self.form.page_tokens, max(CHECKED_TOKENS))
-        wanted = self.form.gather(pool, reach.table, reach.exists)
+        wanted = self.form.gather(pool, reach.where(self.form.heads), reach.exists)
 
         def same() -> bool:
             found = self.gather(pool, reach, 3)
@@ -220,14 +222,15 @@ class Trial:
         pool = mx.zeros((pages * form.page_words,), mx.uint32)
         mx.eval(pool)
         for tokens, rows, queries in product(TIMED_TOKENS, TIMED_ROWS, TIMED_QUERIES):
-            if self._gathered_bytes(tokens, rows) > MAX_BYTES or not right[queries]:
+            if self.gathered_bytes(tokens, rows) > MAX_BYTES or not right[queries]:
                 continue
             case = Case(self, pool, Point(tokens, rows, queries))
             found = {variant: case.kernel_s(variant) for variant in right[queries]}
             best = min(found, key=found.__getitem__)
             yield Timing(case.point, case.gathering_s(gathers), found[best], best)
 
-    def _gathered_bytes(self, tokens: int, rows: int) -> int:
+    def gathered_bytes(self, tokens: int, rows: int) -> int:
+        """Return the bytes of the values of rows with so many ``tokens``."""
         return tokens * rows * (self.form.keys.value_bytes + self.form.values.value_bytes)
 
     def gather(self, pool: mx.array, reach: Reach, first: int = 0) -> tuple[mx.array, mx.array]:
@@ -247,11 +250,12 @@ class Case:
         batch = [Row(row, tokens - queries, tokens) for row in range(rows)]
         self._reach = Reach(batch, tables, form.page_tokens, queries)
         self._spans = Spans.of([(row.start, row.end) for row in batch], tables)
+        self._where = self._reach.where(form.heads)
         shape = rows, trial.query_heads, queries, form.keys.dim
         self._query = mx.zeros(shape, form.keys.dtype)
         size = tokens * rows * (form.keys.value_bytes + form.values.value_bytes)
         self._calls = max(1, min(8, PIECE_BYTES // size))
-        mx.eval(self._query)
+        mx.eval(self._query, self._where)
 
     def kernel_s(self, variant: Variant) -> float:
         return self._seconds(
@@ -265,7 +269,7 @@ class Case:
             if by_kernel:
                 keys, values = self._trial.gather(self._pool, self._reach)
             else:
-                keys, values = self._trial.form.gather(self._pool, self._reach.table)
+                keys, values = self._trial.form.gather(self._pool, self._where)
                 keys, values = self._reach.cut(keys), self._reach.cut(values)
             return self._attended(keys, values)
 
@@ -273,7 +277,7 @@ class Case:
 
     def values_s(self) -> float:
         """Return the time over contiguous arrays of values."""
-        keys, values = self._trial.form.gather(self._pool, self._reach.table)
+        keys, values = self._trial.form.gather(self._pool, self._where)
         keys, values = (mx.contiguous(self._reach.cut(each)) for each in (keys, values))
         mx.eval(keys, values)
         return self._seconds(lambda: self._attended(keys, values))
@@ -323,7 +327,7 @@ def _attended(
     form: PageFormat, pool: mx.array, reach: Reach, query: mx.array, sinks: mx.array | None
 ) -> mx.array:
     """Return attention as MLX computes it."""
-    keys, values = form.gather(pool, reach.table, reach.exists)
+    keys, values = form.gather(pool, reach.where(form.heads), reach.exists)
     return mx.fast.scaled_dot_product_attention(
         query, reach.cut(keys), reach.cut(values), scale=SCALE, mask=reach.mask, sinks=sinks
     )

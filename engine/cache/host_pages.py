@@ -60,10 +60,13 @@ class Group:
         parts = group.parts(page_tokens)
         self._forms = [(shape, np.dtype(str(dtype).rpartition(".")[2])) for shape, dtype in parts]
         self._memory = [HostMemory(0) for _ in self._forms]
+        self.version = 0
+        """Changes when the memory may be elsewhere."""
         self.resize(0)
 
     def resize(self, num_pages: int) -> None:
-        self.parts: list[NDArray[Any]] = []  # (pages, ...): no array refers to the memory
+        self.version += 1
+        self.parts: list[NDArray[Any]] = []  # (pages, ...); now no array refers to the memory
         forms = zip(self._memory, self._forms, strict=True)
         self._memory = [
             memory.resized(num_pages * dtype.itemsize * int(np.prod(shape)))
@@ -97,7 +100,7 @@ class HostPages(Pages):
 
     unpacks = True
 
-    def __init__(self, layout: Layout, page_tokens: int, num_pages: int = 0) -> None:
+    def __init__(self, layout: Layout, page_tokens: int) -> None:
         super().__init__(layout, page_tokens)
         self._groups = [Group(group, page_tokens) for group in layout.groups]
         self.places: list[Place | None] = [None] * len(layout.arrays)
@@ -107,9 +110,6 @@ class HostPages(Pages):
                 self.places[number] = Place(group, first)
         self.unpacked = UnpackedRows(layout, page_tokens)
         self._scratches: list[Scratch] = []
-        self.num_pages = 0
-        if num_pages:
-            self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
         for group in self._groups:

@@ -137,8 +137,8 @@ class _Call:
     """Reads keys and values of pages to their places. Used by one thread at a time."""
 
     def __init__(self, groups: Sequence[Group], outs: Sequence[Array]) -> None:
-        self._parts = [part for group in groups for part in group.parts]
-        self._groups = groups
+        # Not their arrays: while there are some the memory of pages cannot grow in place.
+        self._groups, self._versions = groups, [group.version for group in groups]
         self._rows: ScratchRows | None = None  # whose arguments these are
         self._arguments: list[tuple[NDArray[np.int64], NDArray[np.bool]]] = []
         self._firsts: NDArray[np.int64] = np.zeros((2, 1), np.int64)
@@ -162,8 +162,8 @@ class _Call:
 
     def reads(self, groups: Sequence[Group]) -> bool:
         """Return whether this reads from the memory that ``groups`` have now."""
-        now = [part for group in groups for part in group.parts]
-        return all(ours is theirs for ours, theirs in zip(self._parts, now, strict=True))
+        its = zip(self._groups, groups, self._versions, strict=True)
+        return all(one is other and one.version == version for one, other, version in its)
 
     def __call__(self, rows: ScratchRows, lines: slice, firsts: Sequence[int]) -> None:
         if self._rows is not rows:

@@ -1,5 +1,6 @@
 """Pages on the host: what is written is read again with the same bits, wherever it lies."""
 
+import sys
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -157,6 +158,27 @@ def test_pages_that_remain_keep_their_content(precision: Precision, *, holds: bo
     pages.resize(7)
     assert not any(any(part) for part in pages.exporter(TABLE[0])()), "what is new is zero"
     assert held is None or held.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is copied")
+def test_pages_that_were_read_grow_in_place() -> None:
+    pages, expected = filled(Precision(8))
+    place = pages.places[2]
+    assert place is not None
+    rows = ScratchRows(pages, pages.scratch(0), [TABLE], [LENGTH], 256)
+    rows.read(1, 0)
+    pages.unpack(0, LENGTH)
+    pages.fill(1, [Gap(0, TABLE, 0, LENGTH)])
+    exporter = pages.exporter(0)
+    before = list(place.group._memory)
+    pages.resize(50_000)
+    assert all(a is b for a, b in zip(place.group._memory, before, strict=True))
+    for array in rows.both(1):
+        array[...] = np.nan
+    rows.read(1, 0)
+    for array, x in zip(rows.both(1), expected, strict=True):
+        assert np.array_equal(array[0, :, :LENGTH], x)
+    assert pages.exporter(0)() == exporter()
 
 
 @pytest.mark.parametrize("gives_back", [True, False])

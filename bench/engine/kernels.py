@@ -24,7 +24,7 @@ from engine.batch.gpu import GPUBatch, LayerKernels, query_heads
 from engine.batch.metal import kernel
 from engine.batch.metal.calls import Variant, can_attend, can_round
 from engine.batch.metal.kernel import Kernel, Source
-from engine.batch.metal.trial import Point, Timing, Way
+from engine.batch.metal.trial import AttentionShape, KernelChoice, Timing
 from engine.batch.ragged import Row
 from engine.cache import page_format
 from engine.cache.graph_pages import GraphPages
@@ -157,13 +157,13 @@ def _with_kernels(model: Any, layout: Layout) -> type[GPUBatch]:
     """Return the class that attends by kernels wherever it can."""
     if kernel.why_not():
         kernel.make = _stand_in
-    way = Way(True, True, (Timing(Point(1, 1, 1), 1.0, 0.0, Variant(4, 8, 4)),))
+    way = KernelChoice(True, True, (Timing(AttentionShape(1, 1, 1), 1.0, 0.0, Variant(4, 8, 4)),))
     found = {}
     pages = GraphPages(layout, FEWEST_PAGE_TOKENS)
     for layer, heads in query_heads(model, layout, FEWEST_PAGE_TOKENS).items():
         form = pages.formats[layer]
         if can_attend(form):
-            rounds = way if can_round(form) else Way(False, True, way.timings)
+            rounds = way if can_round(form) else KernelChoice(False, True, way.timings)
             found[form.keys, form.values] = LayerKernels(heads, rounds)
     return GPUBatch._with(kernels=found)
 

@@ -29,8 +29,13 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.gpu import query_heads
 from engine.batch.metal.calls import can_attend
 from engine.batch.metal.kernel import why_not
-from engine.batch.metal.trial import MAX_BYTES, Case, Point, Way
-from engine.batch.metal.trial import Trial as KernelTrial
+from engine.batch.metal.trial import (
+    MAX_BYTES,
+    AttentionShape,
+    KernelChoice,
+    KernelTrial,
+    TimedAttention,
+)
 from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import probe_layout
 from engine.cache.page_format import PageFormat
@@ -232,12 +237,12 @@ class _Page:
             print(
                 "| | kernel | gathering and MLX's | MLX's over values |\n| --- | --- | --- | --- |"
             )
-            way = Way(reason=why_not()) if why_not() else trial.run()
+            way = KernelChoice(reason=why_not()) if why_not() else trial.run()
             longest = max(n for n in ATTENTION_TOKENS if trial.gathered_bytes(n, 1) <= MAX_BYTES)
             pool = mx.zeros((longest // form.page_tokens * form.page_words,), mx.uint32)
             for tokens, rows in product(ATTENTION_TOKENS, (1, 8)):
                 if trial.gathered_bytes(tokens, rows) <= MAX_BYTES:
-                    case = Case(trial, pool, Point(tokens, rows, 1))
+                    case = TimedAttention(trial, pool, AttentionShape(tokens, rows, 1))
                     nearest = way.nearest(tokens, rows, 1)
                     variant = None if nearest is None else nearest.variant
                     kernel_s = None if variant is None else case.kernel_s(variant)

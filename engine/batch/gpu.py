@@ -24,7 +24,7 @@ from engine.batch.metal.calls import (
     row_ends,
 )
 from engine.batch.metal.records import way_of
-from engine.batch.metal.trial import Way
+from engine.batch.metal.trial import KernelChoice
 from engine.batch.ragged import Row
 from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import ArrayLayout, KVNode, Layout
@@ -61,7 +61,7 @@ class LayerKernels(NamedTuple):
     """What kernels do for layers of one kind."""
 
     query_heads: int
-    way: Way
+    way: KernelChoice
 
 
 class GPUBatch(GraphBatch):
@@ -146,7 +146,7 @@ class GPUBatch(GraphBatch):
             self._of_form[id(form)] = None if found is None else (page_kernels(form), found)
         return self._of_form[id(form)]
 
-    def _variant(self, way: Way, window: int | None) -> Variant | None:
+    def _variant(self, way: KernelChoice, window: int | None) -> Variant | None:
         if self.given is not None and self.given.spans:
             return None
         longest = self._spans.longest
@@ -190,7 +190,7 @@ def query_heads(model: Any, layout: Layout, page_tokens: int) -> dict[int, int]:
     return batch.heads
 
 
-def _named(ways: Sequence[Way]) -> str:
+def _named(ways: Sequence[KernelChoice]) -> str:
     """Return how attention reads pages, for people."""
     if any(way.attends for way in ways):
         return "kernels" if all(way.attends for way in ways) else "kernels and gathering"

@@ -46,7 +46,7 @@ MAX_BYTES = 1 << 30
 _NAN = 0xFFFFFFFF
 
 
-class Point(msgspec.Struct, frozen=True, array_like=True):
+class AttentionShape(msgspec.Struct, frozen=True, array_like=True):
     """A measured case."""
 
     tokens: int  # of each row
@@ -57,13 +57,13 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 class Timing(msgspec.Struct, frozen=True, array_like=True):
     """How long attention takes in a case."""
 
-    point: Point
+    point: AttentionShape
     gathering_s: float
     kernel_s: float
     variant: Variant | None  # the fastest one, None if there is none
 
 
-class Way(msgspec.Struct, frozen=True):
+class KernelChoice(msgspec.Struct, frozen=True):
     """What is used for the layers of one kind."""
 
     rounds: bool = False
@@ -103,14 +103,14 @@ def _is_kept(timing: Timing) -> bool:
     return timing.variant is not None and timing.kernel_s <= timing.gathering_s
 
 
-class Trial:
+class KernelTrial:
     """The trial of layers with pages of one form and so many heads of queries."""
 
     def __init__(self, form: PageFormat, query_heads: int) -> None:
         self.form, self.query_heads = form, query_heads
         self.kernels = PageKernels(form)
 
-    def run(self) -> Way:
+    def run(self) -> KernelChoice:
         """Try everything. Takes seconds, most of them in the compiler."""
         rounds, gathers = self.rounds_right(), self.gathers_right()
         right = {
@@ -122,9 +122,9 @@ class Trial:
             for queries in TIMED_QUERIES
         }
         timings = tuple(self._timings(right, gathers)) if any(right.values()) else ()
-        return Way(rounds, gathers, timings)
+        return KernelChoice(rounds, gathers, timings)
 
-    def checked(self, way: Way) -> Way:
+    def checked(self, way: KernelChoice) -> KernelChoice:
         """Return ``way`` without what is not right now. Compiles everything that it uses."""
         kept = []
         for timing in way.timings:
@@ -135,7 +135,7 @@ class Trial:
             if variant is not None and not self.attends_right(variant, widths):
                 timing = msgspec.structs.replace(timing, variant=None)
             kept.append(timing)
-        return Way(
+        return KernelChoice(
             way.rounds and self.rounds_right(),
             way.gathers and self.gathers_right(),
             tuple(kept),
@@ -224,7 +224,7 @@ class Trial:
         for tokens, rows, queries in product(TIMED_TOKENS, TIMED_ROWS, TIMED_QUERIES):
             if self.gathered_bytes(tokens, rows) > MAX_BYTES or not right[queries]:
                 continue
-            case = Case(self, pool, Point(tokens, rows, queries))
+            case = TimedAttention(self, pool, AttentionShape(tokens, rows, queries))
             found = {variant: case.kernel_s(variant) for variant in right[queries]}
             best = min(found, key=found.__getitem__)
             yield Timing(case.point, case.gathering_s(gathers), found[best], best)
@@ -238,11 +238,11 @@ class Trial:
         return self.kernels.gather(pool, table, ends, first, reach.end - first)
 
 
-class Case:
+class TimedAttention:
     """Attention that is timed: rows of equal length, each with pages of its own as far as there are
     some."""
 
-    def __init__(self, trial: Trial, pool: mx.array, point: Point) -> None:
+    def __init__(self, trial: KernelTrial, pool: mx.array, point: AttentionShape) -> None:
         self.point, self._trial, self._pool = point, trial, pool
         form, (tokens, rows, queries) = trial.form, (point.tokens, point.rows, point.queries)
         pages, count = pool.size // form.page_words, -(-tokens // form.page_tokens)

@@ -123,7 +123,12 @@ class HostPages(Pages):
     @property
     def nbytes(self) -> int:
         pages = sum(array.nbytes for group in self._groups for array in group.parts)
-        return pages + self.unpacked.nbytes + sum(each.nbytes for each in self._scratches)
+        return pages + self.unpacked.nbytes + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the arrays that rows are read into, a layer at a time."""
+        return sum(each.nbytes for each in self._scratches)
 
     # -- whole pages ------------------------------------------------------------------
 

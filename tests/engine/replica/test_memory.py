@@ -168,6 +168,7 @@ def test_the_ledger_accounts_for_the_memory_of_a_real_model(demo_model: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_reserved")
 @pytest.mark.parametrize(("kv_bits", "look_ahead"), [(16, False), (8, True)])
 def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
     llama: Path, kv_bits: int, look_ahead: bool

@@ -79,7 +79,7 @@ class InProcessEngine:
             raise SystemExit("this model's requests are computed one by one")
         other = copy(self)
         executor = BatchedExecutor(
-            self.loaded.model, own.layout, self.settings.block_size, own.batch_class
+            self.loaded.model, own.layout, own.spec.page_tokens, own.batch_class
         )
         other.replica = replace(self.replica, executor=executor, draft_model=None)
         other.renew(None)

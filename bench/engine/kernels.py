@@ -1,7 +1,8 @@
 """The size of the graph of one step on a GPU, beside that of mlx-lm's batch cache.
 
-Graphs are built but not evaluated, so this runs on any machine. Rows get slots as from the
-scheduler on a GPU. Sampling is left out on both sides."""
+Graphs are built but not evaluated, so this runs on any machine. Our steps attend by kernels, as
+where a trial found them right and fast, or gather pages for MLX's attention. Sampling is left out
+on both sides."""
 
 from __future__ import annotations
 
@@ -10,29 +11,37 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from bench.primitives import count_primitives, fused_functions
 from engine.batch import ragged
-from engine.batch.gpu import GPUBatch
+from engine.batch.gpu import GPUBatch, LayerKernels, query_heads
+from engine.batch.metal import kernel
+from engine.batch.metal.calls import Variant, can_attend, can_round
+from engine.batch.metal.kernel import Kernel, Source
+from engine.batch.metal.trial import AttentionShape, KernelChoice, Timing
 from engine.batch.ragged import Row
+from engine.cache import page_format
+from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.slots import Slots
 from engine.model.load import load, resolve
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.memory import Memory
+from engine.plan import FEWEST_PAGE_TOKENS, fixed_tables
 
 ROWS = (1, 8, 32)
 EVEN_TOKENS = 1500
 MIXED_TOKENS = (50, 2000)
 CHUNK_TOKENS = 64
 BUILDS = 16
-BLOCK_SIZE = 16
+
+Reads = Literal["kernels", "gathering"]
+WAYS: tuple[tuple[Literal[8, 16], Reads], ...] = ((16, "kernels"), (8, "kernels"), (8, "gathering"))
 
 
 class GraphCost(NamedTuple):
@@ -56,19 +65,19 @@ def kernels(model: str, runs: int) -> None:
     loaded.set_dtype(mx.bfloat16)  # as on a GPU
     mx.eval(loaded.parameters())
     layout = probe_layout(loaded)
-    print(f"{'':28}{'primitives a layer':>40}{'ms to build':>36}")
-    heads = ["mlx-lm", "16 bits", "ratio", "8 bits", "ratio"]
-    print(" " * 28 + "".join(f"{head:>8}" for head in heads * 2), flush=True)
+    print(f"{'':24}{'primitives a layer':>50}{'ms to build':>50}")
+    heads = ["mlx-lm", *(head for bits, how in WAYS for head in (f"{bits} {how[:6]}", "ratio"))]
+    print(" " * 24 + "".join(f"{head:>10}" for head in heads * 2), flush=True)
     for width, what in ((1, "decode"), (CHUNK_TOKENS, f"chunk of {CHUNK_TOKENS}")):
         for rows in ROWS:
             for mixed in (False, True) if rows > 1 else (False,):
                 lengths = mixed_lengths(rows) if mixed else [EVEN_TOKENS] * rows
                 builds = [theirs(loaded, layout, lengths, width)]
-                builds += [ours(loaded, layout, lengths, width, bits) for bits in (16, 8)]
+                builds += [ours(loaded, layout, lengths, width, *way) for way in WAYS]
                 costs = measure(builds, len(layout.layers), runs)
                 line = _figures([c.per_layer for c in costs])
                 line += _figures([c.build_ms for c in costs], [c.build_ratio for c in costs])
-                print(f"{what}, {rows} {'mixed' if mixed else 'even'}".ljust(28) + line, flush=True)
+                print(f"{what}, {rows} {'mixed' if mixed else 'even'}".ljust(24) + line, flush=True)
 
 
 def mixed_lengths(rows: int) -> list[int]:
@@ -113,29 +122,77 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: int) -> Prepare:
-    """Return the step of ``width`` tokens after ``lengths`` tokens, in slabs."""
-    layout = layout.with_precision(Precision(8 if bits == 8 else 16), dequantized=True)
-    slabs, slots = _allocate(layout, [length + width for length in lengths])
-    rows = sorted(
-        Row(slot, length, length + width) for slot, length in zip(slots, lengths, strict=True)
-    )
-    mx.eval([(slab.arrays, slab.scales) for slab in slabs.values()])  # as in a running engine
-    contents = {number: (list(slab.arrays), list(slab.scales)) for number, slab in slabs.items()}
-    inputs = mx.zeros((len(rows), width), mx.int32)
-    mx.eval(inputs)
+def ours(
+    model: Any,
+    layout: Layout,
+    lengths: Sequence[int],
+    width: int,
+    bits: Literal[8, 16],
+    reads: Reads = "kernels",
+) -> Prepare:
+    """Return the step of ``width`` tokens after ``lengths`` tokens, in pages."""
+    page_format.compiled = page_format.as_kernel  # as on a GPU
+    layout = layout.with_precision(Precision(bits))
+    batch_class = _with_kernels(model, layout) if reads == "kernels" else GPUBatch
+    tables = fixed_tables(len(lengths), max(lengths) + width, FEWEST_PAGE_TOKENS)
+    pages = GraphPages(layout, FEWEST_PAGE_TOKENS, sum(len(table.pages) for table in tables))
+    slots = Slots(pages)
+    for table in tables:
+        slots.change(table)
+    rows = [Row(slot, length, length + width) for slot, length in enumerate(lengths)]
+    inputs, contents = mx.zeros((len(rows), width), mx.int32), pages.contents
+    mx.eval(inputs, contents)  # as in a running engine
 
     def build() -> Sequence[mx.array]:
-        logits = GPUBatch(layout, slabs, rows).logits(model, inputs)
-        return [logits, *(array for slab in slabs.values() for array in slab.contents)]
+        return [batch_class(layout, slots, rows).logits(model, inputs), *pages.contents]
 
     def prepare() -> Build:
-        for number, (arrays, scales) in contents.items():  # a write changes the array object
-            slabs[number].arrays = [mx.stop_gradient(array) for array in arrays]
-            slabs[number].scales = [mx.stop_gradient(array) for array in scales]
+        pages.arrays = [mx.stop_gradient(array) for array in contents]  # a write changes the object
         return build
 
     return prepare
+
+
+def _with_kernels(model: Any, layout: Layout) -> type[GPUBatch]:
+    """Return the class that attends by kernels wherever it can."""
+    if kernel.why_not():
+        kernel.make = _stand_in
+    way = KernelChoice(True, True, (Timing(AttentionShape(1, 1, 1), 1.0, 0.0, Variant(4, 8, 4)),))
+    found = {}
+    pages = GraphPages(layout, FEWEST_PAGE_TOKENS)
+    for layer, heads in query_heads(model, layout, FEWEST_PAGE_TOKENS).items():
+        form = pages.formats[layer]
+        if can_attend(form):
+            rounds = way if can_round(form) else KernelChoice(False, True, way.timings)
+            found[form.keys, form.values] = LayerKernels(heads, rounds)
+    return GPUBatch._with(kernels=found)
+
+
+def _stand_in(source: Source) -> Kernel:
+    """Return one primitive with the inputs and outputs of a kernel, which is never evaluated."""
+
+    def call(
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        **_: Any,
+    ) -> list[mx.array]:
+        outputs = [
+            mx.broadcast_to(_zero(dtype), shape)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        depends: Callable[..., list[mx.array]] = mx.depends
+        return depends(outputs, list(inputs))
+
+    return call
+
+
+@cache
+def _zero(dtype: mx.Dtype) -> mx.array:
+    zero = mx.zeros((), dtype)
+    mx.eval(zero)
+    return zero
 
 
 def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Prepare:
@@ -158,45 +215,16 @@ def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Pr
         return [logits, *(a for cache in caches for a in (cache.keys, cache.values, cache.offset))]
 
     def prepare() -> Build:
-        for cache, (keys, values) in zip(caches, made, strict=True):
-            cache.keys, cache.values = mx.stop_gradient(keys), mx.stop_gradient(values)
-            cache.offset, cache._idx = offset, longest
+        for one, (keys, values) in zip(caches, made, strict=True):
+            one.keys, one.values = mx.stop_gradient(keys), mx.stop_gradient(values)
+            one.offset, one._idx = offset, longest
         return build
 
     return prepare
 
 
-def _allocate(layout: Layout, lengths: Sequence[int]) -> tuple[Slabs, list[Any]]:
-    """Return slots for sequences of ``lengths`` tokens, and their slabs, as the scheduler would
-    assign them to sequences that arrive one after the other."""
-    memory = Memory(_config(layout, len(lengths)))
-    slots, slabs = [], Slabs()
-    for length in lengths:
-        allocated = memory.allocate_slot(length)
-        assert allocated is not None
-        slots.append(allocated[0])
-    for spec in memory.slots.slabs():
-        slabs[spec.slab_id] = Slab(layout, spec.rows, spec.capacity)
-    return slabs, slots
-
-
-def _config(layout: Layout, rows: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        block_size=BLOCK_SIZE,
-        block_bytes=BLOCK_SIZE * layout.block_token_bytes,
-        slot_block_bytes=BLOCK_SIZE * layout.slot_token_bytes,
-        limit_bytes=BLOCK_SIZE * layout.slot_token_bytes * 8192 * rows,
-        context_length=8192,
-        max_batch_size=rows,
-        prefill_batch_size=rows,
-        completion_batch_size=rows,
-        shares_slabs=True,
-        namespace=b"",
-    )
-
-
 def _figures(figures: Sequence[float], ratios: Sequence[float] | None = None) -> str:
-    """Return the figures of mlx-lm, and of 16 and 8 bits with their ratios to mlx-lm."""
+    """Return the figures of mlx-lm, and of our ways with their ratios to mlx-lm."""
     ratios = ratios or [each / figures[0] for each in figures]
     others = zip(figures[1:], ratios[1:], strict=True)
-    return f"{figures[0]:8.1f}" + "".join(f"{each:8.1f}{ratio:8.2f}" for each, ratio in others)
+    return f"{figures[0]:10.1f}" + "".join(f"{each:10.1f}{ratio:10.2f}" for each, ratio in others)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -25,9 +26,23 @@ from bench.engine import kernels
 from bench.in_process import InProcessEngine
 from bench.turns import in_turn, median_ratio
 from engine.backend.gpu_path import forced_gpu_path
+from engine.batch.gpu import query_heads
+from engine.batch.metal.calls import can_attend
+from engine.batch.metal.kernel import why_not
+from engine.batch.metal.trial import (
+    MAX_BYTES,
+    AttentionShape,
+    KernelChoice,
+    KernelTrial,
+    TimedAttention,
+)
+from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import probe_layout
+from engine.cache.page_format import PageFormat
+from engine.cache.quantization import Precision
 from engine.executor.batched import BatchedExecutor
 from engine.model.load import resolve
+from engine.plan import FEWEST_PAGE_TOKENS
 from engine.proving.oracle import Reference, compute_logits, logits_distance, make_reference
 from engine.proving.proof import NOISE_MULTIPLE, TOLERANCE
 from engine.proving.trial import Trial
@@ -47,6 +62,7 @@ PREFILLS = ((1, 2048), (8, 512))
 """Rows, and tokens of each."""
 MEMORY_ROWS = 8
 MEMORY_TOKENS = 2048
+ATTENTION_TOKENS = (1_024, 4_096, 16_384, 65_536)
 GRAPH_LENGTHS = (1500,) * 8
 MB = 1e6
 
@@ -70,6 +86,7 @@ def metal(model: str, runs: int) -> None:
                 page.print_texts()
                 if wrong:
                     break
+            page.print_attention(bits)
             page.print_speed(bits)
             page.print_memory(bits)
             if bits == 16:
@@ -124,6 +141,7 @@ class _Page:
         print(f"* memory of the device (on Metal, the recommended working set): {memory_gb:.1f} GB")
         print(f"* weights: {self._weight_bytes / MB:,.0f} MB, logits in {self._logits_dtype}")
         print(f"* sequences are computed {spec.batching}; look-ahead: {spec.look_ahead}")
+        print(f"* attention reads pages by {spec.attends_by or 'gathering'}")
         if not isinstance(self._engine.replica.executor, BatchedExecutor):
             self._wrong.append("the model is not batched (the log says why)")
 
@@ -206,6 +224,31 @@ class _Page:
         return [self._rng.randrange(3, self._engine.loaded.vocab_size) for _ in range(length)]
 
     # -- speed and memory ------------------------------------------------------
+
+    def print_attention(self, bits: KVBits) -> None:
+        """Print the time of attention of a decode over one layer of each kind."""
+        layout = probe_layout(self._model).with_precision(Precision(bits))
+        heads = query_heads(self._model, layout, FEWEST_PAGE_TOKENS)
+        forms = GraphPages(layout, FEWEST_PAGE_TOKENS).formats
+        kinds = {forms[layer]: count for layer, count in heads.items() if can_attend(forms[layer])}
+        for form, count in kinds.items():
+            trial = KernelTrial(form, count)
+            print(f"\n### ms of attention of a layer, {bits} bits, {_described(form, count)}\n")
+            print(
+                "| | kernel | gathering and MLX's | MLX's over values |\n| --- | --- | --- | --- |"
+            )
+            way = KernelChoice(reason=why_not()) if why_not() else trial.run()
+            longest = max(n for n in ATTENTION_TOKENS if trial.gathered_bytes(n, 1) <= MAX_BYTES)
+            pool = mx.zeros((longest // form.page_tokens * form.page_words,), mx.uint32)
+            for tokens, rows in product(ATTENTION_TOKENS, (1, 8)):
+                if trial.gathered_bytes(tokens, rows) <= MAX_BYTES:
+                    case = TimedAttention(trial, pool, AttentionShape(tokens, rows, 1))
+                    nearest = way.nearest(tokens, rows, 1)
+                    variant = None if nearest is None else nearest.variant
+                    kernel_s = None if variant is None else case.kernel_s(variant)
+                    times = kernel_s, case.gathering_s(way.gathers), case.values_s()
+                    cells = ["-" if each is None else f"{1e3 * each:.3f}" for each in times]
+                    print(f"| {rows} x {tokens} tokens | {' | '.join(cells)} |", flush=True)
 
     def print_speed(self, bits: KVBits) -> None:
         print(f"\n### Tokens per second, {bits} bits, medians of {self._runs} alternating runs\n")
@@ -300,6 +343,10 @@ def _their_prefill(model: Any, prompts: list[list[int]]) -> float:
     started = time.perf_counter()
     batch_generate(model, _NoEnd(), prompts, max_tokens=1)
     return sum(map(len, prompts)) / (time.perf_counter() - started)
+
+
+def _described(form: PageFormat, query_heads: int) -> str:
+    return f"{query_heads} heads on {form.heads}, keys of {form.keys.dim}"
 
 
 def _own_distance(one: Reference) -> float:

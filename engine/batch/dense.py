@@ -45,7 +45,8 @@ class DenseBatch(GraphBatch):
         """Return array ``number`` of the layout: (batch, kv_heads, longest, dim)."""
         layer, half = divmod(number, 2)
         reach = self._whole
-        return reach.cut(self._pages.gather_half(layer, half, reach.table, reach.exists))
+        where = reach.where(self._pages.formats[layer].heads)
+        return reach.cut(self._pages.gather_half(layer, half, where, reach.exists))
 
     def mask(self, window: int | None) -> mx.array:
         """Return the mask of each row's own positions, within the last ``window``.

@@ -24,11 +24,11 @@ from engine.batch.metal.calls import (
     row_ends,
 )
 from engine.batch.metal.records import way_of
-from engine.batch.metal.trial import Way
+from engine.batch.metal.trial import KernelChoice
 from engine.batch.ragged import Row
 from engine.cache.graph_pages import GraphPages
 from engine.cache.layout import ArrayLayout, KVNode, Layout
-from engine.cache.page_format import PageFormat
+from engine.cache.page_format import PageFormat, pages_of_heads
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.slots import Slots
 from engine.plan import Table
@@ -61,7 +61,7 @@ class LayerKernels(NamedTuple):
     """What kernels do for layers of one kind."""
 
     query_heads: int
-    way: Way
+    way: KernelChoice
 
 
 class GPUBatch(GraphBatch):
@@ -146,7 +146,7 @@ class GPUBatch(GraphBatch):
             self._of_form[id(form)] = None if found is None else (page_kernels(form), found)
         return self._of_form[id(form)]
 
-    def _variant(self, way: Way, window: int | None) -> Variant | None:
+    def _variant(self, way: KernelChoice, window: int | None) -> Variant | None:
         if self.given is not None and self.given.spans:
             return None
         longest = self._spans.longest
@@ -190,7 +190,7 @@ def query_heads(model: Any, layout: Layout, page_tokens: int) -> dict[int, int]:
     return batch.heads
 
 
-def _named(ways: Sequence[Way]) -> str:
+def _named(ways: Sequence[KernelChoice]) -> str:
     """Return how attention reads pages, for people."""
     if any(way.attends for way in ways):
         return "kernels" if all(way.attends for way in ways) else "kernels and gathering"
@@ -220,13 +220,14 @@ def _seconds(pages: GraphPages, length: int, width: int) -> float:
     query = mx.zeros((ROWS, layer.kv_heads, width, layer.key_dim), layer.dtype)
     count = -(-length // PAGE_TOKENS)
     table = mx.arange(ROWS * count, dtype=mx.uint32).reshape(ROWS, count)
-    mx.eval(query, table)
+    where = pages_of_heads(table, layer.kv_heads)
+    mx.eval(query, where)
     found = float("inf")
     for _ in range(TRIES + 1):  # the first call loads the kernels
         begun = time.perf_counter()
         outputs = []
         for _ in range(CALLS):
-            keys, values = (each[:, :, :length] for each in pages.gather(0, table))
+            keys, values = (each[:, :, :length] for each in pages.gather(0, where))
             outputs.append(mx.fast.scaled_dot_product_attention(query, keys, values, scale=1.0))
         mx.eval(outputs)
         found = min(found, time.perf_counter() - begun)

@@ -17,7 +17,7 @@ from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.graph_pages import GraphPages
 from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
-from engine.cache.page_format import PageFormat
+from engine.cache.page_format import PageFormat, pages_of_heads
 from engine.cache.slots import Slots
 
 Mask: TypeAlias = mx.array | str | None
@@ -42,6 +42,7 @@ class Reach:
         seen = [0 if window is None else max(0, start + 1 - window) for start in starts]
         pages = [first // page_tokens for first in seen]
         firsts = [page * page_tokens for page in pages]  # the position of the first gathered one
+        self._where: dict[int, mx.array] = {}
         self.ends = [row.end - first for row, first in zip(rows, firsts, strict=True)]
         """The number of gathered positions of each row that exist."""
         count = max(self.ends)
@@ -78,8 +79,14 @@ class Reach:
             mask = mask | (inside & (positions >= begin) & (positions < end))
         self.mask = mask
 
+    def where(self, heads: int) -> mx.array:
+        """Return the pages of each head to gather (`pages_of_heads`), the same in all layers."""
+        if heads not in self._where:
+            self._where[heads] = pages_of_heads(self._table, heads)
+        return self._where[heads]
+
     @cached_property
-    def table(self) -> mx.array:
+    def _table(self) -> mx.array:
         """The pages to gather, (rows, pages). A row has a page of its own in place of those that it
         lacks."""
         longest = max(map(len, self.pages))
@@ -204,7 +211,8 @@ class GraphBatch(RaggedBatch):
         ]
 
     def _gathered(self, layer: int, reach: Reach) -> tuple[mx.array, mx.array]:
-        keys, values = self._pages.gather(layer, reach.table, reach.exists)
+        where = reach.where(self._pages.formats[layer].heads)
+        keys, values = self._pages.gather(layer, where, reach.exists)
         return reach.cut(keys), reach.cut(values)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.backend.settling import compute
 from engine.cache.layout import ArrayLayout, Layout
-from engine.cache.page_format import Bytes, PageFormat
+from engine.cache.page_format import Bytes, PageFormat, pages_of_heads
 from engine.cache.pages import Pages, StoredKV
 from engine.plan import Payload
 
@@ -120,10 +120,11 @@ class GraphPages(Pages):
         layer, half = divmod(number, 2)
         form = self.formats[layer]
         table = mx.array([pages[: -(-length // self.page_tokens)]], mx.uint32)
-        found = self.gather_half(layer, half, table)[:, :, :length]
+        where = pages_of_heads(table, form.heads)
+        found = self.gather_half(layer, half, where)[:, :, :length]
         if (form.keys, form.values)[half].quantization is None:
             return StoredKV(found, None)
-        marks = form.scales_of(half, form.taken(self.arrays[layer], table, 2))
+        marks = form.scales_of(half, form.taken(self.arrays[layer], where, 2))
         marks = marks.flatten(2, 3)[:, :, :length]  # (1, kv_heads, length, scales, groups)
         return StoredKV(found, mx.moveaxis(marks, 3, 0))
 
@@ -135,16 +136,16 @@ class GraphPages(Pages):
         self.arrays[layer][index] = words
 
     def gather(
-        self, layer: int, table: mx.array, exists: mx.array | None = None
+        self, layer: int, where: mx.array, exists: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
         """Return keys and values of rows, see `PageFormat.gather`."""
-        return self.formats[layer].gather(self.arrays[layer], table, exists)
+        return self.formats[layer].gather(self.arrays[layer], where, exists)
 
     def gather_half(
-        self, layer: int, half: int, table: mx.array, exists: mx.array | None = None
+        self, layer: int, half: int, where: mx.array, exists: mx.array | None = None
     ) -> mx.array:
         """Return the keys alone (``half`` 0) or the values."""
-        return self.formats[layer].gather_half(self.arrays[layer], half, table, exists)
+        return self.formats[layer].gather_half(self.arrays[layer], half, where, exists)
 
 
 def _pairs(

@@ -23,12 +23,14 @@ Numbers = NDArray[np.intp]
 
 PAGES_AT_ONCE = 16
 """This many pages are read at once, so that their codes stay in a core's cache."""
+MAX_IDLE_SCRATCH_BYTES = 64 << 20
+"""More memory is given back when a sequence ends."""
 WORTH_THREADS = 200_000
 """Number of values above which threads pay off."""
 
 
-class Tokens(NamedTuple):
-    """Where the new tokens of a batch go."""
+class TokenPlaces(NamedTuple):
+    """Where new tokens go."""
 
     pages: Numbers  # the page of each token
     indices: Numbers  # its index in the page
@@ -41,7 +43,7 @@ class Reading(NamedTuple):
     targets: Sequence[Array]
 
 
-class Missing(NamedTuple):
+class Gap(NamedTuple):
     """Positions of an unpacked slot whose values are only in its pages."""
 
     slot: Slot
@@ -58,10 +60,13 @@ class Group:
         parts = group.parts(page_tokens)
         self._forms = [(shape, np.dtype(str(dtype).rpartition(".")[2])) for shape, dtype in parts]
         self._memory = [HostMemory(0) for _ in self._forms]
+        self.version = 0
+        """Changes when the memory may be elsewhere."""
         self.resize(0)
 
     def resize(self, num_pages: int) -> None:
-        self.parts: list[NDArray[Any]] = []  # (pages, ...): no array refers to the memory
+        self.version += 1
+        self.parts: list[NDArray[Any]] = []  # (pages, ...); now no array refers to the memory
         forms = zip(self._memory, self._forms, strict=True)
         self._memory = [
             memory.resized(num_pages * dtype.itemsize * int(np.prod(shape)))
@@ -95,7 +100,7 @@ class HostPages(Pages):
 
     unpacks = True
 
-    def __init__(self, layout: Layout, page_tokens: int, num_pages: int = 0) -> None:
+    def __init__(self, layout: Layout, page_tokens: int) -> None:
         super().__init__(layout, page_tokens)
         self._groups = [Group(group, page_tokens) for group in layout.groups]
         self.places: list[Place | None] = [None] * len(layout.arrays)
@@ -105,9 +110,6 @@ class HostPages(Pages):
                 self.places[number] = Place(group, first)
         self.unpacked = UnpackedRows(layout, page_tokens)
         self._scratches: list[Scratch] = []
-        self.num_pages = 0
-        if num_pages:
-            self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
         for group in self._groups:
@@ -121,7 +123,12 @@ class HostPages(Pages):
     @property
     def nbytes(self) -> int:
         pages = sum(array.nbytes for group in self._groups for array in group.parts)
-        return pages + self.unpacked.nbytes + sum(each.nbytes for each in self._scratches)
+        return pages + self.unpacked.nbytes + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the arrays that rows are read into, a layer at a time."""
+        return sum(each.nbytes for each in self._scratches)
 
     # -- whole pages ------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class HostPages(Pages):
     # -- writing ----------------------------------------------------------------------
 
     def write_tokens(
-        self, layer: int, keys: Array, values: Array, tokens: Tokens
+        self, layer: int, keys: Array, values: Array, tokens: TokenPlaces
     ) -> tuple[Array, Array]:
         """Store new ``keys`` and ``values`` (tokens, kv_heads, dim), and return them rounded."""
 
@@ -272,8 +279,10 @@ class HostPages(Pages):
 
     def drop(self, slot: Slot) -> None:
         self.unpacked.free(slot)
+        if sum(each.nbytes for each in self._scratches) > MAX_IDLE_SCRATCH_BYTES:
+            self._scratches.clear()  # a longer row than others may have ended
 
-    def fill(self, layer: int, rows: Sequence[Missing]) -> None:
+    def fill(self, layer: int, rows: Sequence[Gap]) -> None:
         """Unpack the positions of a layer that are missing in unpacked slots."""
         size, both, readings = self.page_tokens, self.unpacked.both(layer), []
         for slot, table, start, end in rows:

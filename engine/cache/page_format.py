@@ -123,12 +123,12 @@ class PageFormat:
     # -- reading -----------------------------------------------------------------------
 
     def gather(
-        self, array: mx.array, table: mx.array, exists: mx.array | None = None
+        self, array: mx.array, where: mx.array, exists: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return keys and values (rows, kv_heads, positions, dim) of the pages in ``table`` (rows,
-        pages) of a layer's ``array``, and zeros where no position ``exists``
+        """Return keys and values (rows, kv_heads, positions, dim) of the pages ``where``
+        (`pages_of_heads`) of a layer's ``array``, and zeros where no position ``exists``
         (rows, 1, positions)."""
-        words = self.taken(array, table)
+        words = self.taken(array, where)
         blocks = [
             words[..., block.first : block.first + self.page_tokens * block.row]
             for block in self.blocks
@@ -137,20 +137,19 @@ class PageFormat:
         return keys, values
 
     def gather_half(
-        self, array: mx.array, half: int, table: mx.array, exists: mx.array | None = None
+        self, array: mx.array, half: int, where: mx.array, exists: mx.array | None = None
     ) -> mx.array:
         """Return the keys alone (``half`` 0) or the values."""
-        words, marks = (self.taken(array, table, block) for block in (half, 2))
+        words, marks = (self.taken(array, where, block) for block in (half, 2))
         return self.values_of(half, words, marks, exists)
 
-    def taken(self, array: mx.array, table: mx.array, block: int | None = None) -> mx.array:
+    def taken(self, array: mx.array, where: mx.array, block: int | None = None) -> mx.array:
         """Return the words of pages (rows, kv_heads, pages, words), of one block or all."""
         heads = array.reshape(-1, self.head_words)
         if block is not None:
             its = self.blocks[block]
             heads = heads[:, its.first : its.first + self.page_tokens * its.row]
-        numbers = mx.arange(self.heads, dtype=mx.uint32)[:, None]
-        return heads[table[:, None] * self.heads + numbers]
+        return heads[where]
 
     def values_of(self, half: int, codes: mx.array, marks: mx.array, exists: Any) -> mx.array:
         """Return keys (``half`` 0) or values (1) of pages: (rows, kv_heads, positions, dim).
@@ -177,7 +176,7 @@ class PageFormat:
         if scheme.bits != 8:
             packed = _unpack(packed)
         grouped = packed.reshape(*by_token, -1, scheme.group_size)
-        read = _compiled(_dequantizer(kind.dtype, exists is not None))
+        read = compiled(_dequantizer(kind.dtype, exists is not None))
         scales = self.scales_of(half, marks)
         columns = [scales[..., i, :, None] for i in range(scheme.scales)]
         given = () if exists is None else (exists[..., None],)
@@ -244,8 +243,8 @@ def _rounded(x: mx.array, scheme: Quantization) -> tuple[mx.array, Sequence[mx.a
         codes, scales = quantize(x, scheme)
         return pack(codes, scheme.bits).view(mx.uint32), scales
     groups = x.reshape(*x.shape[:-1], -1, scheme.group_size)
-    scale = _compiled(symmetric_scale)(mx.abs(groups).max(axis=-1))
-    codes = _compiled(_signed_codes)(groups, scale[..., None])
+    scale = compiled(symmetric_scale)(mx.abs(groups).max(axis=-1))
+    codes = compiled(_signed_codes)(groups, scale[..., None])
     return codes.reshape(x.shape).view(mx.uint32), (scale,)
 
 
@@ -256,6 +255,11 @@ def _signed_codes(groups: mx.array, scale: mx.array) -> mx.array:
 def _unpack(packed: mx.array) -> mx.array:
     both = mx.stack([packed & 15, packed >> 4], axis=-1)
     return both.reshape(*packed.shape[:-1], -1)
+
+
+def pages_of_heads(table: mx.array, heads: int) -> mx.array:
+    """Return the pages in ``table`` (rows, pages) of each head: (rows, kv_heads, pages)."""
+    return table[:, None] * heads + mx.arange(heads, dtype=mx.uint32)[:, None]
 
 
 @cache
@@ -275,13 +279,13 @@ def _dequantizer(dtype: mx.Dtype, cuts: bool) -> Callable[..., mx.array]:
     return read
 
 
-def _compiled(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def compiled(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Return an elementwise ``function`` as one kernel on a GPU. On a CPU that would require a
     compiler on the server."""
-    return _as_kernel(function) if mx.default_device() == mx.gpu else function
+    return as_kernel(function) if mx.default_device() == mx.gpu else function
 
 
 @cache
-def _as_kernel(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    compiled: Callable[..., mx.array] = mx.compile(function, shapeless=True)
-    return compiled
+def as_kernel(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    fused: Callable[..., mx.array] = mx.compile(function, shapeless=True)
+    return fused

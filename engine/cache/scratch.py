@@ -102,22 +102,23 @@ class ScratchRows:
         """Write a part of the ``lines`` (row, head) of ``both``."""
         size, heads = self._pages.page_tokens, both[0].shape[1]
         places = self._pages.places[2 * layer : 2 * layer + 2]
-        outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
         groups = [place.group for place in places if place is not None]
         coded = all(group.how is not None and group.how.is_symmetric for group in groups)
         if coded and len(groups) == 2 and low < size and not graphs.unusable():
             firsts = [place.first * heads for place in places if place is not None]
+            outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
             self._scratch.call(groups, outs)(self, lines, firsts)
             return
         first = low // size
-        for number, out in enumerate(outs, 2 * layer):
-            for line, target in zip(range(lines.start, lines.stop), out, strict=True):
-                row, head = divmod(line, heads)
-                end = self._ends[row]
-                table = self._tables[row, first : -(-end // size)]
-                its = target[None, first * size : (first + len(table)) * size]
-                self._pages.read_values(number, table, its, slice(head, head + 1))
-                target[end:] = 0  # pages may hold NaN there, which times zero is NaN
+        for row in range(lines.start // heads, -(-lines.stop // heads)):
+            some = slice(max(0, lines.start - row * heads), min(heads, lines.stop - row * heads))
+            end = self._ends[row]
+            table = self._tables[row, first : -(-end // size)]
+            stretch = slice(first * size, (first + len(table)) * size)
+            for number, array in enumerate(both, 2 * layer):
+                target = array[row, some]
+                self._pages.read_values(number, table, target[:, stretch], some)
+                target[:, end:] = 0  # pages may hold NaN there, which times zero is NaN
 
     def arguments(self, group: Group) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
         """Return the pages of each line (lines, pages), as numbers of heads of the group's first
@@ -136,8 +137,8 @@ class _Call:
     """Reads keys and values of pages to their places. Used by one thread at a time."""
 
     def __init__(self, groups: Sequence[Group], outs: Sequence[Array]) -> None:
-        self._parts = [part for group in groups for part in group.parts]
-        self._groups = groups
+        # Not their arrays: while there are some the memory of pages cannot grow in place.
+        self._groups, self._versions = groups, [group.version for group in groups]
         self._rows: ScratchRows | None = None  # whose arguments these are
         self._arguments: list[tuple[NDArray[np.int64], NDArray[np.bool]]] = []
         self._firsts: NDArray[np.int64] = np.zeros((2, 1), np.int64)
@@ -161,8 +162,8 @@ class _Call:
 
     def reads(self, groups: Sequence[Group]) -> bool:
         """Return whether this reads from the memory that ``groups`` have now."""
-        now = [part for group in groups for part in group.parts]
-        return all(ours is theirs for ours, theirs in zip(self._parts, now, strict=True))
+        its = zip(self._groups, groups, self._versions, strict=True)
+        return all(one is other and one.version == version for one, other, version in its)
 
     def __call__(self, rows: ScratchRows, lines: slice, firsts: Sequence[int]) -> None:
         if self._rows is not rows:

@@ -64,7 +64,7 @@ __all__ = [
 
 NOT_SETTINGS = (
     *("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH"),
-    "MLX_LM_SERVER_URL",
+    *("MLX_LM_SERVER_KERNELS", "MLX_LM_SERVER_URL"),
 )
 """Environment variables with the settings' prefix that engines read themselves, and the one of
 commands that talk to a server."""

@@ -113,5 +113,6 @@ def test_a_server_is_asked_in_each_way(
         rows = capsys.readouterr().out.splitlines()[-len(ways) :]
         for way, row in zip(ways, rows, strict=True):
             assert re.match(rf"{way} +4/4 +4/4 ", row), row
-        assert [int(row.split("%")[0].split()[-1]) > 50 for row in rows] == [True, True, False]
+        found = [int(row.split("%")[0].split()[-1]) for row in rows]
+        assert found[0] > 50 > found[2]  # few of the prompts fill a page, which files hold
         monkeypatch.delattr(same_text, "running", raising=False)

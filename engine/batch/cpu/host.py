@@ -5,9 +5,9 @@ one thread. NumPy's exponential is vectorised, and its operations run in paralle
 threads call them. Attention therefore leaves the graph: queries, keys and values of a layer are
 evaluated, and pages are read and written in place.
 
-Attention reads values of neighbouring positions one after the other. It finds them in the unpacked
-rows of slots that have some (`engine.cache.unpacked`). Those of other rows are unpacked layer by
-layer. The bits are the same."""
+Attention reads the values of neighbouring positions one after the other. Some slots have them
+unpacked (`engine.cache.unpacked`). Those of other rows are read from their pages in each layer
+(`engine.cache.scratch`). The bits are the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from engine.batch.cpu.pieces import (
 from engine.batch.cpu.tiles import FEWEST, tiled
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
-from engine.cache.host_pages import HostPages, Missing, Numbers, Tokens
+from engine.cache.host_pages import Gap, HostPages, Numbers, TokenPlaces
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.scratch import Scratch, ScratchRows
@@ -66,7 +66,7 @@ MAX_SCORES = 65_536
 """Max number of scores of a head for rows of several tokens to attend together, because all
 heads are computed at once."""
 
-_Way = Callable[[_P, Sequence[Array], Array, Array, How], None]
+_Way = Callable[[_P, Kept, Array, Array, How], None]
 """Writes the attention of a piece."""
 
 
@@ -111,14 +111,14 @@ class HostBatch(RaggedBatch):
             vars(self).pop(name, None)
 
     @cached_property
-    def _new_tokens(self) -> Tokens:
+    def _new_tokens(self) -> TokenPlaces:
         """Where the new tokens go, with `by_token`."""
         size, pages, indices = self._pages.page_tokens, [], []
         for row, table in zip(self.rows, self.tables, strict=True):
             for position in range(row.start, row.end):
                 pages.append(table[position // size])
                 indices.append(position % size)
-        return Tokens(np.array(pages), np.array(indices))
+        return TokenPlaces(np.array(pages), np.array(indices))
 
     @cached_property
     def _began(self) -> Began:
@@ -331,7 +331,7 @@ class HostBatch(RaggedBatch):
         if self._began.ahead is not None:
             wanted.append(self._began.ahead)
         missing = [
-            Missing(rows[i].slot, self.tables[i], ends.get(rows[i].slot, 0), end)
+            Gap(rows[i].slot, self.tables[i], ends.get(rows[i].slot, 0), end)
             for i, end in wanted
             if ends.get(rows[i].slot, 0) < end
         ]

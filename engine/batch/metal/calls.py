@@ -170,13 +170,10 @@ class PageKernels:
             query = mx.pad(query, [(0, 0), (0, 0), (0, count - width), (0, 0)])
         at_once = min(variant.queries, heads // form.heads * count)
         chunks = form.heads * -(-heads // form.heads * count // at_once)
-        seen = rows.longest
-        if window is not None:
-            seen = min(seen, window + count + form.page_tokens)
+        seen = min(rows.longest, window + count + form.page_tokens) if window else rows.longest
         parts, part_tokens = _parts(seen, rows.rows * chunks)
         simds = min(variant.simds, parts)
         queries = rows.rows * heads * count
-        groups = heads // form.heads
         sums, tops = _kernel(kernel.ATTEND)(
             inputs=[
                 query,
@@ -188,7 +185,7 @@ class PageKernels:
             ],
             template=[
                 *self._page,
-                ("G", groups),
+                ("G", heads // form.heads),
                 ("Q", count),
                 ("H", at_once),
                 ("L", variant.lanes),

@@ -17,7 +17,7 @@ import mlx.core as mx
 import msgspec
 
 from engine.batch.metal import kernel
-from engine.batch.metal.trial import Trial, Way
+from engine.batch.metal.trial import KernelChoice, KernelTrial
 from engine.cache.page_format import PageFormat
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ MARK = ".running"
 
 _folder: Path | None = None
 _repeats = False
-_known: dict[tuple[PageFormat, int], Way] = {}
+_known: dict[tuple[PageFormat, int], KernelChoice] = {}
 
 
 def keep_in(folder: Path | None, *, repeats: bool = False) -> None:
@@ -41,7 +41,7 @@ def keep_in(folder: Path | None, *, repeats: bool = False) -> None:
     _known.clear()
 
 
-def way_of(form: PageFormat, query_heads: int) -> Way:
+def way_of(form: PageFormat, query_heads: int) -> KernelChoice:
     """Return what to use for layers with pages of this form: tried once in a process, and as
     remembered from an earlier one."""
     key = form, query_heads
@@ -50,10 +50,10 @@ def way_of(form: PageFormat, query_heads: int) -> Way:
     return _known[key]
 
 
-def _tried(form: PageFormat, query_heads: int) -> Way:
+def _tried(form: PageFormat, query_heads: int) -> KernelChoice:
     if why := kernel.why_not():
-        return Way(reason=why)
-    trial = Trial(form, query_heads)
+        return KernelChoice(reason=why)
+    trial = KernelTrial(form, query_heads)
     if _folder is None:
         return trial.checked(trial.run())
     path = _folder / f"{_digest(form, query_heads)}.json"
@@ -61,7 +61,7 @@ def _tried(form: PageFormat, query_heads: int) -> Way:
     left = _left_marks(path)
     if left and not _repeats:
         logger.warning("a trial of kernels did not end; --prove always repeats it: %s", left[0])
-        return Way(reason="an earlier trial did not end")
+        return KernelChoice(reason="an earlier trial did not end")
     for each in left:
         each.unlink(missing_ok=True)
     with suppress(OSError):
@@ -111,9 +111,9 @@ def _digest(form: PageFormat, query_heads: int) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
-def _read(path: Path) -> Way | None:
+def _read(path: Path) -> KernelChoice | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Way)
+        return msgspec.json.decode(path.read_bytes(), type=KernelChoice)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -121,7 +121,7 @@ def _read(path: Path) -> Way | None:
         return None
 
 
-def _write(path: Path, way: Way) -> None:
+def _write(path: Path, way: KernelChoice) -> None:
     scratch = path.with_suffix(f".{os.getpid()}")
     try:
         scratch.write_bytes(msgspec.json.encode(way))

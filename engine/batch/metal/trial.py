@@ -46,7 +46,7 @@ MAX_BYTES = 1 << 30
 _NAN = 0xFFFFFFFF
 
 
-class Point(msgspec.Struct, frozen=True, array_like=True):
+class AttentionShape(msgspec.Struct, frozen=True, array_like=True):
     """A measured case."""
 
     tokens: int  # of each row
@@ -57,13 +57,13 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 class Timing(msgspec.Struct, frozen=True, array_like=True):
     """How long attention takes in a case."""
 
-    point: Point
+    point: AttentionShape
     gathering_s: float
     kernel_s: float
     variant: Variant | None  # the fastest one, None if there is none
 
 
-class Way(msgspec.Struct, frozen=True):
+class KernelChoice(msgspec.Struct, frozen=True):
     """What is used for the layers of one kind."""
 
     rounds: bool = False
@@ -80,8 +80,11 @@ class Way(msgspec.Struct, frozen=True):
     def variant(self, tokens: int, rows: int, queries: int) -> Variant | None:
         """Return the variant for rows of so many ``tokens``; None: gathering is faster, or the
         kernels take fewer queries."""
-        if not self.timings or queries > MAX_QUERIES:
-            return None
+        nearest = None if queries > MAX_QUERIES else self.nearest(tokens, rows, queries)
+        return nearest.variant if nearest is not None and _is_kept(nearest) else None
+
+    def nearest(self, tokens: int, rows: int, queries: int) -> Timing | None:
+        """Return the measured case that is most like this one."""
 
         def distance(timing: Timing) -> float:
             point, found = timing.point, 0.0
@@ -93,22 +96,21 @@ class Way(msgspec.Struct, frozen=True):
                 found = 1e3 * found + max(own / asked, asked / own)
             return found
 
-        nearest = min(self.timings, key=distance)
-        return nearest.variant if _is_kept(nearest) else None
+        return min(self.timings, key=distance, default=None)
 
 
 def _is_kept(timing: Timing) -> bool:
     return timing.variant is not None and timing.kernel_s <= timing.gathering_s
 
 
-class Trial:
+class KernelTrial:
     """The trial of layers with pages of one form and so many heads of queries."""
 
     def __init__(self, form: PageFormat, query_heads: int) -> None:
         self.form, self.query_heads = form, query_heads
         self.kernels = PageKernels(form)
 
-    def run(self) -> Way:
+    def run(self) -> KernelChoice:
         """Try everything. Takes seconds, most of them in the compiler."""
         rounds, gathers = self.rounds_right(), self.gathers_right()
         right = {
@@ -120,9 +122,9 @@ class Trial:
             for queries in TIMED_QUERIES
         }
         timings = tuple(self._timings(right, gathers)) if any(right.values()) else ()
-        return Way(rounds, gathers, timings)
+        return KernelChoice(rounds, gathers, timings)
 
-    def checked(self, way: Way) -> Way:
+    def checked(self, way: KernelChoice) -> KernelChoice:
         """Return ``way`` without what is not right now. Compiles everything that it uses."""
         kept = []
         for timing in way.timings:
@@ -133,7 +135,7 @@ class Trial:
             if variant is not None and not self.attends_right(variant, widths):
                 timing = msgspec.structs.replace(timing, variant=None)
             kept.append(timing)
-        return Way(
+        return KernelChoice(
             way.rounds and self.rounds_right(),
             way.gathers and self.gathers_right(),
             tuple(kept),
@@ -165,7 +167,7 @@ class Trial:
         pool, tables = _filled(self.form, CHECKED_TOKENS)
         rows = [Row(0, 0, tokens) for tokens in CHECKED_TOKENS]
         reach = Reach(rows, tables, self.form.page_tokens, max(CHECKED_TOKENS))
-        wanted = self.form.gather(pool, reach.table, reach.exists)
+        wanted = self.form.gather(pool, reach.where(self.form.heads), reach.exists)
 
         def same() -> bool:
             found = self.gather(pool, reach, 3)
@@ -220,14 +222,15 @@ class Trial:
         pool = mx.zeros((pages * form.page_words,), mx.uint32)
         mx.eval(pool)
         for tokens, rows, queries in product(TIMED_TOKENS, TIMED_ROWS, TIMED_QUERIES):
-            if self._gathered_bytes(tokens, rows) > MAX_BYTES or not right[queries]:
+            if self.gathered_bytes(tokens, rows) > MAX_BYTES or not right[queries]:
                 continue
-            case = Case(self, pool, Point(tokens, rows, queries))
+            case = TimedAttention(self, pool, AttentionShape(tokens, rows, queries))
             found = {variant: case.kernel_s(variant) for variant in right[queries]}
             best = min(found, key=found.__getitem__)
             yield Timing(case.point, case.gathering_s(gathers), found[best], best)
 
-    def _gathered_bytes(self, tokens: int, rows: int) -> int:
+    def gathered_bytes(self, tokens: int, rows: int) -> int:
+        """Return the bytes of the values of rows with so many ``tokens``."""
         return tokens * rows * (self.form.keys.value_bytes + self.form.values.value_bytes)
 
     def gather(self, pool: mx.array, reach: Reach, first: int = 0) -> tuple[mx.array, mx.array]:
@@ -235,11 +238,11 @@ class Trial:
         return self.kernels.gather(pool, table, ends, first, reach.end - first)
 
 
-class Case:
+class TimedAttention:
     """Attention that is timed: rows of equal length, each with pages of its own as far as there are
     some."""
 
-    def __init__(self, trial: Trial, pool: mx.array, point: Point) -> None:
+    def __init__(self, trial: KernelTrial, pool: mx.array, point: AttentionShape) -> None:
         self.point, self._trial, self._pool = point, trial, pool
         form, (tokens, rows, queries) = trial.form, (point.tokens, point.rows, point.queries)
         pages, count = pool.size // form.page_words, -(-tokens // form.page_tokens)
@@ -247,11 +250,12 @@ class Case:
         batch = [Row(row, tokens - queries, tokens) for row in range(rows)]
         self._reach = Reach(batch, tables, form.page_tokens, queries)
         self._spans = Spans.of([(row.start, row.end) for row in batch], tables)
+        self._where = self._reach.where(form.heads)
         shape = rows, trial.query_heads, queries, form.keys.dim
         self._query = mx.zeros(shape, form.keys.dtype)
         size = tokens * rows * (form.keys.value_bytes + form.values.value_bytes)
         self._calls = max(1, min(8, PIECE_BYTES // size))
-        mx.eval(self._query)
+        mx.eval(self._query, self._where)
 
     def kernel_s(self, variant: Variant) -> float:
         return self._seconds(
@@ -265,7 +269,7 @@ class Case:
             if by_kernel:
                 keys, values = self._trial.gather(self._pool, self._reach)
             else:
-                keys, values = self._trial.form.gather(self._pool, self._reach.table)
+                keys, values = self._trial.form.gather(self._pool, self._where)
                 keys, values = self._reach.cut(keys), self._reach.cut(values)
             return self._attended(keys, values)
 
@@ -273,7 +277,7 @@ class Case:
 
     def values_s(self) -> float:
         """Return the time over contiguous arrays of values."""
-        keys, values = self._trial.form.gather(self._pool, self._reach.table)
+        keys, values = self._trial.form.gather(self._pool, self._where)
         keys, values = (mx.contiguous(self._reach.cut(each)) for each in (keys, values))
         mx.eval(keys, values)
         return self._seconds(lambda: self._attended(keys, values))
@@ -323,7 +327,7 @@ def _attended(
     form: PageFormat, pool: mx.array, reach: Reach, query: mx.array, sinks: mx.array | None
 ) -> mx.array:
     """Return attention as MLX computes it."""
-    keys, values = form.gather(pool, reach.table, reach.exists)
+    keys, values = form.gather(pool, reach.where(form.heads), reach.exists)
     return mx.fast.scaled_dot_product_attention(
         query, reach.cut(keys), reach.cut(values), scale=SCALE, mask=reach.mask, sinks=sinks
     )

@@ -60,7 +60,8 @@ def test_pages_hold_what_quantization_defines_bit_for_bit(bits: int) -> None:
 def test_a_page_has_the_same_bytes_on_every_device(bits: int) -> None:
     slots, new = written(bits, 3 * PAGE)
     layout = slots.pages.layout
-    host = HostPages(layout, PAGE, 6)
+    host = HostPages(layout, PAGE)
+    host.resize(6)
     for page in (4, 1, 5):
         host.insert(page, slots.pages.exporter(page)())
     again = GraphPages(layout, PAGE, 6)

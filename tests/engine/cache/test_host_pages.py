@@ -1,5 +1,6 @@
 """Pages on the host: what is written is read again with the same bits, wherever it lies."""
 
+import sys
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import pytest
 
 from engine.backend import graphs
 from engine.cache import host_memory, scratch, unpacked
-from engine.cache.host_pages import HostPages, Missing, Tokens
+from engine.cache.host_pages import Gap, HostPages, TokenPlaces
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize
 from engine.cache.rounding import Array
@@ -85,7 +86,7 @@ def test_rows_and_tokens_are_read_as_quantization_in_mlx_rounds_them(
         for ours, theirs in zip(kept, expected, strict=True):
             assert np.array_equal(ours, theirs[:, start:end])
     at = range(190, LENGTH)
-    tokens = Tokens(np.array([TABLE[p // PAGE] for p in at]), np.array([p % PAGE for p in at]))
+    tokens = TokenPlaces(np.array([TABLE[p // PAGE] for p in at]), np.array([p % PAGE for p in at]))
     keys, values = (x[:, 190:].swapaxes(0, 1) for x in both)
     kept = pages.write_tokens(1, keys, values, tokens)
     for ours, theirs in zip(kept, expected, strict=True):
@@ -159,6 +160,27 @@ def test_pages_that_remain_keep_their_content(precision: Precision, *, holds: bo
     assert held is None or held.any()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is copied")
+def test_pages_that_were_read_grow_in_place() -> None:
+    pages, expected = filled(Precision(8))
+    place = pages.places[2]
+    assert place is not None
+    rows = ScratchRows(pages, pages.scratch(0), [TABLE], [LENGTH], 256)
+    rows.read(1, 0)
+    pages.unpack(0, LENGTH)
+    pages.fill(1, [Gap(0, TABLE, 0, LENGTH)])
+    exporter = pages.exporter(0)
+    before = list(place.group._memory)
+    pages.resize(50_000)
+    assert all(a is b for a, b in zip(place.group._memory, before, strict=True))
+    for array in rows.both(1):
+        array[...] = np.nan
+    rows.read(1, 0)
+    for array, x in zip(rows.both(1), expected, strict=True):
+        assert np.array_equal(array[0, :, :LENGTH], x)
+    assert pages.exporter(0)() == exporter()
+
+
 @pytest.mark.parametrize("gives_back", [True, False])
 @pytest.mark.parametrize("what", KINDS)
 def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
@@ -169,8 +191,8 @@ def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
     pages, expected = filled(precision, what)
     pages.unpack(3, LENGTH)
     pages.unpacked.begin([(3, 0, LENGTH)])
-    pages.fill(1, [Missing(3, TABLE, 0, 70)])
-    pages.fill(1, [Missing(3, TABLE, 70, LENGTH)])
+    pages.fill(1, [Gap(3, TABLE, 0, 70)])
+    pages.fill(1, [Gap(3, TABLE, 70, LENGTH)])
     rows = ScratchRows(pages, pages.scratch(0), [TABLE, TABLE[:2]], [LENGTH, 70], 256)
     ways: list[Callable[[], None]] = [
         lambda: rows.read(1, 0),
@@ -211,13 +233,13 @@ def test_nan_behind_a_row_or_left_by_another_never_reaches_it(precision: Precisi
     pages.write_row(1, keys, values, TABLE, 0)
     pages.unpack(1, LENGTH)
     pages.unpacked.begin([(1, 0, LENGTH)])
-    pages.fill(1, [Missing(1, TABLE, 0, LENGTH)])
+    pages.fill(1, [Gap(1, TABLE, 0, LENGTH)])
     assert all(np.isnan(array[1, :, :LENGTH]).all() for array in pages.unpacked.both(1))
     pages.drop(1)
     both = new(pages, 70)
     pages.write_row(1, *both, TABLE, 0)
     pages.unpack(1, LENGTH)
-    pages.fill(1, [Missing(1, TABLE, 0, 70)])
+    pages.fill(1, [Gap(1, TABLE, 0, 70)])
     rows = ScratchRows(pages, pages.scratch(0), [TABLE], [70], 256)
     rows.both(1)[0][...] = np.nan
     rows.both(1)[1][...] = np.nan
@@ -231,7 +253,7 @@ def test_unpacked_rows_take_memory_for_their_values_and_stay_in_place() -> None:
     before = pages.nbytes
     pages.unpack(2, 100)
     arrays = pages.unpacked.both(1)
-    pages.fill(1, [Missing(2, TABLE, 0, LENGTH)])
+    pages.fill(1, [Gap(2, TABLE, 0, LENGTH)])
     assert pages.nbytes == before + LENGTH * pages.layout.value_bytes // 2
     pages.unpack(5, pages.unpacked.capacity)
     assert pages.unpacked.both(1)[0] is arrays[0]
@@ -272,11 +294,11 @@ def test_memory_of_freed_slots_is_kept_for_the_next_ones_up_to_a_limit(
     for slot in (0, 1, 2):
         pages.unpack(slot, LENGTH)
         pages.unpacked.begin([(slot, 0, LENGTH)])
-        pages.fill(1, [Missing(slot, TABLE, 0, LENGTH)])
+        pages.fill(1, [Gap(slot, TABLE, 0, LENGTH)])
     for slot in (0, 1, 2):
         pages.drop(slot)
     keys, _ = pages.unpacked.both(1)
     assert [keys[slot].any() for slot in (0, 1, 2)] == [False, True, True]
     pages.unpack(1, LENGTH)
-    pages.fill(1, [Missing(1, TABLE, 0, 10)])
+    pages.fill(1, [Gap(1, TABLE, 0, 10)])
     assert keys[1, :, :10].any() and not keys[1, :, 10:].any()

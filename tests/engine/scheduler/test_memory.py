@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from engine.plan import CopyPage, Table, Unpack
+from engine.scheduler.failures import discard_failed
 from engine.scheduler.memory import FIRST_TOKENS, Memory
+from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.pools.ledger import STEPS_TO_RAISE, Ledger
 from engine.scheduler.sequences.sequence import Sequence
 from tests.engine.scheduler.harness import config, sequence
@@ -139,6 +141,35 @@ def test_pages_of_an_open_pass_keep_their_numbers() -> None:
     memory.unfix(high)
     memory.take_plan()
     assert memory.reserve_pass(3 * BYTES) and len(memory.take_plan().moved_pages) == 2
+
+
+def test_a_page_that_is_copied_stays_until_the_plan_is_built() -> None:
+    memory = memory_of(4)
+    seq = begin(memory, PAGE, 1)
+    source = seq.pages[0]
+    memory.pages.name(source, 8, b"half")
+    memory.release(seq)
+    copied = memory.copy_of(source, 8)
+    assert copied is not None and copied.names == {8: b"half"}
+    assert not memory.reserve_pass(3 * BYTES), "neither of the two pages can go"
+    assert memory.reserve_pass(2 * BYTES) and source.number != copied.number
+    assert memory.take_plan().copies == (CopyPage(source.number, copied.number, 8),)
+    assert memory.reserve_pass(BYTES), "now the source can"
+
+
+def test_the_content_of_a_failed_chunk_is_not_stored_though_its_page_is_gone() -> None:
+    """With look-ahead the next plan may evict and export it before the failure is known."""
+    memory = memory_of(2, store_enabled=True)
+    seq, step = begin(memory, PAGE, 1), InFlightStep(0)
+    memory.pages.name(seq.pages[0], PAGE, b"bad")
+    content = seq.pages[0].content
+    assert content is not None
+    step.named[seq], step.filled[seq] = [b"bad"], [content]
+    memory.release(seq)
+    assert memory.reserve_pass(2 * BYTES)
+    (export,) = memory.take_plan().exports_first
+    discard_failed({seq}, step, None, memory)
+    assert memory.backlog.came_back(export.block_id, (b"",)) is None
 
 
 def test_the_least_recently_used_of_pages_and_snapshots_is_evicted() -> None:

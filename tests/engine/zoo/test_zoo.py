@@ -111,6 +111,7 @@ class TestTheComparisonCatches:
     @pytest.fixture
     def is_wrong(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Check:
         """Return a function that checks that an error is found."""
+        device.prepare()  # a run in 8 bits does not
         name, batch_class, bits = request.param
         monkeypatch.setattr(choose, "prove", lambda *_: None)
         monkeypatch.setattr(device, "batch_classes", lambda *_: [batch_class])

@@ -18,6 +18,7 @@ from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.rounding import Array
 from engine.plan import Table
+from tests.engine.batch.cpu import paged
 from tests.engine.batch.cpu.paged import host_slots, spoil
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
@@ -280,9 +281,11 @@ def test_a_chunk_has_equally_many_products_for_each_thread_where_these_are_large
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("what", ["three", "80 wide", "a short window", "sinks"])
 def test_quantized_rows_have_the_same_bits_in_every_chunk_and_batch(
-    what: str, bits: int, unpacked: tuple[int, ...]
+    what: str, bits: int, unpacked: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also with pages of another size."""
     text = Text(CASES[what], unpacked, Precision(bits))
+    monkeypatch.setattr(paged, "PAGE", 96)
     whole = Text(CASES[what], range(ROWS), Precision(bits)).whole(Exact)
     for start, end in ((0, 100), (100, 101), (101, 118), (118, 333), (333, LENGTH)):
         text.check(Exact, dict.fromkeys(range(ROWS), (start, end)), whole)

@@ -11,7 +11,7 @@ import pytest
 from engine.batch import device
 from engine.batch.gpu import GPUBatch, LayerKernels, query_heads
 from engine.batch.metal.calls import Variant, can_attend, can_round
-from engine.batch.metal.trial import Point, Timing, Way
+from engine.batch.metal.trial import AttentionShape, KernelChoice, Timing
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.page_format import PageFormat
 from engine.cache.quantization import Precision
@@ -26,12 +26,14 @@ PAGE = 16
 
 def with_kernels(layout: Layout, heads: int, variant: Variant) -> type[GPUBatch]:
     """Return the class that uses kernels in all cases."""
-    timings = tuple(Timing(Point(1, 1, queries), 1.0, 0.0, variant) for queries in (1, 4, 16))
+    timings = tuple(
+        Timing(AttentionShape(1, 1, queries), 1.0, 0.0, variant) for queries in (1, 4, 16)
+    )
     kernels = {}
     for keys, values in zip(layout.arrays[::2], layout.arrays[1::2], strict=True):
         form = PageFormat(keys, values, PAGE)
         assert can_attend(form)
-        kernels[keys, values] = LayerKernels(heads, Way(can_round(form), True, timings))
+        kernels[keys, values] = LayerKernels(heads, KernelChoice(can_round(form), True, timings))
     return GPUBatch._with(kernels=kernels)
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.batch.metal import calls, kernel, trial
 from engine.batch.metal.calls import PageKernels, Spans, Variant
 from engine.batch.metal.kernel import Source
-from engine.batch.metal.trial import Trial
+from engine.batch.metal.trial import KernelTrial
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.page_format import PageFormat
 from engine.cache.quantization import Precision
@@ -51,7 +51,7 @@ def test_kernels_attend_round_and_gather_as_mlx_does(number: int) -> None:
     """Rows of uneven length, drafts, windows and sinks, with NaN wherever nothing may be read."""
     mx.random.seed(number)
     form, heads, widths, variant = CASES[number]
-    tried = Trial(form, heads)
+    tried = KernelTrial(form, heads)
     assert tried.attends_right(variant, widths)
     assert tried.gathers_right()
     assert tried.rounds_right() == (form.keys.quantization is not None)
@@ -63,7 +63,7 @@ def test_every_variant_that_would_be_tried_is_right() -> None:
     variants = calls.variants_of(form, 8, 1)
     assert len(variants) == 8 and len(set(variants)) == 8
     for variant in variants[::3]:
-        assert Trial(form, 8).attends_right(variant, [1])
+        assert KernelTrial(form, 8).attends_right(variant, [1])
 
 
 def test_the_order_of_threads_changes_no_bit(emulated: dict[str, Emulated]) -> None:
@@ -114,7 +114,7 @@ def test_errors_in_a_kernel_are_found(
 
     monkeypatch.setattr(kernel, "make", make)
     mx.random.seed(1)
-    assert not Trial(form_of(2, 128, 128), 8).attends_right(Variant(4, 16, 1), [2])
+    assert not KernelTrial(form_of(2, 128, 128), 8).attends_right(Variant(4, 16, 1), [2])
 
 
 def test_errors_in_rounding_and_gathering_are_found(
@@ -129,7 +129,7 @@ def test_errors_in_rounding_and_gathering_are_found(
         return Emulated(asked._replace(body=asked.body.replace(right, wrong)), built)
 
     monkeypatch.setattr(kernel, "make", make)
-    tried = Trial(form_of(2, 64, 64), 4)
+    tried = KernelTrial(form_of(2, 64, 64), 4)
     assert not tried.rounds_right() and not tried.gathers_right()
 
 
@@ -172,7 +172,7 @@ def test_mlx_generates_the_signature_of_the_emulator(
 
     monkeypatch.setattr(kernel, "make", make)
     form, heads, _, variant = CASES[0]
-    tried = Trial(form, heads)
+    tried = KernelTrial(form, heads)
     assert tried.rounds_right() and tried.gathers_right()
     assert tried.attends_right(variant, [1])
     assert {name for name, *_ in found} == {source.name for source in kernel.SOURCES}

@@ -17,14 +17,20 @@ from engine.batch import device
 from engine.batch.gpu import GPUBatch
 from engine.batch.metal import calls, kernel, records, trial
 from engine.batch.metal.calls import Variant
-from engine.batch.metal.trial import Case, Point, Timing, Trial, Way
+from engine.batch.metal.trial import (
+    AttentionShape,
+    KernelChoice,
+    KernelTrial,
+    TimedAttention,
+    Timing,
+)
 from engine.cache.layout import probe_layout
 from engine.cache.quantization import UNQUANTIZED, Precision
 from tests.engine.batch.metal.test_kernels import form_of
 
 FAST, SLOW = Variant(4, 8, 4), Variant(2, 4, 1)
 FORM = form_of(1, 64, 64)
-WAY = Way(True, True, (Timing(Point(256, 1, 1), 2.0, 1.0, FAST),))
+WAY = KernelChoice(True, True, (Timing(AttentionShape(256, 1, 1), 2.0, 1.0, FAST),))
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +40,13 @@ def unremembered() -> Iterator[None]:
 
 
 def test_the_nearest_measured_case_decides() -> None:
-    way = Way(
+    way = KernelChoice(
         timings=(
-            Timing(Point(256, 1, 1), 1.0, 1.5, SLOW),
-            Timing(Point(2048, 1, 1), 2.0, 1.5, FAST),
-            Timing(Point(16_384, 1, 1), 9.0, 2.0, SLOW),
-            Timing(Point(2048, 8, 1), 2.0, 2.5, FAST),
-            Timing(Point(2048, 1, 16), 2.0, 2.0, SLOW),
+            Timing(AttentionShape(256, 1, 1), 1.0, 1.5, SLOW),
+            Timing(AttentionShape(2048, 1, 1), 2.0, 1.5, FAST),
+            Timing(AttentionShape(16_384, 1, 1), 9.0, 2.0, SLOW),
+            Timing(AttentionShape(2048, 8, 1), 2.0, 2.5, FAST),
+            Timing(AttentionShape(2048, 1, 16), 2.0, 2.0, SLOW),
         )
     )
     assert way.attends
@@ -50,28 +56,30 @@ def test_the_nearest_measured_case_decides() -> None:
     assert way.variant(2_048, 30, 2) is None
     assert way.variant(2_048, 1, 12) == SLOW
     assert way.variant(2_048, 1, 17) is None
-    assert Way().variant(100, 1, 1) is None and not Way().attends
+    assert KernelChoice().variant(100, 1, 1) is None and not KernelChoice().attends
 
 
 def test_the_fastest_of_the_right_variants_is_kept_where_gathering_is_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trial, "TIMED_TOKENS", (64, 128))
-    tried = Trial(FORM, 4)
+    tried = KernelTrial(FORM, 4)
     wrong, fast, *_ = calls.variants_of(FORM, 4, 1)
     times = {wrong: 0.1, fast: 0.5}
-    monkeypatch.setattr(Trial, "rounds_right", lambda self: True)
-    monkeypatch.setattr(Trial, "gathers_right", lambda self: False)
-    monkeypatch.setattr(Trial, "attends_right", lambda self, variant, _: variant != wrong)
-    monkeypatch.setattr(Case, "kernel_s", lambda self, variant: times.get(variant, 1.0))
-    monkeypatch.setattr(Case, "gathering_s", lambda self, _: 0.3 if self.point.rows == 8 else 0.7)
+    monkeypatch.setattr(KernelTrial, "rounds_right", lambda self: True)
+    monkeypatch.setattr(KernelTrial, "gathers_right", lambda self: False)
+    monkeypatch.setattr(KernelTrial, "attends_right", lambda self, variant, _: variant != wrong)
+    monkeypatch.setattr(TimedAttention, "kernel_s", lambda self, variant: times.get(variant, 1.0))
+    monkeypatch.setattr(
+        TimedAttention, "gathering_s", lambda self, _: 0.3 if self.point.rows == 8 else 0.7
+    )
     way = tried.run()
     assert way.rounds and not way.gathers and len(way.timings) == 2 * 2 * 3
     for timing in way.timings:
         if timing.point.queries == 1:
             assert timing.variant == fast
     assert way.variant(64, 1, 1) == fast and way.variant(64, 8, 1) is None
-    monkeypatch.setattr(Trial, "attends_right", lambda self, variant, _: variant != fast)
+    monkeypatch.setattr(KernelTrial, "attends_right", lambda self, variant, _: variant != fast)
     assert tried.checked(way).variant(64, 1, 1) is None
 
 
@@ -79,9 +87,9 @@ def test_timing_runs_what_passes_run(
     emulated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "TRIES", 1)
-    tried = Trial(form_of(2, 64, 64), 8)
+    tried = KernelTrial(form_of(2, 64, 64), 8)
     pool = mx.zeros((4 * tried.form.page_words,), mx.uint32)
-    case = Case(tried, pool, Point(40, 2, 1))
+    case = TimedAttention(tried, pool, AttentionShape(40, 2, 1))
     assert case.kernel_s(FAST) > 0 and case.values_s() > 0
     assert case.gathering_s(by_kernel=False) > 0
     assert emulated["paged_attend"].calls > 1 and "paged_gather" not in emulated
@@ -98,22 +106,22 @@ def test_a_kernel_that_cannot_be_compiled_is_not_used(
     monkeypatch.setattr(kernel, "make", lambda source: refused)
     monkeypatch.setattr(trial, "CHECKED_TOKENS", (1, 17))
     calls._kernel.cache_clear()
-    assert Trial(FORM, 4).run() == Way()
+    assert KernelTrial(FORM, 4).run() == KernelChoice()
     calls._kernel.cache_clear()
     assert "cannot run: [metal::Device] Unable to build" in caplog.text
 
 
-def count_trials(monkeypatch: pytest.MonkeyPatch, found: Way = WAY) -> list[int]:
+def count_trials(monkeypatch: pytest.MonkeyPatch, found: KernelChoice = WAY) -> list[int]:
     """Make trials find ``found``, and return a list that grows with each."""
     runs: list[int] = []
 
-    def run(self: Trial) -> Way:
+    def run(self: KernelTrial) -> KernelChoice:
         runs.append(1)
         return found
 
     monkeypatch.setattr(kernel, "why_not", lambda: "")
-    monkeypatch.setattr(Trial, "run", run)
-    monkeypatch.setattr(Trial, "checked", lambda self, way: way)
+    monkeypatch.setattr(KernelTrial, "run", run)
+    monkeypatch.setattr(KernelTrial, "checked", lambda self, way: way)
     return runs
 
 
@@ -140,10 +148,10 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from engine.batch.metal import kernel, records
-from engine.batch.metal.trial import Trial
+from engine.batch.metal.trial import KernelTrial
 from tests.engine.batch.metal.test_kernels import form_of
 kernel.why_not = lambda: ""
-Trial.run = lambda self: os._exit(3)
+KernelTrial.run = lambda self: os._exit(3)
 records.keep_in(Path(sys.argv[1]))
 records.way_of(form_of(1, 64, 64), 4)
 """
@@ -176,11 +184,11 @@ def test_a_trial_of_another_engine_that_still_runs_is_no_failure(
 
 
 def test_an_error_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Trial) -> Way:
+    def interrupted(self: KernelTrial) -> KernelChoice:
         raise KeyboardInterrupt
 
     count_trials(monkeypatch)
-    monkeypatch.setattr(Trial, "run", interrupted)
+    monkeypatch.setattr(KernelTrial, "run", interrupted)
     records.keep_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         records.way_of(FORM, 4)
@@ -196,10 +204,11 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "name"), [(WAY, "kernels"), (Way(), "gathering"), (Way(reason="x"), "gathering (x)")]
+    ("found", "name"),
+    [(WAY, "kernels"), (KernelChoice(), "gathering"), (KernelChoice(reason="x"), "gathering (x)")],
 )
 def test_a_batch_class_has_the_kernels_of_a_models_layers_and_names_the_way(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, found: Way, name: str
+    llama: Path, monkeypatch: pytest.MonkeyPatch, found: KernelChoice, name: str
 ) -> None:
     device.prepare()
     runs = count_trials(monkeypatch, found)

@@ -41,10 +41,13 @@ class ControlTokens:
             end = found.end()
         return " ".join(filter(None, [*pieces, _quoted(text[end:])]))
 
-    def text_without(self, *excluded: str) -> str:
-        """Return a terminal for any text without ``excluded`` and without control tokens."""
+    def text_without(self, *excluded: str, at_line_start: str = "") -> str:
+        """Return a terminal for any text without ``excluded`` and without control tokens, and
+        without ``at_line_start`` at the start of a line."""
         spelled = [each for each in excluded if each not in self.control]
         parts = [f"~/(?s:.*{escaped_regex(each)}.*)/" for each in spelled if each]
+        if at_line_start and not self.occur_in(at_line_start):
+            parts.append(rf"~/(?s:(.*\n)?[ \t]*{escaped_regex(at_line_start)}.*)/")
         return " & ".join(["/(?s:.*)/", *parts])
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-FILE_LINES = 400
+FILE_LINES = 500
 FUNCTION_LINES = 60
 FOLDER_FILES = 16
 

@@ -239,3 +239,13 @@ def test_optional_strict_calls_cannot_begin_without_their_marker(checker: Checke
     assert checker.accepts(grammar, "Write <function=f> there.\n" + CALLS["qwen3_coder"])
     assert not checker.accepts(grammar, "So.\n<function=f>")
     assert not checker.accepts(grammar, " <function=f>")
+
+
+def test_numbers_have_no_digits_without_end(checker: Checker) -> None:
+    parameters = of(x={"type": "number"}, i={"type": ["integer", "null"]})
+    for value in ("5", "-0.25", "1.000001", "9" * 15):
+        assert takes(checker, parameters, f'{{"x": {value}}}')
+    for value in ("9" * 20, "1." + "3" * 30):
+        assert not takes(checker, parameters, f'{{"x": {value}}}')
+        assert not takes(checker, parameters, f'{{"i": {value}}}')
+    assert takes(checker, parameters, '{"i": null}')

@@ -184,8 +184,8 @@ class Choice:
 
     @property
     def is_slow(self) -> bool:
-        """Whether `advance` may be slow enough to need a thread: tool calls are parsed
-        as a whole."""
+        """Whether `advance` may be slow enough to need a thread: some parts of calls are read
+        only when they are complete."""
         unread = len(self.sequence.output_token_ids) - self._tokens_read
         work = self._parser.parse_work(min(unread, _MAX_TOKENS) * _CHARS_PER_TOKEN)
         return work > _INLINE_PARSE_WORK

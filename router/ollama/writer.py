@@ -69,9 +69,7 @@ class OllamaWriter(ABC):
 
     def _call_lines(self, before: int | None = None) -> bytes:
         calls = self._whole_calls(before)
-        lines = (
-            self._answer(OutputDelta(), [call], **self._header(done=False)) for call in calls
-        )
+        lines = (self._answer(OutputDelta(), [call], **self._header(done=False)) for call in calls)
         return b"".join(map(_line, lines))
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:

@@ -149,6 +149,7 @@ class ModelReplies:
                 parallel=policy.parallel,
                 think=self._optional_reasoning(format, tail),
                 excluded_text=excluded_text,
+                other_opener=format.tools.opener,
                 alternative=alternative,
             )
         param = None if bound is None or policy.required else bound.param

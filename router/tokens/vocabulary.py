@@ -26,10 +26,11 @@ class Vocabulary:
         for token in tokenizer.encode(" a", add_special_tokens=False):
             detokenizer.add_token(token)
         detokenizer.finalize()
-        self.trims_space = not detokenizer.text.startswith(" ")
-        """Whether the detokenizer drops the leading space of a text."""
         first = next(iter(self._token_map or ()), None)
-        self._adds_space = self.trims_space and not isinstance(first, str)
+        drops_space = not detokenizer.text.startswith(" ")
+        self.trims_space = drops_space and not isinstance(first, str)
+        """Whether the tokenizer adds a space at the start of a text, as SentencePiece does.
+        mlx-lm's detokenizer of byte-level BPE drops one too, which belongs to the text."""
         self._known: dict[int, bytes] = {}
 
     def decoder(self) -> TokenDecoder:
@@ -77,7 +78,7 @@ class Vocabulary:
         space is kept unless a SentencePiece-like tokenizer added it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
-        return text[1:] if self._adds_space and text.startswith(" ") else text
+        return text[1:] if self.trims_space and text.startswith(" ") else text
 
     def last_text(self, tokens: Sequence[int]) -> list[int]:
         """Return the last of ``tokens`` that has text, or nothing. After decoding it, a decoder

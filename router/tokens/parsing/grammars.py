@@ -38,13 +38,15 @@ def calls_grammar(
     parallel: bool,
     think: ReasoningMarkers | None = None,
     excluded_text: str | None = None,
+    other_opener: str = "",
     alternative: str | None = None,
 ) -> str:
     """Return the Lark grammar of answers that call ``functions``, once or, if ``parallel``, several
     times.
 
     Reasoning between ``think`` may come first. With ``excluded_text``, text without it may surround
-    calls or replace them. ``alternative`` is a rule for other answers.
+    calls or replace them; a line of it does not begin with ``other_opener``. ``alternative`` is a
+    rule for other answers.
     """
     rules = _alternatives("call", template, functions, tokens)
     between = tokens.to_lark(template.between) if template.between else ""
@@ -55,13 +57,15 @@ def calls_grammar(
         rules.append(f"instead: {alternative}")
         start = f"({start} | instead)"
     if excluded_text is not None:
-        rules.append(f"TEXT: {tokens.text_without(excluded_text)}")
+        text = tokens.text_without(excluded_text, at_line_start=other_opener)
+        rules.append(f"TEXT: {text}")
         if excluded_text in tokens.control:
             start = f"TEXT ({start} TEXT)?"
         else:
             # The text may include the start of a call, which is only recognized once it is
             # complete.
-            rules.append(f"lead[suffix={json.dumps(excluded_text)}]: /(?s:.*)/")
+            rules.append(f"LEAD: {tokens.text_without(at_line_start=other_opener)}")
+            rules.append(f"lead[suffix={json.dumps(excluded_text)}]: LEAD")
             begun = template._replace(begin=template.begin.removeprefix(excluded_text))
             opened = begun if not template.before else template
             rules += _alternatives("first", opened, functions, tokens)

@@ -16,6 +16,8 @@ _OTHER_PROPERTIES = (
     "additionalProperties patternProperties propertyNames unevaluatedProperties minProperties"
     " dependentRequired dependentSchemas dependencies".split()
 )
+_MAX_NUMBER = 10**15
+"""Of numbers without bounds in arguments."""
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 
@@ -41,10 +43,13 @@ class ControlTokens:
             end = found.end()
         return " ".join(filter(None, [*pieces, _quoted(text[end:])]))
 
-    def text_without(self, *excluded: str) -> str:
-        """Return a terminal for any text without ``excluded`` and without control tokens."""
+    def text_without(self, *excluded: str, at_line_start: str = "") -> str:
+        """Return a terminal for any text without ``excluded`` and without control tokens, and
+        without ``at_line_start`` at the start of a line."""
         spelled = [each for each in excluded if each not in self.control]
         parts = [f"~/(?s:.*{escaped_regex(each)}.*)/" for each in spelled if each]
+        if at_line_start and not self.occur_in(at_line_start):
+            parts.append(rf"~/(?s:(.*\n)?[ \t]*{escaped_regex(at_line_start)}.*)/")
         return " & ".join(["/(?s:.*)/", *parts])
 
 
@@ -58,7 +63,31 @@ def function_json(schema: Mapping[str, Any], function: FunctionDefinition) -> st
     strict, and ignored otherwise."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
-    return json_rule(_closed({**kind, **schema}), style)
+    return json_rule(_bounded(_closed({**kind, **schema})), style)
+
+
+def _bounded(schema: Any) -> Any:
+    """Return ``schema`` with bounds for numbers that it leaves free: a small model may write digits
+    without end."""
+    if isinstance(schema, list):
+        return [_bounded(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {
+        key: value if key in ("enum", "const", "default", "examples") else _bounded(value)
+        for key, value in schema.items()
+    }
+    named = schema.get("type")
+    kinds = named if isinstance(named, list) else [named]
+    if not any(kind in ("integer", "number") for kind in kinds) or "enum" in out or "const" in out:
+        return out
+    if not any(
+        key in out for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    ):
+        out |= {"minimum": -_MAX_NUMBER, "maximum": _MAX_NUMBER}
+        if "number" in kinds:
+            out.setdefault("multipleOf", 1e-9)
+    return out
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -132,10 +132,13 @@ class MarkedReplyParser:
         """Read text up to a marker. Return False if more is needed."""
         if self._may_be_plain and self._state is ReplyState.NORMAL and self._text.blank:
             start = self._pending.lstrip()
+            space = self._pending[: len(self._pending) - len(start)]
+            self._pending = start
+            self._emit(space, out)
             if start.startswith(_PLAIN_STARTS):
                 self._begin_section("", out)
                 return True
-            if not start or _PLAIN_STARTS[-1].startswith(start):
+            if _PLAIN_STARTS[-1].startswith(start):
                 return False
         markers = self._markers[self._state]
         match = self._first_match(markers)

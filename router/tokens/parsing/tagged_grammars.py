@@ -83,6 +83,8 @@ class TaggedCall:
         self._close = template.argument_end.rstrip()
         self._rules: list[str] = []
         self._texts: dict[str, str] = {}
+        self._ended: dict[tuple[str, str], str] = {}
+        self._used: set[str] = set()  # rules for what follows a value
         closing = [self._close, self._prefix, self._end]
         self._looks_ahead = not any(map(tokens.occur_in, closing))
 
@@ -110,14 +112,10 @@ class TaggedCall:
         free = others is not False and not isinstance(self._function, TextFunction)
         last = len(keys) + (_MAX_OTHERS if free else 0)
         for number in range(last + 1):
-            first_needed = min((each for each in needed if each >= number), default=last)
-            allowed = range(number, min(first_needed + 1, last))
-            if number >= len(keys):
-                allowed = range(number, min(number + 1, last))
-            elif first_needed == last:
-                allowed = range(number, len(keys) + free)
-            may_end = first_needed == last
-            arguments = [f"{rule}_key{each}" for each in allowed]
+            may_end = not any(each >= number for each in needed)
+            arguments = [f"{rule}_key{number}"] if number < last else []
+            if number < len(keys) and number not in needed and number + 1 < last:
+                arguments.append(f"{rule}_keys{number + 1}")  # this one is left out
             self._add_more(f"{rule}_more{number}", f"{rule}_keys{number}", arguments, may_end)
             if number == last:
                 break
@@ -137,7 +135,8 @@ class TaggedCall:
             ways.append(f"{self._tokens.to_lark(self._prefix)} {keys}")
         if may_end:
             ways.append(self._tokens.to_lark(self._end + self._after_end))
-        self._rules.append(f"{more}: {' | '.join(ways)}")
+        if more in self._used or more.endswith("_more0"):
+            self._rules.append(f"{more}: {' | '.join(ways)}")
 
     def _add_argument(
         self, rule: str, name: str | None, schema: Any, keys: Sequence[str], after: _After
@@ -156,6 +155,8 @@ class TaggedCall:
             if name is None:
                 key = f"{rule.upper()}_NAME {to_lark(opening.removeprefix('{key}'))}"
             own = f"{rule}_{number}"
+            if not value.text or not self._looks_ahead:
+                self._used.add(after.more)
             end = to_lark(template.argument_end.replace("{key}", name or ""))
             if value.has_end:
                 ways.append(f"{key} {value.written} {after.more}")
@@ -180,18 +181,24 @@ class TaggedCall:
         closing = self._closing(close, name) + _SPACES
         followers = []
         if after.keys:
-            followers.append(("more", self._prefix, after.keys))
+            followers.append((self._prefix, after.keys))
         ends_alike = self._end.startswith(self._prefix)
         if after.may_end and not ends_alike:
-            followers.append(("end", self._end, self._tokens.to_lark(self._after_end)))
+            followers.append((self._end, self._tokens.to_lark(self._after_end)))
         elif after.may_end:
             rest = self._tokens.to_lark(self._end.removeprefix(self._prefix) + self._after_end)
             following = f"({after.keys} | {rest})" if after.keys else rest
-            followers = [("more", self._prefix, following)]
-        for kind, start, following in followers:
+            followers = [(self._prefix, following)]
+        for start, following in followers:
             suffix = f"/{closing}{escaped_regex(start)}/"
-            self._rules.append(f"{own}_{kind}[suffix={suffix}]: {text}")
-            yield f"{own}_{kind} {following}".rstrip()
+            yield f"{self._ended_text(text, suffix)} {following}".rstrip()
+
+    def _ended_text(self, text: str, suffix: str) -> str:
+        """Return a rule for ``text`` with ``suffix``, which arguments share."""
+        if (text, suffix) not in self._ended:
+            self._ended[text, suffix] = f"{self._rule}_ended{len(self._ended)}"
+            self._rules.append(f"{self._ended[text, suffix]}[suffix={suffix}]: {text}")
+        return self._ended[text, suffix]
 
     # -- values --------------------------------------------------------------------
 

@@ -105,6 +105,9 @@ def test_reasoning_text_and_calls_are_separate_also_in_a_stream(served: Server, 
     counted = answer.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert counted == len(served.engine.tokenizer.encode("\nwhich 🌍?\n</think>").ids)
     choices = streamed(served, tools=[ADD])
+    for delta in (choice["delta"] for choice in choices):
+        assert sum(bool(delta.get(name)) for name in ("content", "reasoning", "tool_calls")) <= 1
+        assert len(delta.get("tool_calls") or ()) <= 1
     for name in ("content", *reasoning):
         assert joined(choices, name) == message[name]
     assert functions_in(choices) == [call["function"] for call in calls]

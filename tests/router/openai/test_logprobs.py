@@ -94,7 +94,7 @@ def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
     content = logprobs_of(choices_in(server.chat("x", **chat, stream=True)))["content"]
     assert content == whole["logprobs"]["content"]
     said = b"".join(bytes(token["bytes"]) for token in content).decode(errors="replace")
-    assert said.removeprefix(" ").startswith(whole["message"]["content"].rstrip("\ufffd"))
+    assert said.startswith(whole["message"]["content"].rstrip("\ufffd"))
 
 
 @pytest.mark.parametrize("prompt", ["hello 🌍 wor", " a ", "é", "<s>hello", [5, 6, 7, 200], [0, 9]])
@@ -229,11 +229,8 @@ def test_tokens_have_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) ->
 def test_offsets_are_those_of_the_detokenized_text(kind: Any, tmp_path: Path) -> None:
     tokenizer = kind(tmp_path)
     ids = tokenizer.encode(" ab a é b", add_special_tokens=False)
-    detokenizer = tokenizer.detokenizer
-    for token in ids:
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    text = detokenizer.text
+    decoder = Vocabulary(tokenizer).decoder()
+    text = "".join([*map(decoder.add, ids), decoder.finish()])
     alignment = TokenAligner(Vocabulary(tokenizer))
     alignment.add(ids, [TokenLogprobs(chosen=-1.0)] * len(ids))
     tokens = alignment.take(len(text))

@@ -102,10 +102,17 @@ def test_text_is_its_tokens_bytes(
     ids = data.draw(st.lists(tokens, max_size=12))
     stream = IncrementalDetokenizer(known.decoder())
     whole = b"".join(map(known.token_bytes, ids)).decode(errors="replace")
-    assert read(stream, ids) == whole.removeprefix(" ")
+    assert read(stream, ids) == (whole.removeprefix(" ") if kind == "spm" else whole)
 
 
-@pytest.mark.parametrize("text", ["é 🌍🏽 日本, and  words.", "  two spaces", "no space\n\n  x"])
+def test_a_text_keeps_its_indentation(loaded: Any, vocabulary: Vocabulary) -> None:
+    """mlx-lm's detokenizer drops a space, which is part of the text with byte-level BPE."""
+    for text in (" one", "    return x"):
+        ids = loaded.encode(text, add_special_tokens=False)
+        assert read(IncrementalDetokenizer(vocabulary.decoder()), ids) == text
+
+
+@pytest.mark.parametrize("text", ["é 🌍🏽 日本, and  words.", "no space\n\n  x"])
 def test_text_is_that_of_mlx_lm(text: str, loaded: Any, vocabulary: Vocabulary) -> None:
     theirs = loaded.detokenizer
     ids = loaded.encode(text, add_special_tokens=False)

@@ -229,3 +229,23 @@ def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Check
     assert call_template("json_tools", [combined], checker.tokens) is not None
     old = call_template("mistral", FUNCTIONS, checker.tokens)
     assert old is not None and old.before == "[TOOL_CALLS]["
+
+
+def test_optional_strict_calls_cannot_begin_without_their_marker(checker: Checker) -> None:
+    format = CALL_FORMATS["qwen3_coder"]
+    grammar = grammar_for(
+        "qwen3_coder", checker, excluded_text=format.start, other_opener=format.opener
+    )
+    assert checker.accepts(grammar, "Write <function=f> there.\n" + CALLS["qwen3_coder"])
+    assert not checker.accepts(grammar, "So.\n<function=f>")
+    assert not checker.accepts(grammar, " <function=f>")
+
+
+def test_numbers_have_no_digits_without_end(checker: Checker) -> None:
+    parameters = of(x={"type": "number"}, i={"type": ["integer", "null"]})
+    for value in ("5", "-0.25", "1.000001", "9" * 15):
+        assert takes(checker, parameters, f'{{"x": {value}}}')
+    for value in ("9" * 20, "1." + "3" * 30):
+        assert not takes(checker, parameters, f'{{"x": {value}}}')
+        assert not takes(checker, parameters, f'{{"i": {value}}}')
+    assert takes(checker, parameters, '{"i": null}')

@@ -326,10 +326,9 @@ def test_streams_and_full_answers_are_equal_for_random_text(loaded: Any) -> None
             for step in (1, 3):
                 assert answers(loaded, written, stops, step, format) == whole
             if "<think>" not in written:
-                shown = written.removeprefix(" ")  # mlx-lm's detokenizers begin without a space
-                ends = [(shown.find(s) + len(s), len(s)) for s in stops if s in shown]
-                end, stopped = min(ends, default=(len(shown), 0))
-                assert whole[0] == shown[: end - stopped]
+                ends = [(written.find(s) + len(s), len(s)) for s in stops if s in written]
+                end, stopped = min(ends, default=(len(written), 0))
+                assert whole[0] == written[: end - stopped]
 
 
 @EACH_REPLY

@@ -16,7 +16,6 @@ PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-
 @cache
 def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}

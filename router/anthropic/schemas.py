@@ -100,8 +100,12 @@ class ThinkingConfig(Struct, frozen=True, kw_only=True):
     ) = None
     display: (
         Annotated[
-            Literal["summarized", "omitted"],
-            Meta(description="``omitted`` leaves the text out of thinking blocks."),
+            str,
+            Meta(
+                max_length=64,
+                description="``omitted`` leaves the text out of thinking blocks; any other "
+                "value shows it.",
+            ),
         ]
         | None
     ) = None
@@ -150,4 +154,4 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: Count
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: str | None = None

@@ -119,12 +119,12 @@ class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class TextConfig(Struct, frozen=True, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class ReasoningConfig(Struct, frozen=True, kw_only=True):
     effort: Annotated[str, Meta(max_length=64)] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):

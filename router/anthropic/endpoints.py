@@ -68,7 +68,7 @@ class Messages(ChatEndpoint[MessagesRequest]):
         limit = model.settings.max_generation_tokens
         return min(super().max_tokens(request, model) or limit, limit)
 
-    def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
+    def writer(self, body: MessagesRequest, model: str) -> MessageWriter:
         return MessageWriter(body, model)
 
 

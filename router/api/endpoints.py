@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.body import read_body, send_json
 from router.api.images import with_images
-from router.api.streaming import EventStream
+from router.api.streaming import EventStream, StreamOpening
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines.engine import Model
@@ -85,8 +85,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         return 0
 
     @abstractmethod
-    def writer(self, body: _Body, model: Model) -> OutputWriter:
-        """Return the writer of the answer to ``body``."""
+    def writer(self, body: _Body, model: str) -> OutputWriter:
+        """Return the writer of the answer to ``body`` by the model called ``model``."""
 
     def num_prompts(self, request: _Request) -> int:
         return 1
@@ -156,29 +156,42 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         tenant: Tenant = state["tenant"]
         size += self.stored_bytes(body)
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
-        began = time.monotonic()
-        model = await loaded_model(router, request.model, http)
-        check_task(model, "generate", router, tenant)
-        writer = self.writer(body, model)
-        generation = Generation(
-            router, model, request, writer.id, tenant, state.get("traceparent", "")
+        name = request.model or self._default_name(tenant)
+        writer = self.writer(body, name)
+        opening = StreamOpening(
+            writer,
+            send,
+            partial(router.work.run_large, tenant.name),
+            request_bytes=size,
+            write_timeout_s=router.settings.request_timeout_s,
         )
-        generation.load_s = time.monotonic() - began
-        state["generation"] = generation  # for logs and traces
-        async with router.admit(tenant, model, state["limits_left"]):
-            with generation:
-                await self._answer(generation, request, body, size, writer, http, send)
+        async with opening if request.stream else contextlib.nullcontext():
+            began = time.monotonic()
+            model = await loaded_model(router, request.model, http)
+            check_task(model, "generate", router, tenant)
+            generation = Generation(
+                router, model, request, writer.id, tenant, state.get("traceparent", "")
+            )
+            generation.load_s = time.monotonic() - began
+            state["generation"] = generation  # for logs and traces
+            async with router.admit(tenant, model, state["limits_left"]):
+                with generation:
+                    await self._answer(generation, request, body, opening, http)
+
+    def _default_name(self, tenant: Tenant) -> str:
+        """Return the name of the model of requests that name none. Raises as `loaded_model`."""
+        unloaded = self._router.unloaded_model(None, tenant)
+        return (unloaded or self._router.model_for(None, tenant)).names[0]
 
     async def _answer(
         self,
         generation: Generation,
         request: _Request,
         body: _Body,
-        size: int,
-        writer: OutputWriter,
+        opening: StreamOpening,
         http: Request,
-        send: Send,
     ) -> None:
+        size, writer = opening.request_bytes, opening.writer
         async with _abort_on_disconnect(http.receive, generation):
             await self._submit(generation, request, size, http.state)
             await generation.accepted()
@@ -190,14 +203,10 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
                 explanation = await generation.run(lambda: explain(generation), size)
                 headers.append((b"x-debug-cache", explanation))
             if request.stream:
-                timeout_s = generation.model.settings.request_timeout_s
-                stream = EventStream(
-                    generation, writer, send, request_bytes=size, write_timeout_s=timeout_s
-                )
-                await stream.run(headers)
+                await EventStream(generation, opening).run(headers)
                 return
             answer = await _full_response(generation, writer, size)
-        await send_json(send, answer, headers)
+        await send_json(opening.send, answer, headers)
 
     async def _submit(
         self, generation: Generation, request: _Request, size: int, state: State

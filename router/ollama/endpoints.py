@@ -142,7 +142,7 @@ class OllamaChat(OllamaEndpoint[OllamaChatRequest]):
     def translate(self, body: OllamaChatRequest) -> OllamaPrompt:
         return chat_prompt(body, served_name(self._router, body.model))
 
-    def writer(self, body: OllamaChatRequest, model: Model) -> OllamaWriter:
+    def writer(self, body: OllamaChatRequest, model: str) -> OllamaWriter:
         return OllamaChatWriter(body.model)
 
     def empty_answer(self, **fields: Any) -> OllamaChatAnswer:
@@ -162,7 +162,7 @@ class OllamaGenerate(OllamaEndpoint[OllamaGenerateRequest]):
     def translate(self, body: OllamaGenerateRequest) -> OllamaPrompt:
         return generate_prompt(body, served_name(self._router, body.model))
 
-    def writer(self, body: OllamaGenerateRequest, model: Model) -> OllamaWriter:
+    def writer(self, body: OllamaGenerateRequest, model: str) -> OllamaWriter:
         return OllamaGenerateWriter(body.model, raw=bool(body.raw))
 
     def empty_answer(self, **fields: Any) -> OllamaGenerateAnswer:

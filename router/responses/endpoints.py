@@ -162,7 +162,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         chain_bytes = 0 if self._previous is None else self._previous.chain_bytes
         return max(chain_bytes, self._store.size_bytes if refers else 0)
 
-    def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
+    def writer(self, body: ResponsesRequest, model: str) -> ResponseWriter:
         def store(response_id: str, response: bytes) -> None:
             # Responses of a batch would fill the store, and no client continues them.
             if body.store is not False and not self._in_background:

@@ -14,7 +14,6 @@ from msgspec import Raw
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE
 from router.errors import ApiError
-from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.responses.objects import (
@@ -51,20 +50,19 @@ class ResponseWriter:
     """An `OutputWriter` of one Responses request."""
 
     stream_type = MEDIA_TYPE
-    keep_alive = b": keep-alive\n\n"
     repeats_request = True
 
     def __init__(
         self,
         body: ResponsesRequest,
-        model: Model,
+        model: str,
         tools: Sequence[ClientTool],
         store: Callable[[str, bytes], None],
         seal: Callable[[str], str],
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
-        self._model = body.model or model.names[0]
+        self._model = model
         self._store = store
         """Called with the id and JSON of the finished response before it is sent."""
         self._created_at = int(time.time())
@@ -84,10 +82,20 @@ class ResponseWriter:
         self._store(self.id, response)
         return [response]
 
-    def stream_start(self, generation: Generation) -> bytes:
+    @property
+    def keep_alive(self) -> bytes:
+        """An event, since clients that wait for the next one do not count comments. Its response
+        repeats nothing, as the request may be large."""
+        bare = self._response("in_progress", [], ResponsesRequest(input=""))
+        return self._encode(ResponseInProgressEvent(response=bare))
+
+    def opening(self) -> bytes:
         response = self._response("in_progress", [])
         created = ResponseCreatedEvent(response=response)
         return self._encode(created, ResponseInProgressEvent(response=response))
+
+    def stream_start(self, generation: Generation) -> bytes:
+        return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
         return self._encode(*self._output.feed(delta, _logprobs(generation, delta)))
@@ -121,8 +129,13 @@ class ResponseWriter:
             usage=_usage(generation),
         )
 
-    def _response(self, status: ResponseStatus, output: list[OutputItem]) -> ResponseObject:
-        body = self._body
+    def _response(
+        self,
+        status: ResponseStatus,
+        output: list[OutputItem],
+        body: ResponsesRequest | None = None,
+    ) -> ResponseObject:
+        body = body or self._body
         text = body.text or TextConfig()
         return ResponseObject(
             id=self.id,

@@ -182,7 +182,8 @@ class EventStream:
         self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the ``headers``, if the stream has none yet, and all events. An error is sent as the last event.
+        """Send the ``headers``, if the stream has none yet, and all events. An error is sent as the
+        last event.
 
         Raises `ClientDisconnected`.
         """

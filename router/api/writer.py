@@ -13,9 +13,9 @@ from router.generation.generation import Generation
 class OutputWriter(Protocol):
     """Writes the answer to one request, complete or as the events of a stream.
 
-    A stream is written in this order: `opening`; `stream_start`; for each choice its `delta`s and, once its
-    ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace the rest at any time
-    after `opening`. The returned bytes are sent as they are and may be empty.
+    A stream is written in this order: `opening`; `stream_start`; for each choice its `delta`s and,
+    once its ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace the rest at
+    any time after `opening`. The returned bytes are sent as they are and may be empty.
     """
 
     id: str

@@ -23,7 +23,7 @@ from router.responses.schemas import InputItem, ResponsesRequest
 from router.responses.sealing import ReasoningSeal
 from router.responses.store import ItemReferences, ResponseStore, StoredResponse
 from router.responses.tools import ClientTool, client_tools
-from router.responses.translation import chat_request, resolve_input, with_notes
+from router.responses.translation import chat_request, known_tools, resolve_input, with_notes
 from router.responses.writer import ResponseWriter
 from router.schemas.requests import ChatRequest
 from router.tokens.image_prompts import Prompt
@@ -140,8 +140,8 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         self._new_items = resolve_input(given, references.find, self._seal.unseal)
         self._input_json = msgspec.json.encode(self._new_items)
         self._may_truncate = body.truncation == "auto"
-        self._tools = client_tools(body.tools or ())
         items = [*earlier_items, *self._new_items]
+        self._tools = known_tools(client_tools(body.tools or ()), items, len(earlier_items))
         return chat_request(body, items, self._tools, len(earlier_items))
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int:

@@ -112,6 +112,14 @@ class ApplyPatchCallItem(Struct, frozen=True, kw_only=True, tag="apply_patch_cal
     status: BlockStatus
 
 
+class ToolSearchCallItem(Struct, frozen=True, kw_only=True, tag="tool_search_call"):
+    id: str
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+    status: BlockStatus
+
+
 OutputItem = (
     MessageItem
     | ReasoningItem
@@ -120,6 +128,7 @@ OutputItem = (
     | LocalShellCallItem
     | ShellCallItem
     | ApplyPatchCallItem
+    | ToolSearchCallItem
 )
 
 

@@ -17,11 +17,19 @@ MAX_ITEMS = 10_000
 _LEVELS_AROUND_SCHEMA = 4
 """Of a tool in a namespace: two lists and two objects."""
 _LIMIT = "Use 'max_output_tokens'."
-_HOSTED = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
-    *("computer", "tool_search", "programmatic"),
+CALL_TYPES = (
+    *("function_call", "custom_tool_call", "tool_search_call"),
+    *("local_shell_call", "shell_call", "apply_patch_call"),
 )
-"""Prefixes of the types of tools that OpenAI runs."""
+CALL_OUTPUT_TYPES = (
+    *("function_call_output", "custom_tool_call_output", "tool_search_output"),
+    *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
+)
+_OTHER_TYPES = (
+    *("message", "reasoning", "item_reference", "additional_tools", "configuration_update"),
+    *("compaction", "context_compaction", "compaction_trigger"),
+)
+_CLIENT_TOOLS = ("function", "custom", "namespace", "local_shell", "shell", "apply_patch")
 
 
 class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,9 +53,28 @@ class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     outcome: CommandOutcome | None = None
 
 
+class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class ReasoningConfig(Struct, frozen=True, kw_only=True):
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: Annotated[str, Meta(max_length=64)] | None = None
+
+
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An item of any type. The type decides which fields are required. An item without a type is a
-    message, or a reference if it has only an ``id``."""
+    message, or a reference if it has only an ``id``. An item of a tool that OpenAI runs becomes
+    text, and so does one of an unknown type."""
 
     type: str | None = None
     id: str | None = None
@@ -64,6 +91,22 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None
     output: str | list[ItemContentPart] | dict[str, Any] | None = None
+    execution: str | None = None
+    tools: list[Any] | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    server_label: str | None = None
+    queries: list[Any] | None = None
+    results: list[Any] | None = None
+    code: str | None = None
+    error: Any = None
+    approve: bool | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the item is of a type that this server has no use for."""
+        known = (*CALL_TYPES, *CALL_OUTPUT_TYPES, *_OTHER_TYPES)
+        return self.type is not None and self.type not in known
 
     @property
     def image_chars(self) -> int:
@@ -84,8 +127,9 @@ class ToolFormat(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesTool(Struct, frozen=True, kw_only=True):
-    """A tool that the client runs, a ``namespace`` of such tools, or a tool that OpenAI runs. The
-    type decides which fields are required."""
+    """A tool that the client runs, a ``namespace`` of such tools, or a tool of another type,
+    which is ignored. The type decides which fields are required. ``defer_loading`` leaves a tool
+    out of the prompt until a ``tool_search_output`` names it, if the client searches tools."""
 
     type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     name: ToolName | UnsetType | None = UNSET
@@ -94,11 +138,17 @@ class ResponsesTool(Struct, frozen=True, kw_only=True):
     strict: bool | UnsetType | None = UNSET
     format: ToolFormat | UnsetType | None = UNSET
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | UnsetType = UNSET
+    execution: str | UnsetType | None = UNSET
+    defer_loading: bool | UnsetType | None = UNSET
 
+    @property
+    def is_clients(self) -> bool:
+        """Whether the client runs the tool. This server ignores others."""
+        return self.type in _CLIENT_TOOLS or self.searches_tools
 
-def is_hosted(tool_type: str) -> bool:
-    """Return whether OpenAI runs tools of ``tool_type``, in which case this server ignores them."""
-    return tool_type.startswith(_HOSTED)
+    @property
+    def searches_tools(self) -> bool:
+        return self.type == "tool_search" and self.execution == "client"
 
 
 class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,24 +157,6 @@ class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True)
     namespace: ToolName | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[ResponsesToolChoice], Meta(max_length=MAX_TOOLS)] | None = None
-
-
-class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextConfig(Struct, frozen=True, kw_only=True):
-    format: TextFormat | None = None
-    verbosity: Annotated[str, Meta(max_length=64)] | None = None
-
-
-class ReasoningConfig(Struct, frozen=True, kw_only=True):
-    effort: Annotated[str, Meta(max_length=64)] | None = None
-    summary: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
@@ -176,7 +208,12 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
 
     @property
     def left_out_tools(self) -> list[str]:
-        return [tool.type for tool in self.tools or () if is_hosted(tool.type)]
+        return [tool.type for tool in self.tools or () if not tool.is_clients]
+
+    @property
+    def left_out_items(self) -> list[str]:
+        items = () if isinstance(self.input, str) else self.input
+        return [item.type for item in items if item.type is not None and item.is_foreign]
 
     def check(self) -> None:
         text_format = self.text.format if self.text else None

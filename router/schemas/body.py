@@ -65,6 +65,12 @@ class RequestBody(Struct, frozen=True, kw_only=True):
         """The types of tools that this server cannot run and does not offer to the model."""
         return []
 
+    @property
+    def left_out_items(self) -> list[str]:
+        """The types of items of the conversation that became text, since this server has no other
+        use for them. May run on any thread."""
+        return []
+
 
 _Body = TypeVar("_Body", bound=RequestBody)
 

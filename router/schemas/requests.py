@@ -13,6 +13,7 @@ from router.schemas.conversation import (
     AllowedTools,
     ChatMessage,
     FunctionName,
+    LaterTool,
     PredictedContent,
     PromptEnding,
     Tool,
@@ -189,7 +190,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     def prompt_tools(self) -> list[Tool]:
         """The tools in the prompt: all of them if a grammar restricts calls to the chosen ones, so
         that the prompt does not depend on the choice."""
-        return list(self.tools or ()) if self.requires_call else self.callable_tools
+        tools = list(self.tools or ()) if self.requires_call else self.callable_tools
+        return [tool for tool in tools if not isinstance(tool, LaterTool)]
 
     @property
     def requires_call(self) -> bool:

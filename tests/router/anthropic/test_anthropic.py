@@ -21,7 +21,6 @@ HI = [{"role": "user", "content": "hi"}]
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
-BILLING = "x-anthropic-billing-header: x"
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
 PLAIN = {"content-type": "text/plain"}
 
@@ -170,8 +169,7 @@ def test_tools_that_anthropic_runs_are_left_out(served: Server) -> None:
         (user({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
         ({"messages": [*HI, {"role": "system", "content": [{"type": "image"}]}, *HI]},
          "'messages[1].content[0]'"),
-        ({"system": [text(BILLING), {"type": "text"}]}, "'system[1].text'"),
-        ({"tools": [{"type": "nonsense", "name": "f"}]}, "nonsense"),
+        ({"system": [text("x"), {"type": "text"}]}, "'system[1].text'"),
         ({"tools": [{"type": "a\r\nb_20250305", "name": "f"}]}, "tools[0].type"),
         ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),

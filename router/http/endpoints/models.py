@@ -56,6 +56,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     # Anthropic's clients read these.
     type: Literal["model"] = "model"
     display_name: str
+    description: str
     created_at: str
 
 
@@ -86,7 +87,7 @@ async def list_models(http: Request) -> Response:
 
 async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
-    name = http.path_params["model"]
+    name = router.model_names.served(http.path_params["model"])
     for model_id, names in router.model_names.all.items():
         if name in names:
             if not http.state.tenant.may_use(names):
@@ -127,6 +128,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
         ready_replicas=ready,
         state="ready" if ready else configured.state if configured else "loading",
         display_name=name,
+        description=f"{model_id} on this server",
         created_at=datetime.fromtimestamp(created, UTC).isoformat(),
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from router.schemas.body import Count, refused
+from router.schemas.body import Count, other_name, refused
 from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.schemas.requests import MAX_STOP_STRINGS, StopString
 from router.schemas.sampling import SamplingRequest
@@ -156,7 +156,6 @@ class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
 
     container: Annotated[Any, refused()] = None
     mcp_servers: Annotated[Any, refused([])] = None
-    stop: Annotated[Any, refused([], advice="Use 'stop_sequences'.")] = None
 
     @property
     def image_chars(self) -> int:
@@ -185,5 +184,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: Annotated[list[str] | None, other_name("stop_sequences", [])] = None
     metadata: Metadata | None = None
     service_tier: str | None = None

@@ -45,6 +45,10 @@ class OutputDelta(NamedTuple):
         """One delta for each tool call."""
         return _calls(self.parts)
 
+    def without_reasoning(self) -> OutputDelta:
+        parts = tuple(part._replace(reasoning="") for part in self.parts)
+        return self._replace(parts=tuple(filter(any, parts)))
+
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
         """Return ``deltas`` merged into one."""

@@ -175,4 +175,4 @@ def _is_raw(request: ChatRequest) -> bool:
 
 def _longest_prompt(request: OllamaPrompt, model: Model) -> int:
     context = min(model.hello.context_length, request.max_context or model.hello.context_length)
-    return min(context - 1, model.settings.max_prompt_tokens)
+    return min(context - 1, model.max_prompt_tokens)

@@ -36,7 +36,7 @@ from router.schemas.completions import (
     TextChoice,
     TextCompletion,
 )
-from router.schemas.requests import GenerationRequest
+from router.schemas.requests import ChatRequest, GenerationRequest
 from router.tokens.logprobs import chat_logprobs, text_logprobs
 from router.tokens.reply_parser import ReplyDelta
 
@@ -176,6 +176,10 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
     id_prefix = "chatcmpl-"
 
+    def __init__(self, body: ChatRequest, model: str) -> None:
+        super().__init__(body, model)
+        self._hides_reasoning = body.hides_reasoning
+
     def _full(self, generation: Generation, choices: list[ChatChoice]) -> ChatCompletion:
         # A chat has one prompt, shared by all choices.
         prompt_logprobs = self._prompt_logprobs(generation, generation.choices[0])
@@ -192,10 +196,17 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
         assert choice.finish_reason is not None  # `generation` has finished
         return ChatChoice(
             index=choice.index,
-            message=_message(delta),
+            message=_message(delta.without_reasoning() if self._hides_reasoning else delta),
             logprobs=_logprobs(generation, delta),
             finish_reason=choice.finish_reason,
         )
+
+    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        if self._hides_reasoning:
+            delta = delta.without_reasoning()
+            if not delta:
+                return b""
+        return super().delta(generation, choice, delta)
 
     def stream_start(self, generation: Generation) -> bytes:
         opening = DeltaMessage(role="assistant", content="")

@@ -127,7 +127,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
 
     def translate(self, body: ResponsesRequest) -> ChatRequest:
         settings = self._router.settings
-        limit_bytes = _BYTES_PER_TOKEN * settings.max_prompt_tokens
+        limit_bytes = _BYTES_PER_TOKEN * self._router.longest_prompt
         image_chars = _IMAGE_CHARS_PER_BYTE * settings.max_image_bytes
         earlier_items: list[InputItem] = []
         if self._previous is not None:
@@ -150,7 +150,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         useless to them."""
         settings = model.settings
         unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
-        return super().max_tokens(request, model) or max(unlimited, settings.default_max_tokens)
+        return super().max_tokens(request, model) or settings.default_max_tokens or unlimited
 
     def stored_bytes(self, body: ResponsesRequest) -> int:
         previous_id = body.previous_response_id
@@ -181,10 +181,10 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         if not self._may_truncate:
             return super().tokenize_prompts(request, model, cache_scope, check_length)
         prompts = super().tokenize_prompts(request, model, cache_scope)
-        settings, context = model.settings, model.hello.context_length
+        context = model.hello.context_length
         # Reserve the tokens that the answer may have, but at most half of the context.
         max_tokens = min(self.max_tokens(request, model), context // 2)
-        limit = min(context - max_tokens, settings.max_prompt_tokens)
+        limit = min(context - max_tokens, model.max_prompt_tokens)
         render = super().tokenize_prompts
         return truncate_to_fit(
             prompts, request, limit, lambda shorter: render(shorter, model, cache_scope)

@@ -8,15 +8,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from router.errors import InvalidRequest, InvalidValue
-from router.schemas.body import Count, refused
+from router.schemas.body import Count, other_name, refused, unless
 from router.schemas.conversation import MAX_SCHEMA_DEPTH, MAX_TOOLS, ToolName, is_deeper
-from router.schemas.requests import MAX_STOP_STRINGS, LogprobsCount, StopString
+from router.schemas.requests import LogprobsCount, MaxTokens, StopStrings
 from router.schemas.sampling import SamplingRequest
 
 MAX_ITEMS = 10_000
 _LEVELS_AROUND_SCHEMA = 4
 """Of a tool in a namespace: two lists and two objects."""
-_LIMIT = "Use 'max_output_tokens'."
 CALL_TYPES = (
     *("function_call", "custom_tool_call", "tool_search_call"),
     *("local_shell_call", "shell_call", "apply_patch_call"),
@@ -168,9 +167,9 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
     store: bool | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
     max_tool_calls: Count | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -191,8 +190,10 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     conversation: Annotated[Any, refused(advice="Use 'previous_response_id'.")] = None
     moderation: Annotated[Any, refused()] = None
     prompt: Annotated[Any, refused(advice="Use 'instructions' and 'input'.")] = None
-    max_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
-    max_completion_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    max_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = None
+    max_completion_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = (
+        None
+    )
 
     @property
     def image_chars(self) -> int:
@@ -216,6 +217,8 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         return [item.type for item in items if item.type is not None and item.is_foreign]
 
     def check(self) -> None:
+        if self.max_output_tokens == 0:
+            raise InvalidValue("'max_output_tokens' must be at least 1.", param="max_output_tokens")
         text_format = self.text.format if self.text else None
         if text_format and text_format.type == "json_schema" and text_format.schema is None:
             raise InvalidRequest(

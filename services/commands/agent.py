@@ -184,7 +184,7 @@ def _target(url: str, name: str | None, key: str) -> Target:
                 str(each["id"]): Target(
                     url,
                     str(each["id"]),
-                    min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"]),
+                    min(each[name] or _CONTEXT for name in ("context_length", "max_prompt_tokens")),
                     key,
                     "vision" in each["capabilities"],
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -37,7 +36,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
         ),
     ]
     context_length: Annotated[int | None, Meta(description="Same as `max_model_len`.")]
-    max_prompt_tokens: Annotated[int, Meta(description="Max length of a prompt.")]
+    max_prompt_tokens: Annotated[int | None, Meta(description="Max length of a prompt.")]
     capabilities: list[str]
     kv_bits: Annotated[int | None, Meta(description="16: the KV cache has the model's own type.")]
     draft_saved_s: Annotated[
@@ -114,13 +113,14 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
     capabilities = [] if model is None else model.capabilities
     settings = router.settings if model is None else model.settings
     context = None if hello is None else hello.context_length
+    limits = [each for each in (settings.max_prompt_tokens, context and context - 1) if each]
     return ModelCard(
         id=name,
         created=created,
         root=model_id,
         max_model_len=context,
         context_length=context,
-        max_prompt_tokens=min(settings.max_prompt_tokens, (context or sys.maxsize) - 1),
+        max_prompt_tokens=min(limits, default=None),
         capabilities=[*capabilities, *(hello.capabilities if hello else ())],
         kv_bits=None if hello is None else hello.kv_bits,
         draft_saved_s=None if model is None else _saved_s(model),

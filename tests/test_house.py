@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
+FILE_LINES = 520
+FUNCTION_LINES = 70
 FOLDER_FILES = 16
 
 

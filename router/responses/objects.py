@@ -120,6 +120,13 @@ class ToolSearchCallItem(Struct, frozen=True, kw_only=True, tag="tool_search_cal
     status: BlockStatus
 
 
+class CompactionItem(Struct, frozen=True, kw_only=True, tag="compaction"):
+    id: str
+    encrypted_content: Annotated[
+        str, Meta(description="The summary, which only this server can read.")
+    ]
+
+
 OutputItem = (
     MessageItem
     | ReasoningItem
@@ -129,6 +136,7 @@ OutputItem = (
     | ShellCallItem
     | ApplyPatchCallItem
     | ToolSearchCallItem
+    | CompactionItem
 )
 
 
@@ -191,6 +199,16 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class CompactedResponse(Struct, frozen=True, kw_only=True):
+    """A compacted conversation: the user's messages and a summary of everything else."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
 
 
 class ItemList(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from router.errors import InvalidRequest, InvalidValue
+from router.errors import InvalidRequest, InvalidValue, NotSupported
 from router.schemas.body import Count, other_name, refused, unless
 from router.schemas.conversation import MAX_SCHEMA_DEPTH, MAX_TOOLS, ToolName, is_deeper
 from router.schemas.requests import LogprobsCount, MaxTokens, StopStrings
@@ -158,6 +158,15 @@ class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True)
     tools: Annotated[list[ResponsesToolChoice], Meta(max_length=MAX_TOOLS)] | None = None
 
 
+class ContextManagement(Struct, frozen=True, kw_only=True):
+    """When the conversation is compacted by itself."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[
+        Count | None, Meta(description="Tokens of a prompt above which it is compacted.")
+    ] = None
+
+
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation to answer: OpenAI's fields and those of `SamplingRequest`."""
 
@@ -184,9 +193,9 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    context_management: Annotated[list[ContextManagement], Meta(max_length=8)] | None = None
 
     background: Annotated[Any, refused(False)] = None
-    context_management: Annotated[Any, refused([])] = None
     conversation: Annotated[Any, refused(advice="Use 'previous_response_id'.")] = None
     moderation: Annotated[Any, refused()] = None
     prompt: Annotated[Any, refused(advice="Use 'instructions' and 'input'.")] = None
@@ -228,6 +237,15 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         for name in ("text", "tools", "tool_choice"):
             if _is_too_deep(getattr(self, name)):
                 raise InvalidValue(f"'{name}' is nested too deeply.", param=name)
+
+
+class CompactRequest(ResponsesRequest, frozen=True, kw_only=True):
+    """A conversation to compact. The fields that concern an answer have no effect."""
+
+    def check(self) -> None:
+        super().check()
+        if self.stream:
+            raise NotSupported("'stream' is not supported here.", param="stream")
 
 
 def _is_too_deep(field: object) -> bool:

@@ -42,7 +42,12 @@ from router.schemas.requests import ChatRequest
 from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_ID_PREFIXES = {"reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+_ID_PREFIXES = {
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    **dict.fromkeys(("compaction", "context_compaction"), "cmp_"),
+}
 _REQUIRED = {
     "function_call": ("call_id", "name", "arguments"),
     "custom_tool_call": ("call_id", "name", "input"),
@@ -266,11 +271,11 @@ def resolve_input(
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
     items = [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]
-    return [_unsealed(item, unseal) if item.encrypted_content else item for item in items]
+    return [_unsealed(item, unseal) if item.type == "reasoning" else item for item in items]
 
 
 def _unsealed(item: InputItem, unseal: Callable[[str], str | None]) -> InputItem:
-    text = unseal(item.encrypted_content or "")
+    text = unseal(item.encrypted_content) if item.encrypted_content else None
     if text is None:
         return item
     return replace(item, content=[ItemContentPart(type="reasoning_text", text=text)])

@@ -16,7 +16,9 @@ from router.api.sse import MEDIA_TYPE
 from router.errors import ApiError
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
+from router.responses.compaction import CompactionBuilder
 from router.responses.objects import (
+    CompactedResponse,
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
@@ -35,6 +37,7 @@ from router.responses.objects import (
 )
 from router.responses.output import OutputItemBuilder
 from router.responses.schemas import (
+    InputItem,
     ReasoningConfig,
     ResponsesRequest,
     ResponsesTool,
@@ -59,6 +62,7 @@ class ResponseWriter:
         tools: Sequence[ClientTool],
         store: Callable[[str, bytes], None],
         seal: Callable[[str], str],
+        compaction: CompactionBuilder | None = None,
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
@@ -68,7 +72,7 @@ class ResponseWriter:
         self._created_at = int(time.time())
         self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
-        self._output = OutputItemBuilder(
+        self._output: OutputItemBuilder | CompactionBuilder = compaction or OutputItemBuilder(
             summarized=summarized,
             tools=tools,
             seal=seal if body.wants_sealed_reasoning else None,
@@ -94,8 +98,12 @@ class ResponseWriter:
         created = ResponseCreatedEvent(response=response)
         return self._encode(created, ResponseInProgressEvent(response=response))
 
+    def add(self, item: OutputItem) -> None:
+        """Put ``item`` before the answer, which has not begun."""
+        self._output.finished.append(item)
+
     def stream_start(self, generation: Generation) -> bytes:
-        return b""
+        return self._encode(*self._output.begin())
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
         return self._encode(*self._output.feed(delta, _logprobs(generation, delta)))
@@ -168,6 +176,28 @@ class ResponseWriter:
         for event in events:
             event.sequence_number = next(self._sequence_numbers)
         return encode_events(*events)
+
+
+class CompactedWriter(ResponseWriter):
+    """Answers with the compacted conversation, which is never streamed."""
+
+    kept: Sequence[InputItem] = ()
+    """The messages that stay."""
+
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
+        self._output.feed(deltas[0])
+        self._output.finish()
+        output = msgspec.to_builtins([*self.kept, *self._output.finished])
+        return [
+            msgspec.json.encode(
+                CompactedResponse(
+                    id=self.id,
+                    created_at=self._created_at,
+                    output=output,
+                    usage=_usage(generation),
+                )
+            )
+        ]
 
 
 def _echoed(tool: ResponsesTool) -> ResponsesTool:

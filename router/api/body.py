@@ -22,7 +22,7 @@ from router.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
-from router.fleet.router import LEAST_REQUEST_BYTES, Router
+from router.fleet.router import Router
 from router.images.memory import HeldMemory
 from router.schemas.body import RequestBody, parse_body
 
@@ -59,8 +59,8 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
 
     def parse() -> tuple[_Body, int]:
         body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
-        if len(body) > LEAST_REQUEST_BYTES:
-            _check_values(body, min(max_bytes, LEAST_REQUEST_BYTES))
+        if len(body) > router.max_request_values:
+            _check_values(body, router.max_request_values)
         parsed = parse_body(body, body_type)
         if len(body) > max_bytes and len(body) - parsed.image_chars > max_bytes:
             raise BodyTooLarge(f"Without its images, the body is larger than {max_bytes} bytes.")

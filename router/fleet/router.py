@@ -61,7 +61,7 @@ _ASLEEP_S = 2.0
 _BYTES_PER_TOKEN = 16
 _UNKNOWN_CONTEXT = 262_144
 """The context of a model that was never loaded, as far as the size of a body is concerned."""
-LEAST_REQUEST_BYTES = 1024 * 1024
+_LEAST_REQUEST_BYTES = 1024 * 1024
 MOST_REQUEST_BYTES = _BYTES_PER_TOKEN * _UNKNOWN_CONTEXT
 
 
@@ -262,7 +262,13 @@ class Router:
         which may be written with escapes, and never less than the usual limit."""
         if self.settings.max_request_bytes is not None:
             return self.settings.max_request_bytes
-        return max(LEAST_REQUEST_BYTES, _BYTES_PER_TOKEN * self.longest_prompt)
+        return max(_LEAST_REQUEST_BYTES, _BYTES_PER_TOKEN * self.longest_prompt)
+
+    @property
+    def max_request_values(self) -> int:
+        """How many JSON values a larger body may have: to decode them blocks this process. Long
+        conversations have few."""
+        return self.settings.max_request_bytes or _LEAST_REQUEST_BYTES
 
     @property
     def takes_images(self) -> bool:

@@ -89,7 +89,7 @@ def operations(router: Router) -> list[Operation]:
         ),
         Operation(
             "/v1/responses/compact",
-            _Handler(responses.compact),
+            _Application(responses.compact),
             "Compact a conversation",
             _TAG,
             method="POST",
@@ -141,7 +141,7 @@ def operations(router: Router) -> list[Operation]:
     ]
 
 
-class _Handler:
+class _Application:
     """A method as an ASGI application. Starlette takes methods for handlers of requests."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -65,6 +65,8 @@ def _claude(target: Target) -> Launch:
             **{f"ANTHROPIC_{name}": target.model for name in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": target.model,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(target.context),
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with each turn
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.max_output),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },

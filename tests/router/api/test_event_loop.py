@@ -85,7 +85,11 @@ def test_token_ids_to_embed_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(embeddings, "text_model", no_model)
     monkeypatch.setattr(embeddings, "embed_texts", no_answer)
     work = SimpleNamespace(run_large=run_large)
-    limits: dict[str, Any] = {"max_request_bytes": 10**6, "takes_images": False}
+    limits: dict[str, Any] = {
+        "max_request_bytes": 10**6,
+        "takes_images": False,
+        "max_request_values": 10**6,
+    }
     router = SimpleNamespace(work=work, admit=lambda *args: nullcontext(), **limits)
     unread = [b'{"model": "a", "input": [1, 2]}']
     tenant = SimpleNamespace(name="a")

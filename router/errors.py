@@ -170,6 +170,18 @@ class UnsupportedMediaType(
 ):
     """The body has another media type or an unknown compression."""
 
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "gzip, deflate, zstd"}
+
+
+class Http2NotSupported(
+    ApiError, status=505, type="invalid_request_error", code="http_version_not_supported"
+):
+    """The client began with HTTP/2, without asking."""
+
+    def __init__(self) -> None:
+        super().__init__("This server speaks HTTP/1.1: do not use HTTP/2 with prior knowledge.")
+
 
 class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
     """Rate limit exceeded, or the queue is full."""

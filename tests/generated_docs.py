@@ -18,14 +18,16 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
+from router.anthropic.schemas import MessagesRequest
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.metrics.prometheus import LoopHistogram
 from router.fleet.router import Router
 from router.http.app import create_app
 from router.http.middleware.api_keys import ApiKeys
-from router.schemas.body import refusals
+from router.responses.schemas import ResponsesRequest
+from router.schemas.body import other_names, refusals
 from router.schemas.other_servers import OtherServersFields
-from router.schemas.requests import ChatRequest
+from router.schemas.requests import ChatRequest, CompletionRequest
 from router.schemas.sampling import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings
@@ -81,6 +83,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "largest models": _largest_models,
         "model choices": _model_choices,
         "fields refused": _refused_fields,
+        "fields renamed": _renamed_fields,
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
     }
@@ -225,8 +228,9 @@ def _fields(document: dict[str, Any], path: str) -> str:
     ]
     refused = [
         name
-        for name in schema["properties"]
-        if name not in _accepted(schema) and name not in refusals(OtherServersFields)
+        for name, field in schema["properties"].items()
+        if field.get("description", "").startswith("Not supported")
+        and name not in refusals(OtherServersFields)
     ]
     listed = ", ".join(f"`{name}`" for name in sorted(refused))
     required = schema.get("required", ())
@@ -246,6 +250,22 @@ def _refused_fields() -> str:
     return _table(
         ("refused, unless null or a value in parentheses", "instead"),
         [(", ".join(advices[told]), told) for told in advices],
+    )
+
+
+def _renamed_fields() -> str:
+    """Other servers' names by ours, each with the values that mean that it is not set."""
+    names: dict[str, dict[str, str]] = {}
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest):
+        for name, other in other_names(kind).items():
+            unset = ", ".join(json.dumps(each) for each in other.unset)
+            if other.own in kind.__struct_fields__:
+                names.setdefault(other.own, {})[name] = f"`{name}`" + (
+                    f" ({unset})" if unset else ""
+                )
+    return _table(
+        ("taken for", "unless null or a value in parentheses"),
+        [(f"`{own}`", ", ".join(found.values())) for own, found in names.items()],
     )
 
 
@@ -275,7 +295,7 @@ def _accepted(schema: dict[str, Any]) -> list[str]:
     return [
         name
         for name, field in schema["properties"].items()
-        if not field.get("description", "").startswith("Not supported")
+        if not field.get("description", "").startswith(("Not supported", "Another name"))
     ]
 
 

@@ -18,7 +18,6 @@ from router.api.endpoints import ChatEndpoint, cancel_on_disconnect, loaded_mode
 from router.api.images import with_images
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
-from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
 from router.generation.sampling import cache_salt
@@ -62,13 +61,7 @@ class Messages(ChatEndpoint[MessagesRequest]):
             body = with_notes(body)
         return chat_request(body)
 
-    def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
-        """Return the limit on the answer's tokens. The field is required, so clients that want no
-        limit send a number larger than any model's."""
-        limit = model.settings.max_generation_tokens
-        return min(super().max_tokens(request, model) or limit, limit)
-
-    def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
+    def writer(self, body: MessagesRequest, model: str) -> MessageWriter:
         return MessageWriter(body, model)
 
 

@@ -26,7 +26,6 @@ class AnthropicUsage(Struct, frozen=True, kw_only=True):
 
 class TextBlock(Struct, frozen=True, tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from router.anthropic.schemas import (
+    BLOCK_TYPES,
     AnthropicTool,
     AnthropicToolChoice,
     BlockSource,
@@ -18,6 +20,7 @@ from router.anthropic.schemas import (
     OutputFormat,
     ThinkingConfig,
 )
+from router.api.history import definitions, item_note
 from router.api.translation import (
     assistant_message,
     content_note,
@@ -25,7 +28,7 @@ from router.api.translation import (
     required,
     with_paths,
 )
-from router.errors import InvalidRequest, NotSupported
+from router.errors import InvalidRequest
 from router.schemas.body import validated
 from router.schemas.conversation import (
     PARAGRAPH_BREAK,
@@ -34,6 +37,7 @@ from router.schemas.conversation import (
     FunctionCall,
     FunctionDefinition,
     FunctionName,
+    LaterTool,
     Tool,
     ToolCall,
     ToolChoice,
@@ -45,11 +49,6 @@ from router.schemas.requests import ChatRequest
 from router.schemas.sampling import sampling_fields
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-_BILLING = "x-anthropic-billing-header:"
-"""The first words of a block from Claude Code that is not meant for the model and changes with each
-version: in the prompt it would only prevent cache hits."""
-
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """Return the chat request for ``body``. Raises `InvalidRequest` with the name of the field."""
@@ -57,7 +56,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     choice = body.tool_choice
     config = body.output_config
     fields = sampling_fields(body)
-    messages = _messages(body)
+    tools = _tools(body.tools or ())
+    messages = _messages(_with_references(body, tools))
     output_format = body.output_format or (config.format if config else None)
     if output_format is not None:
         fields["response_format"] = _response_format(output_format)
@@ -68,11 +68,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             continue_final_message=messages[-1].role == "assistant",
             max_tokens=full.max_tokens if full else None,
             stop=full.stop_sequences if full else None,
-            tools=[
-                _tool(tool, path)
-                for path, tool in with_paths(body.tools or (), "tools")
-                if not tool.is_anthropics
-            ],
+            tools=tools,
             tool_choice=_tool_choice(choice) if choice else None,
             parallel_tool_calls=(False if choice and choice.disable_parallel_tool_use else None),
             reasoning_effort=config.effort if config else None,
@@ -108,13 +104,14 @@ def _noted(content: Any, *, images: bool, depth: int = 2) -> Any:
 
 
 def _is_supported(block: ContentBlockParam, *, images: bool) -> bool:
+    source = block.source
     match block.type:
         case "image":
-            return images and block.source is not None
+            return images and source is not None
         case "document":
-            source = block.source
-            return images and source is not None and source.type in ("text", "content")
-    return block.type in _BLOCK_TYPES
+            is_text = isinstance(source, BlockSource) and source.type in ("text", "content")
+            return images and is_text
+    return block.is_foreign or block.type in BLOCK_TYPES
 
 
 def _response_format(output_format: OutputFormat) -> ResponseFormat:
@@ -122,20 +119,44 @@ def _response_format(output_format: OutputFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-def _tool(tool: AnthropicTool, path: str) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise NotSupported(
-            f"'{path}': tools of type '{tool.type}' are not supported; define the tool with a "
-            "name and an 'input_schema'.",
-            param=f"{path}.type",
+def _tools(tools: Sequence[AnthropicTool]) -> list[Tool]:
+    """Return the client's ``tools``. Raises `InvalidRequest` with the name of the field."""
+    may_wait = any(tool.searches_tools for tool in tools)
+    return [
+        (LaterTool if may_wait and tool.defer_loading else Tool)(
+            function=FunctionDefinition(
+                name=required(tool.name, path, "name"),
+                description=tool.description,
+                parameters=required(tool.input_schema, path, "input_schema"),
+                strict=tool.strict,
+            )
         )
-    return Tool(
-        function=FunctionDefinition(
-            name=tool.name,
-            description=tool.description,
-            parameters=required(tool.input_schema, path, "input_schema"),
-            strict=tool.strict,
-        )
+        for path, tool in with_paths(tools, "tools")
+        if not tool.is_anthropics
+    ]
+
+
+def _with_references(body: CountTokensRequest, tools: Sequence[Tool]) -> CountTokensRequest:
+    """Return ``body`` with the tool itself where a deferred tool is first referred to."""
+    later = {tool.function.name: tool for tool in tools if isinstance(tool, LaterTool)}
+
+    def shown(block: ContentBlockParam) -> ContentBlockParam:
+        if block.type == "tool_result" and isinstance(block.content, list):
+            return replace(block, content=[shown(each) for each in block.content])
+        if block.type != "tool_reference":
+            return block
+        tool = later.pop(block.tool_name or "", None)
+        named = f"The tool '{block.tool_name}' is available."
+        return ContentBlockParam(type="text", text=definitions([tool]) if tool else named)
+
+    return replace(
+        body,
+        messages=[
+            replace(each, content=[shown(block) for block in each.content])
+            if isinstance(each.content, list)
+            else each
+            for each in body.messages
+        ],
     )
 
 
@@ -188,11 +209,8 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
 def _system_text(system: str | Sequence[ContentBlockParam]) -> str:
     if isinstance(system, str):
         return system
-    return PARAGRAPH_BREAK.join(
-        _block_text(block, path)
-        for path, block in with_paths(system, "system")
-        if not (block.text or "").startswith(_BILLING)
-    )
+    blocks = with_paths(system, "system")
+    return PARAGRAPH_BREAK.join(_block_text(block, path) for path, block in blocks)
 
 
 def _assistant_message(param: MessageParam, path: str) -> ChatMessage:
@@ -213,7 +231,7 @@ def _assistant_message(param: MessageParam, path: str) -> ChatMessage:
                 call = FunctionCall(required(block.name, block_path, "name"), block.input or {})
                 calls.append(ToolCall(call, id=required(block.id, block_path, "id")))
             case _:
-                raise unsupported_content(block.type, block_path)
+                texts.append(f"\n{_block_text(block, block_path)}\n")
     return assistant_message(texts, thoughts, calls)
 
 
@@ -261,7 +279,7 @@ def _parts(content: str | Sequence[ContentBlockParam], path: str) -> Iterator[st
 def _block_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
     match block.type:
         case "image":
-            yield _image(required(block.source, path, "source"), path)
+            yield _image(_source(block, path), path)
         case "document":
             yield from _document_parts(block, path)
         case _:
@@ -284,11 +302,20 @@ def _image(source: BlockSource, path: str) -> SentImage:
     )
 
 
-def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
-    """Yield the content of a document that is text or blocks. PDFs are rejected."""
+def _source(block: ContentBlockParam, path: str) -> BlockSource:
     source = block.source
     if source is None:
+        raise InvalidRequest(f"'{path}.source' is required.", param=f"{path}.source")
+    if isinstance(source, str):
+        raise InvalidRequest(f"'{path}.source' must be an object.", param=f"{path}.source")
+    return source
+
+
+def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
+    """Yield the content of a document that is text or blocks. PDFs are rejected."""
+    if block.source is None:
         raise unsupported_content(block.type, path)
+    source = _source(block, path)
     if source.type not in ("text", "content"):
         raise unsupported_content("pdf", path, "source.type")
     yield from filter(None, (block.title, block.context))
@@ -313,6 +340,29 @@ def _text(content: str | Sequence[ContentBlockParam], path: str, separator: str)
 
 
 def _block_text(block: ContentBlockParam, path: str) -> str:
-    if block.type != "text":
-        raise unsupported_content(block.type, path)
-    return required(block.text, path, "text")
+    match block.type:
+        case "text":
+            return required(block.text, path, "text")
+        case "compaction":
+            return _plain(block)
+        case "search_result":
+            source = block.source if isinstance(block.source, str) else None
+            return "\n".join(filter(None, (block.title, source, _plain(block))))
+        case _ if block.is_foreign:
+            fields = {"name": block.name, "input": block.input, "content": _plain(block)}
+            return item_note(block.type, fields)
+    raise unsupported_content(block.type, path)
+
+
+def _plain(block: ContentBlockParam, depth: int = 3) -> str:
+    """Return the texts in ``block`` and in those nested in it."""
+    content = block.content
+    match content:
+        case list():
+            inner = [_plain(each, depth - 1) for each in content if depth > 1]
+        case dict():
+            inner = [msgspec.json.encode(content).decode()]
+        case _:
+            inner = [content or ""]
+    own = (block.title, block.url, block.text, block.tool_name)
+    return "\n".join(filter(None, [*(own if depth < 3 else ()), *inner]))

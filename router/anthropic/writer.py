@@ -25,7 +25,6 @@ from router.anthropic.schemas import MessagesRequest
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
-from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 
@@ -33,13 +32,13 @@ from router.generation.generation import Generation
 class MessageWriter:
     """An `OutputWriter` of one Messages request."""
 
-    def __init__(self, body: MessagesRequest, model: Model) -> None:
+    def __init__(self, body: MessagesRequest, model: str) -> None:
         self.id = "msg_" + uuid.uuid4().hex
         self.stream_type = MEDIA_TYPE
         self.keep_alive = encode_events(PingEvent())
         self.repeats_request = False
-        self._model = body.model or model.names[0]
-        self._max_tokens = min(body.max_tokens, model.settings.max_generation_tokens)
+        self._model = model
+        self._max_tokens = body.max_tokens
         show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._output = ContentBlockBuilder(show_thinking=show_thinking)
 
@@ -47,8 +46,12 @@ class MessageWriter:
         (choice,), (delta,) = generation.choices, deltas
         self._output.feed(delta)
         self._output.finish()
-        message = self._message(generation, self._output.finished, self._stop_delta(choice))
+        stop = self._stop_delta(generation, choice)
+        message = self._message(generation, self._output.finished, stop)
         return [msgspec.json.encode(message)]
+
+    def opening(self) -> bytes:
+        return b""
 
     def stream_start(self, generation: Generation) -> bytes:
         return encode_events(MessageStartEvent(self._message(generation, [])))
@@ -57,7 +60,7 @@ class MessageWriter:
         return encode_events(*self._output.feed(delta))
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
-        delta = MessageDeltaEvent(self._stop_delta(choice), _usage(generation))
+        delta = MessageDeltaEvent(self._stop_delta(generation, choice), _usage(generation))
         return encode_events(*self._output.finish(), delta)
 
     def stream_end(self, generation: Generation) -> bytes:
@@ -78,14 +81,15 @@ class MessageWriter:
             usage=_usage(generation),
         )
 
-    def _stop_delta(self, choice: Choice) -> StopDelta:
+    def _stop_delta(self, generation: Generation, choice: Choice) -> StopDelta:
         reason: StopReason = "end_turn"
         match choice.finish_reason:
             case "tool_calls":
                 reason = "tool_use"
             case "length":
                 # The end of the context reduces the limit of a sequence.
-                lowered = choice.sequence.submit.max_tokens < self._max_tokens
+                most = min(self._max_tokens, generation.model.settings.max_generation_tokens)
+                lowered = choice.sequence.submit.max_tokens < most
                 reason = "model_context_window_exceeded" if lowered else "max_tokens"
             case _ if choice.stop_string is not None:
                 return StopDelta("stop_sequence", choice.stop_string)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import zlib
 from collections.abc import Sequence
@@ -26,11 +27,18 @@ from router.fleet.router import Router
 from router.images.memory import HeldMemory
 from router.schemas.body import RequestBody, parse_body
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
 _PIECE_BYTES = 256 * 1024
 _AROUND_IMAGES_BYTES = 65536
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_ZSTD: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
+"""The largest window that HTTP allows (RFC 9659)."""
 
 _Body = TypeVar("_Body", bound=RequestBody)
 
@@ -42,9 +50,9 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
     An uncompressed body with images may be larger if a model accepts images. Raises what
     `receive_body`, `parse_body` and `HeldMemory.hold` raise.
     """
-    max_bytes = router.settings.max_request_bytes
+    max_bytes = router.max_request_bytes
     room = None
-    if body_type.may_have_images and router.registry.takes_images:
+    if body_type.may_have_images and router.takes_images:
         room = ImageRoom(router.settings.max_image_bytes, held_memory(router, request.state))
     share = request.state.tenant.share
     with router.bodies.reading(share) as counted:
@@ -57,15 +65,14 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
 async def _parsed(
     router: Router, share: str, raw: bytes, encoding: str | None, body_type: type[_Body]
 ) -> tuple[_Body, int]:
-    max_bytes = router.settings.max_request_bytes
+    max_bytes = router.max_request_bytes
 
     def parse() -> tuple[_Body, int]:
         body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
-        if len(body) <= max_bytes:
-            return parse_body(body, body_type), len(body)
-        _check_values(body, max_bytes)
+        if len(body) > router.max_request_values:
+            _check_values(body, router.max_request_values)
         parsed = parse_body(body, body_type)
-        if len(body) - parsed.image_chars > max_bytes:
+        if len(body) > max_bytes and len(body) - parsed.image_chars > max_bytes:
             raise BodyTooLarge(f"Without its images, the body is larger than {max_bytes} bytes.")
         return parsed, len(body)
 
@@ -106,9 +113,9 @@ async def receive_body(
     if from_page or not any_media_type:
         _check_media_type(content_type)
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
-    if encoding != "identity" and encoding not in _WINDOW_BITS:
+    if encoding not in ("identity", "zstd", *_WINDOW_BITS):
         raise UnsupportedMediaType(
-            f"Content-Encoding '{encoding}' is not supported; use gzip, deflate or none."
+            f"Content-Encoding '{encoding}' is not supported; use gzip, deflate, zstd or none."
         )
     try:
         async with asyncio.timeout(timeout_s):
@@ -159,10 +166,14 @@ async def _read(
 
 def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return ``raw`` decompressed. Raises `InvalidRequest` if it is damaged, `BodyTooLarge`."""
-    inflate = zlib.decompressobj(_WINDOW_BITS[encoding])
+    inflate = (
+        zstd.ZstdDecompressor(options=_ZSTD)
+        if encoding == "zstd"
+        else zlib.decompressobj(_WINDOW_BITS[encoding])
+    )
     try:
         body = inflate.decompress(raw, max_bytes + 1)
-    except zlib.error:
+    except (zlib.error, zstd.ZstdError):
         raise InvalidRequest("The compressed body is corrupt.", code="invalid_json") from None
     if len(body) > max_bytes:
         raise _too_large(max_bytes)

@@ -20,8 +20,10 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from router.api.body import read_body, send_json
+from router.api.history import shown_types
 from router.api.images import with_images
-from router.api.streaming import EventStream
+from router.api.streaming import EventStream, StreamOpening
+from router.api.translation import without_billing
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines.engine import Model
@@ -47,7 +49,7 @@ from shared.wire import Grammar, ThinkingBudget
 
 logger = logging.getLogger(__name__)
 _MAX_NAMED = 16
-"""Max number of tool types named in a header."""
+"""Max number of types named in a header."""
 
 _Body = TypeVar("_Body", bound=RequestBody)
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -85,8 +87,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         return 0
 
     @abstractmethod
-    def writer(self, body: _Body, model: Model) -> OutputWriter:
-        """Return the writer of the answer to ``body``."""
+    def writer(self, body: _Body, model: str) -> OutputWriter:
+        """Return the writer of the answer to ``body`` by the model called ``model``."""
 
     def num_prompts(self, request: _Request) -> int:
         return 1
@@ -155,49 +157,65 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         state = http.scope["state"]
         tenant: Tenant = state["tenant"]
         size += self.stored_bytes(body)
-        request = await router.work.run_large(tenant.share, lambda: self.translate(body), size)
-        began = time.monotonic()
-        model = await loaded_model(router, request.model, http)
-        check_task(model, "generate", router, tenant)
-        writer = self.writer(body, model)
-        generation = Generation(
-            router, model, request, writer.id, tenant, state.get("traceparent", "")
+
+        def translate() -> tuple[_Request, dict[str, list[str]]]:
+            left_out = {"tools": body.left_out_tools, "items": body.left_out_items}
+            return self.translate(body), {each: shown_types(left_out[each]) for each in left_out}
+
+        request, left_out = await router.work.run_large(tenant.share, translate, size)
+        name = request.model or self._default_name(tenant)
+        writer = self.writer(body, name)
+        opening = StreamOpening(
+            writer,
+            send,
+            partial(router.work.run_large, tenant.share),
+            request_bytes=size,
+            write_timeout_s=router.settings.request_timeout_s,
         )
-        generation.load_s = time.monotonic() - began
-        state["generation"] = generation  # for logs and traces
-        async with router.admit(tenant, model, state["limits_left"]):
-            with generation:
-                await self._answer(generation, request, body, size, writer, http, send)
+        async with opening if request.stream else contextlib.nullcontext():
+            began = time.monotonic()
+            model = await loaded_model(router, request.model, http)
+            check_task(model, "generate", router, tenant)
+            generation = Generation(
+                router, model, request, writer.id, tenant, state.get("traceparent", "")
+            )
+            generation.load_s = time.monotonic() - began
+            state["generation"] = generation  # for logs and traces
+            async with router.admit(tenant, model, state["limits_left"]):
+                with generation:
+                    await self._answer(generation, request, opening, http, left_out)
+
+    def _default_name(self, tenant: Tenant) -> str:
+        """Return the name of the model of requests that name none. Raises as `loaded_model`."""
+        unloaded = self._router.unloaded_model(None, tenant)
+        return (unloaded or self._router.model_for(None, tenant)).names[0]
 
     async def _answer(
         self,
         generation: Generation,
         request: _Request,
-        body: _Body,
-        size: int,
-        writer: OutputWriter,
+        opening: StreamOpening,
         http: Request,
-        send: Send,
+        left_out: Mapping[str, list[str]],
     ) -> None:
+        size, writer = opening.request_bytes, opening.writer
         async with _abort_on_disconnect(http.receive, generation):
             await self._submit(generation, request, size, http.state)
             await generation.accepted()
             headers = [(b"x-seed", str(generation.seed).encode())]
-            if left_out := ", ".join(list(dict.fromkeys(body.left_out_tools))[:_MAX_NAMED]):
-                logger.info("ignored tools that this server cannot run: %s", left_out)
-                headers.append((b"x-left-out-tools", left_out.encode()))
+            for kind, types in left_out.items():
+                if types:
+                    named = ", ".join(types[:_MAX_NAMED])
+                    logger.info("ignored %s that this server cannot run: %s", kind, named)
+                    headers.append((f"x-left-out-{kind}".encode(), named.encode()))
             if http.headers.get("x-debug-cache", "") not in ("", "0"):
                 explanation = await generation.run(lambda: explain(generation), size)
                 headers.append((b"x-debug-cache", explanation))
             if request.stream:
-                timeout_s = generation.model.settings.request_timeout_s
-                stream = EventStream(
-                    generation, writer, send, request_bytes=size, write_timeout_s=timeout_s
-                )
-                await stream.run(headers)
+                await EventStream(generation, opening).run(headers)
                 return
             answer = await _full_response(generation, writer, size)
-        await send_json(send, answer, headers)
+        await send_json(opening.send, answer, headers)
 
     async def _submit(
         self, generation: Generation, request: _Request, size: int, state: State
@@ -276,7 +294,7 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
     ) -> list[Prompt]:
         return [
             model.renderer.render_chat(
-                request.messages,
+                without_billing(request.messages),
                 request.prompt_tools,
                 request.template_args,
                 cache_scope,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,6 +19,9 @@ from router.generation.generation import Generation
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5.0
+OPENING_S = 8.0
+"""How long a request waits before its stream is begun without an answer. Until then an error has
+its own status; many proxies and clients give up after 10 to 60 s of silence."""
 
 
 class _RestartableTimer:
@@ -61,6 +64,100 @@ class _RestartableTimer:
             self._on_expiry()
 
 
+class StreamOpening:
+    """The first part of a stream, while its request waits for a model, for images or for an engine.
+
+    After `OPENING_S` it sends the headers and keeps the connection alive. An error from then on is
+    sent as the last event, and still raised.
+    """
+
+    def __init__(
+        self,
+        writer: OutputWriter,
+        send: Send,
+        run_large: Callable[[Callable[[], bytes], int], Awaitable[bytes]],
+        *,
+        request_bytes: int,
+        write_timeout_s: float,
+        wait_s: float = OPENING_S,
+    ) -> None:
+        self.writer, self.send, self.write_timeout_s = writer, send, write_timeout_s
+        self.request_bytes = request_bytes
+        self.has_events = False
+        """Whether `OutputWriter.opening` was sent."""
+        self._run_large = run_large
+        self._wait_s = wait_s
+        self._has_headers = self._handed_over = False
+        self._sending = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> StreamOpening:
+        self._task = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._handed_over:
+            return
+        await self._stop()
+        if self._has_headers and isinstance(error, Exception) and not _is_gone(error):
+            shown = error if isinstance(error, ApiError) else InternalError()
+            await send_body(self.send, self.writer.error(shown), more=False)
+
+    async def hand_over(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send the headers, if that was not done, and stop. Raises `ClientDisconnected`."""
+        await self._stop()
+        self._handed_over = True
+        if not self._has_headers:
+            await self._send_headers(headers)
+
+    async def _stop(self) -> None:
+        assert self._task is not None
+        try:
+            # A part that is being sent must arrive whole, unless the client does not read.
+            async with asyncio.timeout(self.write_timeout_s), self._sending:
+                self._task.cancel()
+        except TimeoutError:
+            self._task.cancel()
+            raise ClientDisconnected from None
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _keep_alive(self) -> None:
+        await asyncio.sleep(self._wait_s)
+        async with self._sending:
+            size = self.request_bytes if self.writer.repeats_request else 0
+            try:
+                events = await self._run_large(self.writer.opening, size)
+            except ApiError:
+                return  # all threads are busy: the headers come with the answer
+            await self._send_headers(())
+            await send_body(self.send, events + self.writer.keep_alive)
+            self.has_events = True
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            async with self._sending:
+                await send_body(self.send, self.writer.keep_alive)
+
+    async def _send_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._has_headers = True
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", self.writer.stream_type),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                    *headers,
+                ],
+            }
+        )
+
+
+def _is_gone(error: Exception) -> bool:
+    return isinstance(error, ClientDisconnected)
+
+
 class EventStream:
     """Writes one generation to one client.
 
@@ -71,24 +168,22 @@ class EventStream:
     def __init__(
         self,
         generation: Generation,
-        writer: OutputWriter,
-        send: Send,
-        *,
-        request_bytes: int,
-        write_timeout_s: float,
+        opening: StreamOpening,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        self._request_bytes = request_bytes
+        self._request_bytes = opening.request_bytes
         self._generation = generation
-        self._writer = writer
-        self._send = send
+        self._opening = opening
+        self._writer = opening.writer
+        self._send = opening.send
         self._loop = asyncio.get_running_loop()
         self._write_timeout = asyncio.timeout(None)
-        self._write_timer = _RestartableTimer(write_timeout_s, self._abort)
+        self._write_timer = _RestartableTimer(opening.write_timeout_s, self._abort)
         self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the headers and all events. An error is sent as the last event.
+        """Send the ``headers``, if the stream has none yet, and all events. An error is sent as the
+        last event.
 
         Raises `ClientDisconnected`.
         """
@@ -103,18 +198,7 @@ class EventStream:
             self._keep_alive_timer.close()
 
     async def _run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [
-                    (b"content-type", self._writer.stream_type),
-                    (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),
-                    *headers,
-                ],
-            }
-        )
+        await self._opening.hand_over(headers)
         try:
             await self._send_events()
         except ApiError as error:
@@ -134,7 +218,10 @@ class EventStream:
 
     async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer
-        events = [await self._repeat(partial(writer.stream_start, generation))]
+        events = []
+        if not self._opening.has_events:
+            events.append(await self._repeat(writer.opening))
+        events.append(await self._repeat(partial(writer.stream_start, generation)))
         unfinished = list(generation.choices)
         self._keep_alive_timer.start(self._loop.time())
         while True:

@@ -5,6 +5,7 @@ A path names a field as in error messages: ``messages[0].content``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TypeVar
@@ -22,6 +23,13 @@ from router.schemas.conversation import (
 from router.schemas.images import SentImage
 
 _Value = TypeVar("_Value")
+
+_BILLING = re.compile(
+    r"^x-anthropic-billing-header:(?:(?:[ \t]*\w+=[^;\s]*(?:;|(?=\s|\Z)))+|[^\n]*)[ \t]*\n*",
+    re.MULTILINE,
+)
+"""A line of Claude Code in system prompts that is not for the model. It changes with each turn, so
+that no cached prefix would be found."""
 
 
 def with_paths(values: Iterable[_Value], path: str) -> Iterator[tuple[str, _Value]]:
@@ -77,6 +85,29 @@ def sent_image(image_url: ImageUrl | str | None, path: str, content_type: str) -
     url = image_url.url if isinstance(image_url, ImageUrl) else image_url
     source = required(url, path, "image_url")
     return SentImage(type=content_type, source=source, is_url=True, path=path)
+
+
+def without_billing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return ``messages`` without Claude Code's billing line in those of the system."""
+    found = [_without_billing(message) for message in messages]
+    return [each for each in found if each is not None] or list(messages)
+
+
+def _without_billing(message: ChatMessage) -> ChatMessage | None:
+    """Return None if there is nothing else in ``message``."""
+    content = message.content
+    if message.role not in ("system", "developer") or not content:
+        return message
+    if isinstance(content, str):
+        text = _BILLING.sub("", content)
+        return replace(message, content=text) if text else None
+    texts = [_BILLING.sub("", part.text) if part.text else part.text for part in content]
+    parts = [
+        replace(part, text=text)
+        for part, text in zip(content, texts, strict=True)
+        if text or not part.text
+    ]
+    return replace(message, content=parts) if parts else None
 
 
 def assistant_message(

@@ -13,19 +13,24 @@ from router.generation.generation import Generation
 class OutputWriter(Protocol):
     """Writes the answer to one request, complete or as the events of a stream.
 
-    A stream is written in this order: `stream_start`; for each choice its `delta`s and, once its
-    ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace the rest at any time
-    after `stream_start`. The returned bytes are sent as they are and may be empty.
+    A stream is written in this order: `opening`; `stream_start`; for each choice its `delta`s and,
+    once its ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace the rest at
+    any time after `opening`. The returned bytes are sent as they are and may be empty.
     """
 
     id: str
     stream_type: bytes
     """The media type of a stream."""
-    keep_alive: bytes
-    """Sent while there is no event to send, to keep the connection alive."""
     repeats_request: bool
     """Whether complete answers, and all events of a stream but its deltas, may contain the request
     and the answer so far. If these are large, they are written on a thread."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What is sent while there is no event, to keep the connection alive."""
+
+    def opening(self) -> bytes:
+        """Return the events that need no engine. May run on any thread."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         """Return the complete answer of a finished ``generation``, in pieces; ``deltas`` has one

@@ -100,7 +100,7 @@ def _prompt(task: TextTask, name: str | None) -> str:
 
 
 def _tokens(model: Model, text: str | list[int], prompt: str, truncate: bool) -> list[int]:
-    limit = min(model.hello.context_length, model.settings.max_prompt_tokens)
+    limit = model.max_prompt_tokens
     if isinstance(text, str):
         found = text_tokens(model.renderer, prompt + text, limit, truncate=truncate)
         if not found:

@@ -41,7 +41,7 @@ async def score_pairs(
     task = model.hello.text_task or TextTask()
     if instruction is not None and not task.pair_template:
         raise InvalidRequest("This model does not support instructions.", param="instruction")
-    limit = min(model.hello.context_length, model.settings.max_prompt_tokens)
+    limit = model.max_prompt_tokens
     limit = min(limit, max_tokens or limit)
 
     def prepare() -> list[TokenizedPair]:

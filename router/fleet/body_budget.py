@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.errors import Unavailable
@@ -18,8 +18,9 @@ class BodyBudget:
     free, so that some are always free for another one (as in `router.fleet.queue.admission`).
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: Callable[[], int]) -> None:
+        """``limit_bytes`` follows the limit of one body, which models that load raise."""
+        self._limit_bytes = limit_bytes
         self.used_bytes = 0
         self._used_by: Counter[str] = Counter()
         """By share, for those that use any."""
@@ -35,7 +36,7 @@ class BodyBudget:
 
     def take(self, share: str, count: int) -> None:
         own = self._used_by[share] + count
-        if own > self.limit_bytes - self.used_bytes - count:
+        if own > self._limit_bytes() - self.used_bytes - count:
             if own == count:
                 del self._used_by[share]
             raise Unavailable(

@@ -8,6 +8,8 @@ from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from router.fleet.tenants.tenant import Tenant
 
+_LATEST = ":latest"
+
 
 class ModelNames:
     """The names of the models and adapters that are configured or have joined."""
@@ -32,6 +34,7 @@ class ModelNames:
         """
         if name is None:
             return self._default(tenant)
+        name = self.served(name)
         names = next((names for names in self.all.values() if name in names), None)
         meant = name
         if names is None:
@@ -44,6 +47,17 @@ class ModelNames:
         if names and not tenant.may_use(names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
         return meant
+
+    def served(self, name: str) -> str:
+        """Return ``name``, without Ollama's tag `:latest` if only that name is known: clients take
+        names from one API to another."""
+        bare = name.removesuffix(_LATEST)
+        return bare if bare != name and not self._is_known(name) and self._is_known(bare) else name
+
+    def _is_known(self, name: str) -> bool:
+        if any(name in names for names in self.all.values()) or self._adapters.is_known(name):
+            return True
+        return self._adapters.find_configured(name) is not None
 
     def _default(self, tenant: Tenant) -> str | None:
         for model in self._supervised.models.values():

@@ -61,6 +61,12 @@ _TICK_S, _IDLE_TICK_S = 0.5, 2.0
 _LOOK_AGAIN_S = 0.05
 _ASLEEP_S = 2.0
 
+_BYTES_PER_TOKEN = 16
+_UNKNOWN_CONTEXT = 262_144
+"""The context of a model that was never loaded, as far as the size of a body is concerned."""
+_LEAST_REQUEST_BYTES = 1024 * 1024
+MOST_REQUEST_BYTES = _BYTES_PER_TOKEN * _UNKNOWN_CONTEXT
+
 
 class Router:
     """The state of the router process for HTTP handlers, and the receiver of its
@@ -111,7 +117,9 @@ class Router:
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for slow work."""
-        self.bodies = BodyBudget(max(settings.body_memory_mb << 20, 4 * settings.max_request_bytes))
+        self.bodies = BodyBudget(
+            lambda: max(settings.body_memory_mb << 20, 4 * self.max_request_bytes)
+        )
         self.images = ImagePreparer(settings, self.metrics.images)
         self.batches = BatchFigures()
         self.loop_lag = LoopLag(self.metrics.loop_lag)
@@ -255,6 +263,41 @@ class Router:
                 if time.monotonic() > deadline:
                     raise not_ready(f"it did not load within {limit_s:g} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt in tokens that any model may accept, loaded or not."""
+        joined = self.registry.models
+        limits = [
+            min(
+                each.settings.max_prompt_tokens or each.hello.context_length,
+                each.hello.context_length,
+            )
+            for each in joined.values()
+        ]
+        if not limits or any(name not in joined for name in self.supervised.models):
+            limits.append(self.settings.max_prompt_tokens or _UNKNOWN_CONTEXT)
+        return max(limits)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The max size of a body, without images: a few bytes for each token of the longest prompt,
+        which may be written with escapes, and never less than the usual limit."""
+        if self.settings.max_request_bytes is not None:
+            return self.settings.max_request_bytes
+        return max(_LEAST_REQUEST_BYTES, _BYTES_PER_TOKEN * self.longest_prompt)
+
+    @property
+    def max_request_values(self) -> int:
+        """How many JSON values a larger body may have: to decode them blocks this process. Long
+        conversations have few."""
+        return self.settings.max_request_bytes or _LEAST_REQUEST_BYTES
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether any model accepts images, or will once it is loaded."""
+        configured = self.supervised.models.values()
+        return self.registry.takes_images or any(each.takes_images for each in configured)
 
     async def loaded_model(self, name: str | None, tenant: Tenant) -> Model:
         """Like `model_for`, after waiting until the model is loaded."""

@@ -60,6 +60,10 @@ class OutputDelta(NamedTuple):
         first, *others = parts
         return [OutputDelta((first,), self.tokens), *(OutputDelta((each,)) for each in others)]
 
+    def without_reasoning(self) -> OutputDelta:
+        parts = tuple(part._replace(reasoning="") for part in self.parts)
+        return self._replace(parts=tuple(filter(any, parts)))
+
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
         """Return ``deltas`` merged into one."""

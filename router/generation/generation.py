@@ -146,7 +146,10 @@ class Generation:
         """
         check_vocabulary(self._request, self.model)
         bound = self._request.max_context
-        limits = [check_lengths(self.model, each, max_tokens, bound) for each in prompts]
+        reasons = self._request.may_reason and "reasoning" in self.model.renderer.capabilities
+        limits = [
+            check_lengths(self.model, each, max_tokens, bound, reasons=reasons) for each in prompts
+        ]
         check_num_entries(self._request, prompts, limits)
         return limits
 

@@ -19,6 +19,7 @@ from shared.settings import Settings
 from shared.wire import Grammar, ImagePart, SamplingParams, Submit, ThinkingBudget
 
 MAX_SEQUENCES = 128
+DEFAULT_MAX_TOKENS = 512
 MAX_ENTRIES = 500_000
 """Max tokens and alternatives in an answer with log-probabilities or repeated prompts. Each takes
 about a hundred bytes here and as many in the answer."""
@@ -92,7 +93,7 @@ def num_entries(
 
 def check_prompt_length(model: Model, num_tokens: int) -> None:
     """Raise `ContextLengthExceeded` if ``model`` does not accept a prompt of ``num_tokens``."""
-    context, limit = model.hello.context_length, model.settings.max_prompt_tokens
+    context, limit = model.hello.context_length, model.max_prompt_tokens
     if num_tokens >= context:
         raise ContextLengthExceeded(
             f"The prompt has {num_tokens} tokens, which leaves no room to generate in the "
@@ -116,11 +117,19 @@ def check_prediction_length(model: Model, num_tokens: int) -> None:
 
 
 def check_lengths(
-    model: Model, prompt: Sequence[int], max_tokens: int | None, max_context: int | None = None
+    model: Model,
+    prompt: Sequence[int],
+    max_tokens: int | None,
+    max_context: int | None = None,
+    *,
+    reasons: bool = False,
 ) -> int:
-    """Return the max_tokens of ``prompt``: ``max_tokens``, reduced to the room left in the context.
+    """Return the max_tokens of ``prompt``: ``max_tokens``, reduced to the room left in the context
+    and to the server's limit. Agents ask for more than any model's context.
 
-    ``max_context``, if given, is an upper limit for the context.
+    ``max_context``, if given, is an upper limit for the context. If the answer may have reasoning
+    (``reasons``), a request without ``max_tokens`` has no small limit: the reasoning alone could
+    reach it, and the answer would be empty.
 
     Raises `ContextLengthExceeded` or `InvalidRequest`.
     """
@@ -136,12 +145,10 @@ def check_lengths(
                 f"{context} tokens that the request allows.",
                 param="prompt",
             )
-    if max_tokens is not None and max_tokens > settings.max_generation_tokens:
-        raise InvalidValue(
-            f"'max_tokens' is {max_tokens}; the limit is {settings.max_generation_tokens}.",
-            param="max_tokens",
-        )
-    return min(max_tokens or settings.default_max_tokens, context - len(prompt))
+    default = settings.default_max_tokens
+    if default is None:
+        default = settings.max_generation_tokens if reasons else DEFAULT_MAX_TOKENS
+    return min(max_tokens or default, settings.max_generation_tokens, context - len(prompt))
 
 
 def submit_message(
@@ -232,13 +239,14 @@ def _sampling(
         return asked if asked is not None else flag if flag is not None else default
 
     top_k = max(0, int(pick(request.top_k, settings.top_k, defaults.top_k)))
+    top_p = pick(request.top_p, settings.top_p, defaults.top_p)
     # The most likely token, whatever the noise, also if two are as likely.
-    is_greedy = top_k == 1 and not request.xtc_probability
+    is_greedy = (top_k == 1 or not top_p) and not request.xtc_probability
     temperature = pick(request.temperature, settings.temperature, defaults.temperature)
     return SamplingParams(
         seed=seed,
         temperature=0.0 if is_greedy else temperature,
-        top_p=pick(request.top_p, settings.top_p, defaults.top_p),
+        top_p=top_p or 1.0,
         top_k=top_k,
         min_p=pick(request.min_p, settings.min_p, defaults.min_p),
         xtc_probability=request.xtc_probability or 0.0,

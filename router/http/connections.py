@@ -12,10 +12,18 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequest
+from router.errors import (
+    ApiError,
+    HeadersTimeout,
+    HeadersTooLarge,
+    Http2NotSupported,
+    InvalidRequest,
+)
 from router.http.acceptor import EndingProtocol
 from router.http.client_timer import ClientTimer
 from router.http.transports import DrainingTransport
+
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n"
 
 
 class Connection(HttpToolsProtocol, EndingProtocol):
@@ -101,6 +109,8 @@ class Connection(HttpToolsProtocol, EndingProtocol):
                 (parsed,) = upgrade.args
                 self._parse_without_upgrade(data[parsed:])
         except httptools.HttpParserError as error:
+            if self.is_new and data.startswith(_HTTP2_PREFACE):
+                self._refusal = Http2NotSupported()
             self.send_400_response(str(error))
 
     def _parse_without_upgrade(self, rest: bytes) -> None:

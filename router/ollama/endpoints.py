@@ -142,7 +142,7 @@ class OllamaChat(OllamaEndpoint[OllamaChatRequest]):
     def translate(self, body: OllamaChatRequest) -> OllamaPrompt:
         return chat_prompt(body, served_name(self._router, body.model))
 
-    def writer(self, body: OllamaChatRequest, model: Model) -> OllamaWriter:
+    def writer(self, body: OllamaChatRequest, model: str) -> OllamaWriter:
         return OllamaChatWriter(body.model)
 
     def empty_answer(self, **fields: Any) -> OllamaChatAnswer:
@@ -162,7 +162,7 @@ class OllamaGenerate(OllamaEndpoint[OllamaGenerateRequest]):
     def translate(self, body: OllamaGenerateRequest) -> OllamaPrompt:
         return generate_prompt(body, served_name(self._router, body.model))
 
-    def writer(self, body: OllamaGenerateRequest, model: Model) -> OllamaWriter:
+    def writer(self, body: OllamaGenerateRequest, model: str) -> OllamaWriter:
         return OllamaGenerateWriter(body.model, raw=bool(body.raw))
 
     def empty_answer(self, **fields: Any) -> OllamaGenerateAnswer:
@@ -175,4 +175,4 @@ def _is_raw(request: ChatRequest) -> bool:
 
 def _longest_prompt(request: OllamaPrompt, model: Model) -> int:
     context = min(model.hello.context_length, request.max_context or model.hello.context_length)
-    return min(context - 1, model.settings.max_prompt_tokens)
+    return min(context - 1, model.max_prompt_tokens)

@@ -35,6 +35,8 @@ from router.ollama.writer import timestamp
 from shared.wire import AdapterRef
 
 _CAPABILITIES = {"tools": "tools", "reasoning": "thinking", "vision": "vision"}
+_OLLAMA = "0.40.0"
+"""The version of Ollama whose API this is: clients refuse servers that are older than they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -72,6 +74,7 @@ def operations(router: Router) -> list[Operation]:
 
 async def list_models(http: Request) -> Response:
     router: Router = http.app.state.router
+    await router.supervised.read_files()
     found = [
         _listed(router, model_id, name)
         for model_id, names in listed_names(router).items()
@@ -99,22 +102,23 @@ async def list_running(http: Request) -> Response:
 async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
     body, _ = await read_body(http, router, OllamaModelRequest)
+    await router.supervised.read_files()
     name = served_name(router, body.wanted)
     for model_id, names in listed_names(router).items():
         if name in names:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"This API key may not use {name}.", param="model")
-            return json_response(_shown(router, model_id))
+            return json_response(shown_model(router, model_id))
     if (found := router.adapters.find_listed(name, http.state.tenant.may_use)) is not None:
         if not http.state.tenant.may_use(found.names):
             raise ModelForbidden(f"The API key may not use {name}.", param="model")
-        return json_response(_shown(router, found.model_id, found.adapter))
+        return json_response(shown_model(router, found.model_id, found.adapter))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
 
 
 async def show_version(http: Request) -> Response:
     router: Router = http.app.state.router
-    return json_response(OllamaVersion(router.version))
+    return json_response(OllamaVersion(version=_OLLAMA, server_version=router.version))
 
 
 async def is_running(http: Request) -> Response:
@@ -132,7 +136,7 @@ def _listed(
         size=_weights_bytes(router, model_id),
         digest=_digest(model_id, model, adapter),
         details=_details(router, model_id, adapter),
-        capabilities=_capabilities(model),
+        capabilities=_capabilities(router, model_id),
     )
 
 
@@ -152,9 +156,11 @@ def _running(router: Router, model: ModelReplicas) -> OllamaRunningModel:
     )
 
 
-def _shown(router: Router, model_id: str, adapter: AdapterRef | None = None) -> OllamaShown:
+def shown_model(router: Router, model_id: str, adapter: AdapterRef | None = None) -> OllamaShown:
+    """Return what is known about a model, or about one of its adapters."""
     model = router.registry.models.get(model_id)
     renderer = None if model is None else model.renderer
+    files = router.supervised.files(model_id)
     parameters = ""
     if renderer is not None:
         defaults = vars(renderer.sampling_defaults)
@@ -162,18 +168,24 @@ def _shown(router: Router, model_id: str, adapter: AdapterRef | None = None) -> 
     return OllamaShown(
         modelfile=f"FROM {model_id}\n" + (f"ADAPTER {adapter.name}\n" if adapter else ""),
         parameters=parameters,
-        template=renderer.chat_template if renderer else "",
+        template=(renderer or files).chat_template,
         details=_details(router, model_id, adapter),
         model_info=dict(_model_info(router, model_id)),
-        capabilities=_capabilities(model),
+        capabilities=_capabilities(router, model_id),
         modified_at=timestamp(router.started if model is None else model.created),
     )
 
 
-def _capabilities(model: ModelReplicas | None) -> list[str]:
+def _capabilities(router: Router, model_id: str) -> list[str]:
+    model = router.registry.models.get(model_id)
     if model is not None and model.hello.task != "generate":
         return ["embedding"] if model.hello.task == "embed" else []
-    own = model.renderer.capabilities if model and model.renderer else []
+    if model and model.renderer:
+        own = model.renderer.capabilities
+    else:
+        configured = router.supervised.models.get(model_id)
+        sees = configured is not None and configured.takes_images
+        own = [*router.supervised.files(model_id).capabilities, *(["vision"] if sees else [])]
     return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
 
 
@@ -195,7 +207,8 @@ def _weights_bytes(router: Router, model_id: str) -> int:
 def _config(router: Router, model_id: str) -> Mapping[str, Any]:
     """Return the model's ``config.json``, or the text model's part if it has several."""
     model = router.registry.models.get(model_id)
-    config = model.renderer.config if model and model.renderer else {}
+    files = router.supervised.files(model_id)
+    config = model.renderer.config if model and model.renderer else files.config
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
@@ -236,13 +249,18 @@ def _model_info(router: Router, model_id: str) -> Iterator[tuple[str, Any]]:
     kind = str(config.get("model_type", ""))
     if kind:
         yield "general.architecture", kind
+    yield "general.basename", model_id.rpartition("/")[2]
     if parameters := _parameters(router, model_id):
         yield "general.parameter_count", parameters
-    if model is None:
-        return
     prefix = kind or "general"
-    yield f"{prefix}.context_length", model.hello.context_length
-    yield f"{prefix}.vocab_size", model.hello.vocab_size
+    known = {
+        "context_length": router.supervised.files(model_id).context_length,
+        "vocab_size": config.get("vocab_size"),
+    }
+    if model is not None:
+        hello = model.hello
+        known = {"context_length": hello.context_length, "vocab_size": hello.vocab_size}
+    yield from ((f"{prefix}.{name}", value) for name, value in known.items() if value)
     for name, key in _GGUF_NAMES.items():
         value = config.get(key)
         if isinstance(value, int | float) and math.isfinite(value):

@@ -63,7 +63,8 @@ class OllamaGenerateAnswer(OllamaAnswer, frozen=True, kw_only=True):
 
 
 class OllamaModelDetails(Struct, frozen=True, kw_only=True):
-    """Texts are empty if unknown until the model is loaded for the first time."""
+    """Texts are empty if unknown. Before the model is loaded for the first time, they are read from
+    its files."""
 
     parent_model: str = ""
     format: Literal["safetensors"] = "safetensors"
@@ -118,7 +119,8 @@ class OllamaShown(Struct, frozen=True, kw_only=True):
 
 
 class OllamaVersion(Struct, frozen=True):
-    version: str
+    version: Annotated[str, Meta(description="The version of Ollama whose API is served.")]
+    server_version: str
 
 
 class OllamaProgress(Struct, frozen=True, kw_only=True):

@@ -51,6 +51,9 @@ class OllamaWriter(ABC):
         fields = self._last(generation) | {"logprobs": _logprobs(generation, delta)}
         return [msgspec.json.encode(self._answer(delta, self._whole_calls(), **fields))]
 
+    def opening(self) -> bytes:
+        return b""
+
     def stream_start(self, generation: Generation) -> bytes:
         return b""
 

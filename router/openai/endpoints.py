@@ -44,7 +44,7 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
             messages = [_with_notes(message) for message in messages]
         return replace(body, messages=with_sent_images(messages))
 
-    def writer(self, body: ChatRequest, model: Model) -> ChatCompletionWriter:
+    def writer(self, body: ChatRequest, model: str) -> ChatCompletionWriter:
         return ChatCompletionWriter(body, model)
 
     async def respond_to(self, body: ChatRequest, size: int, http: Request, send: Send) -> None:
@@ -79,7 +79,7 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
     def translate(self, body: CompletionRequest) -> CompletionRequest:
         return body
 
-    def writer(self, body: CompletionRequest, model: Model) -> TextCompletionWriter:
+    def writer(self, body: CompletionRequest, model: str) -> TextCompletionWriter:
         return TextCompletionWriter(body, model)
 
     def num_prompts(self, request: CompletionRequest) -> int:

@@ -15,7 +15,6 @@ from msgspec.structs import asdict, replace
 
 from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
-from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.schemas.completions import (
@@ -37,7 +36,7 @@ from router.schemas.completions import (
     TextChoice,
     TextCompletion,
 )
-from router.schemas.requests import GenerationRequest
+from router.schemas.requests import ChatRequest, GenerationRequest
 from router.tokens.logprobs import chat_logprobs, text_logprobs
 from router.tokens.reply_parser import ReplyDelta
 
@@ -61,13 +60,13 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     keep_alive = b": keep-alive\n\n"
     repeats_request = False
 
-    def __init__(self, body: GenerationRequest, model: Model) -> None:
+    def __init__(self, body: GenerationRequest, model: str) -> None:
         self.id = self.id_prefix + uuid.uuid4().hex
         header = CompletionHeader(
             id=self.id,
             created=int(time.time()),
-            model=body.model or model.names[0],
-            system_fingerprint="fp_" + model.hello.fingerprint[:12],
+            model=model,
+            system_fingerprint="",  # of the engine
         )
         self._header = asdict(header)
         self._include_usage = body.include_usage
@@ -78,6 +77,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         """JSON that replaces the `_PLACE`s in a complete answer."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
+        self._set_fingerprint(generation)
         pairs = zip(generation.choices, deltas, strict=True)
         # Choices are encoded one by one: the encoder lets no other thread run, and a choice may
         # have megabytes.
@@ -91,7 +91,11 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         spliced = itertools.chain(self._spliced, [b""])
         return [each for pair in zip(pieces, spliced, strict=True) for each in pair]
 
+    def opening(self) -> bytes:
+        return b""
+
     def stream_start(self, generation: Generation) -> bytes:
+        self._set_fingerprint(generation)
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
@@ -118,6 +122,9 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     def error(self, error: ApiError) -> bytes:
         return encode_event(error.body())
+
+    def _set_fingerprint(self, generation: Generation) -> None:
+        self._header["system_fingerprint"] = "fp_" + generation.model.hello.fingerprint[:12]
 
     def _event(self, generation: Generation, choice: _ChunkChoice) -> bytes:
         return encode_event(self._chunk_json(generation, choice))
@@ -172,6 +179,10 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
     id_prefix = "chatcmpl-"
 
+    def __init__(self, body: ChatRequest, model: str) -> None:
+        super().__init__(body, model)
+        self._hides_reasoning = body.hides_reasoning
+
     def _full(self, generation: Generation, choices: list[ChatChoice]) -> ChatCompletion:
         # A chat has one prompt, shared by all choices.
         prompt_logprobs = self._prompt_logprobs(generation, generation.choices[0])
@@ -188,14 +199,21 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
         assert choice.finish_reason is not None  # `generation` has finished
         return ChatChoice(
             index=choice.index,
-            message=_message(delta),
+            message=_message(delta.without_reasoning() if self._hides_reasoning else delta),
             logprobs=_logprobs(generation, delta),
             finish_reason=choice.finish_reason,
         )
 
+    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        if self._hides_reasoning:
+            delta = delta.without_reasoning()
+            if not delta:
+                return b""
+        return super().delta(generation, choice, delta)
+
     def stream_start(self, generation: Generation) -> bytes:
         opening = DeltaMessage(role="assistant", content="")
-        return b"".join(
+        return super().stream_start(generation) + b"".join(
             self._event(generation, ChatChunkChoice(index=choice.index, delta=opening))
             for choice in generation.choices
         )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
+from router.api.output import json_object
 from router.api.translation import joined_content, sent_image, with_paths
 from router.responses.items import OpenItem
 from router.responses.objects import (
@@ -27,6 +28,7 @@ from router.responses.objects import (
     SequencedEvent,
     ShellAction,
     ShellCallItem,
+    ToolSearchCallItem,
 )
 from router.responses.schemas import CommandOutcome, InputItem, ItemContentPart
 from router.responses.tools import ClientTool, function_name
@@ -42,12 +44,6 @@ _WHOLE_CHARACTERS = re.compile(
     r"|[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}))*"
 )
 """The characters of a JSON string, up to its end or an incomplete escape."""
-
-CALL_TYPES = (
-    *("function_call", "custom_tool_call"),
-    *("local_shell_call", "shell_call", "apply_patch_call"),
-)
-CALL_OUTPUT_TYPES = tuple(f"{call_type}_output" for call_type in CALL_TYPES)
 
 
 def open_call(tools: Mapping[str, ClientTool], call: CallDelta, index: int) -> OpenItem:
@@ -65,6 +61,8 @@ def open_call(tools: Mapping[str, ClientTool], call: CallDelta, index: int) -> O
             return _OpenActionCall("sh_", _shell_item, call_id, index)
         case "apply_patch":
             return _OpenActionCall("apc_", _patch_item, call_id, index)
+        case "tool_search":
+            return _OpenActionCall("tsc_", _search_item, call_id, index)
     return _OpenFunctionCall(tool, name, call_id, index)
 
 
@@ -195,6 +193,11 @@ def _patch_item(item: OpenItem, call_id: str) -> ApplyPatchCallItem:
     return ApplyPatchCallItem(id=item.id, call_id=call_id, operation=operation, status=item.status)
 
 
+def _search_item(item: OpenItem, call_id: str) -> ToolSearchCallItem:
+    arguments = json_object(item.text)
+    return ToolSearchCallItem(id=item.id, call_id=call_id, arguments=arguments, status=item.status)
+
+
 def _action(item: OpenItem, action_type: type[_Action], fallback: _Action) -> _Action:
     """Return the arguments of a call as its action; ``fallback`` if the model wrote
     invalid ones."""
@@ -225,7 +228,7 @@ def called_function(item: InputItem) -> str | None:
     match item.type:
         case "function_call" | "custom_tool_call":
             return function_name(item.name or "", item.namespace)
-        case "local_shell_call" | "shell_call" | "apply_patch_call":
+        case "local_shell_call" | "shell_call" | "apply_patch_call" | "tool_search_call":
             return item.type.removesuffix("_call")
     return None
 

@@ -112,6 +112,21 @@ class ApplyPatchCallItem(Struct, frozen=True, kw_only=True, tag="apply_patch_cal
     status: BlockStatus
 
 
+class ToolSearchCallItem(Struct, frozen=True, kw_only=True, tag="tool_search_call"):
+    id: str
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+    status: BlockStatus
+
+
+class CompactionItem(Struct, frozen=True, kw_only=True, tag="compaction"):
+    id: str
+    encrypted_content: Annotated[
+        str, Meta(description="The summary, which only this server can read.")
+    ]
+
+
 OutputItem = (
     MessageItem
     | ReasoningItem
@@ -120,6 +135,8 @@ OutputItem = (
     | LocalShellCallItem
     | ShellCallItem
     | ApplyPatchCallItem
+    | ToolSearchCallItem
+    | CompactionItem
 )
 
 
@@ -182,6 +199,16 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class CompactedResponse(Struct, frozen=True, kw_only=True):
+    """A compacted conversation: the user's messages and a summary of everything else."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
 
 
 class ItemList(Struct, frozen=True, kw_only=True):

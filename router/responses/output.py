@@ -10,7 +10,12 @@ from router.api.output import OutputBuilder
 from router.generation.choice import OutputDelta
 from router.responses.calls import open_call
 from router.responses.items import OpenMessage, OpenReasoning, OpenSummary
-from router.responses.objects import OutputItem, SequencedEvent
+from router.responses.objects import (
+    OutputItem,
+    OutputItemAddedEvent,
+    OutputItemDoneEvent,
+    SequencedEvent,
+)
 from router.responses.tools import ClientTool
 from router.schemas.completions import ChatCompletionTokenLogprob
 from router.tokens.reply_parser import ReplyDelta
@@ -36,6 +41,17 @@ class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
         by_name = {tool.function.name: tool for tool in tools}
         open_reasoning = partial(OpenSummary if summarized else OpenReasoning, seal)
         super().__init__(open_reasoning, open_message, partial(open_call, by_name))
+
+    def begin(self) -> list[SequencedEvent]:
+        """Return the events of items that were there before the answer."""
+        return [
+            event
+            for index, item in enumerate(self.finished)
+            for event in (
+                OutputItemAddedEvent(output_index=index, item=item),
+                OutputItemDoneEvent(output_index=index, item=item),
+            )
+        ]
 
     def feed(
         self, delta: OutputDelta, logprobs: Sequence[ChatCompletionTokenLogprob] = ()

@@ -7,21 +7,28 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from router.errors import InvalidRequest, InvalidValue
-from router.schemas.body import Count, refused
+from router.errors import InvalidRequest, InvalidValue, NotSupported
+from router.schemas.body import Count, other_name, refused, unless
 from router.schemas.conversation import MAX_SCHEMA_DEPTH, MAX_TOOLS, ToolName, is_deeper
-from router.schemas.requests import MAX_STOP_STRINGS, LogprobsCount, StopString
+from router.schemas.requests import LogprobsCount, MaxTokens, StopStrings
 from router.schemas.sampling import SamplingRequest
 
 MAX_ITEMS = 10_000
 _LEVELS_AROUND_SCHEMA = 4
 """Of a tool in a namespace: two lists and two objects."""
-_LIMIT = "Use 'max_output_tokens'."
-_HOSTED = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
-    *("computer", "tool_search", "programmatic"),
+CALL_TYPES = (
+    *("function_call", "custom_tool_call", "tool_search_call"),
+    *("local_shell_call", "shell_call", "apply_patch_call"),
 )
-"""Prefixes of the types of tools that OpenAI runs."""
+CALL_OUTPUT_TYPES = (
+    *("function_call_output", "custom_tool_call_output", "tool_search_output"),
+    *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
+)
+_OTHER_TYPES = (
+    *("message", "reasoning", "item_reference", "additional_tools", "configuration_update"),
+    *("compaction", "context_compaction", "compaction_trigger"),
+)
+_CLIENT_TOOLS = ("function", "custom", "namespace", "local_shell", "shell", "apply_patch")
 
 
 class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,9 +52,28 @@ class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     outcome: CommandOutcome | None = None
 
 
+class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class ReasoningConfig(Struct, frozen=True, kw_only=True):
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: Annotated[str, Meta(max_length=64)] | None = None
+
+
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An item of any type. The type decides which fields are required. An item without a type is a
-    message, or a reference if it has only an ``id``."""
+    message, or a reference if it has only an ``id``. An item of a tool that OpenAI runs becomes
+    text, and so does one of an unknown type."""
 
     type: str | None = None
     id: str | None = None
@@ -64,6 +90,22 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None
     output: str | list[ItemContentPart] | dict[str, Any] | None = None
+    execution: str | None = None
+    tools: list[Any] | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    server_label: str | None = None
+    queries: list[Any] | None = None
+    results: list[Any] | None = None
+    code: str | None = None
+    error: Any = None
+    approve: bool | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the item is of a type that this server has no use for."""
+        known = (*CALL_TYPES, *CALL_OUTPUT_TYPES, *_OTHER_TYPES)
+        return self.type is not None and self.type not in known
 
     @property
     def image_chars(self) -> int:
@@ -84,8 +126,9 @@ class ToolFormat(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesTool(Struct, frozen=True, kw_only=True):
-    """A tool that the client runs, a ``namespace`` of such tools, or a tool that OpenAI runs. The
-    type decides which fields are required."""
+    """A tool that the client runs, a ``namespace`` of such tools, or a tool of another type,
+    which is ignored. The type decides which fields are required. ``defer_loading`` leaves a tool
+    out of the prompt until a ``tool_search_output`` names it, if the client searches tools."""
 
     type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     name: ToolName | UnsetType | None = UNSET
@@ -94,11 +137,17 @@ class ResponsesTool(Struct, frozen=True, kw_only=True):
     strict: bool | UnsetType | None = UNSET
     format: ToolFormat | UnsetType | None = UNSET
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | UnsetType = UNSET
+    execution: str | UnsetType | None = UNSET
+    defer_loading: bool | UnsetType | None = UNSET
 
+    @property
+    def is_clients(self) -> bool:
+        """Whether the client runs the tool. This server ignores others."""
+        return self.type in _CLIENT_TOOLS or self.searches_tools
 
-def is_hosted(tool_type: str) -> bool:
-    """Return whether OpenAI runs tools of ``tool_type``, in which case this server ignores them."""
-    return tool_type.startswith(_HOSTED)
+    @property
+    def searches_tools(self) -> bool:
+        return self.type == "tool_search" and self.execution == "client"
 
 
 class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,22 +158,13 @@ class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True)
     tools: Annotated[list[ResponsesToolChoice], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
+class ContextManagement(Struct, frozen=True, kw_only=True):
+    """When the conversation is compacted by itself."""
 
-
-class TextConfig(Struct, frozen=True, kw_only=True):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningConfig(Struct, frozen=True, kw_only=True):
-    effort: Annotated[str, Meta(max_length=64)] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    type: Literal["compaction"]
+    compact_threshold: Annotated[
+        Count | None, Meta(description="Tokens of a prompt above which it is compacted.")
+    ] = None
 
 
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
@@ -136,9 +176,9 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
     store: bool | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
     max_tool_calls: Count | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -153,14 +193,16 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    context_management: Annotated[list[ContextManagement], Meta(max_length=8)] | None = None
 
     background: Annotated[Any, refused(False)] = None
-    context_management: Annotated[Any, refused([])] = None
     conversation: Annotated[Any, refused(advice="Use 'previous_response_id'.")] = None
     moderation: Annotated[Any, refused()] = None
     prompt: Annotated[Any, refused(advice="Use 'instructions' and 'input'.")] = None
-    max_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
-    max_completion_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    max_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = None
+    max_completion_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = (
+        None
+    )
 
     @property
     def image_chars(self) -> int:
@@ -176,9 +218,16 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
 
     @property
     def left_out_tools(self) -> list[str]:
-        return [tool.type for tool in self.tools or () if is_hosted(tool.type)]
+        return [tool.type for tool in self.tools or () if not tool.is_clients]
+
+    @property
+    def left_out_items(self) -> list[str]:
+        items = () if isinstance(self.input, str) else self.input
+        return [item.type for item in items if item.type is not None and item.is_foreign]
 
     def check(self) -> None:
+        if self.max_output_tokens == 0:
+            raise InvalidValue("'max_output_tokens' must be at least 1.", param="max_output_tokens")
         text_format = self.text.format if self.text else None
         if text_format and text_format.type == "json_schema" and text_format.schema is None:
             raise InvalidRequest(
@@ -188,6 +237,15 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         for name in ("text", "tools", "tool_choice"):
             if _is_too_deep(getattr(self, name)):
                 raise InvalidValue(f"'{name}' is nested too deeply.", param=name)
+
+
+class CompactRequest(ResponsesRequest, frozen=True, kw_only=True):
+    """A conversation to compact. The fields that concern an answer have no effect."""
+
+    def check(self) -> None:
+        super().check()
+        if self.stream:
+            raise NotSupported("'stream' is not supported here.", param="stream")
 
 
 def _is_too_deep(field: object) -> bool:

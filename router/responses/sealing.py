@@ -22,9 +22,9 @@ _PREFIX = "mls1."
 
 
 class ReasoningSeal:
-    """Encrypts and authenticates reasoning. ``key`` may be any text; None: a random key in the
-    user's state directory, which outlives this process. Routers that share clients need the same
-    key."""
+    """Encrypts and authenticates reasoning and summaries. ``key`` may be any text; None: a random
+    key in the user's state directory, which outlives this process. Routers that share clients need
+    the same key."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key

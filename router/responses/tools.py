@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from router.api.translation import required, with_paths
 from router.errors import InvalidRequest, NotSupported
-from router.responses.schemas import ResponsesTool, ResponsesToolChoice, ToolFormat, is_hosted
+from router.responses.schemas import InputItem, ResponsesTool, ResponsesToolChoice, ToolFormat
 from router.schemas.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -72,6 +74,12 @@ _FIXED = {
     ),
 }
 """Description and parameters of tools that define no name and schema themselves."""
+_SEARCH = (
+    "Search the tools that are not listed here. Those found can be called from then on.",
+    _object(["query"], query=_TEXT),
+)
+"""The same for a tool search that the client runs, where it gives none."""
+_CHOSEN = (*_FIXED, "tool_search", "function", "custom")
 
 
 @dataclass(frozen=True)
@@ -83,15 +91,29 @@ class ClientTool:
     """The client's name for it, within its namespace."""
     namespace: str | None
     function: FunctionDefinition
+    is_deferred: bool = False
+    """Whether only the conversation shows it, where it becomes available."""
 
 
 def client_tools(tools: Sequence[ResponsesTool]) -> list[ClientTool]:
-    """Return the tools that the client runs, without those that OpenAI runs. Raises
-    `InvalidRequest` with the name of the field."""
+    """Return the tools that the client runs, without others. Raises `InvalidRequest` with the name
+    of the field."""
     found = list(itertools.islice(_client_tools(tools, "tools", None), MAX_TOOLS + 1))
     if len(found) > MAX_TOOLS:
         raise InvalidRequest(f"There are more than {MAX_TOOLS} tools.", param="tools")
-    return found
+    if any(tool.searches_tools for tool in tools):
+        return found
+    return [replace(tool, is_deferred=False) for tool in found]
+
+
+def found_tools(item: InputItem, path: str) -> list[ClientTool]:
+    """Return the tools that ``item`` makes available. Raises `InvalidRequest`."""
+    try:
+        tools = msgspec.convert(item.tools or [], list[ResponsesTool])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"'{path}.tools': {error}", param=f"{path}.tools") from None
+    found = itertools.islice(_client_tools(tools, f"{path}.tools", None), MAX_TOOLS)
+    return [replace(tool, is_deferred=True) for tool in found]
 
 
 def function_name(name: str, namespace: str | None) -> str:
@@ -106,7 +128,7 @@ def tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | Too
     if not isinstance(choice, ResponsesToolChoice):
         return choice
     if choice.type == "allowed_tools" and choice.tools:
-        names = [_chosen(tool) for tool in choice.tools if not is_hosted(tool.type)]
+        names = [_chosen(tool) for tool in choice.tools if tool.type in _CHOSEN]
         known = [NamedTool(function=FunctionName(name)) for name in names if name is not None]
         if known and len(known) == len(names):
             allowed = AllowedTools(mode=choice.mode or "auto", tools=known)
@@ -121,7 +143,7 @@ def tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | Too
 
 
 def _chosen(choice: ResponsesToolChoice) -> str | None:
-    if choice.type in _FIXED:
+    if choice.type in (*_FIXED, "tool_search"):
         return choice.type
     if choice.type in ("function", "custom") and choice.name:
         return function_name(choice.name, choice.namespace)
@@ -136,20 +158,25 @@ def _client_tools(
             required(tool.name or None, tool_path, "name")
             inner = required(tool.tools or None, tool_path, "tools")
             yield from _client_tools(inner, f"{tool_path}.tools", tool)
+        elif tool.type == "namespace":
+            raise NotSupported(
+                f"'{tool_path}': a namespace cannot contain another.", param=f"{tool_path}.type"
+            )
         elif tool.type in _FIXED:
             description, parameters = _FIXED[tool.type]
             function = FunctionDefinition(
                 name=tool.type, description=description, parameters=parameters, strict=True
             )
             yield ClientTool(tool.type, tool.type, None, function)
+        elif tool.searches_tools:
+            function = FunctionDefinition(
+                name=tool.type,
+                description=tool.description or _SEARCH[0],
+                parameters=tool.parameters or _SEARCH[1],
+            )
+            yield ClientTool(tool.type, tool.type, None, function)
         elif tool.type in ("function", "custom"):
             yield _named_tool(tool, tool_path, namespace)
-        elif not is_hosted(tool.type):
-            raise NotSupported(
-                f"'{tool_path}': tools of type '{tool.type}' are not supported. Use function, "
-                "custom, namespace, local_shell, shell or apply_patch.",
-                param=f"{tool_path}.type",
-            )
 
 
 def _named_tool(tool: ResponsesTool, path: str, namespace: ResponsesTool | None) -> ClientTool:
@@ -161,7 +188,8 @@ def _named_tool(tool: ResponsesTool, path: str, namespace: ResponsesTool | None)
             f"'{path}.name' has more than {_MAX_NAME_CHARS} characters including its namespace.",
             param=f"{path}.name",
         )
-    return ClientTool(tool.type, own_name, space, _function(tool, name, path))
+    waits = True in (tool.defer_loading, namespace.defer_loading if namespace else None)
+    return ClientTool(tool.type, own_name, space, _function(tool, name, path), waits)
 
 
 def _function(tool: ResponsesTool, name: str, path: str) -> FunctionDefinition:

@@ -14,10 +14,11 @@ from msgspec import Raw
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE
 from router.errors import ApiError
-from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
+from router.responses.compaction import CompactionBuilder
 from router.responses.objects import (
+    CompactedResponse,
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
@@ -36,6 +37,7 @@ from router.responses.objects import (
 )
 from router.responses.output import OutputItemBuilder
 from router.responses.schemas import (
+    InputItem,
     ReasoningConfig,
     ResponsesRequest,
     ResponsesTool,
@@ -51,26 +53,26 @@ class ResponseWriter:
     """An `OutputWriter` of one Responses request."""
 
     stream_type = MEDIA_TYPE
-    keep_alive = b": keep-alive\n\n"
     repeats_request = True
 
     def __init__(
         self,
         body: ResponsesRequest,
-        model: Model,
+        model: str,
         tools: Sequence[ClientTool],
         store: Callable[[str, bytes], None],
         seal: Callable[[str], str],
+        compaction: CompactionBuilder | None = None,
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
-        self._model = body.model or model.names[0]
+        self._model = model
         self._store = store
         """Called with the id and JSON of the finished response before it is sent."""
         self._created_at = int(time.time())
         self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
-        self._output = OutputItemBuilder(
+        self._output: OutputItemBuilder | CompactionBuilder = compaction or OutputItemBuilder(
             summarized=summarized,
             tools=tools,
             seal=seal if body.wants_sealed_reasoning else None,
@@ -84,10 +86,24 @@ class ResponseWriter:
         self._store(self.id, response)
         return [response]
 
-    def stream_start(self, generation: Generation) -> bytes:
+    @property
+    def keep_alive(self) -> bytes:
+        """An event, since clients that wait for the next one do not count comments. Its response
+        repeats nothing, as the request may be large."""
+        bare = self._response("in_progress", [], ResponsesRequest(input=""))
+        return self._encode(ResponseInProgressEvent(response=bare))
+
+    def opening(self) -> bytes:
         response = self._response("in_progress", [])
         created = ResponseCreatedEvent(response=response)
         return self._encode(created, ResponseInProgressEvent(response=response))
+
+    def add(self, item: OutputItem) -> None:
+        """Put ``item`` before the answer, which has not begun."""
+        self._output.finished.append(item)
+
+    def stream_start(self, generation: Generation) -> bytes:
+        return self._encode(*self._output.begin())
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
         return self._encode(*self._output.feed(delta, _logprobs(generation, delta)))
@@ -121,8 +137,13 @@ class ResponseWriter:
             usage=_usage(generation),
         )
 
-    def _response(self, status: ResponseStatus, output: list[OutputItem]) -> ResponseObject:
-        body = self._body
+    def _response(
+        self,
+        status: ResponseStatus,
+        output: list[OutputItem],
+        body: ResponsesRequest | None = None,
+    ) -> ResponseObject:
+        body = body or self._body
         text = body.text or TextConfig()
         return ResponseObject(
             id=self.id,
@@ -155,6 +176,28 @@ class ResponseWriter:
         for event in events:
             event.sequence_number = next(self._sequence_numbers)
         return encode_events(*events)
+
+
+class CompactedWriter(ResponseWriter):
+    """Answers with the compacted conversation, which is never streamed."""
+
+    kept: Sequence[InputItem] = ()
+    """The messages that stay."""
+
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
+        self._output.feed(deltas[0])
+        self._output.finish()
+        output = msgspec.to_builtins([*self.kept, *self._output.finished])
+        return [
+            msgspec.json.encode(
+                CompactedResponse(
+                    id=self.id,
+                    created_at=self._created_at,
+                    output=output,
+                    usage=_usage(generation),
+                )
+            )
+        ]
 
 
 def _echoed(tool: ResponsesTool) -> ResponsesTool:

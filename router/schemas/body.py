@@ -7,6 +7,7 @@ that depend on the model are in `router.generation.sampling`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -46,6 +47,27 @@ def refused(*neutral: Any, advice: str = "") -> Meta:
     return Meta(extra={"refusal": FieldRefusal(neutral, advice)})
 
 
+@dataclass(frozen=True, eq=False)
+class OtherName:
+    """How a field of another server is taken."""
+
+    own: str
+    """Our name of the field; empty if it is the field itself."""
+    unset: tuple[Any, ...]
+    """The values that mean the same as null."""
+
+
+def other_name(own: str, *unset: Any) -> Meta:
+    """Return the annotation of a field that is another server's name of ``own``. Its values
+    ``unset`` mean that it is not set."""
+    return Meta(extra={"other_name": OtherName(own, unset)})
+
+
+def unless(*unset: Any) -> Meta:
+    """Return the annotation of a field whose values ``unset`` mean that it is not set."""
+    return other_name("", *unset)
+
+
 class RequestBody(Struct, frozen=True, kw_only=True):
     """A body of any API. Unknown fields are ignored."""
 
@@ -63,6 +85,12 @@ class RequestBody(Struct, frozen=True, kw_only=True):
     @property
     def left_out_tools(self) -> list[str]:
         """The types of tools that this server cannot run and does not offer to the model."""
+        return []
+
+    @property
+    def left_out_items(self) -> list[str]:
+        """The types of items of the conversation that became text, since this server has no other
+        use for them. May run on any thread."""
         return []
 
 
@@ -83,19 +111,53 @@ def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
 
 
 def validated(request: _Body) -> _Body:
-    """Return ``request``. Raises `NotSupported` for fields that would change the meaning of the
-    answer, and `InvalidRequest` for fields that contradict each other."""
+    """Return ``request`` with our names of its fields. Raises `NotSupported` for fields that would
+    change the meaning of the answer, and `InvalidRequest` for fields that contradict each other."""
+    request = _with_own_names(request)
     for name, refusal in refusals(type(request)).items():
         value = getattr(request, refusal.attribute)
-        if value is None or any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in refusal.neutral
-        ):
+        if value is None or _is_one_of(value, refusal.neutral):
             continue
         reason = f"'{name}' is not supported."
         raise NotSupported(f"{reason} {refusal.advice}".rstrip(), param=name)
     request.check()
     return request
+
+
+def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
+    )
+
+
+def _with_own_names(request: _Body) -> _Body:
+    changes: dict[str, Any] = {}
+    for name, other in other_names(type(request)).items():
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if _is_one_of(value, other.unset):
+            changes[name] = None
+        elif other.own and hasattr(request, other.own):
+            own = changes.get(other.own, getattr(request, other.own))
+            if own is not None and own != value:
+                raise InvalidRequest(
+                    f"'{name}' and '{other.own}' are the same field, and differ.", param=name
+                )
+            changes |= {other.own: value, name: None}
+    return msgspec.structs.replace(request, **changes) if changes else request
+
+
+@cache
+def other_names(body_type: type[Struct]) -> dict[str, OtherName]:
+    """Return the fields of ``body_type`` that have another name or values that mean null, those
+    that are no other names first."""
+    found = {
+        field.name: other
+        for field in msgspec.structs.fields(body_type)
+        if (other := _extra(field.type, "other_name")) is not None
+    }
+    return dict(sorted(found.items(), key=lambda each: bool(each[1].own)))
 
 
 @cache
@@ -107,7 +169,7 @@ def refusals(body_type: type[Struct]) -> dict[str, FieldRefusal]:
     found: dict[str, FieldRefusal] = {}
     accepted = set()
     for field in msgspec.structs.fields(body_type):
-        refusal = _refusal(field.type)
+        refusal: FieldRefusal | None = _extra(field.type, "refusal")
         if refusal is None:
             accepted.add(field.encode_name)
         else:
@@ -120,9 +182,8 @@ def refusals(body_type: type[Struct]) -> dict[str, FieldRefusal]:
     }
 
 
-def _refusal(annotation: Any) -> FieldRefusal | None:
+def _extra(annotation: Any, key: str) -> Any:
     for meta in get_args(annotation)[1:]:
-        if isinstance(meta, Meta) and meta.extra and "refusal" in meta.extra:
-            refusal: FieldRefusal = meta.extra["refusal"]
-            return refusal
+        if isinstance(meta, Meta) and meta.extra and key in meta.extra:
+            return meta.extra[key]
     return None

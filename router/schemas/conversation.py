@@ -179,6 +179,11 @@ class Tool(Struct, frozen=True, kw_only=True):
     type: Literal["function"] = "function"
 
 
+class LaterTool(Tool, frozen=True, kw_only=True):
+    """A tool that can be called, but that only the conversation shows, where it becomes
+    available. Requests cannot contain it."""
+
+
 class FunctionName(Struct, frozen=True):
     name: ToolName
 

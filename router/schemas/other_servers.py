@@ -1,7 +1,8 @@
-"""Fields of other servers that would change an answer, and that this server does not have.
+"""Fields of other servers that would change an answer.
 
-Ignoring them would give another answer than was asked for, without a word. Each is rejected by name
-unless its value has no effect. The names are those of vLLM (``vllm/entrypoints``), SGLang
+Those that this server has under another name are taken for it. Ignoring the others would give
+another answer than was asked for, without a word: each is rejected by name unless its value has no
+effect. The names are those of vLLM (``vllm/entrypoints``), SGLang
 (``srt/entrypoints``), llama.cpp (``tools/server/server-schema.cpp``), mlx-lm and mlx-vlm, as of
 August 2026. Fields that do not change the answer, such as ``id_slot`` or ``request_id``, are not
 listed.
@@ -11,21 +12,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import field
+from msgspec import Meta, field
 
-from router.schemas.body import refused
-from router.schemas.structured import StructuredOutputFields
+from router.schemas.body import other_name, refused
+from router.schemas.structured import SchemaOrText, StructuredOutputFields
 
 _ADAPTER = "Name the adapter in 'model'."
-_SALT = "Use 'cache_salt'."
 _SCHEMA = "Use 'response_format'."
-_THINKING = "Use 'thinking_budget'."
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Salt = Annotated[str, Meta(max_length=1024)]
+Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _WHOLE_ANSWER = "Penalties count the whole answer."
 
 
 class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
-    """The fields that all generating endpoints reject. (Those for structured output are inherited
-    here because a struct cannot have two bases with fields.)"""
+    """The fields that all generating endpoints reject or rename. (Those for structured output are
+    inherited here because a struct cannot have two bases with fields.)"""
 
     # Which tokens are chosen.
     use_beam_search: Annotated[Any, refused(False)] = None
@@ -51,7 +53,7 @@ class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
     custom_logit_processor: Annotated[Any, refused("")] = None
     custom_params: Annotated[Any, refused({})] = None
     vllm_xargs: Annotated[Any, refused({})] = None
-    sampling_seed: Annotated[Any, refused(advice="Use 'seed'.")] = None
+    sampling_seed: Annotated[Seed | None, other_name("seed")] = None
 
     # Where the answer ends, and what of it is returned.
     include_stop_str_in_output: Annotated[Any, refused(False)] = None
@@ -63,7 +65,6 @@ class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
     spaces_between_special_tokens: Annotated[Any, refused(True)] = None
     parse_tool_calls: Annotated[Any, refused(True)] = None
     reasoning_format: Annotated[Any, refused("auto", "deepseek")] = None
-    include_reasoning: Annotated[Any, refused(True)] = None
     separate_reasoning: Annotated[Any, refused(True)] = None
     stream_reasoning: Annotated[Any, refused(True)] = None
     n_probs: Annotated[Any, refused(0, advice="Use 'logprobs'.")] = None
@@ -79,18 +80,18 @@ class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
     return_routed_experts: Annotated[Any, refused(False)] = None
 
     # What constrains it.
-    json_schema: Annotated[Any, refused({}, "", advice=_SCHEMA)] = None
+    json_schema: Annotated[SchemaOrText | None, other_name("guided_json", {}, "")] = None
     guided_json_object: Annotated[Any, refused(False, advice=_SCHEMA)] = None
     guided_whitespace_pattern: Annotated[Any, refused()] = None
-    regex: Annotated[Any, refused("", advice="Use 'guided_regex'.")] = None
+    regex: Annotated[str | None, other_name("guided_regex", "")] = None
     ebnf: Annotated[Any, refused("", advice="Use 'guided_grammar', which is Lark.")] = None
     gbnf: Annotated[Any, refused("", advice="Use 'guided_grammar', which is Lark.")] = field(
         name="grammar", default=None
     )
     grammar_lazy: Annotated[Any, refused(False)] = None
-    thinking_token_budget: Annotated[Any, refused(-1, advice=_THINKING)] = None
-    thinking_budget_tokens: Annotated[Any, refused(-1, advice=_THINKING)] = None
-    reasoning_budget_tokens: Annotated[Any, refused(-1, advice=_THINKING)] = None
+    thinking_token_budget: Annotated[Budget | None, other_name("thinking_budget", -1)] = None
+    thinking_budget_tokens: Annotated[Budget | None, other_name("thinking_budget", -1)] = None
+    reasoning_budget_tokens: Annotated[Budget | None, other_name("thinking_budget", -1)] = None
 
     # What the model is given.
     chat_template: Annotated[Any, refused("", advice="Use '--chat-template'.")] = None
@@ -104,7 +105,7 @@ class OtherServersFields(StructuredOutputFields, frozen=True, kw_only=True):
     resize_shape: Annotated[Any, refused()] = None
     thinking_start_token: Annotated[Any, refused()] = None
     thinking_end_token: Annotated[Any, refused()] = None
-    extra_key: Annotated[Any, refused("", advice=_SALT)] = None
+    extra_key: Annotated[Salt | None, other_name("cache_salt", "")] = None
     lora: Annotated[Any, refused([], advice=_ADAPTER)] = None
     lora_path: Annotated[Any, refused("", advice=_ADAPTER)] = None
     adapters: Annotated[Any, refused("", [], advice=_ADAPTER)] = None

@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from router.errors import InvalidRequest, InvalidValue, NotSupported
-from router.schemas.body import Count, TokenId, refused
+from router.errors import InvalidRequest, InvalidValue
+from router.schemas.body import TokenId, other_name, refused, unless
 from router.schemas.conversation import (
     MAX_TOOLS,
     AllowedTools,
     ChatMessage,
     FunctionName,
+    LaterTool,
     PredictedContent,
     PromptEnding,
     Tool,
@@ -28,10 +29,11 @@ MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 128
 
-_LIMIT = "Use 'max_tokens'."
-
 LogprobsCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+MaxTokens = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
+"""-1 and -2 mean that there is no limit, as in llama.cpp."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -61,23 +63,22 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
-    max_tokens: Count | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
+    stop: StopStrings | None = None
     prompt_logprobs: LogprobsCount | None = None
 
     suffix: Annotated[Any, refused("")] = None
     # Other servers' and APIs' names of the fields above.
-    n_cmpl: Annotated[Any, refused(1, advice="Use 'n'.")] = None
-    n_predict: Annotated[Any, refused(-1, advice=_LIMIT)] = None
-    max_new_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
-    max_output_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
-    stop_sequences: Annotated[Any, refused([], advice="Use 'stop'.")] = None
+    n_cmpl: Annotated[Annotated[int, Meta(ge=1, le=16)] | None, other_name("n")] = None
+    n_predict: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
+    max_new_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
+    max_output_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
+    stop_sequences: Annotated[StopStrings | None, other_name("stop", [])] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return tuple(filter(None, given))
 
     @property
     def num_logprobs(self) -> int | None:
@@ -95,12 +96,20 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
         return None
 
     @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may come before the answer, if the model reasons."""
+        return False
+
+    @property
     def max_context(self) -> int | None:
         """Max tokens of a prompt and its answer together. None: the model's context."""
         return None
 
     def check(self) -> None:
         _ = self.grammar, self.repetition  # raise if one of their fields is invalid
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name, None) == 0:
+                raise InvalidValue(f"'{name}' must be at least 1.", param=name)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be combined with 'stream'.", param="prompt_logprobs"
@@ -129,7 +138,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     may_have_images = True
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -147,6 +156,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     thinking: bool | Thinking | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: PredictedContent | None = None
@@ -189,7 +199,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     def prompt_tools(self) -> list[Tool]:
         """The tools in the prompt: all of them if a grammar restricts calls to the chosen ones, so
         that the prompt does not depend on the choice."""
-        return list(self.tools or ()) if self.requires_call else self.callable_tools
+        tools = list(self.tools or ()) if self.requires_call else self.callable_tools
+        return [tool for tool in tools if not isinstance(tool, LaterTool)]
 
     @property
     def requires_call(self) -> bool:
@@ -228,6 +239,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         return args
 
     @property
+    def may_reason(self) -> bool:
+        return self.template_args.get("enable_thinking") is not False
+
+    @property
     def _enable_thinking(self) -> bool | None:
         if self.enable_thinking is not None:
             return self.enable_thinking
@@ -246,6 +261,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         """``thinking_budget``, which can also be set in ``chat_template_kwargs``."""
         tokens = self.template_args.get("thinking_budget")
         return min(tokens, 2**31 - 1) if type(tokens) is int and tokens >= 0 else None
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether the answer has no reasoning, which the model may write all the same."""
+        excludes = self.reasoning is not None and self.reasoning.exclude
+        return bool(excludes) or self.include_reasoning is False
 
     @property
     def _allowed_names(self) -> frozenset[str] | None:
@@ -268,9 +289,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 "Structured output cannot be combined with an answer that continues a message.",
                 param="continue_final_message",
             )
-        if self.reasoning is not None and self.reasoning.exclude:
-            name = "reasoning.exclude"
-            raise NotSupported(f"'{name}' is not supported.", param=name)
         self._check_messages()
         self._check_tools()
 
@@ -310,7 +328,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     top_logprobs: Annotated[Any, refused(0, advice="Use 'logprobs'.")] = None
-    max_completion_tokens: Annotated[Any, refused(advice=_LIMIT)] = None
+    max_completion_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
 
     def check(self) -> None:
         super().check()

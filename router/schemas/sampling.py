@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from router.errors import InvalidRequest
 from router.schemas.body import RequestBody, TokenId
-from router.schemas.other_servers import OtherServersFields
+from router.schemas.other_servers import OtherServersFields, Salt, Seed
 
 MAX_BIASES = 1024
 REPETITION_CONTEXT_SIZE = 20
@@ -31,7 +31,7 @@ class SamplingRequest(OtherServersFields, RequestBody, frozen=True, kw_only=True
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1, description="0: the most likely token.")] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -43,12 +43,12 @@ class SamplingRequest(OtherServersFields, RequestBody, frozen=True, kw_only=True
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Salt | None = None
 
     @property
     def repetition(self) -> tuple[float, int]:

@@ -105,8 +105,8 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the answer. Raises `InvalidRequest` if a field is invalid, or if more than
-        one is set."""
+        """The grammar of the answer. Raises `InvalidRequest` if a field is invalid, or if two
+        differ: clients send one constraint under the names of several servers."""
         grammars = _given_grammars(
             "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         )
@@ -115,13 +115,19 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
         if self.response_format is not None:
             own = self.response_format.grammar()
             grammars = [own, *grammars] if own is not None else grammars
-        if len(grammars) > 1:
+        others = [each for each in grammars[1:] if _meaning(each) != _meaning(grammars[0])]
+        if others:
             names = " and ".join(f"'{grammar.param}'" for grammar in grammars)
             raise InvalidRequest(
-                f"{names} each constrain the answer; only one of them may be set.",
-                param=grammars[1].param,
+                f"{names} constrain the answer in different ways; only one of them may be set.",
+                param=others[0].param,
             )
         return grammars[0] if grammars else None
+
+
+def _meaning(grammar: Grammar) -> tuple[str, Any]:
+    is_json = grammar.kind == "json_schema"
+    return grammar.kind, msgspec.json.decode(grammar.source) if is_json else grammar.source
 
 
 def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:

@@ -65,6 +65,8 @@ def _claude(target: Target) -> Launch:
             **{f"ANTHROPIC_{name}": target.model for name in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": target.model,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(target.context),
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with each turn
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.max_output),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
@@ -184,7 +186,7 @@ def _target(url: str, name: str | None, key: str) -> Target:
                 str(each["id"]): Target(
                     url,
                     str(each["id"]),
-                    min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"]),
+                    min(each[name] or _CONTEXT for name in ("context_length", "max_prompt_tokens")),
                     key,
                     "vision" in each["capabilities"],
                 )

@@ -44,8 +44,8 @@ class LoadRequest(NamedTuple):
     """Fields of all requests."""
     ignored: tuple[str, ...]
     """Names of unknown options."""
-    max_bytes: int
-    """Timeout of a request."""
+    max_bytes: int | None
+    """Max size of a request; None: the server's own."""
 
 
 def load_request(call: Any) -> LoadRequest:

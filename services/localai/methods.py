@@ -123,10 +123,9 @@ class Backend:
     def _prepared(self, call: Any) -> tuple[ModelServer, ApiRequest]:
         server = self._serving(call)
         assert self._request is not None
-        if call.ByteSize() > self._request.max_bytes:
-            raise InvalidCall(
-                f"the request has {call.ByteSize()} bytes; the limit is {self._request.max_bytes}"
-            )
+        limit = self._request.max_bytes
+        if limit is not None and call.ByteSize() > limit:
+            raise InvalidCall(f"the request has {call.ByteSize()} bytes; the limit is {limit}")
         return server, api_request(call, server.model, self._request.defaults)
 
     def _serving(self, call: Any) -> ModelServer:

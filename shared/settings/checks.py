@@ -26,7 +26,7 @@ def check(settings: Settings) -> None:
         ("default_max_tokens", "max_generation_tokens"),
     ):
         low, high = getattr(settings, smaller), getattr(settings, larger)
-        if low > high:
+        if low is not None and low > high:
             names = [f"--{name.replace('_', '-')}" for name in (smaller, larger)]
             raise FlagError(f"{names[0]}: {low} is greater than {names[1]}, which is {high}")
     if settings.spec_decode == "draft" and settings.draft_model_path is None:

@@ -73,7 +73,13 @@ class ServerSettings:
         "or addresses without keys (at least four times --max-request-bytes)",
         at_least=1,
     )
-    max_request_bytes: int = flag(1048576, "max size of a request body", at_least=1)
+    max_request_bytes: int | None = flag(
+        None,
+        "max size of a request body",
+        at_least=1,
+        word="auto",
+        shown_default="auto: 16 bytes per token of the longest context, at least 1048576",
+    )
     response_store_mb: int = flag(
         64, "memory for stored responses in MB (0: none are stored)", at_least=0
     )
@@ -258,10 +264,22 @@ class BatchingSettings:
 class GenerationSettings:
     GROUP: ClassVar = "generation"
 
-    default_max_tokens: int = flag(512, "max_tokens of requests that set none", at_least=1)
-    max_prompt_tokens: int = flag(32768, "max length of a prompt, in tokens", at_least=1)
+    default_max_tokens: int | None = flag(
+        None,
+        "max_tokens of requests that set none",
+        at_least=1,
+        word="auto",
+        shown_default="auto: 512; --max-generation-tokens for a model that reasons",
+    )
+    max_prompt_tokens: int | None = flag(
+        None,
+        "max length of a prompt, in tokens",
+        at_least=1,
+        word="auto",
+        shown_default="auto: what the model and memory hold",
+    )
     max_generation_tokens: int = flag(
-        32768, "largest max_tokens that a request may set", at_least=1
+        32768, "max tokens of an answer; a larger max_tokens is reduced", at_least=1
     )
     request_timeout_s: float = flag(
         120.0, "timeout in seconds for each token after the first", more_than=0

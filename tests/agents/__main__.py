@@ -24,7 +24,7 @@ load_fast_blas()  # before anything imports MLX
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.agents.formats import FORMATS, Format  # noqa: E402
 from tests.agents.installing import binaries, install  # noqa: E402
-from tests.agents.model import CONTEXT, make_actor  # noqa: E402
+from tests.agents.model import make_actor  # noqa: E402
 from tests.agents.scripts import AGENTS, PLAIN, Agent  # noqa: E402
 from tests.agents.trial import Outcome, Trial  # noqa: E402
 from tests.e2e.installing import NotInstalled  # noqa: E402
@@ -92,10 +92,9 @@ def acting(agent: Agent, format: Format, private: Path, *flags: str) -> Iterator
     scripts = agent.scripts(f"{private}/project")
     path = private / f"model-{agent.name}-{format.name}"
     model = make_actor(path, demo_model_path(), scripts, PLAIN, format)
-    limits = ("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000")
     endless = ("--default-max-tokens", "8000")  # where a request says nothing: nobody is that fast
     names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names, *limits, *endless, *flags) as server:
+    with serving(model, *names, *endless, *flags) as server:
         yield server
 
 

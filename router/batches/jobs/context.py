@@ -16,6 +16,7 @@ from router.batches.storage.expiry import ExpiryClock
 from router.batches.storage.writer import ResultWriter
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.prometheus import Metrics
+from router.fleet.router import MOST_REQUEST_BYTES
 from router.fleet.tenants.tenant import Tenant
 from router.places import Places
 from shared.settings import Settings
@@ -51,6 +52,11 @@ class BatchContext:
     def max_bytes(self) -> int:
         """Max total size of a key's files and results."""
         return self.settings.batch_max_mb * _MB
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Max size of a line's body, whichever model it is for."""
+        return self.settings.max_request_bytes or MOST_REQUEST_BYTES
 
     @property
     def is_young(self) -> bool:

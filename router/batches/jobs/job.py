@@ -69,7 +69,7 @@ class BatchJob:
         self._key: str = row["key"]
         self._endpoint: str = row["endpoint"]
         self._path = context.directory.path(row["input_file_id"])
-        self._max_body_bytes = context.settings.max_request_bytes
+        self._max_body_bytes = context.max_body_bytes
         self._unreadable = 0  # failed attempts to read the input of a batch that ends
         self._ending = asyncio.Event()
         self._stop_reading = threading.Event()

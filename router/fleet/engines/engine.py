@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -305,6 +306,11 @@ class Model:
     @property
     def settings(self) -> Settings:
         return self.replicas.settings
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that the model accepts."""
+        return min(self.settings.max_prompt_tokens or sys.maxsize, self.hello.context_length)
 
     @property
     def image_processor(self) -> ImageProcessor | None:

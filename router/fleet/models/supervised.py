@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from router.errors import EndpointNotSupported, Unavailable
+from router.fleet.models.local_files import LocalFiles, read_local_files
 
 _LOOK_AGAIN_S = 0.1
 _BEGIN_S = 10.0
@@ -34,6 +35,8 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[str] = []
     load_s: float | None = None  # duration of its last load
     weights_bytes: int | None = None
+    directory: str | None = None  # of its files, if it is on this machine
+    takes_images: bool = False  # as far as known before it is loaded
     idle_unload_s: float = 0.0  # as configured; 0: never unloaded
     kept_s: float | None = None  # set by a request instead; negative: forever
 
@@ -80,6 +83,7 @@ class Supervised:
         supervisor must learn of it at once."""
         self._waiting: dict[str, int] = {}
         self._used_at: dict[str, float] = {}
+        self._files: dict[str, LocalFiles] = {}
 
     def on_models(self, message: Mapping[str, Any]) -> None:
         """Apply the supervisor's message about the models."""
@@ -89,6 +93,12 @@ class Supervised:
         except msgspec.ValidationError as error:
             logger.error("unknown message from the supervisor: %s", error)
         self.restarting = bool(message.get("restarting"))
+        # A model that is loaded may be downloaded again.
+        self._files = {
+            name: files
+            for name, files in self._files.items()
+            if name in self.models and self.models[name].state == "unloaded"
+        }
         now = time.monotonic()
         self._used_at = {name: self._used_at.get(name, now) for name in self.models}
         self.models_received.set()
@@ -97,6 +107,16 @@ class Supervised:
     def engines(self) -> set[str]:
         """The names of the engines that the supervisor runs."""
         return {name for model in self.models.values() for name in model.engines}
+
+    async def read_files(self) -> None:
+        """Read the files of models that were not read yet."""
+        for name, model in list(self.models.items()):
+            if model.directory is not None and name not in self._files:
+                self._files[name] = await asyncio.to_thread(read_local_files, model.directory)
+
+    def files(self, model_id: str) -> LocalFiles:
+        """Return what the files of the model say, as far as they were read."""
+        return self._files.get(model_id) or LocalFiles()
 
     def find(self, name: str) -> ConfiguredModel | None:
         return next((model for model in self.models.values() if name in model.names), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -37,7 +36,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
         ),
     ]
     context_length: Annotated[int | None, Meta(description="Same as `max_model_len`.")]
-    max_prompt_tokens: Annotated[int, Meta(description="Max length of a prompt.")]
+    max_prompt_tokens: Annotated[int | None, Meta(description="Max length of a prompt.")]
     capabilities: list[str]
     kv_bits: Annotated[int | None, Meta(description="16: the KV cache has the model's own type.")]
     draft_saved_s: Annotated[
@@ -56,6 +55,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     # Anthropic's clients read these.
     type: Literal["model"] = "model"
     display_name: str
+    description: str
     created_at: str
 
 
@@ -86,7 +86,7 @@ async def list_models(http: Request) -> Response:
 
 async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
-    name = http.path_params["model"]
+    name = router.model_names.served(http.path_params["model"])
     for model_id, names in router.model_names.all.items():
         if name in names:
             if not http.state.tenant.may_use(names):
@@ -113,13 +113,14 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
     capabilities = [] if model is None else model.capabilities
     settings = router.settings if model is None else model.settings
     context = None if hello is None else hello.context_length
+    limits = [each for each in (settings.max_prompt_tokens, context and context - 1) if each]
     return ModelCard(
         id=name,
         created=created,
         root=model_id,
         max_model_len=context,
         context_length=context,
-        max_prompt_tokens=min(settings.max_prompt_tokens, (context or sys.maxsize) - 1),
+        max_prompt_tokens=min(limits, default=None),
         capabilities=[*capabilities, *(hello.capabilities if hello else ())],
         kv_bits=None if hello is None else hello.kv_bits,
         draft_saved_s=None if model is None else _saved_s(model),
@@ -127,6 +128,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
         ready_replicas=ready,
         state="ready" if ready else configured.state if configured else "loading",
         display_name=name,
+        description=f"{model_id} on this server",
         created_at=datetime.fromtimestamp(created, UTC).isoformat(),
     )
 

@@ -12,7 +12,7 @@ import msgspec
 
 from router.api.operations import Operation
 from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
-from router.schemas.body import RequestBody, refusals
+from router.schemas.body import RequestBody, other_names, refusals
 
 _Json = dict[str, Any]
 
@@ -183,10 +183,14 @@ def _event(content: _Json, last_data: str | None) -> _Json:
 
 
 def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
-    """Restrict the schemas of unsupported fields to their neutral values."""
+    """Restrict the schemas of unsupported fields to their neutral values, and name the fields that
+    are another server's names."""
     for name, refusal in refusals(kind).items():
         description = f"Not supported: other values are rejected. {refusal.advice}".rstrip()
         properties[name] = {"enum": [None, *refusal.neutral], "description": description}
+    for name, other in other_names(kind).items():
+        if other.own:
+            properties[name] |= {"description": f"Another name of `{other.own}`."}
 
 
 def _normalized(value: Any) -> Any:

@@ -31,7 +31,7 @@ from router.fleet.router import Router
 from router.fleet.sequences.remote_texts import Rows
 from router.fleet.tasks import models_for
 from router.openai.embeddings import audit
-from router.schemas.body import Count, RequestBody, refused
+from router.schemas.body import Count, RequestBody, other_name, refused
 
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
@@ -66,12 +66,12 @@ class RerankRequest(RequestBody, frozen=True, kw_only=True):
     rank_fields: Annotated[Any, refused([])] = None
     max_chunks_per_doc: Annotated[Any, refused(advice="Use 'max_tokens_per_doc'.")] = None
     # Of Voyage, Jina, text-embeddings-inference, vLLM and SGLang.
-    top_k: Annotated[Any, refused(advice="Use 'top_n'.")] = None
-    truncation: Annotated[Any, refused(True, advice="Use 'truncate'.")] = None
+    top_k: Annotated[Count | None, other_name("top_n")] = None
+    truncation: Annotated[bool | None, other_name("truncate")] = None
     raw_scores: Annotated[Any, refused(False)] = None
     use_activation: Annotated[Any, refused(True)] = None
     max_tokens_per_query: Annotated[Any, refused(0)] = None
-    instruct: Annotated[Any, refused("", advice="Use 'instruction'.")] = None
+    instruct: Annotated[str | None, other_name("instruction", "")] = None
     truncate_prompt_tokens: Annotated[
         Any, refused(advice="Use 'truncate' and 'max_tokens_per_doc'.")
     ] = None

@@ -46,12 +46,11 @@ _UNSUPPORTED_BELOW_SERVED = {
     "/v1/chat/completions/{id}": "Stored chat completions",
     "/v1/chat/completions/{id}/{rest:path}": "Stored chat completions",
     "/v1/responses/input_tokens": "Counts of input tokens without an answer",
-    "/v1/responses/compact": "Compacted conversations",
     "/v1/messages/batches": "Batches of messages",
     "/v1/messages/batches/{rest:path}": "Batches of messages",
 }
-"""Paths below those of endpoints. Otherwise ``POST /v1/responses/compact`` would be a wrong method
-of the response named "compact"."""
+"""Paths below those of endpoints. Otherwise ``POST /v1/responses/input_tokens`` would be a wrong
+method of the response named "input_tokens"."""
 _OF_BATCHES = ("files", "batches")
 _WITHOUT_VERSION = ("pooling", "classify")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from engine.model.load import DEMOS
+from engine.model.multimodal import serves_pictures
 from services.processes.model_files import weights_in
 from shared.machine_memory import usable_bytes
 from shared.paths import user_cache, user_path
@@ -61,6 +66,19 @@ def model_directory(model: str) -> Path | None:
         return Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
+
+
+def known_files(settings: Settings) -> dict[str, Any]:
+    """Return the directory of a model on this machine, and whether it will take pictures."""
+    directory = model_directory(settings.model)
+    if directory is None:
+        return {}
+    takes_images = False
+    with suppress(Exception):  # an untrusted file may contain anything
+        config = json.loads((directory / "config.json").read_bytes())
+        can_encode = settings.ranks == 1 and find_spec("mlx_vlm") is not None
+        takes_images = can_encode and serves_pictures(config)
+    return {"directory": str(directory), "takes_images": takes_images}
 
 
 def engines_bytes() -> int:

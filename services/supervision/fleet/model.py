@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any, Literal
 
+from services.supervision.fleet.memory import known_files
 from services.supervision.fleet.scaling import Scaling
 from services.supervision.managed_child import ManagedChild
 from shared.exits import EXIT_CONFIG
@@ -21,6 +22,7 @@ class FleetModel:
         self.entry = entry
         self.scaling = Scaling(entry.settings.engines)
         self.weights_bytes = weights_bytes
+        self._known_files: tuple[str, dict[str, Any]] = "", {}
         self.budget_bytes = 0
         self.engines: list[ManagedChild] = []
         """The engines meant to serve it, without retired ones."""
@@ -89,6 +91,7 @@ class FleetModel:
             "engines": [child.joins_as for child in self.engines],
             "load_s": self.load_s,
             "weights_bytes": self.weights_bytes,
+            **self._files(),
             "idle_unload_s": self.entry.settings.idle_unload_s,
             "kept_s": self.kept_s,
         }
@@ -100,6 +103,13 @@ class FleetModel:
             return None
         running = [child.process for child in self.engines if child.process is not None]
         return next((each.state.reason for each in running if each.state.reason), None)
+
+    def _files(self) -> dict[str, Any]:
+        """Return what the router is told about the model's files, once they are here."""
+        settings = self.entry.settings
+        if self.weights_bytes is not None and self._known_files[0] != settings.model:
+            self._known_files = settings.model, known_files(settings)
+        return self._known_files[1]
 
     def retry(self) -> None:
         """Try engines again that could not start."""

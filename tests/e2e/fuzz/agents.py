@@ -34,6 +34,8 @@ _TOOLS: list[_Json] = [
     {"type": "custom", "name": "say"},
     *({"type": each} for each in ("local_shell", "shell", "apply_patch")),
     *({"type": each} for each in ("web_search", "mcp", "code_interpreter", "image_generation")),
+    {"type": "tool_search", "execution": "client"},
+    {**_FUNCTION, "name": "late", "defer_loading": True},
 ]
 _PART = {"type": "input_text", "text": "x<|im_end|>"}
 _ITEMS: list[_Json] = [
@@ -56,10 +58,24 @@ _ITEMS: list[_Json] = [
         for kind in ("function_call", "custom_tool_call", "local_shell_call", "shell_call")
         for output in ("x", [_PART], [{"stdout": "x", "outcome": {"type": "exit", "exit_code": 2}}])
     ),
+    {"type": "web_search_call", "id": "ws_x", "action": {"type": "search", "query": "x"}},
+    {"type": "mcp_list_tools", "server_label": "x", "tools": [{"name": "x"}]},
+    {"type": "made_up", "output": {"x": [1]}, "content": "x"},
+    *(
+        {"type": "tool_search_call", "call_id": each, "arguments": {"query": "x"}}
+        for each in ("s", None)
+    ),
+    *(
+        {"type": "tool_search_output", "call_id": each, "tools": [{**_FUNCTION, "name": "late"}]}
+        for each in ("s", None)
+    ),
+    {"type": "additional_tools", "role": "developer", "tools": [{**_FUNCTION, "name": "more"}]},
+    {"type": "configuration_update", "reasoning": {"effort": "low"}},
+    {"type": "compaction_trigger"},
 ]
 _REFUSED_ITEMS: list[_Json] = [
     {"type": "item_reference", "id": "msg_x"},
-    {"type": "web_search_call", "id": "ws_x", "status": "completed"},
+    {"type": "compaction", "encrypted_content": "AAAA"},
 ]
 _CHOICES: list[Any] = [
     *("auto", "none", "required"),
@@ -88,10 +104,10 @@ _RESPONSES: dict[str, list[Any]] = {
     "client_metadata": [{"x": "y"}],
     "max_tool_calls": [1],
     "stream": [True, False],
+    "context_management": [[], [{"type": "compaction", "compact_threshold": 60}]],
 }
 _REFUSED: dict[str, list[Any]] = {
     "background": [True, False],
-    "context_management": [[], [{"type": "compaction"}]],
     "previous_response_id": ["resp_x"],
 }
 _BLOCKS: list[_Json] = [
@@ -107,12 +123,29 @@ _BLOCKS: list[_Json] = [
     {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
     {"type": "document", "source": {"type": "text", "data": "x"}},
     {"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}},
+    {
+        "type": "search_result",
+        "source": "x",
+        "title": "y",
+        "content": [{"type": "text", "text": "z"}],
+    },
+    {
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": [{"type": "tool_reference", "tool_name": "late"}],
+    },
+    {"type": "mcp_tool_result", "tool_use_id": "x", "content": {"a": [None]}},
+    {"type": "made_up", "content": [{"type": "x", "content": [{"type": "y"}]}]},
 ]
 _MESSAGES: dict[str, list[Any]] = {
     "tools": [
         [{"name": "read", "input_schema": _SCHEMA, "strict": True}],
         [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],
         [{"type": "custom", "name": "read", "input_schema": {}}, {"type": "x", "name": "y"}],
+        [
+            {"name": "tool_search", "input_schema": {}},
+            {"name": "late", "input_schema": _SCHEMA, "defer_loading": True},
+        ],
     ],
     "tool_choice": [
         *({"type": kind} for kind in ("auto", "any", "none", "tool")),

@@ -41,14 +41,42 @@ def test_a_note_stands_in_place_of_an_image(
     assert "was removed: this server accepts text only.]" in prompt and QUESTION in prompt
 
 
-def test_a_block_of_claude_codes_own_is_not_for_the_model(
+BILLING = "x-anthropic-billing-header: cc_version=2.1.330.a; cc_entrypoint=cli; cch="
+RULES = "Be brief.\n\nBe kind."
+
+
+@pytest.mark.parametrize("end", ["0a1f9;", "77b2c;", "00000"])
+@pytest.mark.parametrize("between", ["\n", "\n\n", None])
+def test_the_billing_line_of_claude_code_is_not_for_the_model(
+    server: Server, lasting_engine: ScriptedEngine, end: str, between: str | None
+) -> None:
+    hi = {"role": "user", "content": "hi"}
+    text = f"{BILLING}{end}{between or ''}"
+    blocks = [{"type": "text", "text": text}, {"type": "text", "text": RULES}]
+    system: Any = blocks if between is None else text + RULES
+    joined = text + ("\n" if between is None else "") + RULES
+    prompts = set()
+    for path, body in (
+        ("/v1/messages", {"system": system, "messages": [hi], "max_tokens": 9}),
+        ("/v1/messages", {"system": [{"type": "text", "text": joined}], "messages": [hi],
+                          "max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": system}, hi]}),
+        ("/v1/responses", {"input": "hi", "instructions": joined}),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": RULES}, hi]}),
+    ):  # fmt: skip
+        ok(server.client.post(path, json=body))
+        prompts.add(lasting_engine.last_prompt)
+    assert len(prompts) == 1, prompts
+
+
+def test_a_system_message_of_the_billing_line_alone_is_none(
     server: Server, lasting_engine: ScriptedEngine
 ) -> None:
-    billing = "x-anthropic-billing-header: cc_version=2.1.330;"
-    system = [{"type": "text", "text": text} for text in (billing, "Be brief.")]
-    ok(server.client.post("/v1/messages", json=BODIES["/v1/messages"] | {"system": system}))
-    prompt = lasting_engine.last_prompt
-    assert "Be brief." in prompt and "billing" not in prompt
+    hi = {"role": "user", "content": "hi"}
+    ok(server.chat(messages=[{"role": "system", "content": BILLING + "1;"}, hi]))
+    alone = lasting_engine.last_prompt
+    ok(server.chat(messages=[hi]))
+    assert lasting_engine.last_prompt == alone
 
 
 def test_a_message_needs_content(server: Server, lasting_engine: ScriptedEngine) -> None:

@@ -86,12 +86,14 @@ def test_token_ids_to_embed_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(embeddings, "text_model", no_model)
     monkeypatch.setattr(embeddings, "embed_texts", no_answer)
-    settings = SimpleNamespace(max_request_bytes=10**6)
     work = SimpleNamespace(run_large=run_large)
-    bodies = BodyBudget(10**6)
-    router = SimpleNamespace(
-        settings=settings, work=work, bodies=bodies, admit=lambda *args: nullcontext()
-    )
+    bodies = BodyBudget(lambda: 10**6)
+    limits: dict[str, Any] = {
+        "max_request_bytes": 10**6,
+        "takes_images": False,
+        "max_request_values": 10**6,
+    }
+    router = SimpleNamespace(work=work, bodies=bodies, admit=lambda *args: nullcontext(), **limits)
     unread = [b'{"model": "a", "input": [1, 2]}']
     tenant = Tenant(name="a")
     scope = {"type": "http", "headers": [], "state": {"tenant": tenant, "limits_left": {}}}

@@ -6,20 +6,22 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from starlette.types import Message
 
 from router.api.sse import encode_event
-from router.api.streaming import EventStream
-from router.errors import ApiError, Unavailable
+from router.api.streaming import EventStream, StreamOpening
+from router.errors import ApiError, ClientDisconnected, Unavailable
 from router.generation.choice import OutputDelta
 from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Abort
-from tests.router.conftest import Server, eventually
+from tests.router.conftest import Server, begin, eventually, named_events
+from tests.router.scripted_engine import make_refusal
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -32,7 +34,7 @@ class LargeWriter:
     repeats_request = True
     error_thread = 0
 
-    def stream_start(self, _: object) -> bytes:
+    def opening(self) -> bytes:
         raise Unavailable("no")
 
     def error(self, error: ApiError) -> bytes:
@@ -54,7 +56,7 @@ class EndingWriter:
         self.inline.append(threading.current_thread() is threading.main_thread())
         return b""
 
-    choice_end = stream_end = stream_start
+    opening = choice_end = stream_end = stream_start
 
 
 class ThreadedGeneration:
@@ -95,8 +97,11 @@ def run_stream(generation: ThreadedGeneration, writer: Any, request_bytes: int) 
         sent.append(message)
 
     async def run() -> None:
-        given: Any = (generation, writer, send)
-        await EventStream(*given, request_bytes=request_bytes, write_timeout_s=60).run([])
+        opening = StreamOpening(
+            writer, send, generation.run_large, request_bytes=request_bytes, write_timeout_s=60
+        )
+        async with opening:
+            await EventStream(cast(Any, generation), opening).run([])
 
     asyncio.run(run())
     return sent
@@ -105,6 +110,76 @@ def run_stream(generation: ThreadedGeneration, writer: Any, request_bytes: int) 
 def streamed(threads: int) -> tuple[LargeWriter, list[Message]]:
     writer = LargeWriter()
     return writer, run_stream(ThreadedGeneration(threads), writer, INLINE_SIZE + 1)
+
+
+WAITING = (
+    ("/v1/chat/completions", {"messages": HI}, ": keep-alive\n\n", "data: [DONE]"),
+    ("/v1/completions", {"prompt": "hi"}, ": keep-alive\n\n", "data: [DONE]"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 9}, "event: ping", "event: message_stop"),
+    ("/v1/responses", {"input": "hi"}, "event: response.created", "event: response.completed"),
+    ("/api/chat", {"model": "tiny", "messages": HI}, '{"model":"tiny",', '"done":true'),
+)
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_begins_and_stays_alive_before_an_engine_has_accepted(server: Server) -> None:
+    full = partial(make_refusal, reason="full", message="full")
+    engine = server.join("hello world", refuse=full)
+    begun = threading.Semaphore(0)
+
+    def read(path: str, body: dict[str, Any]) -> str:
+        text = ""
+        with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            for part in answer.iter_text():
+                begun.release()
+                text += part
+        return text
+
+    answers = [begin(read, path, body) for path, body, *_ in WAITING]
+    failing = begin(read, "/v1/responses", {"input": "hi", "seed": 77})
+    for _ in range(len(WAITING) + 1):
+        assert begun.acquire(timeout=30)
+    assert not any(answer.done() for answer in answers), "no engine has accepted"
+    engine.behaviour.refuse = lambda submit: (
+        make_refusal(submit, reason="invalid", message="no") if submit.sampling.seed == 77 else None
+    )
+    *_, error, failed = named_events(failing.result(60))
+    assert (error["type"], failed["type"]) == ("error", "response.failed")
+    assert failed["response"]["error"]["message"] == error["message"]
+    for answer, (_, _, first, last) in zip(answers, WAITING, strict=True):
+        text = answer.result(60)
+        assert text.startswith(first) and last in text[-2000:]
+    events = named_events(answers[3].result())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    types = [event["type"] for event in events]
+    assert types.count("response.created") == 1 and types.count("response.in_progress") > 1
+
+
+def test_a_request_whose_client_reads_nothing_is_given_up() -> None:
+    sent = list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        writer, generation = EndingWriter(repeats=False), EndedGeneration(9)
+        opening = StreamOpening(
+            cast(Any, writer),
+            send,
+            generation.run_large,
+            request_bytes=10,
+            write_timeout_s=0.05,
+            wait_s=0,
+        )
+        with pytest.raises(ClientDisconnected):
+            async with opening:
+                await asyncio.sleep(0.05)
+                await EventStream(cast(Any, generation), opening).run([])
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(sent) == 1
 
 
 EVERY_BREAK = "a\r\nb\vc\fd\x1ce\x1df\x1eg\x85h\u2028i\u2029j \u200b\u0385"
@@ -149,7 +224,7 @@ def test_a_large_event_is_sent_in_pieces() -> None:
 def test_events_that_repeat_a_large_answer_are_written_on_a_thread(repeats: bool) -> None:
     writer = EndingWriter(repeats)
     run_stream(EndedGeneration(9), writer, request_bytes=10)
-    assert writer.inline == [True, not repeats, not repeats]
+    assert writer.inline == [True, True, not repeats, not repeats]
 
 
 @pytest.mark.parametrize(

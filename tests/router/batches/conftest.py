@@ -78,7 +78,9 @@ def batch_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server], batch_dir: Path) -> Server:
     return start_server(
-        f"--batch-dir={batch_dir}", "--restart-wait-s=1", "--batch-file-mb=2", "--admin-key=boss"
+        f"--batch-dir={batch_dir}",
+        *("--restart-wait-s=1", "--batch-file-mb=2", "--admin-key=boss"),
+        "--max-request-bytes=1048576",
     )
 
 

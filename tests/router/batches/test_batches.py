@@ -44,7 +44,7 @@ def test_each_line_is_answered_as_a_request_is(server: Server, served: BatchClie
         "good": {"prompt": "hello", "max_tokens": 3},
         "wrong type": {"prompt": 7},
         "no such model": {"prompt": "hello", "model": "other"},
-        "over a limit": {"prompt": "hello", "max_tokens": 10**9},
+        "over a limit": {"prompt": "hello", "n": 17},
         "not supported": {"prompt": "hello", "suffix": "x"},
     }
     before = server.metric("batch_lines_total")

@@ -38,14 +38,14 @@ async def nothing() -> None:
 
 def context_of(directory: BatchDirectory) -> Any:
     """Return a context in which lines never get a place."""
-    limits = {"max_request_bytes": 10**6, "max_batch_requests": 4}
+    limits = {"max_batch_requests": 4}
     limits |= {"batch_max_files": 9, "batch_max_mb": 9, "batch_file_mb": 1}
     errors = SimpleNamespace(inc=lambda: None)
     parts: dict[str, Any] = {"directory": directory, "places": Places(0), "clock": ExpiryClock()}
     parts |= {"settings": SimpleNamespace(**limits), "figures": SimpleNamespace(running=0)}
     parts |= {"metrics": SimpleNamespace(batch_store_errors=errors), "refresh": nothing}
     parts |= {"stopping": asyncio.Event(), "checking": asyncio.Semaphore(2)}
-    return SimpleNamespace(keep_s=HOUR_S, max_bytes=10**9, **parts)
+    return SimpleNamespace(keep_s=HOUR_S, max_bytes=10**9, max_body_bytes=10**6, **parts)
 
 
 async def row_of(directory: BatchDirectory, number: int) -> Any:

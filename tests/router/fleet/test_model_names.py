@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +15,8 @@ from router.errors import InvalidRequest, ModelForbidden, ModelNotFound, NotSupp
 from router.fleet.engines.engine import Model, ModelReplicas
 from router.fleet.router import Router
 from router.fleet.tasks import check_task, default_model
-from router.fleet.tenants.tenant import Tenant
+from router.fleet.tenants.tenant import EVERYBODY, Tenant
+from router.ollama.models import list_models, shown_model
 from shared.settings import Settings
 from tests.router.scripted_engine import adapter_ref, make_hello
 
@@ -37,6 +41,53 @@ def join(router: Router, model: str, **hello: Any) -> ModelReplicas:
     joined = ModelReplicas(make_hello("one", model=model, **hello), Settings())
     router.registry.models[model] = joined
     return joined
+
+
+def test_the_files_of_a_model_describe_it_before_its_first_load(
+    router: Router, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {"model_type": "qwen3", "max_position_embeddings": 40_960}
+    config |= {"quantization": {"bits": 4}, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ tools }}"}))
+    entry = {"names": ["me/b"], "state": "unloaded", "directory": str(tmp_path)}
+    gone = {**entry, "names": ["gone"], "directory": str(tmp_path / "gone")}
+    seeing = {**entry, "names": ["seeing"], "takes_images": True}
+    router.on_supervisor_message({"models": {"me/b": entry, "gone": gone, "seeing": seeing}})
+    http: Any = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(router=router)),
+        state=SimpleNamespace(tenant=EVERYBODY),
+    )
+    first, second, third = json.loads(bytes(asyncio.run(list_models(http)).body))["models"]
+    assert first["capabilities"] == ["completion", "tools"]
+    assert (first["details"]["family"], first["details"]["quantization_level"]) == (
+        *("qwen3", "4-bit"),
+    )
+    assert second["capabilities"] == ["completion"] and not second["details"]["family"]
+    assert third["capabilities"] == ["completion", "tools", "vision"]
+    shown = shown_model(router, "me/b")
+    assert shown.template == "{{ tools }}"
+    assert shown.model_info == {
+        "general.architecture": "qwen3",
+        "general.basename": "b",
+        "qwen3.context_length": 40_960,
+        "qwen3.embedding_length": 64,
+    }
+    (tmp_path / "config.json").write_text("{")
+    router.on_supervisor_message({"models": {"me/b": {**entry, "state": "ready"}}})
+    router.on_supervisor_message({"models": {"me/b": entry}})
+    (first,) = json.loads(bytes(asyncio.run(list_models(http)).body))["models"]
+    assert not first["details"]["family"], "the files are read again after a load"
+
+
+def test_ollamas_tag_is_no_part_of_a_name_unless_it_is_served_so(router: Router) -> None:
+    for name in ("a", "a:secret", "secret"):
+        assert router.model_names.served(f"{name}:latest") == name
+    assert router.model_names.served("nobody:latest") == "nobody:latest"
+    join(router, "a:latest")
+    assert router.model_names.served("a:latest") == "a:latest"
+    found = router.unloaded_model("b:latest", ALICE)
+    assert found is not None and found.names == ["b"]
 
 
 @pytest.mark.parametrize("name", ["a", "secret", "a:secret"])

@@ -85,7 +85,7 @@ def test_windows_of_addresses_that_left_are_dropped() -> None:
 
 
 def test_no_share_takes_all_memory_of_bodies() -> None:
-    budget = BodyBudget(1000)
+    budget = BodyBudget(lambda: 1000)
     with budget.reading("greedy") as greedy, budget.reading("other") as other:
         greedy.add(500)
         with pytest.raises(Unavailable) as refused:

@@ -176,6 +176,12 @@ LONG = REQUEST[:-2] + b"a: " + b"b" * MAX_BYTES
         pytest.param(LONG, 431, "headers_too_large", id="a long header"),
         pytest.param(LONG + b"\r\n\r\n", 431, "headers_too_large", id="long and complete"),
         pytest.param(MANY, 431, "headers_too_large", id="many headers"),
+        pytest.param(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
+            505,
+            "http_version_not_supported",
+            id="HTTP/2",
+        ),
         pytest.param(b"\x16\x03\x01 this is TLS\r\n\r\n", 400, "invalid_http", id="no HTTP"),
         pytest.param(CHUNKED % b"/" + b"no size\r\n", 400, "invalid_http", id="a chunk of no size"),
     ],

@@ -269,7 +269,7 @@ def test_a_slow_body_is_a_408() -> None:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
-    body = BodyBytes(BodyBudget(1000), "")
+    body = BodyBytes(BodyBudget(lambda: 1000), "")
     with pytest.raises(BodyTimeout) as late:
         asyncio.run(receive_body(Request(scope, receive), 100, body, timeout_s=0.05))
     answer = error_response(late.value, {**scope, "state": {"path": "/", "request_id": "x"}})

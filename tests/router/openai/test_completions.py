@@ -44,9 +44,10 @@ def text_and_finish(body: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("kind", [ChatCompletionWriter, TextCompletionWriter])
 def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, text: str) -> None:
-    hello = SimpleNamespace(fingerprint="f" * 16)
-    body: Any = SimpleNamespace(model=None, include_usage=usage, continuous_usage=False)
-    writer = kind(body, SimpleNamespace(names=["m"], hello=hello))
+    body: Any = SimpleNamespace(
+        model=None, include_usage=usage, continuous_usage=False, hides_reasoning=False
+    )
+    writer = kind(body, "m")
     vocabulary: Any = SimpleNamespace(unique_name=str)
     generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(vocabulary, 0))
     parts = (ReplyDelta(text=text),)

@@ -61,6 +61,19 @@ def test_each_field_alone_is_sent_to_the_engine_as_its_grammar(
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        outputs(grammar='start: "a"') | {"guided_grammar": 'start: "a"'},
+        format_of("json_schema", json_schema=NAMED_SCHEMA) | {"guided_json": json.dumps(SCHEMA)},
+        outputs(choice=["a", "b"]) | {"guided_choice": ["a", "b"]},
+    ],
+)
+def test_one_constraint_may_have_several_names(served: Server, fields: dict[str, Any]) -> None:
+    ok(served.chat(**fields))
+    assert served.engine.got(Submit)[-1].grammar is not None
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         (format_of("xml"), "response_format.type"),

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from router.anthropic.schemas import CountTokensRequest, MessagesRequest
-from router.errors import NotSupported
+from router.errors import InvalidRequest, NotSupported
 from router.http.endpoints.rerank import RerankRequest, ScoreRequest
 from router.http.endpoints.tokenize import TokenizeRequest
 from router.ollama.schemas import OllamaGenerateRequest
 from router.openai.embeddings import EmbeddingRequest
 from router.responses.schemas import ResponsesRequest
-from router.schemas.body import RequestBody, parse_body, refusals
+from router.schemas.body import RequestBody, other_names, parse_body, refusals
 from router.schemas.other_servers import OtherServersFields
 from router.schemas.requests import ChatRequest, CompletionRequest
 from shared.flags import flags_of
@@ -38,6 +38,13 @@ BODIES = GENERATING | {
     ScoreRequest: {"text_1": "hi", "text_2": "ho"},
     TokenizeRequest: {"prompt": "hi"},
     OllamaGenerateRequest: {"model": "m", "prompt": "hi"},
+}
+LIKELY: dict[str, tuple[Any, Any]] = {
+    "n": (2, 3),
+    **dict.fromkeys(("stop", "stop_sequences"), (["x"], ["y"])),
+    **dict.fromkeys(("guided_regex", "cache_salt", "instruction"), ("a", "b")),
+    "guided_json": ({"type": "object"}, {"type": "array"}),
+    "truncate": (False, True),
 }
 UNLIKELY = {"no field": ["has this value"]}
 
@@ -68,8 +75,8 @@ def test_the_fields_to_use_instead_are_accepted(kind: type[RequestBody]) -> None
 
 
 def test_advice_is_left_out_where_it_names_a_field_of_another_api() -> None:
-    assert refusals(ChatRequest)["stop_regex"].advice == "Use 'stop'."
-    assert refusals(MessagesRequest)["stop_regex"].advice == ""
+    assert refusals(ChatRequest)["n_probs"].advice == "Use 'logprobs'."
+    assert refusals(MessagesRequest)["n_probs"].advice == ""
 
 
 @pytest.mark.parametrize("kind", GENERATING)
@@ -115,3 +122,30 @@ def test_what_structured_outputs_cannot_do_is_named(field: dict[str, Any]) -> No
     with pytest.raises(NotSupported) as raised:
         parse(ChatRequest, structured_outputs={"json": {"type": "object"}, **field})
     assert raised.value.param == f"structured_outputs.{min(field)}"
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_other_names_of_a_field_are_taken_for_it(kind: type[RequestBody]) -> None:
+    for name, other in other_names(kind).items():
+        own = other.own or name
+        value, differing = LIKELY.get(own, (7, 8))
+        if own not in kind.__struct_fields__:  # of another API, to which the body is translated
+            parse(kind, **{name: value})
+            continue
+        assert getattr(parse(kind, **{own: value, name: value}), own) == value
+        usual = BODIES[kind].get(own)
+        for unset in other.unset:
+            assert getattr(parse(kind, **{name: unset}), own) == usual
+        if other.own and usual is None:
+            assert getattr(parse(kind, **{name: value}), own) == value
+            with pytest.raises(InvalidRequest) as raised:
+                parse(kind, **{own: value, name: differing})
+            assert raised.value.param == name
+
+
+def test_neutral_values_of_clients_have_no_effect() -> None:
+    request = parse(ChatRequest, max_tokens=-1, stop="", top_p=0, n_predict=-2)
+    assert isinstance(request, ChatRequest)
+    assert (request.max_tokens, request.stop_strings, request.top_p) == (None, (), 0)
+    assert parse_body(b'{"messages": [{"role": "user", "content": "hi"}], "stop": ["", "x"]}',
+                      ChatRequest).stop_strings == ("x",)  # fmt: skip

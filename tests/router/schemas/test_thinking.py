@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.errors import InvalidValue, NotSupported
+from router.errors import InvalidValue
 from router.schemas.body import parse_body
 from router.schemas.requests import ChatRequest
 
@@ -62,9 +62,3 @@ def test_an_unknown_way_of_thinking_is_named(value: Any) -> None:
     with pytest.raises(InvalidValue) as raised:
         chat(thinking=value)
     assert str(raised.value.param).startswith("thinking")
-
-
-def test_reasoning_cannot_be_left_out_of_an_answer() -> None:
-    with pytest.raises(NotSupported) as raised:
-        chat(reasoning={"effort": "low", "exclude": True})
-    assert raised.value.param == "reasoning.exclude"

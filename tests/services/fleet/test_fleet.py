@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.supervision.fleet.memory import (
     total_bytes,
     weights_bytes,
 )
+from services.supervision.fleet.model import FleetModel
 from shared import machine_memory
 from shared.exits import EXIT_CONFIG, EXIT_FAILED
 from shared.settings import ModelEntry, Settings
@@ -294,6 +296,18 @@ def test_the_size_of_weights_is_read_from_the_headers_of_files(tmp_path: Path) -
         assert weights_bytes(str(tmp_path)) is None
     for nowhere in ("no/such-model-at-all", "~no-such-user/model", 5000 * "a"):
         assert weights_bytes(nowhere) is None
+
+
+def test_the_router_is_told_of_files_once_they_are_here(tmp_path: Path) -> None:
+    model = FleetModel(entry("a", model=str(tmp_path / "a")), None)
+    assert "directory" not in model.describe()
+    (tmp_path / "a").mkdir()
+    config = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    model.weights_bytes = 5
+    told = model.describe()
+    assert told["directory"] == str(tmp_path / "a")
+    assert told["takes_images"] == (find_spec("mlx_vlm") is not None)
 
 
 def test_a_draft_model_is_part_of_what_an_engine_loads(tmp_path: Path) -> None:

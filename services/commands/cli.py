@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from services.supervision.bounded_log import LAUNCHD_LOG_VARIABLE
@@ -84,15 +84,27 @@ def _run(argv: list[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         return fail(PROG, f"unknown command {name!r}; {hint}", EXIT_USAGE)
     module, _, function = COMMANDS[name][0].partition(":")
-    code: int = getattr(importlib.import_module(f"services.{module}"), function or "main")(rest)
-    if code in (EXIT_USAGE, EXIT_CONFIG) and LAUNCHD_LOG_VARIABLE in os.environ:
-        code = EXIT_OK  # launchd restarts after any other code
+    run = getattr(importlib.import_module(f"services.{module}"), function or "main")
+    code: int = (
+        run(rest) if LAUNCHD_LOG_VARIABLE not in os.environ else _without_restarts(run, rest)
+    )
     if name in _WITH_THREADS:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _without_restarts(run: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Return the exit code of a service of launchd, which restarts it after any code but 0."""
+    try:
+        code = run(arguments)
+    except SystemExit as ended:
+        if ended.code not in (EXIT_USAGE, EXIT_CONFIG):
+            raise
+        return EXIT_OK
+    return EXIT_OK if code in (EXIT_USAGE, EXIT_CONFIG) else code
 
 
 def _open_closed_streams() -> None:

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from services.supervision.bounded_log import BoundedLog
 from services.supervision.fleet.memory import budgets, entry_bytes, total_bytes
 from services.supervision.launcher import ChildSpec
 from services.supervision.local import GRACE_S, Children
@@ -98,8 +99,11 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
 
     launcher = LocalLauncher(output, options.spare_engine_after_s)
 
+    bounded_log = BoundedLog(os.environ)
+
     def tick() -> None:
         run_dir.keep_fresh()
+        bounded_log.tick(time.monotonic())
         launcher.keep_spare(time.monotonic())
 
     supervisor = Supervisor(

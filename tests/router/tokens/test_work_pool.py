@@ -155,3 +155,18 @@ async def test_a_job_that_is_not_done_by_its_deadline_fails(gate: Gate) -> None:
                 await each
             assert failure.value.code == "server_busy"
         gate.end.set()
+
+
+def test_a_key_does_not_have_all_threads_with_large_jobs() -> None:
+    async def run() -> str:
+        pool, hold = WorkPool(3), threading.Event()
+        try:
+            large = [pool.start("greedy", lambda: hold.wait(30), 10**6) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            return await asyncio.wait_for(pool.run("other", lambda: "done", 10**6), 20)
+        finally:
+            hold.set()
+            await asyncio.gather(*large)
+            pool.close()
+
+    assert asyncio.run(run()) == "done"

@@ -459,8 +459,8 @@ class Responses:
                 ItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)
             )
 
-        key: str = request.state.api_key
-        return await self._router.work.run(key, page, stored.chain_bytes)
+        share: str = request.state.tenant.share
+        return await self._router.work.run(share, page, stored.chain_bytes)
 
     def _find(self, request: Request) -> StoredResponse:
         return self._store.find(request.state.api_key, request.path_params["response_id"])

@@ -23,7 +23,7 @@ import mlx_lm  # noqa: E402
 
 from bench import prompts  # noqa: E402
 from engine.model.load import resolve  # noqa: E402
-from engine.plan import Decode, Slot  # noqa: E402
+from engine.plan import Decode  # noqa: E402
 from engine.sampling.sampler import Sampler  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
 

@@ -243,7 +243,8 @@ def test_answers_do_not_depend_on_pages_that_come_and_go_around_them(
 
 
 def check_texts(whole: Whole, path: Path) -> None:
-    """Uneven prompts that share prefixes join and leave; pages go to the kvstore and come back; log-probabilities of outputs and prompts are asked for beside penalties."""
+    """Uneven prompts that share prefixes join and leave; pages go to the kvstore and come back;
+    log-probabilities of outputs and prompts are asked for beside penalties."""
     bits = whole.executor.spec.kv_bits
     oracle = Oracle(path, rounded=Precision(bits))
     shared = random_tokens(8, 130)

@@ -121,9 +121,7 @@ def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
 
 
 def test_a_bias_does_not_allow_a_forbidden_token() -> None:
-    part = Decode(
-        0, 4, 5, 0, SamplingParams(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
-    )
+    part = Decode(0, 4, 5, 0, SamplingParams(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9))
     (row,) = process_logits(logits_of(4), [part], TokenHistory()).tolist()
     assert row[3] == -math.inf and min(row[:3] + row[4:]) > -math.inf
 

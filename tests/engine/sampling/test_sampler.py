@@ -144,8 +144,7 @@ def test_guesses_are_the_samples_that_come_if_they_are_right() -> None:
     )
     history = (5, 6, 7)
     steps = [
-        Decode(0, 3 + n, None, 1 + n, sampling, history=None if n else history)
-        for n in range(6)
+        Decode(0, 3 + n, None, 1 + n, sampling, history=None if n else history) for n in range(6)
     ]
     logits = mx.random.normal((6, 20), key=mx.random.key(1)) * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,7 +16,6 @@ from engine.cache.host_memory import HostMemory
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.pages import Pages, StoredKV
 from engine.cache.rounding import Array, Codes, Scales, round_in_place, values_of
-from engine.cache.scratch import Scratch
 from engine.cache.unpacked import UnpackedRows
 from engine.plan import Payload, Slot
 
@@ -41,6 +41,29 @@ class Reading(NamedTuple):
 
     pages: Numbers
     targets: Sequence[Array]
+
+
+class Scratch:
+    """Memory for values that are read from pages. It stays at its place as long as it is large
+    enough."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.float32)
+        self.calls: dict[tuple[int, ...], Any] = {}
+        """What is bound to this memory, dropped when another one takes its place."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def both(self, shape: tuple[int, ...], dims: tuple[int, int]) -> list[Array]:
+        """Return arrays (*shape, dim) of any content."""
+        first, last = np.cumsum([prod(shape) * dim for dim in dims]).tolist()
+        if last > len(self._memory):
+            self.calls.clear()
+            self._memory = np.empty(last, np.float32)
+        parts = self._memory[:first], self._memory[first:last]
+        return [part.reshape(*shape, dim) for part, dim in zip(parts, dims, strict=True)]
 
 
 class Gap(NamedTuple):

@@ -225,6 +225,8 @@ def choose_executor_of(
         executor.use_sampler(RankSampler(group))
         if group.rank:
             return executor  # rank 0 sends the rest
+    if executor.spec.attends_by:
+        logger.info("attention: %s", executor.spec.attends_by)
     if reason:
         logger.warning(
             "requests are computed %s, %s prefix reuse, since this model allows no more: %s",

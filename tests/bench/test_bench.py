@@ -152,7 +152,7 @@ def test_the_page_about_a_gpu_is_right_on_a_cpu_that_computes_as_one(model: str)
     assert "look-ahead: True" in done.stdout
     assert done.stdout.endswith("**All is right.**\n")
     speeds = [line.split("|")[-2] for line in done.stdout.splitlines() if " tokens |" in line]
-    assert len(speeds) == 10 and all(float(ratio) > 0 for ratio in speeds)
+    assert len(speeds) == 26 and all(float(ratio) > 0 for ratio in speeds)
 
 
 def test_a_wrong_engine_is_found(model: str) -> None:

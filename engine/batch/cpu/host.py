@@ -7,7 +7,7 @@ evaluated, and pages are read and written in place.
 
 Attention reads the values of neighbouring positions one after the other. Some slots have them
 unpacked (`engine.cache.unpacked`). Those of other rows are read from their pages in each layer
-(`engine.cache.scratch`). The bits are the same."""
+(`engine.batch.cpu.scratch`). The bits are the same."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from engine.batch.cpu.pieces import (
     attend_to_prefill,
     attend_together,
 )
+from engine.batch.cpu.scratch import ScratchRows
 from engine.batch.cpu.tiles import FEWEST, tiled
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
-from engine.cache.host_pages import Gap, HostPages, Numbers, TokenPlaces
+from engine.cache.host_pages import Gap, HostPages, Numbers, Scratch, TokenPlaces
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays
-from engine.cache.scratch import Scratch, ScratchRows
 from engine.cache.slots import Slots
 from engine.cache.unpacked import Began, UnpackedRows
 

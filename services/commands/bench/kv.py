@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from engine.plan import page_tokens
 from services.commands.admin_client import (
     NoServer,
     ServerRefused,
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
             flags += ["--ssd-cache-dir", folder, "--ssd-policy", "write_through"]
             with own_server(flags, **variables) as url:
-                tiers = _Tiers(url, key, admin_key, Path(folder), server.block_size)
+                tiers = _Tiers(url, key, admin_key, Path(folder), page_tokens(server.block_size))
                 rows = asyncio.run(tiers.measure(options.tokens, options.runs))
     except (OwnServerFailed, TierFailed, ServerRefused, NoServer, OSError, ValueError) as error:
         return fail(PROG, error, EXIT_FAILED)
@@ -83,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
 class _Tiers:
     """Sends prompts whose prefix is in one tier or the other."""
 
-    def __init__(self, url: str, key: str, admin_key: str, folder: Path, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, url: str, key: str, admin_key: str, folder: Path, page_size: int) -> None:
+        self._page_size = page_size
         self._client = ApiClient(url, key)
         self._admin = argparse.Namespace(url=url, admin_key=admin_key)
         self._folder = folder
@@ -114,7 +115,7 @@ class _Tiers:
         before = self._stored()
         computed = await self._ask(prefix)
         ram = await self._ask(prefix)
-        stored = await self._all_stored(len(before) + ram.cached_tokens // self._block_tokens)
+        stored = await self._all_stored(len(before) + ram.cached_tokens // self._page_size)
         await asyncio.to_thread(administrate, self._admin, "POST", "cache", "clear", tier="ram")
         ssd = await self._ask(prefix)
         return {
@@ -136,21 +137,19 @@ class _Tiers:
         return answer
 
     def _stored(self) -> list[int]:
-        """Return the sizes of all blocks on SSD, in bytes."""
+        """Return the sizes of all pages on SSD, in bytes."""
         sizes = []
         for path in self._folder.rglob("*.safetensors"):
             with suppress(FileNotFoundError):  # renamed in the meantime
                 sizes.append(path.stat().st_size)
         return sizes
 
-    async def _all_stored(self, blocks: int) -> int:
-        """Wait until ``blocks`` are on SSD; return their size in bytes."""
+    async def _all_stored(self, pages: int) -> int:
+        """Wait until ``pages`` are on SSD; return their size in bytes."""
         deadline = time.monotonic() + _STORED_WITHIN_S
-        while len(stored := self._stored()) < blocks:
+        while len(stored := self._stored()) < pages:
             if time.monotonic() > deadline:
-                raise TierFailed(
-                    f"only {len(stored)} of {blocks} blocks were stored on SSD in time"
-                )
+                raise TierFailed(f"only {len(stored)} of {pages} pages were stored on SSD in time")
             await asyncio.sleep(_POLL_S)
         return sum(stored)
 

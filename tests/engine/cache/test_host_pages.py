@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from engine.backend import graphs
+from engine.batch.cpu.scratch import ScratchRows
 from engine.cache import host_memory, scratch, unpacked
 from engine.cache.host_pages import Gap, HostPages, TokenPlaces
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize
 from engine.cache.rounding import Array
-from engine.cache.scratch import ScratchRows
 from engine.cache.unpacked import FIRST_PASSES
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")

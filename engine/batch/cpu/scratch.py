@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,48 +13,14 @@ from numpy.typing import NDArray
 from engine.backend import graphs
 from engine.backend.graphs import Graph, Session
 from engine.backend.threads import in_parallel, num_threads
+from engine.cache.host_pages import Group, HostPages, Scratch
 from engine.cache.rounding import Array
-
-if TYPE_CHECKING:
-    from engine.cache.host_pages import Group, HostPages
 
 WORTH_THREADS = 100_000
 """Number of values above which threads pay off."""
 MAX_CALLS = 64
 """Max number of calls whose arguments are kept: one for each part of rows and kind of layer. They
 change when rows come, go, or get longer than the arrays."""
-
-
-class Scratch:
-    """Memory that stays at its place as long as it is large enough."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.float32)
-        self._calls: dict[tuple[int, ...], _Call] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    def both(self, shape: tuple[int, ...], dims: tuple[int, int]) -> list[Array]:
-        """Return arrays (*shape, dim) of any content."""
-        first, last = np.cumsum([prod(shape) * dim for dim in dims]).tolist()
-        if last > len(self._memory):
-            self._calls.clear()
-            self._memory = np.empty(last, np.float32)
-        parts = self._memory[:first], self._memory[first:last]
-        return [part.reshape(*shape, dim) for part, dim in zip(parts, dims, strict=True)]
-
-    def call(self, groups: Sequence[Group], outs: Sequence[Array]) -> _Call:
-        """Return the arguments for reading keys and values from ``groups`` to ``outs`` (lines,
-        positions, dim)."""
-        key = *outs[0].shape, *(out.ctypes.data for out in outs)
-        call = self._calls.get(key)
-        if call is None or not call.reads(groups):
-            if len(self._calls) >= MAX_CALLS:
-                self._calls.clear()
-            call = self._calls[key] = _Call(groups, outs)
-        return call
 
 
 class ScratchRows:
@@ -107,7 +72,7 @@ class ScratchRows:
         if coded and len(groups) == 2 and low < size and not graphs.unusable():
             firsts = [place.first * heads for place in places if place is not None]
             outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
-            self._scratch.call(groups, outs)(self, lines, firsts)
+            self._call(groups, outs)(self, lines, firsts)
             return
         first = low // size
         for row in range(lines.start // heads, -(-lines.stop // heads)):
@@ -119,6 +84,18 @@ class ScratchRows:
                 target = array[row, some]
                 self._pages.read_values(number, table, target[:, stretch], some)
                 target[:, end:] = 0  # pages may hold NaN there, which times zero is NaN
+
+    def _call(self, groups: Sequence[Group], outs: Sequence[Array]) -> _Call:
+        """Return the arguments for reading keys and values from ``groups`` to ``outs`` (lines,
+        positions, dim)."""
+        kept = self._scratch.calls
+        key = *outs[0].shape, *(out.ctypes.data for out in outs)
+        call = kept.get(key)
+        if call is None or not call.reads(groups):
+            if len(kept) >= MAX_CALLS:
+                kept.clear()
+            call = kept[key] = _Call(groups, outs)
+        return call
 
     def arguments(self, group: Group) -> tuple[NDArray[np.int64], NDArray[np.bool]]:
         """Return the pages of each line (lines, pages), as numbers of heads of the group's first

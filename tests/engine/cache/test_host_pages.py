@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from engine.backend import graphs
+from engine.batch.cpu import scratch
 from engine.batch.cpu.scratch import ScratchRows
-from engine.cache import host_memory, scratch, unpacked
+from engine.cache import host_memory, unpacked
 from engine.cache.host_pages import Gap, HostPages, TokenPlaces
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize

@@ -20,7 +20,6 @@ NAMES = (
     "trailers without end",
     "a body after its answer",
     "connections that say little",
-    "bodies without their last byte",
     "a template that runs away",
     "a template that grows",
 )

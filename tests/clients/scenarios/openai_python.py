@@ -115,9 +115,9 @@ def responses_errors() -> None:
     retrieve, create = client.responses.retrieve, client.responses.create
     missing = h.failure(openai.NotFoundError, retrieve, "resp_nobody")
     h.check(missing.code == "response_not_found", missing.code)
-    asked = {"model": h.MODEL, "input": h.QUESTION, "tools": [{"type": "nonsense"}]}
+    asked = {"model": h.MODEL, "input": h.QUESTION, "tools": [{"type": "function"}]}
     bad = h.failure(openai.BadRequestError, create, **asked)
-    h.check(bad.param == "tools[0].type", bad.param)
+    h.check(bad.param == "tools[0].name", bad.param)
 
 
 def responses_cancel() -> None:

@@ -193,7 +193,7 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
                 "services.processes.router", *flags, "--host=127.0.0.1", "--port=0", TEST_FORKS="0"
             )
         )
-        url = router.wait_for(r"listening on (\S+)")[1]
+        url = router.wait_for(r"listening on (https?://\S+)")[1]
         client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
 
         def complete(number: int) -> httpx.Response:

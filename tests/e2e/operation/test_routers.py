@@ -38,7 +38,7 @@ class RouterProcess:
         self.process: Process = self._stack.enter_context(
             running_process("mlx_lm_server", "router", *self._flags, "--host=127.0.0.1", "--port=0")
         )
-        url = self.process.wait_for(r"listening on (\S+)")[1]
+        url = self.process.wait_for(r"listening on (https?://\S+)")[1]
         self.client = self._stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
 
     def kill(self) -> None:

@@ -40,7 +40,7 @@ class Site:
         return self.start("engine", versions, _MLX_LM_SERVER_ENGINE=name)
 
     def connect(self, router: Process) -> httpx.Client:
-        url = router.wait_for(r"listening on (\S+)")[1]
+        url = router.wait_for(r"listening on (https?://\S+)")[1]
         return self._stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
 
 

@@ -24,6 +24,7 @@ from tests.e2e.server import Server, serving
 
 PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 200.0
+METRICS_KEY = "metrics-key"
 KEYS = "alice-key name=alice\nbob-key name=bob rpm=1\n"
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +38,9 @@ def prometheus_of(server: Server, directory: Path) -> Iterator[httpx.Client]:
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(MONITORING / "alerts.yml")]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+    (job,) = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+    job["authorization"] = {"credentials": METRICS_KEY}
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = unused_port()
     command = [
@@ -121,7 +124,8 @@ def test_every_panel_has_data_under_load(tiny_model: Callable[..., Path], tmp_pa
     assert cli.main(["keys", "init", "--curve-dir", f"{tmp_path}/curve"]) == 0
     address = f"tcp://127.0.0.1:{unused_port()}"
     flags = (
-        *("--api-key-file", f"{tmp_path}/keys.txt", "--spec-decode", "ngram"),
+        *("--api-key-file", f"{tmp_path}/keys.txt", "--metrics-key", METRICS_KEY),
+        *("--spec-decode", "ngram"),
         *("--engine-socket", address, "--curve-dir", f"{tmp_path}/curve"),
     )
     with (

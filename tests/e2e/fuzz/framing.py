@@ -189,7 +189,7 @@ def make_end(draw: random.Random, key: str) -> End:
         End("a bad size of a chunk", chunked + part + b"no size\r\n", b"", bad),
         End("a size of a chunk beyond all", chunked + b"f" * 17 + b"\r\n", b"", bad),
         End("a chunk longer than its size", chunked + b"4\r\nbodyandmore\r\n", b"", bad),
-        End("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", (400,)),
+        End("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", (400, 505)),
         End("no HTTP", b"\x16\x03\x01 this is TLS\r\n\r\n", b"", bad),
         *(
             End(f"headers that frame a body in two ways: {lines!r}", head + lines, b"", bad)

@@ -21,7 +21,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {}),
     (COMPLETIONS, {"prompt": []}),
     (COMPLETIONS, {"prompt": [-1]}),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "many"}),
     (COMPLETIONS, {"prompt": "a", "temperature": 9}),
     (COMPLETIONS, {"prompt": [5] * 100_000}),
     (COMPLETIONS, {"prompt": "a", "model": "none such"}),

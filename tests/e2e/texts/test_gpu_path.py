@@ -138,9 +138,11 @@ def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth
         assert answer.status_code == 200, answer.text
         return Said.of(answer.json()["choices"])
 
+    unevictable = "mlx_lm_server_kv_unevictable_bytes"
+    # What is left of the test before would let them run only one after another.
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
     answers = at_once(complete, prompts)
     server.wait_metric("mlx_lm_server_preemptions_total")
-    unevictable = "mlx_lm_server_kv_unevictable_bytes"
     server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
     for prompt, said in zip(prompts, answers, strict=True):
         assert len(said.names) == 700

@@ -19,9 +19,9 @@ from engine.batch.metal.calls import (
     Spans,
     Variant,
     can_attend,
+    padded_ints,
     page_kernels,
     page_table,
-    row_ends,
 )
 from engine.batch.metal.records import way_of
 from engine.batch.metal.trial import KernelChoice
@@ -31,12 +31,11 @@ from engine.cache.layout import ArrayLayout, KVNode, Layout
 from engine.cache.page_format import PageFormat, pages_of_heads
 from engine.cache.quantization import UNQUANTIZED, Precision
 from engine.cache.slots import Slots
-from engine.plan import Table
+from engine.plan import FEWEST_PAGE_TOKENS, Table
 
 logger = logging.getLogger(__name__)
 
 ROWS = 4
-PAGE_TOKENS = 64
 LENGTHS = (32, 2048)
 """Positions of a row in the timed calls."""
 QUERIES = 64
@@ -136,7 +135,7 @@ class GPUBatch(GraphBatch):
             return super()._gathered(layer, reach)
         given = self._gathering.get(id(reach))
         if given is None:
-            given = self._gathering[id(reach)] = page_table(reach.pages), row_ends(reach.ends)
+            given = self._gathering[id(reach)] = page_table(reach.pages), padded_ints(reach.ends)
         count = reach.end - reach.first
         return own[0].gather(self._pages.arrays[layer], *given, reach.first, count)
 
@@ -202,7 +201,7 @@ def measured_cost(layout: Layout, layer: int) -> AttentionCost:
     """Return the cost of a call and of further queries, from the times of short and long calls with
     one query per row and with many."""
     its = Layout((layout.layers[layer],), (), (KVNode(0),), layout.precision)
-    pages = GraphPages(its, PAGE_TOKENS, ROWS * -(-LENGTHS[1] // PAGE_TOKENS))
+    pages = GraphPages(its, FEWEST_PAGE_TOKENS, ROWS * -(-LENGTHS[1] // FEWEST_PAGE_TOKENS))
     short, long = (_seconds(pages, length, 1) for length in LENGTHS)
     few, many = (_seconds(pages, length, QUERIES) for length in LENGTHS)
     span = ROWS * (LENGTHS[1] - LENGTHS[0])
@@ -218,7 +217,7 @@ def _seconds(pages: GraphPages, length: int, width: int) -> float:
     """Return the seconds of one call over ``length`` positions, the best of a few attempts."""
     (layer,) = pages.layout.layers
     query = mx.zeros((ROWS, layer.kv_heads, width, layer.key_dim), layer.dtype)
-    count = -(-length // PAGE_TOKENS)
+    count = -(-length // FEWEST_PAGE_TOKENS)
     table = mx.arange(ROWS * count, dtype=mx.uint32).reshape(ROWS, count)
     where = pages_of_heads(table, layer.kv_heads)
     mx.eval(query, where)

@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.layout import ArrayLayout
-from engine.cache.quantization import Quantization, clipped, pack, quantize, symmetric_scale
+from engine.cache.quantization import (
+    Quantization,
+    clipped,
+    pack,
+    quantize,
+    symmetric_scale,
+    unpack,
+)
 
 WORD_BYTES = 4
 
@@ -172,9 +179,7 @@ class PageFormat:
                 found = mx.where(exists, found, mx.zeros((), kind.dtype))
             return found.reshape(rows, heads, positions, kind.dim)
         of_code = mx.int8 if scheme.is_symmetric else mx.uint8
-        packed = codes.view(of_code).reshape(*by_token, -1)
-        if scheme.bits != 8:
-            packed = _unpack(packed)
+        packed = unpack(codes.view(of_code).reshape(*by_token, -1), scheme.bits)
         grouped = packed.reshape(*by_token, -1, scheme.group_size)
         read = compiled(_dequantizer(kind.dtype, exists is not None))
         scales = self.scales_of(half, marks)
@@ -250,11 +255,6 @@ def _rounded(x: mx.array, scheme: Quantization) -> tuple[mx.array, Sequence[mx.a
 
 def _signed_codes(groups: mx.array, scale: mx.array) -> mx.array:
     return mx.round(clipped(groups) / scale.astype(mx.float32)).astype(mx.int8)
-
-
-def _unpack(packed: mx.array) -> mx.array:
-    both = mx.stack([packed & 15, packed >> 4], axis=-1)
-    return both.reshape(*packed.shape[:-1], -1)
 
 
 def pages_of_heads(table: mx.array, heads: int) -> mx.array:

@@ -18,7 +18,6 @@ A value that was read is never rounded again, so every value is quantized once."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,9 +25,6 @@ import mlx.core as mx
 
 MIN_GROUP_SIZE = 16
 """With fewer elements, scales and biases take too much memory."""
-KERNEL_GROUPS = (32, 64, 128)
-"""Group sizes with MLX kernels."""
-
 MIDDLE = 128
 """The code of zero in symmetric quantization, which is used for 8 bits."""
 
@@ -110,53 +106,6 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     return Quantized(codes_of(x.astype(mx.float32), scales, scheme), scales)
 
 
-def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
-    """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
-    their own type: (arrays, batch, kv_heads, width, dim), and all scales: (arrays, 2, batch,
-    kv_heads, width, groups, 1). Meant to be compiled, with few kernels for both.
-
-    With symmetric quantization, the largest magnitudes, (arrays, 1, ...), are returned instead of
-    scales, see `symmetric_scales`. The result equals `quantize` followed by `dequantize`."""
-    first, count = arrays[0], len(arrays)
-    groups = [x.reshape(1, *first.shape[:-1], -1, scheme.group_size) for x in arrays]
-    rounded, scales = (_round_symmetric if scheme.is_symmetric else _round)(groups, scheme)
-    return rounded.astype(first.dtype).reshape(count, *first.shape), scales
-
-
-def _round_symmetric(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
-    """Round with three kernels: magnitudes of all arrays, the maximum of each group, the rest."""
-    largest = mx.abs(_stacked(arrays)).max(axis=-1, keepdims=True)
-    # Not the array above: an array read by two kernels gets a kernel of its own.
-    groups = clipped(_stacked(arrays, reverse=True))
-    scale = symmetric_scale(mx.broadcast_to(largest, groups.shape)).astype(mx.float32)
-    return mx.round(groups / scale) * scale + 0, largest  # not -0, because codes give 0
-
-
-def _round(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
-    """Round with four kernels: all arrays in one, minima and maxima, scales and biases, values."""
-    groups = _stacked(arrays).astype(mx.float32)
-    ordered = mx.sort(groups, axis=-1)  # minimum and maximum, in one kernel
-    # Slices throughout: building the graph of a split takes the host three times as long.
-    bias = _bias(ordered[..., :1])
-    scales = mx.where(_first_of_two(1, 7), _scale(ordered[..., -1:], bias, scheme), bias)
-    # Every operation of a kernel must have its shape.
-    scale, bias = (
-        mx.broadcast_to(x, groups.shape).astype(mx.float32) for x in (scales[:, :1], scales[:, 1:])
-    )
-    return _nearest(groups, scale, bias, scheme) * scale + bias, scales
-
-
-def _stacked(arrays: Sequence[mx.array], *, reverse: bool = False) -> mx.array:
-    """Return one or two ``arrays`` as one, selected element by element: that is one kernel, which
-    may be fused with others, whereas a concatenation takes two. ``reverse`` is the inverse
-    selection."""
-    if len(arrays) == 1:
-        return arrays[0][None]
-    one, two = arrays
-    is_first = _first_of_two(0, one.ndim + 1, not reverse)
-    return mx.where(is_first, two, one) if reverse else mx.where(is_first, one, two)
-
-
 def symmetric_scales(largest: mx.array) -> mx.array:
     """Return scales and biases (arrays, 2, ...) of groups from their ``largest``
     (arrays, 1, ...)."""
@@ -176,14 +125,6 @@ def _scale_and_bias(ndim: int) -> mx.array:
     factors = mx.array([1, -MIDDLE], mx.float16).reshape(2, *[1] * (ndim - 2))
     mx.eval(factors)
     return factors
-
-
-@cache
-def _first_of_two(axis: int, ndim: int, value: bool = True) -> mx.array:
-    """Return ``[value, not value]`` along one ``axis`` of ``ndim``."""
-    chosen = mx.array([value, not value]).reshape([2 if i == axis else 1 for i in range(ndim)])
-    mx.eval(chosen)  # otherwise it would be computed in every call of a compiled function
-    return chosen
 
 
 def clipped(x: mx.array) -> mx.array:

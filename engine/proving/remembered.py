@@ -6,7 +6,6 @@ everything on which the proof depends, so records for anything else are not foun
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -23,6 +22,7 @@ import msgspec
 
 import engine
 from engine.backend.blas import load_fast_blas
+from engine.backend.kept_files import keep, remove
 from engine.backend.threads import num_threads
 from engine.batch.device import HOST_VARIABLE
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateLayout, StateNode
@@ -30,8 +30,6 @@ from engine.cache.quantization import Precision
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDS = 256
-"""The oldest are deleted above this number. A record of 30 layers has 4 KB."""
 PACKAGES = ("mlx", "mlx-lm", "mlx-metal", "numpy", "onnx", "onnxruntime", "transformers")
 PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
 """The fields of Linux's description of a processor that stay the same, on x86-64 and arm64."""
@@ -137,20 +135,13 @@ class ProofRecord:
 
     def forget(self) -> None:
         """Remove the file, if there is one."""
-        _remove(self._path)
+        remove(self._path)
 
     def write(self, proven: ProvenBatches) -> None:
         """Store ``proven``. If the folder is not writable, only the next start takes longer."""
         body = proven.encode()
-        scratch = self._path.with_suffix(f".{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            scratch.replace(self._path)
-            _forget_oldest(self._path.parent)
-        except OSError as error:
-            logger.warning("cannot store the proof: %s", error)
-            _remove(scratch)
+        checksum = hashlib.sha256(body).hexdigest().encode()
+        keep(self._path, checksum + b"\n" + body, "the proof")
 
 
 def code_digest(files: Iterable[Path]) -> str:
@@ -159,17 +150,6 @@ def code_digest(files: Iterable[Path]) -> str:
     for file in sorted(files):
         whole.update(hashlib.sha256(file.read_bytes()).digest())
     return whole.hexdigest()
-
-
-def _forget_oldest(folder: Path) -> None:
-    records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-    for path in records[:-MAX_RECORDS]:
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def _machine() -> list[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -11,14 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from engine.backend import kept_files
 from engine.speculation.batch_costs import BatchCosts
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 60.0
 """Min interval between writes, except the last one."""
-MAX_RECORDS = 256
-"""The oldest files are deleted above this number."""
 LONGEST_STEP_S, MAX_TOKENS = 600.0, 1 << 16
 """Values outside this range are not valid costs."""
 
@@ -45,7 +43,10 @@ class KeptCosts:
         body = msgspec.json.encode(self._costs.known())
         self._costs.changes, self._written_at = 0, now
         self._writer = threading.Thread(
-            target=_write, args=(self._path, body), name="costs", daemon=True
+            target=kept_files.keep,
+            args=(self._path, body, "the costs of steps"),
+            name="costs",
+            daemon=True,
         )
         self._writer.start()
         if at_once:
@@ -67,16 +68,3 @@ def _read(path: Path) -> Mapping[int, Mapping[int, float]]:
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         logger.warning("ignored the stored costs in %s: %s", path, error)
         return {}
-
-
-def _write(path: Path, body: bytes) -> None:
-    scratch = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(body)
-        scratch.replace(path)
-        records = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
-        for old in records[:-MAX_RECORDS]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("cannot store the costs of steps: %s", error)

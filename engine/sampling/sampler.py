@@ -140,14 +140,6 @@ def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
     return tokens.astype(mx.int32)
 
 
-def nan_at(logits: mx.array, tokens: mx.array) -> mx.array:
-    """Return whether each row of ``logits`` (rows, vocab) is NaN at its token: (rows,)."""
-    if arrays.array_namespace() is numpy and logits.dtype == mx.float32:
-        rows = numpy.asarray(logits)
-        return mx.array(numpy.isnan(rows[numpy.arange(len(rows)), numpy.asarray(tokens)]))
-    return mx.isnan(mx.take_along_axis(logits, tokens[:, None], axis=1)[:, 0])
-
-
 def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
     """Sample from NumPy arrays, one row at a time, so that a row stays in the processor's cache."""
     tokens = numpy.zeros(len(decodes), numpy.int32)

@@ -89,11 +89,6 @@ class SchedulerConfig:
         return self.blocks_per_page * self.block_bytes
 
     @property
-    def max_pages(self) -> int:
-        """The largest number of pages that plans ask for."""
-        return self.limit_bytes // self.page_bytes if self.keeps_kv else 0
-
-    @property
     def states_bytes(self) -> int:
         """Recurrent state of a sequence, and its snapshots from which its next turn goes on: at the
         end of its prompt, and of its answer."""

@@ -18,13 +18,13 @@ from engine.scheduler.store_backlog import StoreBacklog
 FIRST_TOKENS = 4096
 """Positions of the first pages that are allocated."""
 GROWTH = 1 / 2
-"""Pages added when there are too few, as a fraction of them: all are copied each time."""
+"""Pages added when there are too few, as a fraction of them: a GPU copies all of them each time."""
 RESERVED_TOKENS = 512
 """Positions that are kept for the answer of each running sequence when another one is admitted."""
 UNPACKED_SHARE = 1 / 4
 """Max fraction of the memory for unpacked rows."""
 UNPACKED_TOKENS = 512
-"""Least room of an unpacked row. It grows by half, because it is written anew each time."""
+"""Least room of an unpacked row. It grows by half, so that few plans change it."""
 
 
 class MemoryChanges(NamedTuple):
@@ -177,16 +177,16 @@ class Memory:
                 self.pages.name(target, named, block_hash)
         self._copies.append((page, target, end))
         self.hold(target)
-        self._held.append(page)
+        self.release_later(page)
         return target
 
     def hold(self, page: Page) -> None:
         """Keep ``page`` as it is until the plan is built, because it has an operation with it."""
         self.pages.acquire(page)
-        self._held.append(page)
+        self.release_later(page)
 
-    def hold_new(self, page: Page) -> None:
-        """Like `hold`, for a page that was just taken, and is in no table yet."""
+    def release_later(self, page: Page) -> None:
+        """Undo one `PagePool.take` or `PagePool.acquire` once the plan is built."""
         self._held.append(page)
 
     def fix(self, seq: Sequence) -> None:
@@ -302,6 +302,10 @@ class Memory:
             self.fetch_reservations[seq] = left
         return left
 
+    def spend_fetch(self, seq: Sequence, size_bytes: int) -> None:
+        """Release up to ``size_bytes`` of what `reserve_fetch` reserved for ``seq``."""
+        self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - size_bytes)
+
     def drop_fetch(self, seq: Sequence) -> None:
         """Drop what was fetched for ``seq``, and release its memory."""
         seq.fetch.drop()
@@ -309,16 +313,14 @@ class Memory:
 
     def page_for_fetched(self, seq: Sequence) -> Page | None:
         """Return a page for one that was fetched for ``seq``, in the memory reserved for it."""
-        had = self.fetch_reservations.get(seq, 0)
-        self.release_fetch(seq, keep=had - self._config.page_bytes)
+        self.spend_fetch(seq, self._config.page_bytes)
         return self.pages.take() if self._make_pages(1, 0) else None
 
     # -- snapshots -----------------------------------------------------------------
 
     def add_fetched_snapshot(self, block_hash: bytes, seq: Sequence) -> Snapshot | None:
         """Like `add_snapshot`, for one fetched for ``seq``, in the memory reserved for it."""
-        had = self.fetch_reservations.get(seq, 0)
-        self.release_fetch(seq, keep=had - self._config.state_bytes)
+        self.spend_fetch(seq, self._config.state_bytes)
         return self.add_snapshot(block_hash, stored=True)
 
     def add_snapshot(self, block_hash: bytes | None, *, stored: bool = False) -> Snapshot | None:

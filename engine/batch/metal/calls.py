@@ -49,7 +49,7 @@ class Spans(NamedTuple):
     def of(cls, rows: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> Spans:
         """``rows`` are the start and the end of each."""
         flat = [each for row in rows for each in row]
-        return cls(page_table(tables), _long(flat), len(rows), max(end for _, end in rows))
+        return cls(page_table(tables), padded_ints(flat), len(rows), max(end for _, end in rows))
 
 
 def can_round(form: PageFormat) -> bool:
@@ -235,12 +235,8 @@ def _page_table(tables: tuple[tuple[int, ...], ...]) -> mx.array:
     return mx.array(found)
 
 
-def row_ends(ends: Sequence[int]) -> mx.array:
-    """Return ``ends`` as `PageKernels.gather` takes them."""
-    return _long(ends)
-
-
-def _long(numbers: Sequence[int]) -> mx.array:
+def padded_ints(numbers: Sequence[int]) -> mx.array:
+    """Return ``numbers`` as kernels take them, such as the ends of rows."""
     missing = FEWEST_ELEMENTS - len(numbers)
     return mx.array([*numbers, *[0] * missing], mx.int32)
 

@@ -16,14 +16,12 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 
+from engine.backend.kept_files import keep
 from engine.batch.metal import kernel
 from engine.batch.metal.trial import KernelChoice, KernelTrial
 from engine.cache.page_format import PageFormat
 
 logger = logging.getLogger(__name__)
-
-MAX_RECORDS = 256
-"""The oldest files are deleted above this number."""
 
 MARK = ".running"
 """What the names of marks end with, after the number of the process."""
@@ -74,7 +72,7 @@ def _tried(form: PageFormat, query_heads: int) -> KernelChoice:
         with suppress(OSError):
             mark.unlink(missing_ok=True)
     if found is None:
-        _write(path, way)
+        keep(path, msgspec.json.encode(way), "the trial of kernels")
     return way
 
 
@@ -119,16 +117,3 @@ def _read(path: Path) -> KernelChoice | None:
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         logger.warning("ignored the stored trial in %s: %s", path, error)
         return None
-
-
-def _write(path: Path, way: KernelChoice) -> None:
-    scratch = path.with_suffix(f".{os.getpid()}")
-    try:
-        scratch.write_bytes(msgspec.json.encode(way))
-        scratch.replace(path)
-        for old in sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)[
-            :-MAX_RECORDS
-        ]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("cannot store the trial of kernels: %s", error)

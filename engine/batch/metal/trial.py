@@ -22,8 +22,8 @@ from engine.batch.metal.calls import (
     Variant,
     can_attend,
     can_round,
+    padded_ints,
     page_table,
-    row_ends,
     variants_of,
 )
 from engine.batch.ragged import Row
@@ -234,7 +234,7 @@ class KernelTrial:
         return tokens * rows * (self.form.keys.value_bytes + self.form.values.value_bytes)
 
     def gather(self, pool: mx.array, reach: Reach, first: int = 0) -> tuple[mx.array, mx.array]:
-        table, ends = page_table(reach.pages), row_ends(reach.ends)
+        table, ends = page_table(reach.pages), padded_ints(reach.ends)
         return self.kernels.gather(pool, table, ends, first, reach.end - first)
 
 
@@ -253,8 +253,7 @@ class TimedAttention:
         self._where = self._reach.where(form.heads)
         shape = rows, trial.query_heads, queries, form.keys.dim
         self._query = mx.zeros(shape, form.keys.dtype)
-        size = tokens * rows * (form.keys.value_bytes + form.values.value_bytes)
-        self._calls = max(1, min(8, PIECE_BYTES // size))
+        self._calls = max(1, min(8, PIECE_BYTES // trial.gathered_bytes(tokens, rows)))
         mx.eval(self._query, self._where)
 
     def kernel_s(self, variant: Variant) -> float:

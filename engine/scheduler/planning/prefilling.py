@@ -98,7 +98,7 @@ class Prefilling:
         while candidates:
             seq = self._first(candidates)
             one = self.passes.of(seq)
-            if one is None and self._has_to_compute(seq, claimed):
+            if one is None and not self._is_claimed(seq, claimed):
                 picture, limits[seq] = self.pictures.missing(seq, limits[seq])
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
@@ -108,7 +108,7 @@ class Prefilling:
                 if has_room and not streaming:
                     others = [c for c in candidates if c is not seq and not self.passes.of(c)]
                     wanted = self._group.next(
-                        seq, others, limits, lambda c: self._has_to_compute(c, claimed)
+                        seq, others, limits, lambda c: not self._is_claimed(c, claimed)
                     )
                     if wanted is not None:
                         self._encode(
@@ -142,7 +142,7 @@ class Prefilling:
         whole_s = left_s = self._chunk_policy.ends_s(streaming=streaming)
         joined: list[PlannedChunk] = []
         for seq in candidates[: max(rows, 0)]:
-            if not self._has_to_compute(seq, claimed):
+            if self._is_claimed(seq, claimed):
                 continue
             start, end = seq.num_computed_tokens, seq.prefill_end
             seconds = self._chunk_policy.predict_s(start, end - start)
@@ -210,10 +210,6 @@ class Prefilling:
         hashes = seq.block_hashes[number : number + worth]
         return len(hashes) == worth > 0 and all(each in claimed for each in hashes)
 
-    def _has_to_compute(self, seq: Sequence, claimed: dict[bytes, int]) -> bool:
-        """Return whether ``seq`` has to compute its next tokens: no other sequence does."""
-        return not self._is_claimed(seq, claimed)
-
     # -- beginning a pass ----------------------------------------------------------
 
     def _begin(
@@ -242,7 +238,7 @@ class Prefilling:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
                 continue
-            if seq is not first and not self._has_to_compute(seq, claimed):
+            if seq is not first and self._is_claimed(seq, claimed):
                 continue
             start = seq.num_computed_tokens
             if seq is not first and seq.has_pictures_ahead:

@@ -209,8 +209,7 @@ class PrefixCache:
             is_known = not hashes or hashes[-1] in self._pages or hashes[-1] in inserted
             if number < computed or (number + 1) * size > limit or is_known:
                 del seq.fetch.payloads[number]
-                reserved = self._memory.fetch_reservations.get(seq, 0)
-                self._memory.release_fetch(seq, keep=reserved - self._config.page_bytes)
+                self._memory.spend_fetch(seq, self._config.page_bytes)
                 continue
             if len(builder.inserted) >= self._max_inserts:
                 return
@@ -220,7 +219,7 @@ class PrefixCache:
                 self._memory.drop_fetch(seq)
                 return
             builder.inserted.append((page, payload, hashes))
-            self._memory.hold_new(page)
+            self._memory.release_later(page)
             seq.fetch.inserted.add(number)
         if seq.fetch.state is None:
             self._memory.drop_fetch(seq)

@@ -12,6 +12,27 @@ from typing import NamedTuple
 from engine.plan import BlockName
 
 
+class NetChanges:
+    """Which hashes can be found, and which no longer, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, bool] = {}
+
+    def record(self, block_hash: bytes, *, added: bool) -> None:
+        """Opposite changes cancel out."""
+        if self._found.get(block_hash, added) != added:
+            del self._found[block_hash]
+        else:
+            self._found[block_hash] = added
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the hashes that were added and removed."""
+        added = [block_hash for block_hash, exists in self._found.items() if exists]
+        removed = [block_hash for block_hash, exists in self._found.items() if not exists]
+        self._found.clear()
+        return added, removed
+
+
 @dataclass(eq=False, slots=True)
 class Storable:
     """What the kvstore may keep: the content of a full page, or a snapshot."""
@@ -85,7 +106,7 @@ class PagePool:
         self.fixed: set[Page] = set()  # pages that open passes know by number
         self._cached: OrderedDict[Page, None] = OrderedDict()
         self._index: dict[bytes, list[Page]] = {}
-        self._changes: dict[bytes, bool] = {}
+        self._changes = NetChanges()
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -183,7 +204,7 @@ class PagePool:
     def clear(self) -> None:
         """Forget all pages."""
         for block_hash in self._index:
-            self._record_change(block_hash, added=False)
+            self._changes.record(block_hash, added=False)
         self._index.clear()
         for kept in (self._pages, self._new, self.fixed, self._cached, self._free):
             kept.clear()
@@ -202,7 +223,7 @@ class PagePool:
         if end == self.page_tokens and not any(other.content for other in known):
             page.content = PageContent(next(self._clock), block_hash, stored, page=page)
         if len(known) == 1:
-            self._record_change(block_hash, added=True)
+            self._changes.record(block_hash, added=True)
         return len(known) == 1
 
     def withdraw(self, block_hash: bytes) -> list[PageContent]:
@@ -265,10 +286,7 @@ class PagePool:
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes that were added and removed since the last call, net."""
-        added = [block_hash for block_hash, exists in self._changes.items() if exists]
-        removed = [block_hash for block_hash, exists in self._changes.items() if not exists]
-        self._changes.clear()
-        return added, removed
+        return self._changes.take()
 
     def faults(self) -> Iterator[str]:
         """Yield inconsistencies of the pool, for `check_integrity`."""
@@ -301,15 +319,4 @@ class PagePool:
         pages.remove(page)
         if not pages:
             del self._index[block_hash]
-            self._record_change(block_hash, added=False)
-
-    def _record_change(self, block_hash: bytes, *, added: bool) -> None:
-        record_change(self._changes, block_hash, added=added)
-
-
-def record_change(changes: dict[bytes, bool], block_hash: bytes, *, added: bool) -> None:
-    """Note in ``changes`` that a hash can be found or not. Opposite changes cancel out."""
-    if changes.get(block_hash, added) != added:
-        del changes[block_hash]
-    else:
-        changes[block_hash] = added
+            self._changes.record(block_hash, added=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from engine.scheduler.pools.page_pool import Storable, record_change
+from engine.scheduler.pools.page_pool import NetChanges, Storable
 from shared.hashing import HASH_BYTES
 
 
@@ -35,7 +35,7 @@ class SnapshotPool:
         self._limit = limit
         self._index: dict[bytes, Snapshot] = {}
         self._evictable: OrderedDict[bytes, Snapshot] = OrderedDict()
-        self._changes: dict[bytes, bool] = {}
+        self._changes = NetChanges()
         self._clock = count() if clock is None else clock
 
     def __len__(self) -> int:
@@ -141,10 +141,7 @@ class SnapshotPool:
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes that were added and removed since the last call, net."""
-        added = [block_hash for block_hash, exists in self._changes.items() if exists]
-        removed = [block_hash for block_hash, exists in self._changes.items() if not exists]
-        self._changes.clear()
-        return added, removed
+        return self._changes.take()
 
     def faults(self) -> Iterator[str]:
         """Yield inconsistencies of the pool, for `check_integrity`."""
@@ -163,7 +160,7 @@ class SnapshotPool:
 
     def _record_change(self, block_hash: bytes, *, added: bool) -> None:
         if _is_block_hash(block_hash):
-            record_change(self._changes, block_hash, added=added)
+            self._changes.record(block_hash, added=added)
 
 
 def _is_block_hash(key: bytes) -> bool:

@@ -1,17 +1,13 @@
 """Quantization of keys and values in MLX and in NumPy."""
 
 import itertools
-import platform
-import shutil
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.primitives import count_primitives
 from engine.cache.quantization import (
-    KERNEL_GROUPS,
     MIDDLE,
     UNQUANTIZED,
     Precision,
@@ -21,13 +17,13 @@ from engine.cache.quantization import (
     dequantize,
     pack,
     quantize,
-    round_together,
-    symmetric_scales,
     unpack,
 )
 from engine.cache.rounding import round_in_place, values_of
 
 WAYS = [Quantization(bits, size) for bits in (8, 4) for size in (16, 32, 64, 128)]
+KERNEL_GROUPS = (32, 64, 128)
+"""Group sizes with MLX kernels."""
 SPREADS = (1e-30, 1e-8, 1e-6, 1e-3, 1.0, 100.0, 1e4, 6e4, 1e5, 1e7, 1e30)
 OFFSETS = (0.0, 1.0, -1.0, 300.0, -300.0)
 
@@ -88,45 +84,6 @@ def test_rounding_of_a_row_does_not_depend_on_other_rows(how: Quantization) -> N
         one = quantized(rows[place], how)
         assert mx.array_equal(one.codes, in_mlx.codes[place])
         assert mx.array_equal(one.scales, in_mlx.scales[:, *place])
-
-
-@pytest.mark.skipif(not shutil.which("c++"), reason="on the CPU MLX compiles with a compiler")
-@pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"),
-    reason="elsewhere compilers contract a product and a sum, which changes a scale now and then",
-)
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [
-        (mx.float32, Quantization(8, 64)),
-        (mx.bfloat16, Quantization(8, 128)),
-        (mx.bfloat16, Quantization(4, 16)),
-        (mx.float16, Quantization(8, 32)),
-    ],
-)
-def test_compiled_rounding_gives_the_same_values(dtype: mx.Dtype, how: Quantization) -> None:
-    x = made_up()
-    largest = 20_000 if dtype == mx.float16 else np.inf  # beyond it ``values`` are not finite
-    keys = mx.array(x[np.abs(x).max(axis=-1) < largest])[:, None, None].astype(dtype)
-    others = mx.roll(keys, 1, axis=-1) * 3 + 1
-    mx.eval(keys, others)
-    bits = mx.uint32 if dtype == mx.float32 else mx.uint16
-    for arrays in ([keys, others], [others]):
-
-        def run(*new: mx.array) -> list[mx.array]:
-            values, scales = round_together(new, how)
-            return [scales, values]
-
-        marks, values = mx.compile(run)(*arrays)
-        assert count_primitives([marks, values]).total() <= (3 if how.bits == 8 else 4)
-        if how.bits == 8:
-            marks = symmetric_scales(marks)
-        for new, rounded, scales in zip(arrays, values, marks.squeeze(-1), strict=True):
-            expected = quantize(new, how)
-            assert mx.array_equal(scales, expected.scales)
-            wanted = dequantize(expected, how).astype(dtype)
-            assert mx.array_equal(rounded.view(bits), wanted.view(bits))  # which -0 and 0 are not
-            assert rounded.dtype == dtype
 
 
 def test_zero_stays_zero_with_8_bits_and_both_signs_have_the_same_values() -> None:

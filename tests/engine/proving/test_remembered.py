@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from engine.backend import kept_files
 from engine.batch.cpu import layers
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
@@ -149,7 +150,7 @@ def test_damaged_records_are_ignored_and_replaced(damage: bytes, tmp_path: Path)
 
 
 def test_the_oldest_records_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MAX_RECORDS", 3)
+    monkeypatch.setattr(kept_files, "MAX_FILES", 3)
     proven = ProvenBatches.of(Layout, probe_layout(build("llama")), "", "")
     for number in range(5):
         for path in tmp_path.iterdir():  # each is older than the next

@@ -299,7 +299,8 @@ class FakeExecutor:
             assert plan.num_pages <= move.source and move.target < plan.num_pages
             self.pages[move.target] = list(self._page(move.source))
         if plan.num_pages:
-            assert plan.num_pages <= self.config.max_pages
+            assert self.config.keeps_kv
+            assert plan.num_pages * self.config.page_bytes <= self.config.limit_bytes
             self.num_pages = plan.num_pages
             for page in [page for page in self.pages if page >= plan.num_pages]:
                 del self.pages[page]

@@ -304,11 +304,9 @@ def _image(source: BlockSource, path: str) -> SentImage:
 
 def _source(block: ContentBlockParam, path: str) -> BlockSource:
     source = block.source
-    if source is None:
-        raise InvalidRequest(f"'{path}.source' is required.", param=f"{path}.source")
     if isinstance(source, str):
         raise InvalidRequest(f"'{path}.source' must be an object.", param=f"{path}.source")
-    return source
+    return required(source, path, "source")
 
 
 def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:

@@ -235,9 +235,9 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         return super().max_tokens(request, model) or settings.default_max_tokens or unlimited
 
     def stored_bytes(self, body: ResponsesRequest) -> int:
-        names = self._router.model_names.all.items()
-        called = body.model or next(iter(self._router.model_names.all), "")
-        model_id = next((own for own, known in names if called in known), called)
+        names = self._router.model_names.all
+        called = body.model or next(iter(names), "")
+        model_id = next((own for own, known in names.items() if called in known), called)
         self._capsule = Capsule(self._seal.seal, self._seal.unseal, (self._key, model_id))
         previous_id = body.previous_response_id
         if previous_id is not None:
@@ -304,8 +304,8 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         room = model.hello.context_length - self.max_tokens(request, model)
         room = min(room, model.max_prompt_tokens)
         *messages, task = request.messages
-        system, rest, summary = messages[: num_system(messages)], messages, ""
-        rest = messages[len(system) :]
+        begin = num_system(messages)
+        system, rest, summary = messages[:begin], messages[begin:], ""
         for number in itertools.count():
             known = with_summary(system, summary, []) if summary else system
             whole = replace(request, messages=[*known, *rest, task])

@@ -30,6 +30,7 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS = 128
 
 LogprobsCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumChoices = Annotated[int, Meta(ge=1, le=16)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 MaxTokens = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
@@ -62,14 +63,14 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     """Fields of chat and text completions."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    n: NumChoices | None = None
     max_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
     stop: StopStrings | None = None
     prompt_logprobs: LogprobsCount | None = None
 
     suffix: Annotated[Any, refused("")] = None
     # Other servers' and APIs' names of the fields above.
-    n_cmpl: Annotated[Annotated[int, Meta(ge=1, le=16)] | None, other_name("n")] = None
+    n_cmpl: Annotated[NumChoices | None, other_name("n")] = None
     n_predict: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
     max_new_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
     max_output_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None

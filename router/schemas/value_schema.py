@@ -21,7 +21,7 @@ class ValueSchema:
     """A schema with its alternatives (``anyOf``, ``oneOf``, ``allOf``). References are ignored."""
 
     def __init__(self, schema: Any) -> None:
-        self._schemas = list(_with_alternatives(schema))
+        self._schemas = list(with_alternatives(schema))
         self._members: dict[str, ValueSchema] = {}
 
     @cached_property
@@ -69,13 +69,14 @@ class ValueSchema:
         return next((each[keyword] for each in self._schemas if keyword in each), None)
 
 
-def _with_alternatives(schema: Any) -> Iterator[dict[str, Any]]:
+def with_alternatives(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield ``schema`` and its alternatives at any depth; nothing if it is no object."""
     if isinstance(schema, dict):
         yield schema
         for keyword in ("anyOf", "oneOf", "allOf"):
             if isinstance(others := schema.get(keyword), list):
                 for each in others:
-                    yield from _with_alternatives(each)
+                    yield from with_alternatives(each)
 
 
 def _named_types(schema: dict[str, Any]) -> Iterator[str]:

@@ -170,8 +170,7 @@ class ModelReplies:
         call is required."""
         if self.format.tools is None:
             return JSON.template if policy.required else None
-        functions = [tool.function for tool in policy.tools]
-        own = call_template(self.format.tools.name, functions, self._control_tokens)
+        own = call_template(self.format.tools.name, self._control_tokens)
         return own or (JSON.template if policy.required else None)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:

@@ -20,10 +20,8 @@ from router.tokens.parsing.tagged_grammars import TaggedCall
 _MAX_CALLS = 16
 
 
-def call_template(
-    parser: str, functions: Sequence[FunctionDefinition], tokens: ControlTokens
-) -> CallTemplate | None:
-    """Return the syntax of calls of ``functions`` for ``parser``; None if unknown."""
+def call_template(parser: str, tokens: ControlTokens) -> CallTemplate | None:
+    """Return the syntax of calls for ``parser``; None if a grammar of them is unknown."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
         return PLAIN_TEMPLATE._replace(before="[TOOL_CALLS][", between=", ", after="]")
     format = CALL_FORMATS[parser]
@@ -119,24 +117,19 @@ def _call_rules(
 ) -> list[str]:
     """Return rules in which ``rule`` is a call of ``function``."""
     begin = template.begin.replace("{name}", function.name)
-    parts = [tokens.to_lark(part) for part in begin.split("{number}")]
+    head = f" {rule}_number ".join(tokens.to_lark(part) for part in begin.split("{number}"))
     rules = []
     if "{number}" in begin:
         rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
-    if not template.argument and isinstance(function, TextFunction):
+    if template.argument:
+        tagged = TaggedCall(rule, template, function, tokens).rules()
+        return [f"{rule}: {head} {rule}_more", *rules, *tagged]
+    if isinstance(function, TextFunction):
         opening, closing = json.dumps('{"input": "'), json.dumps('"}')
-        text = input_lark(function.input_grammar, quoted=True)
-        rules.append(f"{rule}_arguments: {opening} {text} {closing}")
-        arguments = [f"{rule}_arguments"]
-    elif not template.argument:
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        rules.append(f"{rule}_arguments: {function_json(parameters, function)}")
-        arguments = [f"{rule}_arguments"]
+        arguments = f"{opening} {input_lark(function.input_grammar, quoted=True)} {closing}"
     else:
-        return [
-            f"{rule}: {' '.join([f' {rule}_number '.join(parts), f'{rule}_more'])}",
-            *rules,
-            *TaggedCall(rule, template, function, tokens).rules(),
-        ]
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        arguments = function_json(parameters, function)
+    rules.append(f"{rule}_arguments: {arguments}")
     end = [tokens.to_lark(template.end)] if template.end else []
-    return [f"{rule}: {' '.join([f' {rule}_number '.join(parts), *arguments, *end])}", *rules]
+    return [f"{rule}: {' '.join([head, f'{rule}_arguments', *end])}", *rules]

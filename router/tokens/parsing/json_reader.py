@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import regex
 
 from router.tokens.detokenizer import partial_match_length
+from router.tokens.parsing.json_quoting import quoted_string
 
 _SPACE = regex.compile(r"[ \t\r\n]+")
 _SCALAR = regex.compile(r'[^\s,:\[\]{}()"]+')
@@ -78,7 +79,7 @@ class JsonReader:
     string; backslashes that escape nothing; ``True``, ``False`` and ``None``; and missing closing
     brackets, at the end and before any of ``stops``. Any other invalid text makes it `broken`, and
     is passed on unchanged up to a stop, without the bracket ``outer`` of what contains it.
-    ``names`` are those of arguments that are written without one, and ``known`` are keys.
+    ``names`` are those of the arguments: a key may be left out, or contain a colon.
     """
 
     def __init__(
@@ -87,13 +88,12 @@ class JsonReader:
         *,
         stops: Sequence[str] = (),
         names: Sequence[str] = (),
-        known: Collection[str] = (),
         outer: str = "",
     ) -> None:
         self._style = style
         self._stops = tuple(filter(None, stops))
         self._names = list(names)
-        self._known = [f"{key}:" for key in sorted(known, key=len, reverse=True) if ":" in key]
+        self._known = [f"{key}:" for key in sorted(names, key=len, reverse=True) if ":" in key]
         self._outer = outer
         self._frames: list[_Frame] = []
         self._expected = "value"  # or: key, colon, comma
@@ -210,17 +210,17 @@ class JsonReader:
         place = text.find(self._quote, position)
         if place < 0:
             end = len(text) - partial_match_length(text[position:], [self._quote])
-            out.append(_quoted(text[position:end]))
+            out.append(quoted_string(text[position:end]))
             self._held = text[end:]
             return end
-        out.append(_quoted(text[position:place]))
+        out.append(quoted_string(text[position:place]))
         after = place + len(self._quote)
         follows = self._follows(text, after)
         if follows is None and not self._ended:
             self._held = text[place:]
             return place
         if follows is False:
-            out.append(_quoted(self._quote))
+            out.append(quoted_string(self._quote))
             return after
         self._end_text(out)
         return after
@@ -421,10 +421,6 @@ class JsonReader:
     def _after_value(self) -> None:
         self._expected, self._may_close = "comma", True
         self.complete = not self._frames and not self._quote
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _python_number(text: str) -> str | None:

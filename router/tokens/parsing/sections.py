@@ -159,7 +159,7 @@ class CallObject:
             self._buffer, self._depth = value[1:], 2
             return None
         if self._key in ("name", "function") and self.name is None:
-            return self._name(text, value)
+            return self._name(value)
         is_arguments = self._key in ("arguments", "parameters")
         if is_arguments and start not in '{"n':
             return self._fail()
@@ -176,7 +176,7 @@ class CallObject:
         self._reader = JsonReader(stops=self._stops, outer=outer if self._streams else "")
         return None
 
-    def _name(self, text: str, value: str) -> bool | None:
+    def _name(self, value: str) -> bool | None:
         found = _TEXT.match(value, partial=True)
         if found is None:
             return self._fail()
@@ -415,11 +415,9 @@ class SectionReader:
         format, schema = self._format, self._schemas[name]
         if format.tags is not None and not self._buffer.lstrip().startswith("{"):
             return TaggedArguments(format.tags, ValueSchema(schema), self._ends)
-        properties = list((schema or {}).get("properties") or {})
+        names = list((schema or {}).get("properties") or {})
         stops = (*format.closers, *self._ends)
-        return ObjectArguments(
-            JsonReader(format.style, stops=stops, names=properties, known=properties)
-        )
+        return ObjectArguments(JsonReader(format.style, stops=stops, names=names))
 
 
 def _start_of(text: str, targets: Sequence[str]) -> str | None:

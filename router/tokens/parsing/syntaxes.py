@@ -129,9 +129,15 @@ def _dsml(name: str, block: str) -> CallFormat:
     )
 
 
+def _braces(name: str, start: str, end: str, quote: str) -> CallFormat:
+    """Return the Gemma family's format, with text between ``quote``."""
+    # The braces and the start of a value are what prose lacks.
+    head = r"call:NAME\s*+(?=\{\s*+(?:\}|[^{}]{1,256}?:\s*+[^\s,;)\]}]))"
+    style = Style((quote, '"'), bare=True)
+    return CallFormat(name, start, end, PLAIN_TEMPLATE, (head,), style=style)
+
+
 _ATTRIBUTES = r'(?:(?!name=)[\w:-]{1,32}="[^"<>]{0,200}"\s*+){0,8}+'
-_BRACES = (r"call:NAME\s*+(?=\{\s*+(?:\}|[^{}]{1,256}?:\s*+[^\s,;)\]}]))",)
-"""The braces and the start of a value are what prose lacks."""
 
 FORMATS: Mapping[str, CallFormat] = {
     each.name: each
@@ -308,22 +314,8 @@ FORMATS: Mapping[str, CallFormat] = {
             heads=(r"[\"']?NAME[\"']?\s*+>(?=\s*+<)",),
             tags=Tags(rf"<param\s++name\s*+=\s*+[\"']?{KEY}[\"']?\s*+>", "</param>", cdata=True),
         ),
-        CallFormat(
-            "gemma4",
-            "<|tool_call>",
-            "<tool_call|>",
-            PLAIN_TEMPLATE,
-            heads=_BRACES,
-            style=Style(('<|"|>', '"'), bare=True),
-        ),
-        CallFormat(
-            "function_gemma",
-            "<start_function_call>",
-            "<end_function_call>",
-            PLAIN_TEMPLATE,
-            heads=_BRACES,
-            style=Style(("<escape>", '"'), bare=True),
-        ),
+        _braces("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        _braces("function_gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
         CallFormat(
             "pythonic",
             "<|tool_call_start|>",

@@ -14,6 +14,7 @@ import regex
 
 from router.schemas.value_schema import ValueSchema
 from router.tokens.detokenizer import partial_match_length
+from router.tokens.parsing.json_quoting import quoted_string
 from router.tokens.parsing.json_reader import PYTHON_VALUES, JsonReader
 
 KEY = r"(?P<key>[^<>\"']{1,256}?)"
@@ -374,7 +375,7 @@ def _python_value(text: str) -> Any:
 
 
 def _quoted(text: str) -> str:
-    written = json.dumps(text, ensure_ascii=False)[1:-1]
+    written = quoted_string(text)
     try:
         written.encode()
     except UnicodeEncodeError:  # half a surrogate pair

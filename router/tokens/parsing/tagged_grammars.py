@@ -14,7 +14,7 @@ import regex
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import FunctionDefinition, TextFunction
-from router.schemas.value_schema import ValueSchema
+from router.schemas.value_schema import ValueSchema, with_alternatives
 from router.tokens.parsing.calls import CallFormat, CallTemplate, resolved
 from router.tokens.parsing.formats import CALL_FORMATS
 from router.tokens.parsing.input_grammars import input_lark
@@ -120,7 +120,7 @@ class TaggedCall:
             if number == last:
                 break
             key = keys[number] if number < len(keys) else None
-            schema = properties[keys[number]] if number < len(keys) else others
+            schema = others if key is None else properties[key]
             after = _After(
                 f"{rule}_more{number + 1}",
                 f"{rule}_keys{number + 1}" if number + 1 < last else "",
@@ -230,10 +230,10 @@ class TaggedCall:
         types = ValueSchema(plain).types
         if types and "string" not in types:
             return [self._json(own)]
-        as_text = _Value(True, text=self._terminal(name, _text_schema(plain)))
+        text_schema = _text_schema(plain)
+        as_text = _Value(True, text=self._terminal(name, text_schema))
         others = types - {"string"} or (not types and "{is_text}" in self._template.argument)
-        constrained = any(key in _text_schema(plain) for key in _TEXT_KEYWORDS)
-        if others and ("{is_text}" in self._template.argument or constrained):
+        if others and ("{is_text}" in self._template.argument or text_schema):
             return [as_text, self._json(_without_text(plain) if types else own)]
         return [as_text]
 
@@ -325,22 +325,13 @@ def _variants(function: FunctionDefinition) -> Iterator[Mapping[str, Any]]:
     `InvalidRequest`."""
     root = resolved(function.parameters or {"type": "object", "properties": {}})
     for keyword in _NOT_SUPPORTED:
-        if function.strict and any(keyword in each for each in _parts(root)):
+        if function.strict and any(keyword in each for each in with_alternatives(root)):
             raise InvalidRequest(
                 f"The tool '{function.name}' cannot be enforced: '{keyword}' is not supported at "
                 "the root of its parameters in the model's format of calls.",
                 param="tools",
             )
     yield from _alternatives(root)
-
-
-def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(schema, dict):
-        yield schema
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            others = schema.get(keyword)
-            for each in others if isinstance(others, list) else ():
-                yield from _parts(each)
 
 
 def _alternatives(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -398,11 +389,12 @@ def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
 
 def _text_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of ``schema`` that constrains text."""
-    own = [each for each in _parts(schema) if any(key in each for key in _TEXT_KEYWORDS)]
+    parts = list(with_alternatives(schema))
+    own = [each for each in parts if any(key in each for key in _TEXT_KEYWORDS)]
     texts = [each for each in own if "string" in ValueSchema(each).types or "type" not in each]
     plain = [
         each
-        for each in _parts(schema)
+        for each in parts
         if each.get("type") == "string" and not any(key in each for key in _TEXT_KEYWORDS)
     ]
     if not texts or ("anyOf" in schema and plain):

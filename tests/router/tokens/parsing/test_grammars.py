@@ -223,11 +223,10 @@ def test_a_senseless_schema_is_for_the_compiler(checker: Checker, parser: str, i
 
 
 def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:
-    assert call_template("pythonic", FUNCTIONS, checker.tokens) is None
-    combined = FunctionDefinition(name="f", parameters={"anyOf": [{"type": "object"}]})
-    assert call_template("qwen3_coder", [combined], checker.tokens) is not None
-    assert call_template("json_tools", [combined], checker.tokens) is not None
-    old = call_template("mistral", FUNCTIONS, checker.tokens)
+    assert call_template("pythonic", checker.tokens) is None
+    assert call_template("qwen3_coder", checker.tokens) is not None
+    assert call_template("json_tools", checker.tokens) is not None
+    old = call_template("mistral", checker.tokens)
     assert old is not None and old.before == "[TOOL_CALLS]["
 
 

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shared.paths import python_path
@@ -33,8 +33,10 @@ def sandbox_environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": python_path()}
 
 
-def environment_without(names: Collection[str]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in names}
+def environment_without(
+    names: Collection[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
 
 
 def forget(names: Collection[str]) -> None:

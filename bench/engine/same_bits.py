@@ -17,8 +17,8 @@ from services.measuring.executor_steps import DecodeSteps
 
 BY_DEFAULT, WITHOUT = "by default", "--no-deterministic"
 ROWS, CONTEXTS, CHUNKS = (1, 4, 8, 16), (200, 1000), ((0, 256), (1000, 256))
-PAIRS_OF_A_SLAB, CHUNK_PAIRS_OF_A_RUN = 10, 2
-SLABS_DIFFER_BY = 16
+PAIRS_OF_A_RUN, CHUNK_PAIRS_OF_A_RUN = 10, 2
+RUNS_DIFFER_BY = 16
 """Positions by which the rows of a run are longer than those of the one before."""
 
 
@@ -50,16 +50,16 @@ class EitherSide(OurSide):
         super().__init__(model, precision)
         self._pairs: list[dict[bool, float]] = []
 
-    def steps(self, rows: int, context: int, slabs: int) -> float:
+    def steps(self, rows: int, context: int, runs: int) -> float:
         """Return the median ratio of steps that follow each other, with the same bits and without.
 
         The rows of each run have another length, and so another place in memory."""
         self._pairs = []
-        for slab in range(slabs):
-            lengths = [context + slab * SLABS_DIFFER_BY] * rows
-            with DecodeSteps(self._executor, lengths, 2 * PAIRS_OF_A_SLAB + 2) as steps:
+        for run in range(runs):
+            lengths = [context + run * RUNS_DIFFER_BY] * rows
+            with DecodeSteps(self._executor, lengths, 2 * PAIRS_OF_A_RUN + 2) as steps:
                 self._pair(steps.step_s, first=True)  # each binds its own arguments first
-                self._add(PAIRS_OF_A_SLAB, steps.step_s)
+                self._add(PAIRS_OF_A_RUN, steps.step_s)
         return self._median
 
     def chunks(self, start: int, tokens: int, pairs: int) -> float:

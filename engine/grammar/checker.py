@@ -34,9 +34,9 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
-from shared.environment import sandbox_environment
 from shared.sandbox.memory_limit import MemoryLimit
 from shared.sandbox.pipe_frames import LENGTH, read_frame, write_frames
+from shared.sandbox.worker_process import running_pid, start_worker
 from shared.wire import Grammar
 
 TIME_LIMIT_S = 10.0
@@ -70,8 +70,7 @@ class GrammarChecker:
     @property
     def pid(self) -> int | None:
         """The process id; None if it is not running."""
-        process = self._process
-        return None if process is None or process.poll() is not None else process.pid
+        return running_pid(self._process)
 
     def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Return whether ``grammar`` is heavy. Raise `GrammarError` if it is invalid or exceeds the
@@ -122,15 +121,7 @@ class GrammarChecker:
         if self._closed:
             raise CheckerUnavailable("the engine is shutting down")
         try:
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.grammar.checker"],
-                env=sandbox_environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # Rust writes its panics there
-                start_new_session=True,  # ^C is meant for the supervisor
-                bufsize=0,
-            )
+            process = self._process = start_worker("engine.grammar.checker")
             assert process.stdin is not None
             write_frames(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
             if self._answer(process, START_LIMIT_S) is None:

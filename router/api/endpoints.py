@@ -160,7 +160,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
         def translate() -> tuple[_Request, dict[str, list[str]]]:
             left_out = {"tools": body.left_out_tools, "items": body.left_out_items}
-            return self.translate(body), {each: shown_types(left_out[each]) for each in left_out}
+            shown = {kind: shown_types(types) for kind, types in left_out.items()}
+            return self.translate(body), shown
 
         request, left_out = await router.work.run_large(tenant.share, translate, size)
         name = request.model or self._default_name(tenant)

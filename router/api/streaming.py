@@ -99,7 +99,9 @@ class StreamOpening:
         if self._handed_over:
             return
         await self._stop()
-        if self._has_headers and isinstance(error, Exception) and not _is_gone(error):
+        if not self._has_headers or isinstance(error, ClientDisconnected):
+            return
+        if isinstance(error, Exception):
             shown = error if isinstance(error, ApiError) else InternalError()
             await send_body(self.send, self.writer.error(shown), more=False)
 
@@ -152,10 +154,6 @@ class StreamOpening:
                 ],
             }
         )
-
-
-def _is_gone(error: Exception) -> bool:
-    return isinstance(error, ClientDisconnected)
 
 
 class EventStream:

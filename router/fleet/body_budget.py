@@ -37,8 +37,6 @@ class BodyBudget:
     def take(self, share: str, count: int) -> None:
         own = self._used_by[share] + count
         if own > self._limit_bytes() - self.used_bytes - count:
-            if own == count:
-                del self._used_by[share]
             raise Unavailable(
                 "The server is receiving too many large requests at once.",
                 code="too_many_bodies",

@@ -268,13 +268,7 @@ class Router:
     def longest_prompt(self) -> int:
         """The longest prompt in tokens that any model may accept, loaded or not."""
         joined = self.registry.models
-        limits = [
-            min(
-                each.settings.max_prompt_tokens or each.hello.context_length,
-                each.hello.context_length,
-            )
-            for each in joined.values()
-        ]
+        limits = [each.max_prompt_tokens for each in joined.values()]
         if not limits or any(name not in joined for name in self.supervised.models):
             limits.append(self.settings.max_prompt_tokens or _UNKNOWN_CONTEXT)
         return max(limits)

@@ -59,13 +59,11 @@ class LocalLauncher:
         wanted = self._model is not None and self._spare_after_s > 0
         if wanted and self._spare is None and now >= self._spare_at:
             assert self._model is not None
-            environment = {
-                name: value
-                for name, value in self._model.environment.items()
-                if name not in HUB_TOKENS
-            }
             spec = replace(
-                self._model, name="spare", command=self._model.spare, environment=environment
+                self._model,
+                name="spare",
+                command=self._model.spare,
+                environment=environment_without(HUB_TOKENS, self._model.environment),
             )
             try:
                 self._spare = LocalProcess(spec, self._output, now)

@@ -16,11 +16,29 @@ from shared.sandbox.pipe_frames import LENGTH
 _PIECE_BYTES = 1 << 20
 
 
+def start_worker(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs ``module`` without secrets (`shared.environment`), with unbuffered
+    pipes. Raises OSError."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        env=sandbox_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Rust writes its panics there
+        start_new_session=True,  # ^C is meant for the supervisor
+        bufsize=0,
+    )
+
+
+def running_pid(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Return the id of ``process``; None if it is not running."""
+    return None if process is None or process.poll() is not None else process.pid
+
+
 class WorkerProcess:
     """Runs a module that handles untrusted input, started on demand and after it was lost.
 
-    It gets no secrets (`shared.environment`). Only one thread at a time may use it; any thread may
-    call `close`.
+    Only one thread at a time may use it; any thread may call `close`.
     """
 
     def __init__(self, module: str) -> None:
@@ -31,8 +49,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         """The process id; None if it is not running."""
-        process = self._process
-        return None if process is None or process.poll() is not None else process.pid
+        return running_pid(self._process)
 
     def start(self) -> bool:
         """Start the process unless it runs. Return whether it was started. Raises OSError."""
@@ -41,15 +58,7 @@ class WorkerProcess:
         self.end()
         if self._closed:
             raise OSError("the server is shutting down")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module],
-            env=sandbox_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # ^C is meant for the supervisor
-            bufsize=0,
-        )
+        self._process = start_worker(self._module)
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         return True

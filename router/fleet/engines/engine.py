@@ -189,6 +189,11 @@ class ModelReplicas:
         return [self.hello.model, *self.hello.aliases]
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that the model accepts."""
+        return min(self.settings.max_prompt_tokens or sys.maxsize, self.hello.context_length)
+
+    @property
     def capabilities(self) -> list[str]:
         """The features enabled by the tokenizer and its template, if the model generates text."""
         if self.renderer is None or self.hello.task != "generate":
@@ -309,8 +314,7 @@ class Model:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that the model accepts."""
-        return min(self.settings.max_prompt_tokens or sys.maxsize, self.hello.context_length)
+        return self.replicas.max_prompt_tokens
 
     @property
     def image_processor(self) -> ImageProcessor | None:

@@ -53,15 +53,17 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def identify(self, headers: Headers, scope: Scope | None = None) -> Tenant:
+    def identify(self, headers: Headers, scope: Scope) -> Tenant:
         """Return the tenant of the key in ``headers``, or of the client's address if there are no
         keys. Raises `Unauthorized`."""
-        if not self._tenants:
-            if scope is None:
-                return self._everybody
-            address = self._addresses.of(scope, headers)
-            alone = self._addresses.is_alone(address)
-            return replace(self._everybody, address=address, alone=alone)
+        if self._tenants:
+            return self.owner(headers)
+        address = self._addresses.of(scope, headers)
+        alone = self._addresses.is_alone(address)
+        return replace(self._everybody, address=address, alone=alone)
+
+    def owner(self, headers: Headers) -> Tenant:
+        """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
         # The lookup uses a digest, so its timing reveals nothing about almost correct keys.
         tenant = self._tenants.get(digest(given_key(headers)))
         if tenant is None:
@@ -175,7 +177,7 @@ class AdminKey:
         if self.is_sent(headers):
             return ADMINISTRATOR
         if self._keys:
-            self._keys.identify(headers)
+            self._keys.owner(headers)
             raise AdminForbidden("This is not the admin key.")
         raise Unauthorized("The admin key is not valid.")
 

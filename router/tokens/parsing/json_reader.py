@@ -125,7 +125,7 @@ class JsonReader:
         if not (self.complete or self.broken):
             self._mend(out)
             if self.broken:
-                out.append(self._pass_on(self._held, out)[0])
+                self._pass_on(self._held, out)
         return "".join(out), rest
 
     def _read(self, text: str, position: int, out: list[str]) -> int:

@@ -312,11 +312,11 @@ _TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 
 
 def _format_of(template: CallTemplate) -> CallFormat:
-    own = template.argument, template.argument_end
+    """Return the format with this template, of which ``begin`` may be without its first text."""
     return next(
         each
         for each in CALL_FORMATS.values()
-        if (each.template.argument, each.template.argument_end) == own
+        if each.template._replace(begin=template.begin) == template
     )
 
 

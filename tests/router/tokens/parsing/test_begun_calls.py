@@ -200,3 +200,10 @@ def test_json_is_mended_where_it_can_mean_one_thing(text: str, expected: str | N
             assert whole == expected and reader.complete
         else:
             assert reader.broken or text == "{} x"
+
+
+@pytest.mark.parametrize("end", ["\\\\", "\\\\u12"])
+def test_text_that_ends_within_an_escape_is_passed_on_once(end: str) -> None:
+    reader = JsonReader()
+    begun = reader.feed('{"a": "x' + end[1:])[0]
+    assert begun + reader.finish()[0] == '{"a": "x' + end

@@ -114,6 +114,16 @@ def test_a_closing_tag_may_be_part_of_a_value(checker: Checker, parser: str, bet
 
 
 @EACH_FORMAT
+def test_a_value_with_what_ends_the_calls_is_read_as_a_whole_or_refused(
+    checker: Checker, parser: str
+) -> None:
+    close = FORMATS[parser].argument_end.strip().replace("{key}", "city")
+    arguments = {"city": f"a{close}\n{CALL_FORMATS[parser].end}b"}
+    found = readings(checker, parser, of(city=STRING), arguments)
+    assert all(each == arguments for each in found)
+
+
+@EACH_FORMAT
 def test_arguments_that_are_not_named_are_free_if_the_schema_says_so(
     checker: Checker, parser: str
 ) -> None:

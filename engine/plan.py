@@ -280,6 +280,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[BlockName, ...] = ()  # for everything inserted or exported
 
 
+def fixed_pages(slots: int, tokens: int, size: int, *, unpacks: bool) -> Plan:
+    """Return the first plan of callers without a scheduler: each slot below ``slots`` gets pages of
+    ``size`` for ``tokens`` positions (`fixed_tables`), and their values are kept outside of pages
+    too if the executor ``unpacks``."""
+    tables = fixed_tables(slots, tokens, size)
+    return Plan(
+        step=0,
+        num_pages=sum(len(table.pages) for table in tables),
+        tables=tables,
+        unpacked=tuple(Unpack(slot, tokens) for slot in range(slots) if unpacks),
+    )
+
+
 class Exported(NamedTuple):
     block_id: int  # as in `Export`
     payload: Payload

@@ -9,7 +9,6 @@ environment of an engine. Other systems ignore them.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Mapping
 
@@ -18,9 +17,6 @@ VARIABLE = "GLIBC_TUNABLES"
 _METAL = {"MLX_MAX_MB_PER_BUFFER": "256"}
 """MLX submits work whenever the arrays in use are larger than this, and counts those of pages as a
 whole. With its default, nearly every layer of a step would be submitted alone."""
-
-PIECE_BYTES = 1 << 20
-"""Size of the pieces in which memory is touched: about that of a block or of a slab's array."""
 
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,  # request huge pages if the system leaves the choice to programs
@@ -46,16 +42,3 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def prefault(size: int) -> None:
-    """Write to ``size`` bytes that the heap then keeps.
-
-    Otherwise the first requests would wait for the system to provide these pages: 3 ms per megabyte
-    if the host of a virtual machine has to provide them too. Does nothing if the heap would return
-    the pages.
-
-    Loading a model leaves gaps in the heap, whose pages `give_back` has returned. The heap uses the
-    smallest gap that is large enough, and its end only after all gaps. So do the pieces here."""
-    if os.environ.get(VARIABLE) == environment({})[VARIABLE]:
-        _ = [b"\1" * min(PIECE_BYTES, size - start) for start in range(0, size, PIECE_BYTES)]

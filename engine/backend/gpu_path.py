@@ -28,7 +28,7 @@ def force_if_asked() -> None:
 
 @contextmanager
 def forced_gpu_path() -> Iterator[None]:
-    """Make this process choose batches, slabs, sampling and look-ahead as on a GPU.
+    """Make this process choose batches, pages, sampling and look-ahead as on a GPU.
 
     MLX builds the same graphs as on a GPU but computes them on the CPU. Nothing is compiled,
     because that would run a C++ compiler for seconds. Load models beforehand: on a GPU the demo

@@ -1,1 +1,1 @@
-"""KV memory: slabs of slots, blocks, snapshots, and their quantization."""
+"""KV memory: pages, tables of slots, snapshots, and their quantization."""

@@ -1,4 +1,4 @@
-"""The rows of a slab that attend together.
+"""The rows of a batch that attend together.
 
 One attention call over a run of neighbouring rows costs (rows x longest row), plus a fixed cost.
 This finds the cheapest split into runs, so that short rows do not pay for long ones, and rows of
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Neighbouring rows of a slab."""
+    """Neighbouring rows."""
 
     first: int
     last: int  # the last row, inclusive

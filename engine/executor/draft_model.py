@@ -15,7 +15,7 @@ from engine.executor.base import Executor, PendingStep
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiled import GrammarError
 from engine.grammar.matcher import GrammarMatcher
-from engine.plan import Chunk, Decode, Plan, Slot, Unpack, fixed_tables
+from engine.plan import Chunk, Decode, Plan, Slot, fixed_pages
 from engine.sampling.masks import GrammarMasker
 from engine.speculation.source import BatchSource, DraftRequest
 
@@ -172,14 +172,9 @@ class DraftModel(BatchSource):
         self._steps = 0
         self._held: dict[object, _Held] = {}  # by sequence, least recently used first
         self._free: list[Slot] = list(range(self.max_sequences))
-        tables = fixed_tables(self.max_sequences, self._capacity, self._page_tokens)
         unpacks = self.executor.spec.unpacked_token_bytes > 0
-        begin = Plan(
-            step=self._steps,
-            num_pages=sum(len(table.pages) for table in tables),
-            tables=tables,
-            unpacked=tuple(Unpack(slot, self._capacity) for slot in self._free if unpacks),
-        )
+        rows, capacity = self.max_sequences, self._capacity
+        begin = fixed_pages(rows, capacity, self._page_tokens, unpacks=unpacks)
         self._dispatch(begin).read()
 
     def _propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:

@@ -46,9 +46,6 @@ AGENT_TOKENS = 10_000
 LAYERS_REVISION = 1
 """Raised with every change of our own layers or quantization that corrects keys and values: those
 stored before are not used any more."""
-PREFAULT_BYTES = 256 * 1024 * 1024
-"""Max KV memory that is touched at startup: what a first long prompt of a small model uses. For
-a tiny model, it covers the whole context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,6 @@ def build_replica(
     adapters = None if adapted is None else adapted.opened(executor)
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
-    _touch_memory(executor.spec, loaded, sizes)
     if leader is not None:
         executor = leader.lead(executor)
     namespace = _block_namespace(executor, loaded, settings, head, layers)
@@ -169,13 +165,6 @@ def build_rank(
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
     return executor, _block_namespace(executor, loaded, settings, None, None)
-
-
-def _touch_memory(spec: ExecutorSpec, loaded: LoadedModel, sizes: MemorySizes) -> None:
-    """Touch memory that the first requests will use."""
-    if device.uses_host():
-        context_bytes = (spec.token_bytes + spec.unpacked_token_bytes) * loaded.context_length
-        allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
 
 
 def _drop_leftovers() -> None:

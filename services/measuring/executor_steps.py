@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.plan import Chunk, Decode, Plan, Unpack, fixed_tables
+from engine.plan import Chunk, Decode, Plan, fixed_pages
 from shared.wire import SamplingParams
 
 if TYPE_CHECKING:  # imports mlx, and the BLAS must be loaded before that
@@ -83,14 +83,8 @@ def decode_s(
 
 
 def _allocate(executor: Executor, rows: int, capacity: int) -> None:
-    tables = fixed_tables(rows, capacity, executor.spec.page_tokens)
     unpacks = executor.spec.unpacked_token_bytes > 0
-    plan = Plan(
-        step=0,
-        num_pages=sum(len(table.pages) for table in tables),
-        tables=tables,
-        unpacked=tuple(Unpack(slot, capacity) for slot in range(rows) if unpacks),
-    )
+    plan = fixed_pages(rows, capacity, executor.spec.page_tokens, unpacks=unpacks)
     executor.dispatch(plan).read()
 
 

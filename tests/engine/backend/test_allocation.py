@@ -29,44 +29,6 @@ def test_large_arrays_come_in_huge_pages() -> None:
     assert int(run.stdout) > 48_000  # KB
 
 
-PREFAULT = """
-import resource
-import sys
-from engine.backend import allocation
-allocation.prefault(int(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-_ = b"2" * 2**25
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-GAPS = """
-import resource
-import sys
-from engine.backend import allocation
-large, small = zip(*[(b"1" * 2**25, b"1" * 2**20) for _ in range(2)])
-del large
-allocation.give_back()
-allocation.prefault(int(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-_ = [b"2" * 2**20 for _ in range(50)]
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-"""As after a model is loaded: gaps in the heap without pages."""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the heap of another system")
-@pytest.mark.parametrize("program", [PREFAULT, GAPS])
-def test_prefaulted_memory_causes_no_faults(program: str) -> None:
-    environment = {**os.environ, **allocation.environment({})}
-    faults = []
-    for size in (0, 2**26):
-        command = [sys.executable, "-c", program, str(size)]
-        run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
-        faults.append(int(run.stdout))
-    assert faults[1] < faults[0] / 4
-
-
 def test_tunables_that_the_user_set_are_kept() -> None:
     assert "GLIBC_TUNABLES" not in allocation.environment({"GLIBC_TUNABLES": "glibc.malloc.x=1"})
 

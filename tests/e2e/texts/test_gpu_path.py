@@ -7,12 +7,10 @@ log-probability of each token has to be the same. So random texts need no ties.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import mlx.core as mx
 import pytest
 
@@ -83,7 +81,7 @@ def truth(tiny_model: Callable[..., Path]) -> Truth:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = f"--kv-bits 8 --num-blocks 135 --max-kv-size {LONGEST} --ssd-policy write_through"
+    flags = f"--kv-bits 8 --num-blocks 118 --max-kv-size {LONGEST} --ssd-policy write_through"
     environment = {gpu_path.VARIABLE: "1", "_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
     with serving(tiny_model("llama"), *flags.split(), **environment) as running:
         assert any(gpu_path.VARIABLE in line for line in running.log)
@@ -122,29 +120,16 @@ def test_answers_are_mlx_lms_with_prefixes_from_ram_and_ssd_and_an_engine_that_i
 
 
 def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth: Truth) -> None:
-    """Their answers are longer than what is reserved for each."""
+    """What is reserved for four answers fits, and they are longer than that."""
     prompts = [[7 + number, *HEAD[number:]] for number in range(4)]
-
-    def complete(prompt: list[int]) -> Said:
-        body = {"prompt": prompt, "max_tokens": 700, **ENDLESS}
-        until = time.monotonic() + PATIENCE_S
-        while True:  # as a server that is short of memory asks clients to
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
-            if answer.status_code != 503 or time.monotonic() > until:
-                break
-            assert answer.json()["error"]["code"] == "memory_pressure"
-            assert int(answer.headers["retry-after"]) >= 1
-            time.sleep(0.05)
-        assert answer.status_code == 200, answer.text
-        return Said.of(answer.json()["choices"])
-
     unevictable = "mlx_lm_server_kv_unevictable_bytes"
     # What is left of the test before would let them run only one after another.
-    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
-    answers = at_once(complete, prompts)
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all pages free")
+    choices = server.complete(prompts, 700, **ENDLESS)["choices"]  # they start at the same time
     server.wait_metric("mlx_lm_server_preemptions_total")
-    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
-    for prompt, said in zip(prompts, answers, strict=True):
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all pages free")
+    for prompt, choice in zip(prompts, choices, strict=True):
+        said = Said.of([choice])
         assert len(said.names) == 700
         truth.check(prompt, said, greedy=True)
 

@@ -54,7 +54,7 @@ def engine_stats(
     limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
     total = (limit_bytes - config.state_bytes) // config.unit_bytes
     free_bytes = memory.pages.num_free * config.page_bytes + config.picture_bytes
-    used = -(-(memory.ledger.used_bytes - free_bytes) // config.unit_bytes)
+    used = min(total, -(-(memory.ledger.used_bytes - free_bytes) // config.unit_bytes))
     return wire.EngineStats(
         running=sequences.num_running,
         waiting=len(sequences.waiting) + len(sequences.loading),

@@ -40,7 +40,7 @@ PAGES = {
     "Models and speed": "docs/models docs/speculation docs/distributed docs/bench docs/benchmarks"
     " docs/comparison docs/metal",
     "Design": "ARCHITECTURE docs/design/processes docs/design/requests docs/design/scheduler"
-    " docs/design/memory docs/design/pages docs/design/prefix-cache"
+    " docs/design/memory docs/design/pages docs/design/own-batch docs/design/prefix-cache"
     " docs/design/recurrent-state docs/design/quantization docs/design/sampling"
     " docs/design/grammars docs/design/speculation docs/design/ranks docs/design/cpu"
     " docs/design/models docs/design/images docs/design/embeddings",

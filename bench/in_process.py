@@ -99,7 +99,7 @@ class InProcessEngine:
 
         self._steps = StepRunner(self.replica.executor)
         self._plans: dict[int, Plan] = {}
-        """Those that were dispatched, but whose results are not known, by number."""
+        """Plans that were dispatched, but whose results are not known, by number."""
 
     def encode(self, text: str, *, is_chat: bool) -> list[int]:
         """Return the tokens of ``text``; with ``is_chat``, as a question in the model's

@@ -54,7 +54,7 @@ class StateSearch(NamedTuple):
 
 
 class StoreRoom(NamedTuple):
-    """What may be sent to the kvstore now."""
+    """The files and bytes that may be sent to the kvstore now."""
 
     files: int
     size_bytes: int
@@ -64,7 +64,7 @@ class StoreRoom(NamedTuple):
 
 
 STORE_LIMIT = StoreRoom(256, 256 * 1024 * 1024)
-"""What an engine has on the way to the kvstore at most."""
+"""The most that an engine has on the way to the kvstore."""
 
 
 class Cancellation:

@@ -1,1 +1,1 @@
-"""What all processes share: messages, hashes, block files, settings, logs, exit codes."""
+"""Shared by all processes: messages, hashes, block files, settings, logs, exit codes."""

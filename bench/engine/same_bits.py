@@ -1,4 +1,4 @@
-"""What the same bits cost: steps and chunks by default, beside those with `--no-deterministic`.
+"""The cost of the same bits: steps and chunks by default, beside those with `--no-deterministic`.
 
 One engine computes both in turn, step by step on the same sequences: the steps of two engines with
 equal settings, or of rows in other places of memory, differ by several per cent. Each run has other

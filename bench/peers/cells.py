@@ -1,4 +1,4 @@
-"""What is measured of each pair of servers, in turn. It is kept, and goes on where it stopped."""
+"""Measurements of each pair of servers, in turn. They are kept, and continue where they stopped."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _numbers = count()
 
 
 class Stream(NamedTuple):
-    """What a client of a stream sees, in seconds."""
+    """Times that a client of a stream sees, in seconds."""
 
     first_token: float
     between_tokens: float  # median

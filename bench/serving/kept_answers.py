@@ -1,4 +1,4 @@
-"""What questions were answered, and how that compares: a file that later calls add to."""
+"""Answered questions, and how the answers compare: a file that later calls add to."""
 
 from __future__ import annotations
 

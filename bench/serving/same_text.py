@@ -127,7 +127,7 @@ WAYS = {
 
 
 class OutOfTime(Exception):
-    """What is next would take longer than there is time."""
+    """The next question would take longer than there is time."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ def compare(
 
 @dataclass
 class WayOutcome:
-    """What came of one way to ask."""
+    """The result of one way to ask."""
 
     way: str
     kinds: Mapping[int, str]  # of all questions

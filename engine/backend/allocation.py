@@ -1,4 +1,4 @@
-"""What engines need in their environment: settings of glibc's allocator, for huge pages and
+"""Variables in the environment of engines: settings of glibc's allocator, for huge pages and for
 keeping freed memory, and of MLX on Metal.
 
 The first touch of a 4 KB page causes a fault, which in a virtual machine may take longer than

@@ -57,14 +57,14 @@ class AttentionCost(NamedTuple):
 
 
 class LayerKernels(NamedTuple):
-    """What kernels do for layers of one kind."""
+    """The work of kernels for layers of one kind."""
 
     query_heads: int
     way: KernelChoice
 
 
 class GPUBatch(GraphBatch):
-    """Its costs are estimates, and it uses no kernels; those of `measured` and `tried` are not."""
+    """A batch with estimated costs and without kernels; `measured` and `tried` make others."""
 
     call_cost_tokens: float = 8_192
     query_cost = 1 / 8

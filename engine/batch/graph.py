@@ -24,7 +24,7 @@ Mask: TypeAlias = mx.array | str | None
 
 
 class Reach:
-    """What some rows of a batch attend to in one call, padded to the longest."""
+    """The positions that some rows attend to in one call, padded to the longest row."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class GraphBatch(RaggedBatch):
     `engine.cache.grouping`."""
 
     query_cost = 1.0
-    """What each further query of a row adds to the cost of a position, as a fraction of the
+    """The cost that each further query of a row adds to a position, as a fraction of the
     first."""
 
     def __init__(self, layout: Layout, slots: Slots, rows: Sequence[Row]) -> None:

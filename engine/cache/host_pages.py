@@ -50,7 +50,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: Array = np.empty(0, np.float32)
         self.calls: dict[tuple[int, ...], Any] = {}
-        """What is bound to this memory, dropped when another one takes its place."""
+        """Objects that are bound to this memory, dropped when another one takes its place."""
 
     @property
     def nbytes(self) -> int:

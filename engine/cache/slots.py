@@ -1,4 +1,4 @@
-"""What is kept for running sequences, by slot."""
+"""The state of running sequences, by slot."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class BuiltPass(NamedTuple):
     """A stretch of a pass with its graph built."""
 
     arrays: list[Any]  # arrays to evaluate
-    is_last: bool  # number of its plan
+    is_last: bool  # stretch of the pass
 
 
 class ChunkPass(NamedTuple):

@@ -87,7 +87,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 class Patience:
-    """What a process does after a failed download that may succeed later: it fails, unless `wait`
+    """The reaction to a failed download that may succeed later: the process fails, unless `wait`
     was called; then it tries again for ever."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from engine.sampling.masks import GrammarMasker
 
 @dataclass(frozen=True)
 class Leader:
-    """What rank 0 needs to lead its group."""
+    """The means of rank 0 to lead its group."""
 
     group: RankGroup
     plans: PlanSender

@@ -48,9 +48,9 @@ class RankBlocks(Protocol):
 
 class ReceivedPlan(NamedTuple):
     plan: Plan
-    """Its inserts have no payload."""
+    """The plan, with inserts that have no payload."""
     released: Sequence[StoredName]
-    """What was fetched, and is not inserted by a later plan."""
+    """Names of fetched payloads that no later plan inserts."""
 
     def with_payloads(self, blocks: RankBlocks | None) -> Plan:
         """Return the plan with this rank's payloads. Raises: `RankFailed`."""

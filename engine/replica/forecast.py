@@ -1,4 +1,4 @@
-"""What fits into this machine's memory for a model, before it is loaded.
+"""Forecast what fits into this machine's memory for a model, before it is loaded.
 
 The model is built from its files as in an engine, but no weight is read and nothing is computed: a
 forecast takes about a second at any size. It assumes that the fastest kind of batching is proven

@@ -29,7 +29,8 @@ GIVEN_BACK, MAX_GIVEN_STEPS = 0.1, 0.75
 """Steps that a source that lost time may lose again for each token that it guessed right without
 verification. A sequence may too, but only this many in total."""
 EARNED_STEPS = 1.5
-"""What right guesses may pay for where a step with drafts costs much because the device waits."""
+"""Steps that right guesses may pay for, where a step with drafts costs much because the device
+waits."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024
 """Number of tokens for which an overdrawn source proposes nothing. It doubles each time, and
 starts again once the source has saved time."""

@@ -1,4 +1,4 @@
-"""What is kept of one sequence for its drafts."""
+"""The state of one sequence for its drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configs of most tiny models share: sizes, and the usual names of config.json."""
+"""The common part of the configs of most tiny models: sizes, and the usual names of config.json."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ WRAPPER: dict[str, Config] = {
         "modules": [GATE],
     },
 }
-"""What the config around the text config needs."""
+"""Fields of the config around the text config."""
 
 
 def config(name: str) -> Config:

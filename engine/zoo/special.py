@@ -1,4 +1,4 @@
-"""What the config of an architecture needs besides `engine.zoo.common.COMMON`."""
+"""Fields that the config of an architecture needs besides `engine.zoo.common.COMMON`."""
 
 from __future__ import annotations
 

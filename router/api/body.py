@@ -80,7 +80,7 @@ async def _parsed(
 
 
 class ImageRoom(NamedTuple):
-    """Return the extra size allowed for images in a body."""
+    """The extra size allowed for images in a body, and the memory that holds them."""
 
     max_image_bytes: int
     held: HeldMemory

@@ -25,9 +25,9 @@ class OpenBlock(ABC, Generic[_Block, _Event]):
 
     def __init__(self, index: int) -> None:
         self.index = index
-        """Its position in the list."""
+        """The position in the list."""
         self.text = ""
-        """Its text so far; for a tool call, its arguments."""
+        """The text so far; for a tool call, its arguments."""
         self.status: BlockStatus = "in_progress"
 
     @abstractmethod

@@ -27,7 +27,7 @@ class OutputWriter(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What is sent while there is no event, to keep the connection alive."""
+        """Sent while there is no event, to keep the connection alive."""
 
     def opening(self) -> bytes:
         """Return the events that need no engine. May run on any thread."""

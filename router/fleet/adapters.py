@@ -39,12 +39,12 @@ class ListedAdapter(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What requests call it, whatever other models have."""
+        """The name in requests, unique among all models."""
         return f"{self.model_id}{SEPARATOR}{self.own_name}"
 
     @property
     def names(self) -> list[str]:
-        """What a key may be allowed to use it by."""
+        """The names by which a key may be allowed to use it."""
         return [*self.model_names, self.own_name, self.name]
 
 

@@ -162,7 +162,7 @@ class Choice:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The number of tokens of the text, including the one that ended it."""
+        """The tokens of the text, including the one that ended it."""
         return self.sequence.output_token_ids[: self._detokenizer.num_tokens]
 
     def advance(self) -> OutputDelta:

@@ -31,7 +31,7 @@ class SequenceSpec(NamedTuple):
     prompt: Prompt
     max_tokens: int
     choice: int
-    """Its index among the sequences of the same prompt."""
+    """The index among the sequences of the same prompt."""
     reply_parser: ReplyParser
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None

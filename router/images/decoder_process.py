@@ -44,7 +44,7 @@ class DecoderProcess:
     """
 
     module = "router.images.decoder"
-    """What the process runs."""
+    """The main function of the process."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s

@@ -50,7 +50,7 @@ def operations(router: Router) -> list[Operation]:
 
 
 class OllamaEndpoint(ChatEndpoint[_Body]):
-    """Return whether to stream, which is the default."""
+    """An endpoint that streams lines of JSON unless told not to."""
 
     stream_media_type = MEDIA_TYPE
     error_type = OllamaError

@@ -21,7 +21,7 @@ MAX_SCHEMA_DEPTH = 100
 """Max nesting of objects and arrays in the parameters of a tool."""
 
 PARAGRAPH_BREAK = "\n\n"
-"""What separates texts that are joined into one."""
+"""The separator of texts that are joined into one."""
 
 TEXT_PARTS = ("text", "refusal")
 """The supported types of content."""

@@ -158,7 +158,7 @@ class ImageTexts(NamedTuple):
     """How a template shows images."""
 
     text: str
-    """What it writes for an image between two texts: the placeholder and its surroundings."""
+    """The text of an image between two texts: the placeholder and its surroundings."""
     in_parts: frozenset[str]
     """The roles whose messages support images as parts. For other roles, or a template without
     support for images, the placeholder is written into the message as text."""

@@ -204,7 +204,7 @@ class _ControlToken(str):
 
 
 class _TemplateTokenizer:
-    """What a `ChatTemplate` uses of a tokenizer, without its vocabulary."""
+    """The parts of a tokenizer that a `ChatTemplate` uses, without the vocabulary."""
 
     has_chat_template = True
 

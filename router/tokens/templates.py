@@ -166,7 +166,7 @@ class ChatTemplate:
 
     @property
     def limits(self) -> TemplateLimits:
-        """What the template does not support, detected on first use."""
+        """The forms that the template does not support, detected on first use."""
         if self._limits is None:
             self._limits = limits_of(self._render_probe, self._arguments)
         return self._limits

@@ -55,7 +55,7 @@ COORDINATOR_PORT = 32_323
 
 
 class RankJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run on another machine."""
+    """A process to run on another machine."""
 
     model: str
     fingerprint: str

@@ -57,7 +57,7 @@ class ManagedChild:
 
     @property
     def joins_as(self) -> str:
-        """Its name in messages to routers."""
+        """The name in messages to routers."""
         return self.spec.joins_as or self.spec.name
 
     @property

@@ -70,7 +70,7 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """What an engine needs to connect: its own key pair and the server's public key."""
+    """The keys that an engine connects with: its own key pair and the server's public key."""
 
     own: KeyPair
     server: str

@@ -1,1 +1,1 @@
-"""What processes that handle untrusted input share with those that start them."""
+"""Shared by processes that handle untrusted input and the processes that start them."""

@@ -17,7 +17,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What an administrator has decided about the name of an adapter."""
+    """The decision of an administrator about the name of an adapter."""
 
     name: str
     adapter: AdapterRef | None = None  # None: no adapter has the name any more

@@ -30,7 +30,7 @@ of milliseconds to build."""
 
 
 class _Kind(NamedTuple):
-    """What the graph of a piece depends on, in addition to the numbers of rows and heads."""
+    """The key of a piece's graph, in addition to the numbers of rows and heads."""
 
     by_head: bool  # whether heads are copied one by one
     softcap: float | None

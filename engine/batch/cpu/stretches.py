@@ -14,7 +14,7 @@ ROWS = "rows"
 
 
 class Head(NamedTuple):
-    """What follows the last layer."""
+    """The norm and the products after the last layer."""
 
     norm: Norm
     weight: Weight

@@ -111,7 +111,7 @@ def _sums_session() -> Session:
 
 
 class _Shape(NamedTuple):
-    """What the arguments of a part's products depend on, besides keys and values."""
+    """The key of the arguments of a part's products, besides keys and values."""
 
     queries: int
     keys: int

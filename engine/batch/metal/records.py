@@ -24,7 +24,7 @@ from engine.cache.page_format import PageFormat
 logger = logging.getLogger(__name__)
 
 MARK = ".running"
-"""What the names of marks end with, after the number of the process."""
+"""The end of names of marks, after the number of the process."""
 
 _folder: Path | None = None
 _repeats = False

@@ -64,7 +64,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KernelChoice(msgspec.Struct, frozen=True):
-    """What is used for the layers of one kind."""
+    """The way of attention for the layers of one kind."""
 
     rounds: bool = False
     gathers: bool = False

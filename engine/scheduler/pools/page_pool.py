@@ -35,7 +35,7 @@ class NetChanges:
 
 @dataclass(eq=False, slots=True)
 class Storable:
-    """What the kvstore may keep: the content of a full page, or a snapshot."""
+    """Something that the kvstore may keep: the content of a full page, or a snapshot."""
 
     id: int  # never used again
     hash: bytes  # of the last block

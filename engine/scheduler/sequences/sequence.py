@@ -35,7 +35,7 @@ class Status(Enum):
     """Holds a slot; everything except its last token is computed; waits for a decode row."""
     DECODING = auto()
     ENDING = auto()
-    """Its last decode is in flight."""
+    """The last decode is in flight."""
     PREEMPTED = auto()
     """Gave up its slot to an older sequence; waits to be restored or recomputed."""
     FINISHED = auto()
@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its unique sort key, smallest first: the arrival number, reduced by
+        """The unique sort key, smallest first: the arrival number, reduced by
         `ARRIVALS_PER_PRIORITY` for each step of priority. Each step thus overtakes a limited
         number of earlier sequences. Background sequences come last."""
         priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
@@ -219,7 +219,7 @@ class Sequence:
 
     @property
     def held_slot(self) -> Slot:
-        """Its slot. Raises: RuntimeError if it has none."""
+        """Return its slot. Raises: RuntimeError if it has none."""
         if self.slot is None:
             raise RuntimeError(f"{self.request.request_id} holds no slot ({self.status.name})")
         return self.slot
@@ -286,7 +286,7 @@ class Sequence:
 
     @property
     def shown(self) -> list[Picture]:
-        """Its pictures in the form that block hashes use."""
+        """Pictures in the form that block hashes use."""
         return [Picture(one.start, one.end - one.start, one.digest) for one in self.pictures]
 
     @property

@@ -34,7 +34,7 @@ class FoundLine(NamedTuple):
     number: int
     """Counted from 1."""
     start: int
-    """Its offset in the file, in bytes."""
+    """The offset in the file, in bytes."""
     raw: bytes | None
     """None if it is too long; then it is not read into memory. Empty for a blank line, which is
     found only after too many others."""

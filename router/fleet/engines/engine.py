@@ -135,7 +135,7 @@ class ModelReplicas:
         self.renderer: Renderer | None = None
         """None until the tokenizer is loaded."""
         self.load_error: str | None = None
-        """What is wrong with the tokenizer, in words."""
+        """The fault of the tokenizer, in words."""
         self.load_at = 0.0
         """When it may be loaded (again), from ``time.monotonic``; infinity: it is loading."""
         self.failed_loads = 0
@@ -146,7 +146,7 @@ class ModelReplicas:
         self.adapters: dict[str, AdapterRef] = {}
         """By the names that requests have for them."""
         self.decisions = DecisionTable()
-        """What administrators have decided about their names."""
+        """The decisions of administrators about their names."""
         self.adapters_left_at: float | None = None
         """When an engine with adapters in its settings was removed, from ``time.monotonic``."""
 
@@ -297,7 +297,7 @@ class Model:
 
     @property
     def adapter_digest(self) -> str:
-        """What names the adapter's content; empty without one."""
+        """The digest of the adapter's content; empty without one."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property

@@ -1,4 +1,4 @@
-"""What the files of a model say about it before it is loaded for the first time."""
+"""Facts about a model from its files, before it is loaded for the first time."""
 
 from __future__ import annotations
 

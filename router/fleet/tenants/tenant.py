@@ -44,7 +44,7 @@ class Tenant:
 
     @property
     def noun(self) -> str:
-        """What clients are told apart by, for error messages."""
+        """The noun for what tells clients apart, in error messages."""
         return "API key" if self.name else "address"
 
     @property

@@ -77,7 +77,7 @@ class RequestList(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """What was done, and the number or names of the objects."""
+    """The action that was taken, and the number or names of its objects."""
 
     done: str
     count: int

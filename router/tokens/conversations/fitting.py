@@ -24,7 +24,7 @@ Renders = Callable[[list[_Json], bool], str]
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template does not support: it raises, omits something, or moves it."""
+    """The forms that a template does not support: it raises, omits something, or moves it."""
 
     system: bool = False
     """A system message. It becomes the beginning of the first user message."""

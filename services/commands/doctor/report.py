@@ -10,7 +10,7 @@ Empty: information only."""
 
 
 class Check(NamedTuple):
-    """What was checked, and the result."""
+    """The subject of a check, and the result."""
 
     name: str
     text: str

@@ -43,7 +43,7 @@ class ServiceManager(Protocol):
 
     @property
     def file(self) -> Path:
-        """Its definition file, which exists if the service is installed."""
+        """The definition file, which exists if the service is installed."""
 
     def install(self, spec: ServiceSpec) -> None:
         """Write the definition and start or restart the service. Raises `ServiceError`."""

@@ -108,7 +108,7 @@ test-slow: setup
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
 NOT_OF_RANKS = $(addprefix %/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)
 test-ranks: setup
-	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel tests/engine/zoo/test_zoo.py \
+	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel tests/zoo/test_zoo.py \
 		$(filter-out $(NOT_OF_RANKS),$(wildcard tests/e2e/*/test_*.py))
 
 # With Ray, which is not among what the other tests need.
@@ -183,8 +183,8 @@ test-store: setup
 	$(BIN)/python -m tests.kvstore.store_run $(ARGS)
 
 zoo: setup
-	$(BIN)/python -m engine.zoo --write docs/models.md $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m engine.zoo.adapters --write docs/adapters.md)
+	$(BIN)/python -m zoo --write docs/models.md $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m zoo.adapters --write docs/adapters.md)
 
 compose-test: setup
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/deploy/test_compose.py $(ARGS)

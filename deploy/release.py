@@ -32,7 +32,7 @@ DIST = ROOT / "dist"
 READY = ":{port}  (model demo, "
 """What the server prints when it is ready, in part."""
 READY_S = 300.0
-PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
+PACKAGES = ("services", "router", "engine", "kvstore", "shared")
 QUESTION = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "temperature": 0,

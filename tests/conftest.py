@@ -38,7 +38,7 @@ SLOW_UNTIL = 0.6
 """The part of a run in which files with slow tests begin."""
 LONGEST = (
     "tests/e2e/chaos/test_chaos.py",
-    "tests/engine/zoo/test_zoo.py",
+    "tests/zoo/test_zoo.py",
     "tests/e2e/texts/test_demo.py",
     "tests/engine/replica/test_memory.py",
     "tests/e2e/operation/test_rolling.py",

@@ -6,6 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import mlx_lm
 import msgspec
 import pytest
 
@@ -128,8 +129,10 @@ def test_files_that_the_pages_name_exist() -> None:
 
 
 def test_classes_that_the_pages_name_exist() -> None:
+    """Ours, and mlx-lm's."""
     packages = ("services", "router", "engine", "kvstore", "shared")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    files += [Path(mlx_lm.__file__).parent / name for name in ("generate.py", "models/cache.py")]
     known = set(re.findall(r"\w+", "".join(file.read_text(encoding="utf-8") for file in files)))
     for path in FOR_CONTRIBUTORS:
         named = re.findall(r"`([A-Z][a-z]+[A-Z]\w*)`", path.read_text(encoding="utf-8"))

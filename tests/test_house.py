@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench")
+PACKAGES = ("services", "router", "engine", "kvstore", "shared", "bench", "zoo")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 

@@ -18,7 +18,7 @@ import mlx_lm
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.zoo import configs
+from zoo import configs
 
 Kind = Literal[
     "llama",

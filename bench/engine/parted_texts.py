@@ -56,7 +56,7 @@ def parted_texts(model: str, runs: int) -> None:
 
 
 def _prompts(name: str, count: int) -> Prompts:
-    from engine.zoo.common import VOCAB_SIZE
+    from zoo.common import VOCAB_SIZE
 
     pick = random.Random(name)
     lengths = [pick.randrange(5, LONGEST_PROMPT) for _ in range(count)]
@@ -70,9 +70,9 @@ def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
     from engine.cache.quantization import Precision
     from engine.proving.choose import choose_executor
     from engine.proving.trial import PAGE_TOKENS
-    from engine.zoo.build import build
-    from engine.zoo.common import VOCAB_SIZE
-    from engine.zoo.configs import config
+    from zoo.build import build
+    from zoo.common import VOCAB_SIZE
+    from zoo.configs import config
 
     device.prepare()
     model = build(name)

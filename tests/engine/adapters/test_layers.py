@@ -8,8 +8,8 @@ import numpy as np
 from engine.adapters.checkpoint import LowRank
 from engine.adapters.layers import applied
 from engine.replica.adapters import adaptable
-from engine.zoo.build import build
 from shared.settings import Settings
+from zoo.build import build
 
 COUNT, RANK = 2, 4
 

@@ -33,11 +33,11 @@ from engine.proving.choose import choose_executor
 from engine.proving.proof import NotBatchable
 from engine.proving.replay import Replay, RoundingMismatch
 from engine.proving.trial import GREEDY, Trial
-from engine.zoo.build import build
-from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
 from tests.engine.conftest import Wrap
 from tests.engine.executor.by_hand import PlanRunner
 from tests.tiny_models import KINDS, VOCAB_SIZE, Kind, make_tiny
+from zoo.build import build
+from zoo.examine import LENGTHS, STEPS, TOLERANCE
 
 PAGE = 16
 

@@ -11,8 +11,8 @@ from engine.cache.states import StateStore
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Export, RestoreState, SaveState, Slot
 from engine.proving.choose import choose_executor
-from engine.zoo.build import build
 from tests.engine.executor.by_hand import GREEDY, PlanRunner
+from zoo.build import build
 
 A, B, C = 0, 1, 2
 NO_TOKEN: Any = "x"  # MLX raises where it is computed

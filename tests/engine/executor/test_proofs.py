@@ -9,10 +9,10 @@ import pytest
 from engine.batch import ragged
 from engine.cache.layout import UnsupportedLayout, probe_layout
 from engine.proving.proof import proof_references, prove
-from engine.zoo.build import build
 from tests.engine.executor.by_hand import bound
 from tests.engine.executor.conftest import every_pair
 from tests.tiny_models import VOCAB_SIZE
+from zoo.build import build
 
 
 @every_pair

@@ -11,8 +11,8 @@ from engine.executor.batched import BatchedExecutor
 from engine.executor.line import DeviceLine
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.plan import Chunk, Decode, Plan, fixed_tables
-from engine.zoo.build import build
 from shared.wire import SamplingParams
+from zoo.build import build
 
 LONG_S = 0.2
 

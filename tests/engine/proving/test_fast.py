@@ -16,9 +16,9 @@ from engine.executor.serial import SerialExecutor
 from engine.proving import choose, proof
 from engine.proving.choose import choose_executor
 from engine.proving.trial import Trial
-from engine.zoo.build import build
-from engine.zoo.common import VOCAB_SIZE
 from tests.engine.conftest import Wrap
+from zoo.build import build
+from zoo.common import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 

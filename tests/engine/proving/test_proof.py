@@ -25,9 +25,9 @@ from engine.proving.choose import choose_executor
 from engine.proving.oracle import Reference, rounding_noise
 from engine.proving.proof import NotBatchable, proof_references, prove
 from engine.proving.trial import DRAFTED, Trial
-from engine.zoo.build import build
-from engine.zoo.common import VOCAB_SIZE
 from tests.engine.conftest import Wrap
+from zoo.build import build
+from zoo.common import VOCAB_SIZE
 
 MORE = "qwen2 qwen3 gemma2 phi3 olmo2 glm4 cohere lfm2 starcoder2 mamba".split()
 BFLOAT, FLOAT = DTYPES = (mx.bfloat16, mx.float16)

@@ -18,10 +18,10 @@ from engine.cache.quantization import Precision
 from engine.proving import choose, remembered
 from engine.proving.remembered import ProofRecord, ProvenBatches
 from engine.proving.trial import Trial
-from engine.zoo.build import build
 from tests.engine.conftest import Wrap
 from tests.engine.whole import Whole
 from tests.tiny_models import make_quantized, make_tiny
+from zoo.build import build
 
 PROMPTS = ([5, 9, 11], [7] * 20)
 

@@ -25,10 +25,10 @@ from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
 from engine.proving.choose import choose_executor
 from engine.proving.proof import NotBatchable, proof_references, prove
-from engine.zoo.build import build
-from engine.zoo.configs import config
 from tests.engine.batch.cpu.paged import host_slots
 from tests.engine.conftest import Wrap
+from zoo.build import build
+from zoo.configs import config
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 

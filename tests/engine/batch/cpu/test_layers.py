@@ -15,8 +15,8 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from engine.batch.cpu import layers
 from engine.batch.cpu.layers import FP32_SHARE, Layers, chosen_precisions
-from engine.zoo.build import build
 from tests.engine.conftest import Wrap
+from zoo.build import build
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 

@@ -20,11 +20,11 @@ from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
 from engine.plan import Decode, Slot
 from engine.scheduler import memory
-from engine.zoo.build import build
-from engine.zoo.configs import config
 from tests.engine.batch.cpu.paged import host_slots
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE
+from zoo.build import build
+from zoo.configs import config
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 

@@ -16,10 +16,10 @@ from engine.cache.layout import Layout, probe_layout
 from engine.cache.page_format import PageFormat
 from engine.cache.quantization import Precision
 from engine.executor.batched import BatchedExecutor
-from engine.zoo.examine import TOLERANCE
 from tests.engine.batch.metal.emulate import Emulated
 from tests.engine.cache.test_quantized_kv import distance
 from tests.tiny_models import Kind
+from zoo.examine import TOLERANCE
 
 PAGE = 16
 

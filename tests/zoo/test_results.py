@@ -5,11 +5,11 @@ from pathlib import Path
 from mlx_lm.utils import MODEL_REMAPPING
 
 from engine.model.multimodal import FAMILIES
-from engine.zoo.examine import ArchitectureReport
-from engine.zoo.farm import Way
-from engine.zoo.results import Results
-from engine.zoo.table import PLAIN, RANKS, image_families, page
 from tests import vision_models
+from zoo.examine import ArchitectureReport
+from zoo.farm import Way
+from zoo.results import Results
+from zoo.table import PLAIN, RANKS, image_families, page
 
 ON_RANKS = Way(ranks=RANKS)
 RIGHT = ArchitectureReport(name="llama", loads=True, batched=True, batching="ragged")
@@ -42,7 +42,7 @@ def test_the_page_says_how_models_are_divided() -> None:
 
 
 def test_models_that_take_images_are_listed_by_their_language_models() -> None:
-    written = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    written = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     table, _, of_images = written.partition("## Models that take images")
     listed = table.partition("INT8:\n")[2].partition(".\n\n")[0].replace("\n", " ")
     rows = [

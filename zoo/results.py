@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.zoo.examine import ArchitectureReport
-from engine.zoo.farm import Way
+from zoo.examine import ArchitectureReport
+from zoo.farm import Way
 
 
 class _Line(msgspec.Struct, frozen=True):

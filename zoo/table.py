@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from engine.model.multimodal import FAMILIES
-from engine.zoo.common import WINDOW
-from engine.zoo.examine import TOLERANCE, ArchitectureReport
-from engine.zoo.farm import Way
+from zoo.common import WINDOW
+from zoo.examine import TOLERANCE, ArchitectureReport
+from zoo.farm import Way
 
 _PAGE = """\
 # Architectures
 
-<!-- Written by `python -m engine.zoo --write docs/models.md` (`make zoo`): do not edit. -->
+<!-- Written by `python -m zoo --write docs/models.md` (`make zoo`): do not edit. -->
 
 Every architecture of mlx-lm {mlx_lm} (mlx {mlx}) was built as a tiny random model with windows of
 {window} tokens. The logits of each row were compared with those of mlx-lm's own caches: with uneven

@@ -1,8 +1,8 @@
-"""Fields that the config of an architecture needs besides `engine.zoo.common.COMMON`."""
+"""Fields that the config of an architecture needs besides `zoo.common.COMMON`."""
 
 from __future__ import annotations
 
-from engine.zoo.common import CONTEXT, LAYERS, VOCAB_SIZE, WINDOW, Config
+from zoo.common import CONTEXT, LAYERS, VOCAB_SIZE, WINDOW, Config
 
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 

@@ -1,10 +1,10 @@
-"""Architectures with adapters: a sample of what `python -m engine.zoo.adapters` tries."""
+"""Architectures with adapters: a sample of what `python -m zoo.adapters` tries."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.zoo.adapters import AdapterReport, examine, table
+from zoo.adapters import AdapterReport, examine, table
 
 
 @pytest.mark.parametrize(

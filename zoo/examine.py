@@ -20,9 +20,9 @@ from engine.proving.choose import ChosenExecutor, choose_executor
 from engine.proving.oracle import make_reference
 from engine.proving.replay import Replay
 from engine.proving.trial import GREEDY, PAGE_TOKENS, Trial
-from engine.zoo.build import build
-from engine.zoo.common import VOCAB_SIZE
-from engine.zoo.configs import config
+from zoo.build import build
+from zoo.common import VOCAB_SIZE
+from zoo.configs import config
 
 INT8 = Precision(8)
 

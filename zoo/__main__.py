@@ -1,4 +1,4 @@
-"""``python -m engine.zoo``: test architectures, print the results, write their docs page."""
+"""``python -m zoo``: test architectures, print the results, write their docs page."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.zoo.build import architectures
-from engine.zoo.examine import ArchitectureReport
-from engine.zoo.farm import GPU_PATH, TIME_LIMIT_S, Way, examine_all
-from engine.zoo.results import Results
-from engine.zoo.table import RANKS, page, summary
+from zoo.build import architectures
+from zoo.examine import ArchitectureReport
+from zoo.farm import GPU_PATH, TIME_LIMIT_S, Way, examine_all
+from zoo.results import Results
+from zoo.table import RANKS, page, summary
 
 
 def main() -> int:
     """Return 0 if all architectures that load are served correctly, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m engine.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument(
         "--write", type=Path, help="test all ways, and write the table to this file"

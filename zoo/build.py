@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx_lm.models
 from mlx.utils import tree_map
 
-from engine.zoo.configs import MODULES, config
+from zoo.configs import MODULES, config
 
 
 def architectures() -> list[str]:

@@ -18,13 +18,13 @@ from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Plan, Slot
 from engine.proving import choose, trial
-from engine.zoo import examine as examining
-from engine.zoo.build import build
-from engine.zoo.common import VOCAB_SIZE
-from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
-from engine.zoo.farm import Way, examine_all
 from tests.e2e.ranks.test_ranks import at_length
 from tests.engine.conftest import Wrap
+from zoo import examine as examining
+from zoo.build import build
+from zoo.common import VOCAB_SIZE
+from zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
+from zoo.farm import Way, examine_all
 
 pytestmark = pytest.mark.slow
 

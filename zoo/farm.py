@@ -18,9 +18,9 @@ import msgspec
 from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.device import HOST_VARIABLE
 from engine.parallel.group import RankGroup
-from engine.zoo.examine import ArchitectureReport, examine
 from shared.network.ports import free_ports
 from shared.paths import python_path
+from zoo.examine import ArchitectureReport, examine
 
 TIME_LIMIT_S = 180.0
 GPU_PATH = "--gpu-path"
@@ -68,7 +68,7 @@ class _Children:
     """The processes of all ranks, or the only one."""
 
     def __init__(self, way: Way) -> None:
-        command = [sys.executable, "-P", "-m", "engine.zoo.farm", *[GPU_PATH] * way.gpu_path]
+        command = [sys.executable, "-P", "-m", "zoo.farm", *[GPU_PATH] * way.gpu_path]
         self._folder = tempfile.TemporaryDirectory()
         hosts = Path(self._folder.name, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(way.ranks)]))

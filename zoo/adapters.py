@@ -1,4 +1,4 @@
-"""`python -m engine.zoo.adapters`: tests which architectures support named adapters, and whether
+"""`python -m zoo.adapters`: tests which architectures support named adapters, and whether
 rows with different adapters are correct.
 
 Sequences with two random adapters and with none go through the stages of the proof in one batch.
@@ -29,10 +29,10 @@ from engine.batch import device
 from engine.proving.choose import choose_executor
 from engine.proving.oracle import make_reference
 from engine.proving.trial import PAGE_TOKENS, Trial
-from engine.zoo.build import architectures, build
-from engine.zoo.common import VOCAB_SIZE
-from engine.zoo.configs import config
-from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
+from zoo.build import architectures, build
+from zoo.common import VOCAB_SIZE
+from zoo.configs import config
+from zoo.examine import LENGTHS, STEPS, TOLERANCE
 
 COUNT, RANK, SCALE = 2, 4, 0.5
 IMPORT_ENDS_PROCESS = ("olmo",)
@@ -165,7 +165,7 @@ def _kept(path: Path | None) -> list[AdapterReport]:
 
 def main() -> int:
     """Return 0 if all architectures with linear layers are correct, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m engine.zoo.adapters", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m zoo.adapters", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--gpu-path", action="store_true", help="compute as on a GPU")
     parser.add_argument("--write", type=Path, help="put the lists into this file")

@@ -6,8 +6,8 @@ adds for the architecture.
 
 from __future__ import annotations
 
-from engine.zoo.common import COMMON, VOCAB_SIZE, Config
-from engine.zoo.special import SPECIAL
+from zoo.common import COMMON, VOCAB_SIZE, Config
+from zoo.special import SPECIAL
 
 MODULES = {"falcon_mamba": "mamba"}
 """Architectures that share another's module, but compute something different."""

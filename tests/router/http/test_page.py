@@ -369,10 +369,7 @@ def test_the_feed_shows_how_far_long_prompts_are(start_server: StartServer) -> N
 
     answers = [server.begin("a rather long question " * 8) for _ in range(2)]
     eventually(lambda: len(engine.running) == 2)
-    sampled_at = reader.status["now"]["at"]
-    assert not shown()
     eventually(lambda: shown().get("prompts") == 2)
-    assert reader.status["now"]["at"] > sampled_at
     before = shown()
     assert before["computed"] == 8 < before["tokens"]
     engine.behaviour.computed_prompt_tokens = 6

@@ -280,7 +280,10 @@ def test_a_field_is_not_given_under_two_names(served: Server, ours: str, theirs:
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("logprobs", [True, False])
-def test_chunks_have_the_usage_so_far(served: Server, include_usage: bool, logprobs: bool) -> None:
+def test_chunks_have_the_usage_so_far(
+    served: Server, include_usage: bool, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine.behaviour, "step_s", 0.05)  # or one chunk has all tokens
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
     chunks = streamed(served, logprobs=logprobs, stream_options=options)
     whole = served.chat("x", logprobs=logprobs).json()["usage"]

@@ -18,7 +18,8 @@ from engine.scheduler.store_backlog import StoreBacklog
 FIRST_TOKENS = 4096
 """Positions of the first pages that are allocated."""
 GROWTH = 1 / 2
-"""Pages added when there are too few, as a fraction of them: a GPU copies all of them each time."""
+"""Pages added when there are too few, as a fraction of them: a GPU copies all of them each time. If
+a prompt needs more, as many as it needs."""
 RESERVED_TOKENS = 512
 """Positions that are kept for the answer of each running sequence when another one is admitted."""
 UNPACKED_SHARE = 1 / 4
@@ -150,7 +151,8 @@ class Memory:
         no room, or none without evictions."""
         missing = self.pages_for(tokens) - len(seq.pages)
         if missing > 0:
-            if not self._make_pages(missing, tokens, evicts=evicts):
+            ahead = self.pages_for(len(seq.token_ids)) - len(seq.pages)
+            if not self._make_pages(missing, tokens, ahead=ahead, evicts=evicts):
                 return False
             self.replace(seq, len(seq.pages), [self.pages.take() for _ in range(missing)])
         return True
@@ -311,10 +313,20 @@ class Memory:
         seq.fetch.drop()
         self.release_fetch(seq)
 
-    def page_for_fetched(self, seq: Sequence) -> Page | None:
-        """Return a page for one that was fetched for ``seq``, in the memory reserved for it."""
-        self.spend_fetch(seq, self._config.page_bytes)
-        return self.pages.take() if self._make_pages(1, 0) else None
+    def page_for_fetched(self, seq: Sequence, number: int) -> Page | None:
+        """Return a page for page ``number`` of the prompt of ``seq``, which was fetched for it, in
+        the memory reserved for it.
+
+        Each page spends its own memory only. While that is too little for the others too, cached
+        pages are evicted instead: otherwise the number of pages would change in every plan. The
+        prefix of ``seq``, which was used last, may be among those that are cached."""
+        config = self._config
+        self.spend_fetch(seq, config.page_bytes)
+        ahead = self.pages_for(len(seq.token_ids)) - number
+        if self.ledger.shortfall(ahead * config.page_bytes) > 0:
+            while not self.pages.num_free and self.pages.num_cached > number:
+                self._evict_oldest()
+        return self.pages.take() if self._make_pages(1, 0, ahead=ahead) else None
 
     # -- snapshots -----------------------------------------------------------------
 
@@ -496,9 +508,12 @@ class Memory:
 
     # -- making room ---------------------------------------------------------------
 
-    def _make_pages(self, number: int, tokens: int, *, evicts: bool = True) -> bool:
-        """Have ``number`` free pages, for a sequence of ``tokens``. Return False, with nothing
-        changed, if that is impossible."""
+    def _make_pages(
+        self, number: int, tokens: int, *, ahead: int = 0, evicts: bool = True
+    ) -> bool:
+        """Have ``number`` free pages, for a sequence of ``tokens``. If pages are added for that,
+        there are ``ahead`` free ones, where memory allows. Return False, with nothing changed, if
+        that is impossible."""
         gathers = max(0, self._gathers(tokens) - self.gather_bytes)
         size = self._config.page_bytes
         lacking = number - self.pages.num_free
@@ -511,7 +526,7 @@ class Memory:
             return False
         while (lacking := number - self.pages.num_free) > 0:
             kept_bytes = max(0, self._largest_pass_bytes - self.pass_bytes)
-            if self._add_pages(lacking, kept_bytes if evicts else 0):
+            if self._add_pages(lacking, kept_bytes if evicts else 0, ahead):
                 continue
             if self._evict_oldest():
                 continue
@@ -519,11 +534,12 @@ class Memory:
                 return False
         return True
 
-    def _add_pages(self, lacking: int, kept_bytes: int) -> bool:
-        """Add ``lacking`` pages or more, or as many as there is room for, which leaves
-        ``kept_bytes``: activations of passes need them again."""
+    def _add_pages(self, lacking: int, kept_bytes: int, ahead: int = 0) -> bool:
+        """Add ``lacking`` pages or more, so that ``ahead`` are free, or as many as there is room
+        for, which leaves ``kept_bytes``: activations of passes need them again."""
         had, size = self.pages.num_pages, self._config.page_bytes
-        wanted = max(lacking, FIRST_TOKENS // self._config.page_tokens - had, int(had * GROWTH))
+        first = FIRST_TOKENS // self._config.page_tokens
+        wanted = max(lacking, ahead - self.pages.num_free, first - had, int(had * GROWTH))
         added = min(wanted, (-self.ledger.shortfall(0) - kept_bytes) // size)
         if added <= 0:
             return False

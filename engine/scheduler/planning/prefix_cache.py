@@ -214,7 +214,7 @@ class PrefixCache:
             if len(builder.inserted) >= self._max_inserts:
                 return
             payload = seq.fetch.payloads.pop(number)
-            page = self._memory.page_for_fetched(seq)
+            page = self._memory.page_for_fetched(seq, number)
             if page is None:
                 self._memory.drop_fetch(seq)
                 return

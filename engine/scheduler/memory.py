@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
@@ -190,6 +191,12 @@ class Memory:
     def release_later(self, page: Page) -> None:
         """Undo one `PagePool.take` or `PagePool.acquire` once the plan is built."""
         self._held.append(page)
+
+    @property
+    def has_pages_after_plan(self) -> bool:
+        """Whether pages are kept only until the plan is built, such as those of a sequence that was
+        preempted in the plan that inserts them."""
+        return any(page.refs == held for page, held in Counter(self._held).items())
 
     def fix(self, seq: Sequence) -> None:
         """Keep the numbers of its pages, because ``seq`` is in a pass that knows them."""

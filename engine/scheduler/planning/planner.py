@@ -107,7 +107,8 @@ class Planner:
         for a sequence that is alone: it may have restored the state that takes its room."""
         while not self._memory.grow(seq, tokens):
             builder.changed = True
-            if self._sequences.leaving or self._sequences.count(Status.ENDING):
+            is_leaving = self._sequences.leaving or self._sequences.count(Status.ENDING)
+            if is_leaving or self._memory.has_pages_after_plan:
                 return False
             running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
             if running == [seq]:
@@ -123,8 +124,7 @@ class Planner:
         room."""
         self.prefilling.passes.drop(seq)
         self._sequences.preempt(seq)
-        if not seq.fetch.inserted:  # they are named at the end of the plan
-            self._prefix_cache.name_computed(seq, builder.step)
+        self._prefix_cache.name_computed(seq, builder.step)
         self._memory.release(seq)
         self._snapshot_policy.touch_trailing(seq)
         builder.preempt(seq)

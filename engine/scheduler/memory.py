@@ -60,7 +60,7 @@ class Memory:
         self.fetch_reservations: dict[Sequence, int] = {}
         """Bytes that are fetched from the kvstore, or fetched and not inserted yet, by sequence."""
         self.unpacked_bytes: dict[Sequence, int] = {}  # of their unpacked rows
-        self.gather_bytes = 0  # temporary arrays of the longest sequence
+        self.gather_bytes = 0  # temporary arrays while passes gather pages
         self.pass_bytes = 0  # activations of passes in progress
         self._largest_pass_bytes = 0
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
@@ -124,10 +124,9 @@ class Memory:
         spare += self.snapshots.num_evictable * self._config.state_bytes
         return spare + sum(self.unpacked_bytes.values()) + sum(self.fetch_reservations.values())
 
-    def needed_bytes(self, pages: int, tokens: int) -> int:
-        """Return how many bytes a new sequence of ``tokens`` takes, of whose pages it lacks
-        ``pages``."""
-        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+    def needed_bytes(self, seq: Sequence, pages: int) -> int:
+        """Return how many bytes ``seq``, which is new, takes, of whose pages it lacks ``pages``."""
+        gathers = max(0, self._gathers(seq, len(seq.token_ids)) - self.gather_bytes)
         return pages * self._config.page_bytes + gathers + self._config.state_bytes
 
     def begin(self, seq: Sequence) -> None:
@@ -138,13 +137,14 @@ class Memory:
     def reserved_bytes(self) -> int:
         """Return the bytes for the prompts of running sequences and the next tokens of their
         answers, beyond what they have."""
-        pages = longest = 0
+        pages = 0
+        lengths = []  # in pages
         for seq in self.holders:
             if not seq.is_finished:
                 tokens = min(seq.max_positions, len(seq.token_ids) + RESERVED_TOKENS)
                 pages += max(0, self.pages_for(tokens) - len(seq.pages))
-                longest = max(longest, tokens)
-        gathers = max(0, self._gathers(longest) - self.gather_bytes)
+                lengths.append(self.pages_for(tokens))
+        gathers = max(0, self._config.gather_bytes(lengths) - self.gather_bytes)
         return pages * self._config.page_bytes + gathers
 
     def grow(self, seq: Sequence, tokens: int, *, evicts: bool = True) -> bool:
@@ -153,7 +153,8 @@ class Memory:
         missing = self.pages_for(tokens) - len(seq.pages)
         if missing > 0:
             ahead = self.pages_for(len(seq.token_ids)) - len(seq.pages)
-            if not self._make_pages(missing, tokens, ahead=ahead, evicts=evicts):
+            gathers = self._gathers(seq, tokens)
+            if not self._make_pages(missing, gathers, ahead=ahead, evicts=evicts):
                 return False
             self.replace(seq, len(seq.pages), [self.pages.take() for _ in range(missing)])
         return True
@@ -171,7 +172,7 @@ class Memory:
         """Return a new page with the positions of ``page`` up to ``end`` and their names, None if
         there is no room for it."""
         self.pages.acquire(page)
-        if not self._make_pages(1, 0):
+        if not self._make_pages(1):
             self.pages.release(page)
             return None
         target = self.pages.take()
@@ -220,10 +221,14 @@ class Memory:
         self._tried.pop(seq, None)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
 
-    def reserve_gathers(self, tokens: int, *, keep: int = 0) -> bool:
-        """Reserve memory for gathers of a sequence of ``tokens``, and leave ``keep`` pages free or
-        cached. Return False if there is no room."""
-        more = self._gathers(tokens) - self.gather_bytes
+    def reserve_gathers(self, seq: Sequence, tokens: int) -> bool:
+        """Reserve memory for gathers once ``seq`` has so many positions. Return False if there is
+        no room."""
+        return self._reserve_gathers(self._gathers(seq, tokens))
+
+    def _reserve_gathers(self, gathers: int, *, keep: int = 0) -> bool:
+        """Have ``gathers`` bytes reserved, and leave ``keep`` pages free or cached."""
+        more = gathers - self.gather_bytes
         if more > 0:
             if not self._make_room(more, keep=keep):
                 return False
@@ -233,10 +238,9 @@ class Memory:
 
     def update_gathers(self) -> None:
         """Release what gathers of sequences that have ended took."""
-        size = self._config.page_tokens
-        longest = max((len(seq.pages) for seq in self.holders), default=0) * size
-        self.ledger.release(self.gather_bytes - self._gathers(longest))
-        self.gather_bytes = self._gathers(longest)
+        gathers = self._config.gather_bytes([len(seq.pages) for seq in self.holders])
+        self.ledger.release(self.gather_bytes - gathers)
+        self.gather_bytes = gathers
 
     # -- unpacked rows -------------------------------------------------------------
 
@@ -333,7 +337,7 @@ class Memory:
         if self.ledger.shortfall(ahead * config.page_bytes) > 0:
             while not self.pages.num_free and self.pages.num_cached > number:
                 self._evict_oldest()
-        return self.pages.take() if self._make_pages(1, 0, ahead=ahead) else None
+        return self.pages.take() if self._make_pages(1, ahead=ahead) else None
 
     # -- snapshots -----------------------------------------------------------------
 
@@ -516,20 +520,20 @@ class Memory:
     # -- making room ---------------------------------------------------------------
 
     def _make_pages(
-        self, number: int, tokens: int, *, ahead: int = 0, evicts: bool = True
+        self, number: int, gathers: int = 0, *, ahead: int = 0, evicts: bool = True
     ) -> bool:
-        """Have ``number`` free pages, for a sequence of ``tokens``. If pages are added for that,
-        there are ``ahead`` free ones, where memory allows. Return False, with nothing changed, if
-        that is impossible."""
-        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+        """Have ``number`` free pages, and ``gathers`` bytes reserved for gathers. If pages are
+        added for that, there are ``ahead`` free ones, where memory allows. Return False, with
+        nothing changed, if that is impossible."""
+        more = max(0, gathers - self.gather_bytes)
         size = self._config.page_bytes
         lacking = number - self.pages.num_free
-        shortfall = gathers + lacking * size + self.ledger.shortfall(0)
-        if not evicts and gathers + max(0, lacking) * size + self.ledger.shortfall(0) > 0:
+        shortfall = more + lacking * size + self.ledger.shortfall(0)
+        if not evicts and more + max(0, lacking) * size + self.ledger.shortfall(0) > 0:
             return False
         if shortfall > self._cached_bytes() + self._droppable_bytes():
             return False
-        if not self.reserve_gathers(tokens, keep=number):
+        if not self._reserve_gathers(gathers, keep=number):
             return False
         while (lacking := number - self.pages.num_free) > 0:
             kept_bytes = max(0, self._largest_pass_bytes - self.pass_bytes)
@@ -631,8 +635,9 @@ class Memory:
         """Return the sequences whose unpacked rows no open pass uses."""
         return [seq for seq in self.unpacked_bytes if not any(page.passes for page in seq.pages)]
 
-    def _gathers(self, tokens: int) -> int:
-        """Return the size of temporary arrays with the values of a sequence of one layer."""
+    def _gathers(self, seq: Sequence, tokens: int) -> int:
+        """Return what gathers take once ``seq`` has so many positions."""
         if not self._config.gather_token_bytes:
             return 0
-        return self.pages_for(tokens) * self._config.page_tokens * self._config.gather_token_bytes
+        lengths = [len(other.pages) for other in self.holders if other is not seq]
+        return self._config.gather_bytes([*lengths, self.pages_for(tokens)])

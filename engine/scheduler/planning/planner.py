@@ -175,11 +175,10 @@ class Planner:
         if not self._memory.holders and not self._sequences.num_running:
             return True
         memory, config = self._memory, self._config
-        tokens = len(seq.token_ids)
-        missing = memory.pages_for(tokens) - len(cached.pages)
+        missing = memory.pages_for(len(seq.token_ids)) - len(cached.pages)
         own_bytes = sum(not page.refs for page in cached.pages) * config.page_bytes
         free_bytes = memory.available_bytes() - own_bytes - memory.reserved_bytes()
-        return memory.needed_bytes(missing, tokens) <= free_bytes
+        return memory.needed_bytes(seq, missing) <= free_bytes
 
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Preempt a background sequence, if there is one, for ``seq``. Its slot is free in the next

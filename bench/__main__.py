@@ -27,6 +27,7 @@ COMPARISONS = {
     "embeddings": "engine.embeddings",
     "router": "router.alone",
     "agents": "serving.agents",
+    "agents-in-budget": "serving.agents",
     "batches": "serving.batches",
     "growth": "serving.growth",
     "profile": "serving.host_time",

@@ -48,14 +48,14 @@ def kill_engine(server: int) -> None:
 
 
 @contextmanager
-def mlx_lm_server(model: Path) -> Iterator[int]:
+def mlx_lm_server(model: Path, *flags: str) -> Iterator[int]:
     """Run mlx-lm's server on the same weights and the same fast BLAS; yield its port."""
     environment = dict(os.environ)
     blas = load_fast_blas()
     if blas:
         environment["LD_PRELOAD"] = blas
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
-    command += ["--log-level", "ERROR"]
+    command += ["--log-level", "ERROR", *flags]
     with running(command, "/v1/models", environment) as (port, _):
         yield port
 

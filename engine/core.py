@@ -277,7 +277,8 @@ class EngineCore:
         self._refused.clear()
         if outputs.deltas:
             has_ended = any(delta.finish for delta in outputs.deltas)
-            held = self._scheduler.stats().unevictable_bytes if has_ended else None
+            used_bytes = self._scheduler.memory.used_bytes
+            held = used_bytes(of_background=False) if has_ended else None
             messages.append(wire.Tokens(deltas=outputs.deltas, unevictable_bytes=held))
         if outputs.cache_added or outputs.cache_removed:
             messages.append(self._cache_event(outputs.cache_added, outputs.cache_removed))

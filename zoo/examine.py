@@ -28,9 +28,6 @@ INT8 = Precision(8)
 
 LENGTHS = (49, 3, 17, 1, 38)
 STEPS = 5
-LONGEST_PASS = 8
-"""Max tokens of a pass if slots keep only windows: few, so that rings wrap around. Not used in 8
-bits, where rows are compared that are not kept (`engine.proving.replay`)."""
 TOLERANCE = 1e-4
 """As a fraction of the spread of the logits. float32 rounds to about 1e-5 of it in these models."""
 

@@ -21,7 +21,7 @@ ANSWER_TOKENS = 220
 
 
 def kv_bits(model: str, runs: int) -> None:
-    """Measure bytes of blocks and files, agreement of the most likely tokens, and times of
+    """Measure bytes of pages and files, agreement of the most likely tokens, and times of
     steps."""
     drivers: dict[int, InProcessEngine] = {b: InProcessEngine(model, kv_bits=b) for b in BITS}
     _sizes(drivers)
@@ -32,7 +32,7 @@ def kv_bits(model: str, runs: int) -> None:
 def _sizes(drivers: dict[int, InProcessEngine]) -> None:
     """Print sizes. ``--kv-bits 16`` is the model's own type, which may take 32 bits."""
     print(
-        "kv-bits   a block, bytes   its file   of the own type   of 16 bits   blocks in its place"
+        "kv-bits    a page, bytes   its file   of the own type   of 16 bits    pages in its place"
     )
     own = 0
     for bits, driver in drivers.items():

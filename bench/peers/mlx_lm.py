@@ -17,6 +17,7 @@ from bench.servers import mlx_lm_server, ours
 from bench.side import side
 from bench.turns import in_turn, median_ratio
 from engine.model.load import resolve
+from engine.plan import FEWEST_PAGE_TOKENS
 from services.measuring.answers import StreamedAnswer
 
 Ports = tuple[int, int]
@@ -122,7 +123,7 @@ def ssd(model: str, runs: int) -> None:
             with ours(model, "--ssd-policy", "write_through", ssd=directory) as port:
                 _first(port, asks[0])
                 ram.append(statistics.median(_first(port, ask) for ask in asks[1:3]))
-                while len(list(directory.rglob("*.safetensors"))) < 1000 // 16:
+                while len(list(directory.rglob("*.safetensors"))) < 1000 // FEWEST_PAGE_TOKENS:
                     time.sleep(0.2)
             with ours(model, "--ssd-policy", "write_through", ssd=directory) as port:
                 asyncio.run(complete(port, prompts.text(1, 30), 8))

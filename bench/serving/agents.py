@@ -23,6 +23,7 @@ from bench.serving import sessions
 from bench.serving.models import CONTEXT, make_short_demo
 from bench.serving.sessions import Request
 from engine.model.demo import demo_model_path
+from engine.replica.forecast import forecast
 from router.anthropic.schemas import MessagesRequest
 from router.anthropic.translation import chat_request as from_messages
 from router.responses.schemas import ResponsesRequest
@@ -37,6 +38,8 @@ from shared.settings import Settings
 
 LAYERS = 1
 """Layers of the demo model: a session has 30 prompts of up to 20,000 tokens."""
+BUDGET_TOKENS, LONGEST_TOKENS = 30_000, 12_000
+"""Memory in tokens of `agents_in_budget`, and the longest prompts there."""
 FLAGS = (
     *("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000"),
     *("--reasoning-key", sessions.REASONING_KEY),
@@ -106,6 +109,30 @@ def agents(model: str, runs: int) -> None:
             for what, warm in (("first of a line", False), ("later ones", True)):
                 ratios = [a.first_s / b.first_s for a, b in pairs if bool(a.known) is warm]
                 print(f"    ratio of first-token times, {what}: {statistics.median(ratios):.2f}")
+
+
+def agents_in_budget(model: str, runs: int) -> None:
+    """Replay the shorter prompts of all sessions, one session after the other, on both servers with
+    the same bytes of memory for their prompt caches, and without an SSD."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as private:
+        path = Path(model)
+        if model.startswith("demo"):
+            path = make_short_demo(demo_model_path(), Path(private) / "model", LAYERS)
+        token_bytes = forecast(path, Settings(kv_bits=16)).spec.token_bytes
+        requests, tokens = [], []
+        for name in sessions.names():
+            its = sessions.with_titles(sessions.read(name))
+            for request, prompt in zip(its, prompt_tokens(path, its), strict=True):
+                if len(prompt) <= LONGEST_TOKENS:
+                    requests.append(request._replace(line=f"{name} {request.line}"))
+                    tokens.append(prompt)
+        longest, blocks = max(map(len, tokens)), BUDGET_TOKENS // _BLOCK
+        print(f"{len(requests)} requests, prompts of up to {longest:,}; {BUDGET_TOKENS:,} tokens")
+        with ours(str(path), *FLAGS, "--no-ssd", "--num-blocks", str(blocks)) as port:
+            _print("this server", replay(port, requests, tokens))
+        budget = ("--prompt-cache-bytes", str(BUDGET_TOKENS * token_bytes))
+        with mlx_lm_server(path, *budget) as port:
+            _print("mlx_lm.server", replay(port, requests, tokens, as_chat=True))
 
 
 def replay(

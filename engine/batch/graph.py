@@ -22,6 +22,10 @@ from engine.cache.slots import Slots
 
 Mask: TypeAlias = mx.array | str | None
 
+MAX_GATHERED_BYTES = 64 << 20
+"""Max bytes of a layer's values that are gathered for one call, unless one row has more. The ledger
+has the longest row; shorter ones are temporary arrays like those of other operations."""
+
 
 class Reach:
     """The positions that some rows attend to in one call, padded to the longest row."""
@@ -162,10 +166,16 @@ class GraphBatch(RaggedBatch):
         if len(self.rows) == 1:
             return [[0]]
         order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].end)
+        token_bytes = max(1, self.layout.layer_value_bytes)
         cost = self.call_cost_tokens / (1 + self.query_cost * (self.width - 1))
         lengths = [self.rows[i].end for i in order]
         runs = split_runs(range(len(order)), lengths, cost)
-        return [sorted(order[run.first : run.last + 1]) for run in runs]
+        return [
+            sorted(order[first : min(first + most, run.last + 1)])
+            for run in runs
+            for most in [max(1, MAX_GATHERED_BYTES // (run.length * token_bytes))]
+            for first in range(run.first, run.last + 1, most)
+        ]
 
     @cached_property
     def _order(self) -> tuple[mx.array, mx.array] | None:

@@ -146,7 +146,8 @@ class HostPages(Pages):
     @property
     def nbytes(self) -> int:
         pages = sum(array.nbytes for group in self._groups for array in group.parts)
-        return pages + self.unpacked.nbytes + self.scratch_bytes
+        unpacked = self.unpacked
+        return pages + unpacked.nbytes + unpacked.idle_bytes + self.scratch_bytes
 
     @property
     def scratch_bytes(self) -> int:

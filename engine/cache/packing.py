@@ -1,13 +1,9 @@
-"""Several arrays in one buffer: the storage of a block or a snapshot.
-
-Metal limits the number of buffers, and a small model has many blocks.
-"""
+"""Several arrays in one buffer: the storage of a snapshot. Metal limits the number of buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +12,6 @@ from engine.plan import Payload
 
 ALIGNMENT_BYTES = 16
 """Each array begins at a multiple of this: Metal's kernels need aligned elements."""
-
-HostArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Packing:
@@ -28,7 +22,6 @@ class Packing:
 
     def __init__(self, parts: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> None:
         self._parts = tuple(parts)
-        self._host_types = tuple(str(dtype).rpartition(".")[2] for _, dtype in self._parts)
         self._stretches: list[slice] = []
         end = 0
         for shape, dtype in self._parts:
@@ -55,12 +48,6 @@ class Packing:
             packed[stretch].view(dtype).reshape(shape)
             for (shape, dtype), stretch in zip(self._parts, self._stretches, strict=True)
         ]
-
-    def host_views(self, packed: HostArray) -> list[HostArray]:
-        """Return the arrays in ``packed`` as NumPy arrays. Raises TypeError for
-        unsupported types."""
-        parts = zip(self._parts, self._host_types, self._stretches, strict=True)
-        return [packed[its].view(dtype).reshape(shape) for (shape, _), dtype, its in parts]
 
     def from_payload(self, payload: Payload) -> mx.array:
         """Return a copy of ``payload`` in one buffer, evaluated.

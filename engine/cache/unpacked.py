@@ -114,7 +114,7 @@ class UnpackedRows:
             ends.pop(slot, None)
             row.written = max(row.written, stale.pop(slot, 0))
         self._idle[slot] = row.written
-        while sum(self._idle.values()) * self._layout.value_bytes > IDLE_BYTES:
+        while self.idle_bytes > IDLE_BYTES:
             self.give_back(next(iter(self._idle)))
 
     def give_back(self, slot: Slot) -> None:
@@ -126,6 +126,11 @@ class UnpackedRows:
                 start = array[slot].ctypes.data - arrays[0].ctypes.data
                 if not memory.give_back(start, array[slot].nbytes):
                     array[slot, :, : -(-end // self._unit) * self._unit] = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of slots that were freed."""
+        return sum(self._idle.values()) * self._layout.value_bytes
 
     @property
     def nbytes(self) -> int:

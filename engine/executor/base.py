@@ -38,6 +38,8 @@ class ExecutorSpec:
     gather_token_bytes: int = 0
     """Temporary bytes of one position while a pass reads pages: its values in the largest layer, as
     often as they exist at once."""
+    gather_rows: int = 1  # max sequences of which such values exist at once
+    pads_gathers: bool = False  # whether each of them takes as much as the longest
     page_buffers: tuple[int, ...] = ()  # bytes of each buffer of a stored page
     state_buffers: tuple[int, ...] = ()  # the same for a stored state
     state_layout: tuple[str, ...] = ()

@@ -269,6 +269,8 @@ def _scheduler_config(
         block_size=settings.block_size,
         block_bytes=sizes.block_bytes,
         gather_token_bytes=spec.gather_token_bytes,
+        gather_rows=spec.gather_rows,
+        pads_gathers=spec.pads_gathers,
         unpacked_token_bytes=spec.unpacked_token_bytes,
         batches_chunks=spec.batches_chunks,
         state_bytes=spec.state_bytes,

@@ -102,6 +102,8 @@ def _of(
             block_bytes=sizes.block_bytes,
             limit_bytes=sizes.limit_bytes,
             gather_token_bytes=spec.gather_token_bytes,
+            gather_rows=spec.gather_rows,
+            pads_gathers=spec.pads_gathers,
             state_bytes=spec.state_bytes,
             keeps_kv=spec.keeps_kv,
             context_length=context,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +30,8 @@ class SchedulerConfig:
     namespace: bytes
     gather_token_bytes: int = 0
     """Temporary arrays of one position while a pass gathers the pages of a sequence."""
+    gather_rows: int = 1  # max sequences whose pages are gathered at once
+    pads_gathers: bool = False  # whether each of them takes as much as the longest
     unpacked_token_bytes: int = 0  # one position of an unpacked row; 0: there are none
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     decodes_ends: bool = False  # whether decodes may compute known tokens too (`Decode.before`)
@@ -103,8 +107,16 @@ class SchedulerConfig:
         """Return `capacity` with another limit."""
         if not self.keeps_kv:
             return self.context_length
-        page_bytes = self.page_bytes + self.page_tokens * self.gather_token_bytes
+        page_bytes = self.page_bytes + self.gather_bytes([1])
         return (limit_bytes - self.states_bytes) // page_bytes * self.page_tokens
+
+    def gather_bytes(self, lengths: Iterable[int]) -> int:
+        """Return what gathers of sequences with these numbers of pages take."""
+        if not self.gather_token_bytes:
+            return 0
+        longest = heapq.nlargest(self.gather_rows, filter(None, lengths))
+        pages = len(longest) * longest[0] if self.pads_gathers and longest else sum(longest)
+        return pages * self.page_tokens * self.gather_token_bytes
 
     def longest_of(self, sequences: int) -> int:
         """Return the length in tokens that so many sequences, with nothing in common, can have at
@@ -112,16 +124,18 @@ class SchedulerConfig:
         if not self.keeps_kv:
             return self.context_length
         room = max(0, self.limit_bytes - self.states_bytes - (sequences - 1) * self.state_bytes)
-        gathered = self.page_tokens * self.gather_token_bytes
-        pages = room // (sequences * self.page_bytes + gathered)
+        pages = room // (sequences * self.page_bytes + self.gather_bytes([1] * sequences))
         return min(pages * self.page_tokens, self.context_length)
 
     def at_once(self, tokens: int) -> int:
         """Return how many sequences of ``tokens``, with nothing in common, fit at once."""
         pages = -(-tokens // self.page_tokens) if self.keeps_kv else 0
-        gathered = pages * self.page_tokens * self.gather_token_bytes
-        room = max(0, self.limit_bytes - gathered - self.states_bytes + self.state_bytes)
-        return room // max(1, pages * self.page_bytes + self.state_bytes)
+        room = max(0, self.limit_bytes - self.states_bytes + self.state_bytes)
+        each, gathered = pages * self.page_bytes + self.state_bytes, self.gather_bytes([pages])
+        few = room // max(1, each + gathered)
+        if few <= self.gather_rows:
+            return few
+        return max(self.gather_rows, (room - self.gather_rows * gathered) // max(1, each))
 
     @property
     def state_tokens(self) -> int:

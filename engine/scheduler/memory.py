@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from engine.scheduler.store_backlog import StoreBacklog
 FIRST_TOKENS = 4096
 """Positions of the first pages that are allocated."""
 GROWTH = 1 / 2
-"""Pages added when there are too few, as a fraction of them: a GPU copies all of them each time."""
+"""Pages added when there are too few, as a fraction of them: a GPU copies all of them each time. If
+a prompt needs more, as many as it needs."""
 RESERVED_TOKENS = 512
 """Positions that are kept for the answer of each running sequence when another one is admitted."""
 UNPACKED_SHARE = 1 / 4
@@ -58,7 +60,7 @@ class Memory:
         self.fetch_reservations: dict[Sequence, int] = {}
         """Bytes that are fetched from the kvstore, or fetched and not inserted yet, by sequence."""
         self.unpacked_bytes: dict[Sequence, int] = {}  # of their unpacked rows
-        self.gather_bytes = 0  # temporary arrays of the longest sequence
+        self.gather_bytes = 0  # temporary arrays while passes gather pages
         self.pass_bytes = 0  # activations of passes in progress
         self._largest_pass_bytes = 0
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
@@ -122,10 +124,9 @@ class Memory:
         spare += self.snapshots.num_evictable * self._config.state_bytes
         return spare + sum(self.unpacked_bytes.values()) + sum(self.fetch_reservations.values())
 
-    def needed_bytes(self, pages: int, tokens: int) -> int:
-        """Return how many bytes a new sequence of ``tokens`` takes, of whose pages it lacks
-        ``pages``."""
-        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+    def needed_bytes(self, seq: Sequence, pages: int) -> int:
+        """Return how many bytes ``seq``, which is new, takes, of whose pages it lacks ``pages``."""
+        gathers = max(0, self._gathers(seq, len(seq.token_ids)) - self.gather_bytes)
         return pages * self._config.page_bytes + gathers + self._config.state_bytes
 
     def begin(self, seq: Sequence) -> None:
@@ -136,13 +137,14 @@ class Memory:
     def reserved_bytes(self) -> int:
         """Return the bytes for the prompts of running sequences and the next tokens of their
         answers, beyond what they have."""
-        pages = longest = 0
+        pages = 0
+        lengths = []  # in pages
         for seq in self.holders:
             if not seq.is_finished:
                 tokens = min(seq.max_positions, len(seq.token_ids) + RESERVED_TOKENS)
                 pages += max(0, self.pages_for(tokens) - len(seq.pages))
-                longest = max(longest, tokens)
-        gathers = max(0, self._gathers(longest) - self.gather_bytes)
+                lengths.append(self.pages_for(tokens))
+        gathers = max(0, self._config.gather_bytes(lengths) - self.gather_bytes)
         return pages * self._config.page_bytes + gathers
 
     def grow(self, seq: Sequence, tokens: int, *, evicts: bool = True) -> bool:
@@ -150,7 +152,9 @@ class Memory:
         no room, or none without evictions."""
         missing = self.pages_for(tokens) - len(seq.pages)
         if missing > 0:
-            if not self._make_pages(missing, tokens, evicts=evicts):
+            ahead = self.pages_for(len(seq.token_ids)) - len(seq.pages)
+            gathers = self._gathers(seq, tokens)
+            if not self._make_pages(missing, gathers, ahead=ahead, evicts=evicts):
                 return False
             self.replace(seq, len(seq.pages), [self.pages.take() for _ in range(missing)])
         return True
@@ -168,7 +172,7 @@ class Memory:
         """Return a new page with the positions of ``page`` up to ``end`` and their names, None if
         there is no room for it."""
         self.pages.acquire(page)
-        if not self._make_pages(1, 0):
+        if not self._make_pages(1):
             self.pages.release(page)
             return None
         target = self.pages.take()
@@ -188,6 +192,12 @@ class Memory:
     def release_later(self, page: Page) -> None:
         """Undo one `PagePool.take` or `PagePool.acquire` once the plan is built."""
         self._held.append(page)
+
+    @property
+    def has_pages_after_plan(self) -> bool:
+        """Whether pages are kept only until the plan is built, such as those of a sequence that was
+        preempted in the plan that inserts them."""
+        return any(page.refs == held for page, held in Counter(self._held).items())
 
     def fix(self, seq: Sequence) -> None:
         """Keep the numbers of its pages, because ``seq`` is in a pass that knows them."""
@@ -211,10 +221,14 @@ class Memory:
         self._tried.pop(seq, None)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
 
-    def reserve_gathers(self, tokens: int, *, keep: int = 0) -> bool:
-        """Reserve memory for gathers of a sequence of ``tokens``, and leave ``keep`` pages free or
-        cached. Return False if there is no room."""
-        more = self._gathers(tokens) - self.gather_bytes
+    def reserve_gathers(self, seq: Sequence, tokens: int) -> bool:
+        """Reserve memory for gathers once ``seq`` has so many positions. Return False if there is
+        no room."""
+        return self._reserve_gathers(self._gathers(seq, tokens))
+
+    def _reserve_gathers(self, gathers: int, *, keep: int = 0) -> bool:
+        """Have ``gathers`` bytes reserved, and leave ``keep`` pages free or cached."""
+        more = gathers - self.gather_bytes
         if more > 0:
             if not self._make_room(more, keep=keep):
                 return False
@@ -224,10 +238,9 @@ class Memory:
 
     def update_gathers(self) -> None:
         """Release what gathers of sequences that have ended took."""
-        size = self._config.page_tokens
-        longest = max((len(seq.pages) for seq in self.holders), default=0) * size
-        self.ledger.release(self.gather_bytes - self._gathers(longest))
-        self.gather_bytes = self._gathers(longest)
+        gathers = self._config.gather_bytes([len(seq.pages) for seq in self.holders])
+        self.ledger.release(self.gather_bytes - gathers)
+        self.gather_bytes = gathers
 
     # -- unpacked rows -------------------------------------------------------------
 
@@ -311,10 +324,20 @@ class Memory:
         seq.fetch.drop()
         self.release_fetch(seq)
 
-    def page_for_fetched(self, seq: Sequence) -> Page | None:
-        """Return a page for one that was fetched for ``seq``, in the memory reserved for it."""
-        self.spend_fetch(seq, self._config.page_bytes)
-        return self.pages.take() if self._make_pages(1, 0) else None
+    def page_for_fetched(self, seq: Sequence, number: int) -> Page | None:
+        """Return a page for page ``number`` of the prompt of ``seq``, which was fetched for it, in
+        the memory reserved for it.
+
+        Each page spends its own memory only. While that is too little for the others too, cached
+        pages are evicted instead: otherwise the number of pages would change in every plan. The
+        prefix of ``seq``, which was used last, may be among those that are cached."""
+        config = self._config
+        self.spend_fetch(seq, config.page_bytes)
+        ahead = self.pages_for(len(seq.token_ids)) - number
+        if self.ledger.shortfall(ahead * config.page_bytes) > 0:
+            while not self.pages.num_free and self.pages.num_cached > number:
+                self._evict_oldest()
+        return self.pages.take() if self._make_pages(1, ahead=ahead) else None
 
     # -- snapshots -----------------------------------------------------------------
 
@@ -496,22 +519,25 @@ class Memory:
 
     # -- making room ---------------------------------------------------------------
 
-    def _make_pages(self, number: int, tokens: int, *, evicts: bool = True) -> bool:
-        """Have ``number`` free pages, for a sequence of ``tokens``. Return False, with nothing
-        changed, if that is impossible."""
-        gathers = max(0, self._gathers(tokens) - self.gather_bytes)
+    def _make_pages(
+        self, number: int, gathers: int = 0, *, ahead: int = 0, evicts: bool = True
+    ) -> bool:
+        """Have ``number`` free pages, and ``gathers`` bytes reserved for gathers. If pages are
+        added for that, there are ``ahead`` free ones, where memory allows. Return False, with
+        nothing changed, if that is impossible."""
+        more = max(0, gathers - self.gather_bytes)
         size = self._config.page_bytes
         lacking = number - self.pages.num_free
-        shortfall = gathers + lacking * size + self.ledger.shortfall(0)
-        if not evicts and gathers + max(0, lacking) * size + self.ledger.shortfall(0) > 0:
+        shortfall = more + lacking * size + self.ledger.shortfall(0)
+        if not evicts and more + max(0, lacking) * size + self.ledger.shortfall(0) > 0:
             return False
         if shortfall > self._cached_bytes() + self._droppable_bytes():
             return False
-        if not self.reserve_gathers(tokens, keep=number):
+        if not self._reserve_gathers(gathers, keep=number):
             return False
         while (lacking := number - self.pages.num_free) > 0:
             kept_bytes = max(0, self._largest_pass_bytes - self.pass_bytes)
-            if self._add_pages(lacking, kept_bytes if evicts else 0):
+            if self._add_pages(lacking, kept_bytes if evicts else 0, ahead):
                 continue
             if self._evict_oldest():
                 continue
@@ -519,11 +545,12 @@ class Memory:
                 return False
         return True
 
-    def _add_pages(self, lacking: int, kept_bytes: int) -> bool:
-        """Add ``lacking`` pages or more, or as many as there is room for, which leaves
-        ``kept_bytes``: activations of passes need them again."""
+    def _add_pages(self, lacking: int, kept_bytes: int, ahead: int = 0) -> bool:
+        """Add ``lacking`` pages or more, so that ``ahead`` are free, or as many as there is room
+        for, which leaves ``kept_bytes``: activations of passes need them again."""
         had, size = self.pages.num_pages, self._config.page_bytes
-        wanted = max(lacking, FIRST_TOKENS // self._config.page_tokens - had, int(had * GROWTH))
+        first = FIRST_TOKENS // self._config.page_tokens
+        wanted = max(lacking, ahead - self.pages.num_free, first - had, int(had * GROWTH))
         added = min(wanted, (-self.ledger.shortfall(0) - kept_bytes) // size)
         if added <= 0:
             return False
@@ -608,8 +635,9 @@ class Memory:
         """Return the sequences whose unpacked rows no open pass uses."""
         return [seq for seq in self.unpacked_bytes if not any(page.passes for page in seq.pages)]
 
-    def _gathers(self, tokens: int) -> int:
-        """Return the size of temporary arrays with the values of a sequence of one layer."""
+    def _gathers(self, seq: Sequence, tokens: int) -> int:
+        """Return what gathers take once ``seq`` has so many positions."""
         if not self._config.gather_token_bytes:
             return 0
-        return self.pages_for(tokens) * self._config.page_tokens * self._config.gather_token_bytes
+        lengths = [len(other.pages) for other in self.holders if other is not seq]
+        return self._config.gather_bytes([*lengths, self.pages_for(tokens)])

@@ -49,8 +49,6 @@ def way_of(form: PageFormat, query_heads: int) -> KernelChoice:
 
 
 def _tried(form: PageFormat, query_heads: int) -> KernelChoice:
-    if why := kernel.why_not():
-        return KernelChoice(reason=why)
     trial = KernelTrial(form, query_heads)
     if _folder is None:
         return trial.checked(trial.run())

@@ -20,7 +20,6 @@ from engine.batch.metal.calls import (
     PageKernels,
     Spans,
     Variant,
-    can_attend,
     can_round,
     padded_ints,
     page_table,
@@ -104,7 +103,8 @@ def _is_kept(timing: Timing) -> bool:
 
 
 class KernelTrial:
-    """The trial of layers with pages of one form and so many heads of queries."""
+    """The trial of layers with pages of one form, which kernels can read (`can_attend`), and with
+    so many heads of queries."""
 
     def __init__(self, form: PageFormat, query_heads: int) -> None:
         self.form, self.query_heads = form, query_heads
@@ -117,7 +117,7 @@ class KernelTrial:
             queries: [
                 variant
                 for variant in variants_of(self.form, self.query_heads, queries)
-                if can_attend(self.form) and self.attends_right(variant, [queries])
+                if self.attends_right(variant, [queries])
             ]
             for queries in TIMED_QUERIES
         }
@@ -162,8 +162,6 @@ class KernelTrial:
 
     def gathers_right(self) -> bool:
         """Return whether the same values are gathered."""
-        if not can_attend(self.form):
-            return False
         pool, tables = _filled(self.form, CHECKED_TOKENS)
         rows = [Row(0, 0, tokens) for tokens in CHECKED_TOKENS]
         reach = Reach(rows, tables, self.form.page_tokens, max(CHECKED_TOKENS))

@@ -107,7 +107,8 @@ class Planner:
         for a sequence that is alone: it may have restored the state that takes its room."""
         while not self._memory.grow(seq, tokens):
             builder.changed = True
-            if self._sequences.leaving or self._sequences.count(Status.ENDING):
+            is_leaving = self._sequences.leaving or self._sequences.count(Status.ENDING)
+            if is_leaving or self._memory.has_pages_after_plan:
                 return False
             running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
             if running == [seq]:
@@ -123,8 +124,7 @@ class Planner:
         room."""
         self.prefilling.passes.drop(seq)
         self._sequences.preempt(seq)
-        if not seq.fetch.inserted:  # they are named at the end of the plan
-            self._prefix_cache.name_computed(seq, builder.step)
+        self._prefix_cache.name_computed(seq, builder.step)
         self._memory.release(seq)
         self._snapshot_policy.touch_trailing(seq)
         builder.preempt(seq)
@@ -175,11 +175,10 @@ class Planner:
         if not self._memory.holders and not self._sequences.num_running:
             return True
         memory, config = self._memory, self._config
-        tokens = len(seq.token_ids)
-        missing = memory.pages_for(tokens) - len(cached.pages)
+        missing = memory.pages_for(len(seq.token_ids)) - len(cached.pages)
         own_bytes = sum(not page.refs for page in cached.pages) * config.page_bytes
         free_bytes = memory.available_bytes() - own_bytes - memory.reserved_bytes()
-        return memory.needed_bytes(missing, tokens) <= free_bytes
+        return memory.needed_bytes(seq, missing) <= free_bytes
 
     def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Preempt a background sequence, if there is one, for ``seq``. Its slot is free in the next

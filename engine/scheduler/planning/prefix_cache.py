@@ -104,7 +104,7 @@ class PrefixCache:
             is_usable = not (source.pictures or source.is_finished)
             if is_usable and start + common > end and source.pages[place] not in inserted:
                 end, best = start + common, source.pages[place]
-        if best is None or not self._memory.reserve_gathers(end):
+        if best is None or not self._memory.reserve_gathers(seq, end):
             return
         copied = self._memory.copy_of(best, first + end - start)
         if copied is None:
@@ -177,7 +177,7 @@ class PrefixCache:
             self._pages.acquire(page)
             pages.append(page)
         reached = max(end // size, known) * size
-        has_room = self._memory.reserve_gathers(end * config.block_size)
+        has_room = self._memory.reserve_gathers(seq, end * config.block_size)
         if end > reached and has_room:
             part_end = (end - reached) * config.block_size
             found = self._pages.part_of_page(seq.block_hashes[end - 1], part_end)
@@ -214,7 +214,7 @@ class PrefixCache:
             if len(builder.inserted) >= self._max_inserts:
                 return
             payload = seq.fetch.payloads.pop(number)
-            page = self._memory.page_for_fetched(seq)
+            page = self._memory.page_for_fetched(seq, number)
             if page is None:
                 self._memory.drop_fetch(seq)
                 return

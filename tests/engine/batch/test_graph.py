@@ -1,12 +1,13 @@
 """Batches of MLX's graph, as on a GPU, against attention of each row alone."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from engine.batch import gpu
+from engine.batch import gpu, graph
 from engine.batch.dense import DenseBatch
 from engine.batch.given import Given
 from engine.batch.gpu import AttentionCost, GPUBatch
@@ -17,6 +18,7 @@ from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, fake_quantize
 from engine.cache.slots import Slots
 from tests.engine.batch.graph_slots import graph_slots
+from tests.engine.conftest import Wrap
 
 CAPACITY, ROWS = 96, 7
 LAYER = AttentionLayout(2, 32, 32, mx.float32, None)
@@ -116,6 +118,33 @@ def test_every_row_attends_to_its_own_positions(
                 query[i, :, : row.width], both[0], both[1], row, window or 999, sinks
             )
             assert mx.allclose(found[i, :, : row.width], wanted, atol=tolerance), (seed, rows, i)
+
+
+@pytest.mark.parametrize("most", [0, 2, 3])
+def test_a_call_gathers_one_row_or_as_many_as_there_is_memory_for(
+    most: int, monkeypatch: pytest.MonkeyPatch, wrap: Wrap
+) -> None:
+    slots = graph_slots(LAYOUT, ROWS, CAPACITY)
+    rows = [Row(slot, end - 1, end) for slot, end in enumerate((30, 60, 60, 40, 59, 58, 7))]
+    begun(slots, rows)
+    batch = GraphBatch(LAYOUT, slots, rows)
+    batch.write(0, *mx.random.normal((2, ROWS, 2, 1, 32)))
+    query = mx.random.normal((ROWS, 4, 1, 32))
+    wanted = batch.attend(0, query, 0.3, None, None)
+    size = 60 * LAYOUT.layer_value_bytes
+    monkeypatch.setattr(graph, "MAX_GATHERED_BYTES", most * size)
+    gathered: list[int] = []
+
+    @wrap(GraphBatch, "_gathered")
+    def noted(gather: Callable[..., Any], *of: Any) -> Any:
+        found = gather(*of)
+        gathered.append(len(found[0]))
+        assert sum(each.nbytes for each in found) <= max(1, most) * size
+        return found
+
+    found = GraphBatch(LAYOUT, slots, rows).attend(0, query, 0.3, None, None)
+    assert mx.allclose(found, wanted, atol=1e-5)
+    assert sum(gathered) == ROWS and max(gathered) == max(1, most)
 
 
 @pytest.mark.parametrize("kind", [*KINDS])

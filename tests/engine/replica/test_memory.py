@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine.backend.threads import num_threads
+from engine.batch.cpu import host
+from engine.batch.cpu.tiles import FEWEST
+from engine.cache import host_pages
+from engine.cache.host_pages import MAX_IDLE_SCRATCH_BYTES
+from engine.cache.unpacked import IDLE_BYTES
 from engine.executor.base import ExecutorSpec
 from engine.replica import memory
 from engine.replica.memory import EngineMemory, MemorySizes
+from engine.scheduler import memory as scheduler_memory
 from shared.settings import Settings
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE
 
 GB = 10**9
+MAX_KEPT_BYTES = MAX_IDLE_SCRATCH_BYTES + IDLE_BYTES
 SHARED_BUFFER_BYTES = 16 << 10
 """The most by which the buffer of a small array may be larger than the array in MLX."""
 
@@ -95,13 +104,15 @@ class Watch:
         open_bytes = open_tokens * scheduler.config.pass_token_bytes
         self.peak_bytes = max(self.peak_bytes, known)
         self._steps += 1
-        # Rows are read into arrays of a fixed size, which the headroom beside the ledger has.
+        # The headroom beside the ledger has what is kept for reuse.
         pages = whole.executor._pages  # type: ignore[attr-defined]
         scratch_bytes = getattr(pages, "scratch_bytes", 0)
+        idle_bytes = pages.unpacked.idle_bytes if pages.unpacks else 0
+        assert scratch_bytes + idle_bytes <= MAX_KEPT_BYTES
         if tracemalloc.is_tracing() and self._steps % self.numpy_every_steps == 0:
             found = numpy_bytes() - open_bytes - scratch_bytes
             self.peak_numpy_bytes = max(self.peak_numpy_bytes, found)
-        held = mx.get_active_memory() + whole.executor.host_bytes - scratch_bytes
+        held = mx.get_active_memory() + whole.executor.host_bytes - scratch_bytes - idle_bytes
         if pages.unpacks:  # the next plan frees the rows of sequences that have ended
             charged = sum(scheduler.memory.unpacked_bytes.values())
             held -= max(0, pages.unpacked.nbytes - charged)
@@ -142,6 +153,34 @@ def test_the_ledger_accounts_for_the_memory_of_numpy(
     # Tables and indices of the rows that are read take the same few kilobytes in any model.
     held_bytes = watch.peak_bytes + whole.weight_bytes
     assert watch.peak_numpy_bytes - before_bytes < 0.02 * held_bytes + 16_000
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_ledger_has_what_rows_are_read_into(
+    tiny_model: Callable[..., Path], chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads read a row each. What short rows take has a fixed size, which is left out."""
+    monkeypatch.setattr(host, "MAX_SCRATCH_BYTES", 0)
+    monkeypatch.setattr(host, "LANE_BYTES", 0)
+    monkeypatch.setattr(host, "WORTH_THREADS", 0)
+    monkeypatch.setattr(host_pages, "MAX_IDLE_SCRATCH_BYTES", 0)
+    monkeypatch.setattr(scheduler_memory, "UNPACKED_SHARE", 0)
+    path = tiny_model("llama")
+    whole = Whole(path, num_blocks=280, max_batch_size=8, kv_bits=8, prefill_chunk_tokens=chunk)
+    assert whole.executor.spec.gather_rows == num_threads()
+    pages, most = whole.executor._pages, 0  # type: ignore[attr-defined]
+
+    def check() -> None:
+        nonlocal most
+        unit = lcm(FEWEST, pages.page_tokens)  # a row ends with a unit that may have no page
+        spare = num_threads() * (unit - pages.page_tokens) * pages.layout.layer_value_bytes
+        most = max(most, pages.scratch_bytes)
+        assert pages.scratch_bytes <= whole.scheduler.memory.gather_bytes + spare
+
+    whole.after_step = check
+    load_with(whole, 10, seed=2, longest=600, outputs=20)
+    whole.run()
+    assert most > 500 * pages.layout.layer_value_bytes
 
 
 def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]) -> None:
@@ -344,15 +383,12 @@ def test_engines_share_the_memory_that_metal_keeps_resident(
 
 
 def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(llama: Path) -> None:
-    kept = []
-    limit_bytes = 0
+    kept: list[int] = []
+    num_blocks, sizes = 64, []
     for kv_bits in (16, 8):
-        whole = Whole(llama, num_blocks=64, kv_bits=kv_bits)
-        if limit_bytes:
-            block_bytes = 16 * whole.executor.spec.token_bytes
-            whole = Whole(llama, num_blocks=limit_bytes // block_bytes, kv_bits=kv_bits)
-        limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes
-        assert whole.scheduler.stats().limit_bytes <= limit_bytes
+        sizes.append(Whole(llama, kv_bits=kv_bits).executor.spec.token_bytes)
+        num_blocks = num_blocks * sizes[0] // sizes[-1]
+        whole = Whole(llama, num_blocks=num_blocks, kv_bits=kv_bits)
         for number in range(30):
             whole.serve(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(100)], 2)
         kept.append(len(whole.cached))

@@ -565,8 +565,11 @@ class FakeExecutor:
         used += len(held) * config.state_bytes
         unpacked = sum(tokens for slot, tokens in self.unpacked.items() if slot in held)
         used += unpacked * config.unpacked_token_bytes
-        lengths = [len(table) for slot, table in self.tables.items() if slot in held]
-        used += max(lengths, default=0) * config.page_tokens * config.gather_token_bytes
+        lengths = [len(table) for slot, table in self.tables.items() if slot in held and table]
+        gathered = sorted(lengths, reverse=True)[: config.gather_rows]
+        if config.pads_gathers:
+            gathered = [max(lengths, default=0)] * len(gathered)
+        used += sum(gathered) * config.page_tokens * config.gather_token_bytes
         least = max(MIN_TOKENS, config.block_size)
         for one in self.passes.values():
             used += max(0, len(one.chunks[0].token_ids) - least) * config.pass_token_bytes

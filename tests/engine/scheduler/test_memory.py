@@ -183,16 +183,46 @@ def test_the_least_recently_used_of_pages_and_snapshots_is_evicted() -> None:
     assert memory.take_plan().evictions == (snapshot.id,)
 
 
-def test_the_temporary_arrays_of_the_longest_sequence_are_in_the_ledger() -> None:
-    memory = memory_of(10, gather_token_bytes=BYTES // PAGE)
-    assert memory.capacity == 5 * PAGE
+@pytest.mark.parametrize(
+    ("rows", "pads", "taken"), [(1, False, 4), (2, False, 6), (9, False, 7), (9, True, 12)]
+)
+def test_the_temporary_arrays_of_as_many_rows_as_are_gathered_at_once_are_in_the_ledger(
+    rows: int, pads: bool, taken: int
+) -> None:
+    memory = memory_of(30, gather_token_bytes=BYTES // PAGE, gather_rows=rows, pads_gathers=pads)
+    assert memory.capacity == 15 * PAGE
     seq = begin(memory, 4 * PAGE)
     assert memory.gather_bytes == 4 * BYTES
-    begin(memory, 2 * PAGE, 1)
-    assert memory.gather_bytes == 4 * BYTES
+    others = [begin(memory, pages * PAGE, pages) for pages in (1, 2)]
+    assert memory.gather_bytes == taken * BYTES
     memory.release(seq)
     memory.update_gathers()
-    assert memory.gather_bytes == 2 * BYTES
+    assert memory.gather_bytes == {1: 2, 2: 3, 9: 4 if pads else 3}[rows] * BYTES
+    assert memory.grow(others[0], 2 * PAGE)
+    assert memory.gather_bytes == (2 if rows == 1 else 4) * BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("tokens", [2 * PAGE, 10 * PAGE])
+def test_as_many_sequences_fit_at_once_as_the_configuration_says(
+    rows: int, pads: bool, tokens: int
+) -> None:
+    memory = memory_of(
+        60,
+        gather_token_bytes=BYTES // PAGE // 2,
+        gather_rows=rows,
+        pads_gathers=pads,
+        completion_batch_size=60,
+    )
+    wanted = memory._config.at_once(tokens)
+    for number in range(wanted):
+        begin(memory, tokens, number)
+    assert memory._config.longest_of(wanted) >= tokens > memory._config.longest_of(wanted + 1)
+    last = sequence([wanted, *range(tokens - 1)], 4)
+    last.slot = memory.take_slot()
+    memory.begin(last)
+    assert not memory.grow(last, tokens)
 
 
 def test_rows_are_unpacked_while_there_is_room_and_dropped_before_a_sequence() -> None:

@@ -78,6 +78,8 @@ class Books:
             completion_batch_size=self.random.randrange(1, 9),
             state_bytes=self.random.choice([0, 0, 700]),
             gather_token_bytes=self.random.choice([0, BLOCK_BYTES // 16]),
+            gather_rows=self.random.choice([1, 2, 99]),
+            pads_gathers=self.random.random() < 0.3,
             unpacked_token_bytes=self.random.choice([0, BLOCK_BYTES // 4]),
         )
         self.memory = Memory(self.config)
@@ -141,7 +143,7 @@ class Books:
             shared = self.random.choice(known)
             self.memory.pages.acquire(shared)
             self.memory.replace(seq, 0, [shared])
-            if not self.memory.reserve_gathers(seq.capacity):
+            if not self.memory.reserve_gathers(seq, seq.capacity):
                 self.memory.replace(seq, 0, [])
 
     def _follow(self, plan: MemoryChanges) -> None:
@@ -170,9 +172,12 @@ class Books:
 
     def check(self) -> None:
         memory, config = self.memory, self.config
-        longest = max((len(seq.pages) for seq in self.seqs), default=0) * config.page_tokens
+        lengths = sorted((len(seq.pages) for seq in self.seqs if seq.pages), reverse=True)
+        gathered = lengths[: config.gather_rows]
+        if config.pads_gathers:
+            gathered = [lengths[0] for _ in gathered]
         used = memory.pages.num_pages * config.page_bytes + len(self.seqs) * config.state_bytes
-        used += sum(self.passes) + longest * config.gather_token_bytes
+        used += sum(self.passes) + sum(gathered) * config.page_tokens * config.gather_token_bytes
         used += sum(memory.unpacked_bytes.values())
         assert memory.ledger.used_bytes == used <= memory.ledger.limit_bytes
         pages = {page for seq in self.seqs for page in seq.pages}

@@ -213,6 +213,23 @@ def test_a_long_prefix_comes_from_the_kvstore_in_parts_while_streams_run(look_ah
     assert long.cached == (0, 96)
 
 
+@pytest.mark.parametrize(("blocks", "resized"), [(400, 1), (96, 2)])
+def test_a_fetch_changes_the_number_of_pages_once_or_twice(
+    blocks: int, resized: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU copies all pages each time. In full memory what arrives takes the memory of pages
+    first, and they get it back while it is inserted."""
+    monkeypatch.setattr("engine.scheduler.memory.FIRST_TOKENS", 16)
+    engine = with_stored(100, max_insert_bytes=4 * BLOCK_BYTES, blocks=blocks)
+    for number in range(15 if resized > 1 else 1):
+        engine.serve(request(f"{number}", [number] * 20))
+    before = len(engine.plans)
+    assert engine.serve(request("long", SHARED, max_tokens=1)).cached == (0, 96)
+    fetching = engine.plans[before:]
+    assert sum(bool(plan.inserts) for plan in fetching) == 6
+    assert sum(bool(plan.num_pages) for plan in fetching) == resized
+
+
 def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 

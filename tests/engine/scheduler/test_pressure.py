@@ -53,6 +53,33 @@ def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
 
 
+@pytest.mark.usefixtures("unreserved")
+def test_a_sequence_is_preempted_in_the_plan_that_inserts_its_pages(wrap: Wrap) -> None:
+    """They are free in the next plan, for which the others wait. It then goes on with those that
+    are left."""
+    before = Engine(config(store_enabled=True, store_policy="write_through"))
+    before.serve(request("a", SHARED[:97]))
+    found = []
+    for turns in range(24, 30):  # in one of them both streams need a page just then
+        engine = Engine(config(blocks=44, look_ahead=True, store_enabled=True))
+        engine.stored = dict(before.stored)
+        streams = [engine.submit(request(f"{n}", [n] * 6, max_tokens=40)) for n in range(2)]
+        engine.run_turns(turns)
+        preempted: dict[int, list[tuple[str, bool]]] = {}
+
+        @wrap(engine.scheduler.planner, "preempt")
+        def noted(preempt: Callable[..., Any], seq: Any, builder: Any) -> None:
+            is_inserted = any(page in seq.pages for page, _, _ in builder.inserted)
+            names = preempted.setdefault(builder.step.number, [])  # noqa: B023
+            names.append((seq.request.request_id, is_inserted))
+            preempt(seq, builder)
+
+        long = engine.submit(request("long", SHARED[:97], max_tokens=3))
+        engine.finish(long, *streams)
+        found += [names for names in preempted.values() if any(inserted for _, inserted in names)]
+    assert found == [[("long", True)]]
+
+
 def test_a_prompt_that_finds_no_room_is_looked_up_seldom(wrap: Wrap) -> None:
     engine = Engine(config(blocks=48, max_batch_size=8))
     running = [engine.submit(request(f"r{n}", [n] * 8, max_tokens=60)) for n in range(2)]

@@ -34,6 +34,8 @@ CONFIGS = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 4, 16]),
         "blocks_per_page": st.sampled_from([1, 2, 4]),
         "gather_token_bytes": st.sampled_from([0, BLOCK_BYTES // 8]),
+        "gather_rows": st.sampled_from([1, 2, 99]),
+        "pads_gathers": st.booleans(),
         "unpacked_token_bytes": st.sampled_from([0, BLOCK_BYTES // 2]),
         "context_length": st.sampled_from([30, 101, 400]),
         "max_batch_size": st.integers(1, 5),
@@ -256,6 +258,8 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     reserved_tokens = changes.pop("reserved_tokens")
     for name in ("gather_token_bytes", "unpacked_token_bytes"):
         changes[name] //= changes["block_size"]
+    if states:  # three of them take more than 7 blocks
+        changes["blocks"] = max(changes["blocks"], 16)
     if states or changes["look_ahead"]:
         changes["decodes_ends"] = False
     if not states.get("keeps_kv", True):

@@ -111,7 +111,7 @@ def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
     for name in requests:
         roomy.renew(look_ahead=False)  # nothing is cached
         alone |= scores(roomy, [name])
-    options = {"num_blocks": 48, "max_batch_size": 16, "prefill_chunk_tokens": 24}
+    options = {"num_blocks": 40, "max_batch_size": 16, "prefill_chunk_tokens": 24}
     pressed = Whole(llama, kv_bits=kv_bits, **options)
     assert scores(pressed, list(requests)) == alone
     assert pressed.scheduler.stats().preemptions_total > 0

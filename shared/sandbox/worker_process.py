@@ -8,7 +8,10 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
 
 from shared.environment import sandbox_environment
 from shared.sandbox.pipe_frames import LENGTH
@@ -35,6 +38,15 @@ def running_pid(process: subprocess.Popen[bytes] | None) -> int | None:
     return None if process is None or process.poll() is not None else process.pid
 
 
+class WorkerLost(Exception):
+    """The process ended, or was killed at the deadline of its job."""
+
+    def __init__(self, *, is_late: bool, used_s: float = 0.0) -> None:
+        """``used_s`` is the processor time that it used for a job that was late."""
+        super().__init__()
+        self.is_late, self.used_s = is_late, used_s
+
+
 class WorkerProcess:
     """Runs a module that handles untrusted input, started on demand and after it was lost.
 
@@ -42,6 +54,8 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str) -> None:
+        self.processor_s = 0.0
+        """The processor time that it had used when it sent its last answer."""
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -59,9 +73,27 @@ class WorkerProcess:
         if self._closed:
             raise OSError("the server is shutting down")
         self._process = start_worker(self._module)
+        self.processor_s = 0.0
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         return True
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A job is written and its answer read and decoded in this block. If that fails, the
+        process is killed: what is left of an answer would be read as the next one. Raises
+        `WorkerLost`, and what the block raises for other reasons."""
+        try:
+            yield
+        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
+            self.end()
+            raise WorkerLost(is_late=False) from None
+        except TimeoutError:
+            used_s = self.end() - self.processor_s
+            raise WorkerLost(is_late=True, used_s=max(0.0, used_s)) from None
+        except BaseException:
+            self.end()
+            raise
 
     def write(self, deadline: float, *frames: bytes) -> None:
         """Write ``frames``. Raises TimeoutError at ``deadline``, and BrokenPipeError if the process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import select
@@ -74,8 +75,10 @@ class WorkerProcess:
             raise OSError("the server is shutting down")
         self._process = start_worker(self._module)
         self.processor_s = 0.0
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            _enlarge(pipe.fileno())
         return True
 
     @contextmanager
@@ -137,6 +140,14 @@ class WorkerProcess:
         self.end()
 
 
+def _enlarge(fd: int) -> None:
+    """Give a pipe room for a large frame, where that is possible. Each time that a pipe is full or
+    empty, both processes wait for each other, and this one for its interpreter."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # its user has many of them
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE_BYTES)
+
+
 def _write(fd: int, data: bytes, deadline: float) -> None:
     rest = memoryview(data)
     while rest:
@@ -150,8 +161,11 @@ def _read(fd: int, length: int, deadline: float) -> memoryview:
     found = _buffer(length)
     rest = found
     while rest:
-        _wait(fd, select.POLLIN, deadline)
-        count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        try:
+            count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        except BlockingIOError:
+            _wait(fd, select.POLLIN, deadline)
+            continue
         if not count:
             raise EOFError("it exited")
         rest = rest[count:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
 
 from router.http.reading import _AT_ONCE, TurnFlow
 from tests.conftest import in_loop
@@ -40,7 +39,7 @@ async def test_few_connections_read_in_one_round_of_the_loop_each_in_its_turn() 
             pipe.flow.resume_reading()
             pipe.flow.resume_reading()  # asked for twice, it has one turn
         assert not rounds[-1]
-        while any(cast(TurnFlow, pipe.flow).read_paused for pipe in pipes):
+        while any(pipe.flow.read_paused for pipe in pipes):
             await asyncio.sleep(0)
             rounds.append([])
     read = [found for found in rounds if found]

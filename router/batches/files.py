@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +42,7 @@ from router.errors import (
     InvalidValue,
     TooManyRequests,
 )
+from router.fair_shares import FairShares
 from router.fleet.tenants.tenant import Tenant
 
 _MB = 1_000_000
@@ -63,7 +63,7 @@ class FileEndpoints:
     def __init__(self, context: BatchContext) -> None:
         self._context = context
         self._directory = context.directory
-        self._uploads: Counter[str] = Counter()
+        self._uploads = FairShares()
 
     async def upload(self, request: Request) -> Response:
         context, tenant = self._context, request.state.tenant
@@ -211,17 +211,14 @@ class FileEndpoints:
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        own, free = self._uploads[tenant.share], _MAX_UPLOADS - self._uploads.total()
-        # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
-        if own >= _MAX_UPLOADS_OF_KEY or free <= (0 if tenant.alone else own):
+        has_room = self._uploads.has_room(tenant.share, _MAX_UPLOADS, alone=tenant.alone)
+        if not has_room or self._uploads.of(tenant.share) >= _MAX_UPLOADS_OF_KEY:
             raise TooManyRequests("Too many files are being uploaded at once.", retry_after_s=5)
-        self._uploads[tenant.share] += 1
+        self._uploads.take(tenant.share)
         try:
             yield
         finally:
-            self._uploads[tenant.share] -= 1
-            if not self._uploads[tenant.share]:
-                del self._uploads[tenant.share]
+            self._uploads.give_back(tenant.share)
 
     async def _run(self, work: Callable[[BatchStore], _Result]) -> _Result:
         return await run_store(self._context, work)

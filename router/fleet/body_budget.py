@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.errors import Unavailable
+from router.fair_shares import FairShares
 
 _RETRY_AFTER_S = 2.0
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that have arrived in part or are not parsed yet.
-
-    A share, which is a key's or an address's, may take more only while it has no more than are
-    free, so that some are always free for another one (as in `router.fleet.queue.admission`).
-    """
+    """Counts the bytes of bodies that have arrived in part or are not parsed yet."""
 
     def __init__(self, limit_bytes: Callable[[], int]) -> None:
         """``limit_bytes`` follows the limit of one body, which models that load raise."""
         self._limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._used_by: Counter[str] = Counter()
-        """By share, for those that use any."""
+        self._used = FairShares()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used.total
 
     @contextmanager
     def reading(self, share: str) -> Iterator[BodyBytes]:
@@ -35,21 +33,16 @@ class BodyBudget:
             body.release()
 
     def take(self, share: str, count: int) -> None:
-        own = self._used_by[share] + count
-        if own > self._limit_bytes() - self.used_bytes - count:
+        if not self._used.has_room(share, self._limit_bytes(), count):
             raise Unavailable(
                 "The server is receiving too many large requests at once.",
                 code="too_many_bodies",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        self._used_by[share] = own
-        self.used_bytes += count
+        self._used.take(share, count)
 
     def give_back(self, share: str, count: int) -> None:
-        self.used_bytes -= count
-        self._used_by[share] -= count
-        if not self._used_by[share]:
-            del self._used_by[share]
+        self._used.give_back(share, count)
 
 
 class BodyBytes:

@@ -20,17 +20,6 @@ MAX_PROCESSORS = 4
 """Max number of processors that a process loads. They are never dropped, and models come and go."""
 
 
-class DecoderLost(Exception):
-    """The process ended, or was killed because it took too long."""
-
-    def __init__(self, *, is_late: bool, used_s: float = 0.0) -> None:
-        """``used_s`` is the processor time that it used for the image."""
-        super().__init__()
-        self.is_late = is_late
-        self.may_succeed = used_s < TIME_LIMIT_S / 2
-        """Whether another process may succeed: this one was killed or stopped, or short of time."""
-
-
 class DecoderAnswer(NamedTuple):
     answer: DecodedImage
     frames: list[memoryview]
@@ -51,8 +40,6 @@ class DecoderProcess:
         self._worker = WorkerProcess(self.module)
         self._folders: set[str] = set()
         """The models whose processors the process has loaded."""
-        self._used_s = 0.0
-        """The processor time of the process until its last answer."""
 
     @property
     def pid(self) -> int | None:
@@ -60,16 +47,15 @@ class DecoderProcess:
         return self._worker.pid
 
     def prepare(self, job: DecodeJob, content: bytes) -> DecoderAnswer:
-        """Return the prepared image for ``content``. Raises `DecoderLost`, and OSError if no
+        """Return the prepared image for ``content``. Raises `WorkerLost`, and OSError if no
         process can be started."""
         if job.folder not in self._folders and len(self._folders) >= MAX_PROCESSORS:
             self._worker.end()
         if self._worker.start():
             self._folders.clear()
-            self._used_s = 0.0
         limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
         deadline = time.monotonic() + limit_s
-        try:
+        with self._worker.working():
             self._worker.write(deadline, msgspec.msgpack.encode(job), content)
             answer = msgspec.msgpack.decode(
                 self._worker.read(deadline, _MAX_ANSWER_BYTES), type=DecodedImage
@@ -78,17 +64,8 @@ class DecoderProcess:
             for _ in answer.specs:
                 frames.append(self._worker.read(deadline, room))
                 room -= len(frames[-1])
-        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
-            self._worker.end()
-            raise DecoderLost(is_late=False) from None
-        except TimeoutError:
-            used_s = self._worker.end() - self._used_s
-            raise DecoderLost(is_late=True, used_s=used_s) from None
-        except BaseException:  # the rest of its reply would be read as the next image's
-            self._worker.end()
-            raise
         self._folders.add(job.folder)
-        self._used_s = answer.processor_s
+        self._worker.processor_s = answer.processor_s
         return DecoderAnswer(answer, frames)
 
     def close(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable
 
 from router.errors import InvalidRequest, Unavailable
+from router.fair_shares import FairShares
 from router.schemas.images import ModelImage
 
 _RETRY_AFTER_S = 2.0
@@ -15,40 +16,34 @@ _RETRY_AFTER_S = 2.0
 class ImageMemory:
     """Counts the bytes of images that requests hold, as sent and as prepared.
 
-    One request may hold half of the total. With several keys, each key may hold as much as is left
-    free, so that no key can use all of it.
+    One request may hold half of the total.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._held: Counter[str] = Counter()
-        """Bytes by key, for keys that hold any."""
+        self._held = FairShares()
         self._images: dict[ModelImage, tuple[str, int]] = {}
         """The key for which an image is counted, and the requests that use it."""
 
     @property
     def used_bytes(self) -> int:
-        return self._held.total()
+        return self._held.total
 
     def hold(self, key: str, more_bytes: int, *, alone: bool) -> None:
         """Count ``more_bytes`` for ``key``, which may be the only one (``alone``).
 
         Raises `Unavailable`.
         """
-        own = self._held[key] + more_bytes
-        free = self.limit_bytes - self.used_bytes - more_bytes
-        if free < (0 if alone else own):
+        if not self._held.has_room(key, self.limit_bytes, more_bytes, alone=alone):
             raise Unavailable(
                 "The server is out of memory for images.",
                 code="image_memory",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        self._held[key] = own
+        self._held.take(key, more_bytes)
 
     def let_go(self, key: str, fewer_bytes: int) -> None:
-        self._held[key] -= fewer_bytes
-        if self._held[key] <= 0:
-            del self._held[key]
+        self._held.give_back(key, fewer_bytes)
 
     def hold_image(self, key: str, image: ModelImage, *, alone: bool) -> None:
         """Count ``image`` once, however many requests use it. Raises `Unavailable`."""

@@ -19,7 +19,6 @@ from router.images.decoder import DecodeJob
 from router.images.decoder_process import (
     TIME_LIMIT_S,
     DecoderAnswer,
-    DecoderLost,
     DecoderProcess,
 )
 from router.images.fetching import ImageFetcher, NotFetched
@@ -28,6 +27,7 @@ from router.images.metrics import ImageMetrics
 from router.images.opening import ImageRefused
 from router.schemas.images import ModelImage, SentImage
 from router.tokens.work_pool import WorkPool
+from shared.sandbox.worker_process import WorkerLost
 from shared.settings import Settings
 from shared.wire import Vision
 
@@ -191,7 +191,7 @@ class ImagePreparer:
         process = self._idle.get()
         try:
             answer, frames = self._answer(process, job, content.data)
-        except DecoderLost as error:
+        except WorkerLost as error:
             if error.is_late:
                 raise ImageRefused(
                     "time", f"took more than {TIME_LIMIT_S:g} s to decode."
@@ -212,14 +212,15 @@ class ImagePreparer:
         return ModelImage(answer.digest, answer.expansion, answer.specs, frames)
 
     def _answer(self, process: DecoderProcess, job: DecodeJob, content: bytes) -> DecoderAnswer:
-        """Raises OSError, and `DecoderLost` if the image has used up the time of a process, or has
-        cost a second one too: the first may have been killed or stopped for another reason."""
+        """Raises OSError, and `WorkerLost` if the image has used up the time of a process, or has
+        cost a second one too: the first may have been killed or stopped for another reason, or
+        short of time."""
         for is_last in (False, True):
             try:
                 return process.prepare(job, content)
-            except DecoderLost as error:
+            except WorkerLost as error:
                 self._metrics.lost()
-                if is_last or not error.may_succeed:
+                if is_last or error.used_s >= TIME_LIMIT_S / 2:
                     raise
         raise AssertionError
 

@@ -24,7 +24,7 @@ from router.tokens.template_process import (
 )
 from router.tokens.templates import Rendered
 from router.tokens.work_pool import add_job_time, job_time_s
-from shared.sandbox.worker_process import WorkerProcess
+from shared.sandbox.worker_process import WorkerLost, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,16 @@ class TemplateProcesses:
                     answer = process.rendered(template, job)
             except OSError as error:
                 raise Unavailable(f"Cannot start a process for chat templates: {error}") from None
-            if answer is not None:
+            except WorkerLost as error:
+                add_job_time(error.used_s)
+                if error.used_s >= TIME_LIMIT_S:
+                    return RenderAnswer(excess="time")
+                if error.is_late:
+                    raise Unavailable(
+                        f"The prompt was not rendered within {WALL_LIMIT_S:g} s.",
+                        code="server_busy",
+                    ) from None
+            else:
                 add_job_time(answer.used_s)
                 return answer
         raise InvalidRequest(
@@ -171,46 +180,20 @@ class TemplateProcesses:
 class _Process(WorkerProcess):
     """One process. Only one thread at a time may use it."""
 
-    def __init__(self, module: str) -> None:
-        super().__init__(module)
-        self._processor_s = 0.0
-        """The processor time that it used until its last answer."""
-
     def start_early(self) -> None:
         """Start it, if possible, and do not wait until it is ready."""
         with suppress(OSError):
             self.start()
 
-    def start(self) -> bool:
-        started = super().start()
-        if started:
-            self._processor_s = 0.0
-        return started
-
-    def rendered(self, template: bytes, job: bytes) -> RenderAnswer | None:
-        """Return the answer; None if the process was lost. Raises OSError if it cannot be started,
-        and `Unavailable`."""
+    def rendered(self, template: bytes, job: bytes) -> RenderAnswer:
+        """Raises `WorkerLost`, and OSError if the process cannot be started."""
         self.start()
         deadline = time.monotonic() + WALL_LIMIT_S
-        try:
+        most = TEXT_FACTOR * len(job) + 2 * MORE_TEXT_BYTES
+        with self.working():
             self.write(deadline, template, job)
-            most = TEXT_FACTOR * len(job) + 2 * MORE_TEXT_BYTES
             answer = msgspec.msgpack.decode(self.read(deadline, most), type=RenderAnswer)
-        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
-            self.end()
-            return None
-        except TimeoutError:
-            used_s = self.end() - self._processor_s
-            add_job_time(max(0.0, used_s))
-            if used_s >= TIME_LIMIT_S:
-                return RenderAnswer(excess="time")
-            raise Unavailable(
-                f"The prompt was not rendered within {WALL_LIMIT_S:g} s.", code="server_busy"
-            ) from None
-        except BaseException:  # the rest of its reply would be read as the next job's
-            self.end()
-            raise
-        self._processor_s = answer.processor_s
+        self.processor_s = answer.processor_s
         return answer
 
 

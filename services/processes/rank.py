@@ -24,6 +24,7 @@ from services.ranks.remote_rank import RANK_VARIABLE
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE
+from shared.paths import user_cache
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
 
@@ -74,6 +75,7 @@ def serve(
     prepare_environment()
     load_fast_blas(options.ranks)  # before MLX is imported by the code below
     with lean_imports():
+        from engine.batch.metal import records
         from engine.io.store.rank_store import connect_channel
         from engine.parallel.follower import follow
         from engine.parallel.group import RankGroup
@@ -90,6 +92,7 @@ def serve(
         group = RankGroup.join(backend(options))
         loaded = load_model(options, group.mlx)
     record = AgreedRecord.decode(plans.wait_for_start())
+    records.keep_in(user_cache() / "kernels", repeats=options.prove == "always")
     executor, namespace = build_rank(loaded, options, record, group)
     blocks = None
     if options.kvstore_socket and executor.spec.prefix_cache and not options.no_ssd:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import select
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
 
 from shared.environment import sandbox_environment
 from shared.sandbox.pipe_frames import LENGTH
@@ -35,6 +39,15 @@ def running_pid(process: subprocess.Popen[bytes] | None) -> int | None:
     return None if process is None or process.poll() is not None else process.pid
 
 
+class WorkerLost(Exception):
+    """The process ended, or was killed at the deadline of its job."""
+
+    def __init__(self, *, is_late: bool, used_s: float = 0.0) -> None:
+        """``used_s`` is the processor time that it used for a job that was late."""
+        super().__init__()
+        self.is_late, self.used_s = is_late, used_s
+
+
 class WorkerProcess:
     """Runs a module that handles untrusted input, started on demand and after it was lost.
 
@@ -42,6 +55,8 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str) -> None:
+        self.processor_s = 0.0
+        """The processor time that it had used when it sent its last answer."""
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -59,9 +74,29 @@ class WorkerProcess:
         if self._closed:
             raise OSError("the server is shutting down")
         self._process = start_worker(self._module)
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        self.processor_s = 0.0
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            _enlarge(pipe.fileno())
         return True
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A job is written and its answer read and decoded in this block. If that fails, the
+        process is killed: what is left of an answer would be read as the next one. Raises
+        `WorkerLost`, and what the block raises for other reasons."""
+        try:
+            yield
+        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
+            self.end()
+            raise WorkerLost(is_late=False) from None
+        except TimeoutError:
+            used_s = self.end() - self.processor_s
+            raise WorkerLost(is_late=True, used_s=max(0.0, used_s)) from None
+        except BaseException:
+            self.end()
+            raise
 
     def write(self, deadline: float, *frames: bytes) -> None:
         """Write ``frames``. Raises TimeoutError at ``deadline``, and BrokenPipeError if the process
@@ -105,6 +140,14 @@ class WorkerProcess:
         self.end()
 
 
+def _enlarge(fd: int) -> None:
+    """Give a pipe room for a large frame, where that is possible. Each time that a pipe is full or
+    empty, both processes wait for each other, and this one for its interpreter."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # its user has many of them
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE_BYTES)
+
+
 def _write(fd: int, data: bytes, deadline: float) -> None:
     rest = memoryview(data)
     while rest:
@@ -118,8 +161,11 @@ def _read(fd: int, length: int, deadline: float) -> memoryview:
     found = _buffer(length)
     rest = found
     while rest:
-        _wait(fd, select.POLLIN, deadline)
-        count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        try:
+            count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        except BlockingIOError:
+            _wait(fd, select.POLLIN, deadline)
+            continue
         if not count:
             raise EOFError("it exited")
         rest = rest[count:]

@@ -1,10 +1,6 @@
 """Limits on new requests: concurrent requests, the length of the queue, memory pressure.
 
-With several tenants, none can take all of the shared capacity. A tenant may take another slot only
-while it has fewer slots than are free: alone it gets half of them, beside k equally busy tenants a
-(k + 2)th, and some are always free for a new tenant. (Dynamic thresholds: Choudhury and Hahne,
-"Dynamic queue length thresholds for shared-memory packet switches", 1998. The alternative was fixed
-shares: two shares of a half leave nothing for a third tenant.)
+With several tenants, none can take all of the shared capacity (`router.fair_shares`).
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from router.errors import TooManyRequests, Unavailable
+from router.fair_shares import FairShares
 from router.fleet.engines.engine import ModelReplicas
 from router.fleet.queue.model_queue import DepartureRate, ModelQueue
 from router.fleet.tenants.tenant import Tenant
@@ -26,12 +23,15 @@ class Admission:
     def __init__(self, settings: Settings, departure_rate: DepartureRate) -> None:
         self._settings = settings
         self._departure_rate = departure_rate
-        self.num_requests = 0
-        """Number of running and queued requests."""
-        self.num_requests_of: Counter[str] = Counter()
-        """The same by tenant, for tenants that have any."""
+        self._requests = FairShares()
+        """The running and queued requests."""
         self._num_requests_to: Counter[str] = Counter()
         """The same by model."""
+
+    @property
+    def num_requests(self) -> int:
+        """Number of running and queued requests."""
+        return self._requests.total
 
     @contextmanager
     def limit_concurrency(self, tenant: Tenant, model_id: str, limit: int) -> Iterator[None]:
@@ -52,27 +52,22 @@ class Admission:
                 code="too_many_concurrent_requests",
                 retry_after_s=self._departure_rate.wait_s(0),
             )
-        self.num_requests += 1
-        self.num_requests_of[tenant.share] += 1
+        self._requests.take(tenant.share)
         self._num_requests_to[model_id] += 1
         try:
             yield
         finally:
-            self.num_requests -= 1
+            self._requests.give_back(tenant.share)
             self._num_requests_to[model_id] -= 1
-            self.num_requests_of[tenant.share] -= 1
-            if not self.num_requests_of[tenant.share]:
-                del self.num_requests_of[tenant.share]
 
     def _too_many(self, tenant: Tenant) -> str | None:
         """Return the reason why no further request of ``tenant`` can be accepted, if any."""
-        own, limit = self.num_requests_of[tenant.share], self._settings.max_concurrent_requests
+        own, limit = self._requests.of(tenant.share), self._settings.max_concurrent_requests
         if tenant.concurrency and own >= tenant.concurrency:
             return f"This {tenant.noun} has reached its limit of {own} concurrent requests."
-        free = limit - self.num_requests
-        if not limit or own < free or (tenant.alone and free > 0):
+        if not limit or self._requests.has_room(tenant.share, limit, alone=tenant.alone):
             return None
-        if free > 0:
+        if (free := limit - self.num_requests) > 0:
             return (
                 f"This {tenant.noun} has {own} requests. The remaining {free} slots are reserved "
                 "for others."

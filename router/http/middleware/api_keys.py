@@ -81,19 +81,13 @@ class ApiKeys:
         self._reload_asked.set()
 
     async def follow(self) -> NoReturn:
-        """Reload the keys whenever the file has changed and then been stable for a moment.
-
-        Otherwise a file that is still being written would be read in part.
-        """
-        seen = self._stamp
+        """Reload the keys whenever the file has changed."""
         while True:
             await wait_at_most(self._reload_asked, None if self._path is None else _POLL_S)
             found = await asyncio.to_thread(self._look)
-            settled, seen = found == seen, found
-            if self._reload_asked.is_set() or (settled and found != self._stamp):
+            if self._reload_asked.is_set() or found != self._stamp:
                 self._reload_asked.clear()
-                if await self._try_reload():
-                    self._stamp = found
+                await self._try_reload()
 
     def _look(self) -> tuple[int, int, int] | None:
         return None if self._path is None else stamp(self._path)
@@ -115,23 +109,27 @@ class ApiKeys:
             if before is not None:
                 await asyncio.sleep(_POLL_S)
             if before == await asyncio.to_thread(self._look):
-                found = await asyncio.to_thread(read_tenants, self._settings)
+                try:
+                    found = await asyncio.to_thread(read_tenants, self._settings)
+                except KeyFileUnreadable:
+                    raise
+                except KeyFileError:
+                    self._stamp = before  # read again once it has changed
+                    raise
                 if before == await asyncio.to_thread(self._look):
+                    self._stamp = before
                     return found
         raise KeyFileUnreadable(f"--api-key-file: {self._path} is still being written")
 
-    async def _try_reload(self) -> bool:
-        """Return False if the file could not be read: it may have lost a key."""
+    async def _try_reload(self) -> None:
         try:
             await self.reload()
         except KeyFileUnreadable as error:
             self._warnings.warning(
                 "cannot reload the API keys yet, they stay as they were: %s", error
             )
-            return False
         except KeyFileError as error:
             logger.error("cannot reload the API keys, they stay as they were: %s", error)
-        return True
 
 
 class SingleKey:

@@ -23,6 +23,7 @@ from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
 from router.api.sse import encode_event
 from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Unavailable
+from router.fair_shares import FairShares
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
 from router.http.status.figures import Point, ServerStatus
@@ -52,8 +53,9 @@ class StatusFeed:
         self._router = router
         self._history: deque[Point] = deque(maxlen=HISTORY_SAMPLES)
         self._sampler = StatusSampler(router)
-        self._viewers: dict[asyncio.Event, str] = {}
-        """The API key of each. It is set when there is a new event, or when there will be none."""
+        self._viewers: set[asyncio.Event] = set()
+        """Each is set when there is a new event, or when there will be none."""
+        self._places = FairShares()
         self._task: asyncio.Task[None] | None = None
         self._sampled_at = 0.0
         self._status: ServerStatus | None = None
@@ -90,24 +92,24 @@ class StatusFeed:
         """Count a viewer; the first one starts the sampler, and the last one stops it."""
         if self._router.ending.is_set():
             raise Unavailable("The server is shutting down.", code="shutting_down")
-        own = list(self._viewers.values()).count(tenant.share)
-        free = MAX_VIEWERS - len(self._viewers)
-        # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
-        if free <= (0 if tenant.alone else own):
+        if not self._places.has_room(tenant.share, MAX_VIEWERS, alone=tenant.alone):
+            is_of_key = len(self._viewers) < MAX_VIEWERS
             raise TooManyRequests(
                 f"The limit of {MAX_VIEWERS} viewers is reached"
-                f"{' for this API key' if free else ''}.",
+                f"{f' for this {tenant.noun}' if is_of_key else ''}.",
                 code="too_many_viewers",
                 retry_after_s=10,
             )
         changed = asyncio.Event()
-        self._viewers[changed] = tenant.share
+        self._viewers.add(changed)
+        self._places.take(tenant.share)
         if self._task is None:
             self._task = asyncio.create_task(self._sample())
         try:
             yield changed
         finally:
-            del self._viewers[changed]
+            self._viewers.remove(changed)
+            self._places.give_back(tenant.share)
             if not self._viewers and self._task is not None:
                 self._task.cancel()
                 self._task = None

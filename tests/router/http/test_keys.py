@@ -300,6 +300,35 @@ async def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_a
     assert not failures and keys.named("b")
 
 
+@in_loop
+async def test_a_changed_file_is_read_once_it_was_left_alone_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
+    path = tmp_path / "keys"
+    path.write_text("sk-a name=a\n")
+    keys = ApiKeys(Settings(api_key_file=path))
+    path.write_text("sk-bb name=b\n")
+    events: list[str] = []
+
+    async def poll(event: asyncio.Event, seconds: float | None) -> None:
+        events.append("poll")
+        await asyncio.sleep(0.01)
+
+    def read(settings: Settings) -> dict[bytes, Tenant]:
+        events.append("read")
+        return read_tenants(settings)
+
+    monkeypatch.setattr("router.http.middleware.api_keys.wait_at_most", poll)
+    monkeypatch.setattr("router.http.middleware.api_keys.read_tenants", read)
+    following = asyncio.create_task(keys.follow())
+    async with asyncio.timeout(10):
+        while events.count("poll") < 4:
+            await asyncio.sleep(0.01)
+    following.cancel()
+    assert events == ["poll", "read", "poll", "poll", "poll"] and keys.named("b")
+
+
 def test_the_admin_key_is_no_key_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="line 1: the key is the --admin-key"):
         tenants_of(tmp_path, "boss name=alice", admin_key="boss")

@@ -15,9 +15,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.images.decoder import DecodeJob
-from router.images.decoder_process import DecoderLost, DecoderProcess
+from router.images.decoder_process import DecoderProcess
 from router.images.metrics import ImageMetrics
 from router.images.preparing import ImagePreparer
+from shared.sandbox.worker_process import WorkerLost
 from shared.settings import Settings
 from tests.router.conftest import eventually
 from tests.router.images.pictures import VISION, encoded, picture, png_header
@@ -90,7 +91,7 @@ def test_a_killed_or_stopped_process_fails_its_image_alone(
     process: DecoderProcess, job: DecodeJob, number: signal.Signals
 ) -> None:
     lose(started(process, job), number)
-    with pytest.raises(DecoderLost) as lost:
+    with pytest.raises(WorkerLost) as lost:
         process.prepare(job, IMAGE)
     assert lost.value.is_late == (number == signal.SIGSTOP) and process.pid is None
     assert process.prepare(job, IMAGE).answer.reason is None

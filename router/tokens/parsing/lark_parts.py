@@ -94,3 +94,12 @@ def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE)
 
 def escaped_regex(text: str) -> str:
     return re.sub(r"[\\.^$|?*+()\[\]{}/]", r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def within_slashes(expression: str) -> str:
+    """Return a regular expression in Lark's syntax. Digits are ASCII digits, as in all expressions
+    here."""
+    special = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", "\n": r"\n", "\r": r"\r"}
+    return re.sub(
+        r"\\.|/|[\r\n]", lambda found: special.get(found[0], found[0]), expression, flags=re.DOTALL
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
+from shared.bounded_schema import bounded
 from shared.wire import Grammar
 
 STACK_BYTES = 256 * 1024 * 1024
@@ -22,9 +23,9 @@ HEAVY_S = 0.2
 HEAVY_CHARS = 32 * 1024
 """A grammar counts as heavy if its compilation takes longer, or its source is longer."""
 
-_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-"""Whitespace allowed between JSON tokens: enough for readability. If any amount is allowed, some
-models never finish."""
+_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n {0,20}"}
+"""Whitespace allowed between JSON tokens: a space, or a line break and an indentation. If any
+amount is allowed, some models never finish."""
 
 _NO_FORCING = {"name": "no_forcing", "lark_grammar": 'start: ""\n%llguidance {"no_forcing": true}'}
 """A grammar that the others do not refer to; its option applies to them too. Without it each mask
@@ -143,15 +144,20 @@ def _grammars(grammar: Grammar) -> list[dict[str, Any]]:
     """Return the list of llguidance's grammars for ``grammar``. Raises `GrammarError`."""
     try:
         if grammar.kind == "json_schema":
-            text = LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
-            found: list[dict[str, Any]] = json.loads(text)["grammars"]
+            found: list[dict[str, Any]] = json.loads(json_grammar(grammar.source))["grammars"]
             return found
         if grammar.kind == "regex":
             # As in JavaScript, \\d matches ASCII digits only.
             return [{"lark_grammar": f"start: /{regex_to_lark(grammar.source, 'd')}/"}]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
     return [{"lark_grammar": grammar.source}]
+
+
+def json_grammar(schema: str) -> str:
+    """Return llguidance's grammar of JSON that is valid under ``schema``. Raises ValueError."""
+    text = json.dumps(bounded(json.loads(schema)))
+    return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
 
 
 def raise_if_error(matcher: LLMatcher) -> None:

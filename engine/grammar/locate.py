@@ -10,13 +10,10 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import GrammarError, compile_grammar
+from shared.bounded_schema import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMA_VALUES
 from shared.wire import Grammar
 
 MAX_TRIES = 300
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not")
 
 
 def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
@@ -51,11 +48,11 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in SCHEMA_MAPS and isinstance(value, dict):
             yield from ((f"/{key}/{_escaped(name)}", inner) for name, inner in value.items())
-        elif key in _LISTS and isinstance(value, list):
+        elif key in SCHEMA_LISTS and isinstance(value, list):
             yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
-        elif key in _SINGLE:
+        elif key in SCHEMA_VALUES:
             yield f"/{key}", value
 
 

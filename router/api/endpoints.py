@@ -339,10 +339,7 @@ async def _full_response(generation: Generation, writer: OutputWriter, size: int
     while True:
         await generation.begin_echoes()
         for choice in generation.choices:
-            if choice.is_slow:
-                deltas[choice.index].append(await generation.advance_on_thread(choice))
-            else:
-                deltas[choice.index].append(generation.advance(choice))
+            deltas[choice.index].append(await generation.advance(choice))
         if generation.finished:
             break
         await generation.changed()

@@ -227,10 +227,7 @@ class EventStream:
             await generation.begin_echoes()
             for choice in list(unfinished):
                 try:
-                    if choice.is_slow:
-                        delta = await generation.advance_on_thread(choice)
-                    else:
-                        delta = generation.advance(choice)
+                    delta = await generation.advance(choice)
                 except ApiError as raised:
                     error = raised
                     break

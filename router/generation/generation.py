@@ -251,15 +251,13 @@ class Generation:
         """Run ``work`` immediately if its size is at most `INLINE_SIZE`, otherwise with `run`."""
         return work() if size <= INLINE_SIZE else await self.run(work, size)
 
-    def advance(self, choice: Choice) -> OutputDelta:
-        """Return the new final output of ``choice``. Raises the error of its sequence."""
-        return self._advanced(choice, choice.advance())
-
-    async def advance_on_thread(self, choice: Choice) -> OutputDelta:
-        """Like `advance`, for a choice that `is_slow`."""
-        return self._advanced(choice, await self.run(choice.advance, SMALL_SIZE + 1))
-
-    def _advanced(self, choice: Choice, delta: OutputDelta) -> OutputDelta:
+    async def advance(self, choice: Choice) -> OutputDelta:
+        """Return the new final output of ``choice``, read on a thread if that is slow. Raises the
+        error of its sequence."""
+        if choice.is_slow:
+            delta = await self.run(choice.advance, SMALL_SIZE + 1)
+        else:
+            delta = choice.advance()
         if choice.behind:
             self.notify()
         if choice.finish_reason is not None and choice not in self._finished:

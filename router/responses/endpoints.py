@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -306,12 +305,13 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         *messages, task = request.messages
         begin = num_system(messages)
         system, rest, summary = messages[:begin], messages[begin:], ""
-        for number in itertools.count():
+        num_parts = 0
+        while True:
             known = with_summary(system, summary, []) if summary else system
             whole = replace(request, messages=[*known, *rest, task])
             if not rest or await self._fits(whole, room, generation, size):
                 return whole
-            if number == _MAX_PARTS:
+            if num_parts == _MAX_PARTS:
                 summary, rest = f"{summary}\n\n{extract(rest)}", []
                 continue
             chars = _CHARS_PER_TOKEN * room
@@ -324,7 +324,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
                 if chars < _LEAST_CHARS:  # the system's messages or the tools are too long alone
                     return whole
             summary, rest = await part(shorter) or extract(first), later
-        raise AssertionError  # not reached
+            num_parts += 1
 
     async def _fits(
         self, request: ChatRequest, limit: int, generation: Generation, size: int
@@ -359,9 +359,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
                 await inner.accepted()
                 (choice,), text = inner.choices, ""
                 while True:
-                    slow = choice.is_slow
-                    delta = await inner.advance_on_thread(choice) if slow else inner.advance(choice)
-                    text += delta.text
+                    text += (await inner.advance(choice)).text
                     if inner.finished:
                         return text.strip()
                     await inner.changed()

@@ -12,7 +12,7 @@ from router.errors import InvalidRequest
 from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.conversations.tools import tool_schema
-from router.tokens.parsing.calls import JSON, CallTemplate
+from router.tokens.parsing.calls import JSON, CallFormat
 from router.tokens.parsing.formats import (
     HARMONY_CALLS,
     ReasoningMarkers,
@@ -20,7 +20,7 @@ from router.tokens.parsing.formats import (
     ReplyState,
 )
 from router.tokens.parsing.grammars import (
-    call_template,
+    call_format,
     calls_grammar,
     messages_grammar,
 )
@@ -114,11 +114,11 @@ class ModelReplies:
         self, policy: ToolCallPolicy, bound: Grammar | None, tail: str
     ) -> Grammar | None:
         functions = [tool.function for tool in policy.tools]
-        format = self._format_for(policy)
-        template = self._call_template(policy)
-        if not functions or format.tools is None or template is None:
+        calls = self._calls_for(policy)
+        if not functions or calls is None:
             return None
-        alternative = excluded_text = None
+        alternative = None
+        optional = False  # whether text may replace or surround calls
         messages = False  # whether an answer consists of messages, the last of which may be a call
         if not policy.required:
             if bound is not None:
@@ -127,12 +127,12 @@ class ModelReplies:
                     return None
             elif not any(function.strict for function in functions):
                 return None
-            elif format.transitions:
-                if template is not HARMONY_CALLS.template:
-                    return None
+            elif calls is HARMONY_CALLS:
                 messages = True
-            elif format.tools.start:
-                excluded_text = format.tools.start
+            elif self.format.initial_state is not ReplyState.NORMAL:
+                return None
+            elif calls.start:
+                optional = True
             else:
                 alternative = _NOT_JSON
         # Checked before writing the grammar, which contains every schema.
@@ -142,14 +142,15 @@ class ModelReplies:
         if messages:
             text = messages_grammar(functions, self._control_tokens)
         else:
+            between = (self.format.transitions or {}).get(ReplyState.NORMAL, ())
             text = calls_grammar(
-                template,
+                calls,
                 functions,
                 self._control_tokens,
                 parallel=policy.parallel,
-                think=self._optional_reasoning(format, tail),
-                excluded_text=excluded_text,
-                other_opener=format.tools.opener,
+                think=self._optional_reasoning(self._format_for(policy), tail),
+                optional=optional,
+                structure=[marker.text for marker in between],
                 alternative=alternative,
             )
         param = None if bound is None or policy.required else bound.param
@@ -165,17 +166,16 @@ class ModelReplies:
             return None
         return think if all(marker in self._control_tokens.control for marker in think) else None
 
-    def _call_template(self, policy: ToolCallPolicy) -> CallTemplate | None:
-        """Return the syntax of tool calls: the model's own, or plain JSON if that is unknown and a
+    def _calls_for(self, policy: ToolCallPolicy) -> CallFormat | None:
+        """Return the format of tool calls: the model's own, or plain JSON if that is unknown and a
         call is required."""
         if self.format.tools is None:
-            return JSON.template if policy.required else None
-        own = call_template(self.format.tools.name, self._control_tokens)
-        return own or (JSON.template if policy.required else None)
+            return JSON if policy.required else None
+        return call_format(self.format.tools.name, self._control_tokens)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
         """Return the format of answers: not the model's own if required calls are plain JSON."""
-        if policy.required and self._call_template(policy) is JSON.template:
+        if policy.required and self._calls_for(policy) is JSON:
             normal = ReplyState.NORMAL
             return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
         return self.format

@@ -24,6 +24,7 @@ class CallTemplate(NamedTuple):
     after: str = ""  # after all calls
     argument: str = ""  # before each argument; empty: the arguments are a JSON object
     argument_end: str = ""
+    separator: str = ""  # between two arguments
 
 
 class CallFormat(NamedTuple):

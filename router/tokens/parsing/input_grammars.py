@@ -22,6 +22,7 @@ from router.tokens.parsing.json_quoting import (
     quoted_regex,
     quoted_string,
 )
+from router.tokens.parsing.lark_parts import within_slashes
 from router.tokens.parsing.lark_source import (
     Definition,
     LarkPiece,
@@ -55,20 +56,11 @@ def input_lark(grammar: Grammar, *, quoted: bool, end: str | None = None) -> str
     """
     source, param = grammar.source, grammar.param or ""
     if grammar.kind == "regex":
-        source = f"start: /{_within_slashes(source)}/"
+        source = f"start: /{within_slashes(source)}/"
     try:
         return _Converter(definitions(source, param), quoted, param).nested(end)
     except RecursionError:
         raise InvalidRequest(f"'{param}' is nested too deeply.", param=param) from None
-
-
-def _within_slashes(expression: str) -> str:
-    """Return a regular expression in Lark's syntax. Digits are ASCII digits, as in all expressions
-    here."""
-    special = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", "\n": r"\n", "\r": r"\r"}
-    return re.sub(
-        r"\\.|/|[\r\n]", lambda found: special.get(found[0], found[0]), expression, flags=re.DOTALL
-    )
 
 
 class _Converter:

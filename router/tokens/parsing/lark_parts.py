@@ -9,6 +9,7 @@ from typing import Any
 
 from router.schemas.conversation import FunctionDefinition
 from router.tokens.literals import literal_pattern
+from shared.bounded_schema import bounded
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON formatted as templates format earlier calls, so that it has the same tokens."""
@@ -16,8 +17,6 @@ _OTHER_PROPERTIES = (
     "additionalProperties patternProperties propertyNames unevaluatedProperties minProperties"
     " dependentRequired dependentSchemas dependencies".split()
 )
-_MAX_NUMBER = 10**15
-"""Of numbers without bounds in arguments."""
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 
@@ -63,31 +62,7 @@ def function_json(schema: Mapping[str, Any], function: FunctionDefinition) -> st
     strict, and ignored otherwise."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
-    return json_rule(_bounded(_closed({**kind, **schema})), style)
-
-
-def _bounded(schema: Any) -> Any:
-    """Return ``schema`` with bounds for numbers that it leaves free: a small model may write digits
-    without end."""
-    if isinstance(schema, list):
-        return [_bounded(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {
-        key: value if key in ("enum", "const", "default", "examples") else _bounded(value)
-        for key, value in schema.items()
-    }
-    named = schema.get("type")
-    kinds = named if isinstance(named, list) else [named]
-    if not any(kind in ("integer", "number") for kind in kinds) or "enum" in out or "const" in out:
-        return out
-    if not any(
-        key in out for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-    ):
-        out |= {"minimum": -_MAX_NUMBER, "maximum": _MAX_NUMBER}
-        if "number" in kinds:
-            out.setdefault("multipleOf", 1e-9)
-    return out
+    return json_rule(_closed({**kind, **schema}), style)
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,9 +88,18 @@ def _names_all(properties: Mapping[str, Any], required: object) -> bool:
 
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
-    """Return the expression of JSON that is valid under ``schema``."""
-    return "%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
+    """Return the expression of JSON that is valid under ``schema``, with bounds for numbers."""
+    return "%json " + json.dumps({**bounded(schema), "x-guidance": style}, ensure_ascii=False)
 
 
 def escaped_regex(text: str) -> str:
     return re.sub(r"[\\.^$|?*+()\[\]{}/]", r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def within_slashes(expression: str) -> str:
+    """Return a regular expression in Lark's syntax. Digits are ASCII digits, as in all expressions
+    here."""
+    special = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", "\n": r"\n", "\r": r"\r"}
+    return re.sub(
+        r"\\.|/|[\r\n]", lambda found: special.get(found[0], found[0]), expression, flags=re.DOTALL
+    )

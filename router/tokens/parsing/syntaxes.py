@@ -9,6 +9,8 @@ from collections.abc import Callable, Container, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import regex
+
 from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallFormat, CallTemplate
 from router.tokens.parsing.json_reader import PYTHON_CALLS, Style
 from router.tokens.parsing.tagged import KEY, Tags
@@ -131,10 +133,12 @@ def _dsml(name: str, block: str) -> CallFormat:
 
 def _braces(name: str, start: str, end: str, quote: str) -> CallFormat:
     """Return the Gemma family's format, with text between ``quote``."""
+    template = CallTemplate(f"{start}call:{{name}}{{", f"}}{end}", argument="{key}:", separator=",")
     # The braces and the start of a value are what prose lacks.
-    head = r"call:NAME\s*+(?=\{\s*+(?:\}|[^{}]{1,256}?:\s*+[^\s,;)\]}]))"
+    value = r"[^{}]{1,256}?:\s*+[^\s,;)\]}]"
+    head = rf"call:NAME\s*+(?=\{{\s*+(?:\}}|{regex.escape(quote)}|{value}))"
     style = Style((quote, '"'), bare=True)
-    return CallFormat(name, start, end, PLAIN_TEMPLATE, (head,), style=style)
+    return CallFormat(name, start, end, template, (head,), style=style)
 
 
 _ATTRIBUTES = r'(?:(?!name=)[\w:-]{1,32}="[^"<>]{0,200}"\s*+){0,8}+'
@@ -320,7 +324,15 @@ FORMATS: Mapping[str, CallFormat] = {
             "pythonic",
             "<|tool_call_start|>",
             "<|tool_call_end|>",
-            PLAIN_TEMPLATE,
+            CallTemplate(
+                "{name}(",
+                ")",
+                ", ",
+                "<|tool_call_start|>[",
+                "]<|tool_call_end|>",
+                argument="{key}=",
+                separator=", ",
+            ),
             heads=(
                 r"(?P<list>\[\s*+)?NAME\s*+(?=\(\s*+(?:\)|\*\*|['\"{[\d-]|"
                 r"[^][(){},='\"]{1,256}?\s*+=(?!=)\s*+[^\s,)]))",

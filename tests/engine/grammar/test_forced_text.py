@@ -11,7 +11,7 @@ import numpy
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.grammar.compiled import compile_grammar
+from engine.grammar.compiled import compile_grammar, json_grammar
 from engine.grammar.forced import ForcedSource
 from engine.grammar.forced_text import MORE_BYTES, NEEDED_BYTES
 from engine.grammar.matcher import GrammarMatcher
@@ -91,8 +91,7 @@ def test_a_forced_text_has_the_tokens_that_llguidance_would_force(
 def _text(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.source)
-    pattern: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-    return LLMatcher.grammar_from_json_schema(grammar.source, defaults=pattern)
+    return json_grammar(grammar.source)
 
 
 def test_the_text_is_found_again_after_a_rollback(tokenizer: LLTokenizer) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from router.schemas.conversation import FunctionDefinition
 from router.tokens.parsing.formats import CALL_FORMATS, ReasoningMarkers
-from router.tokens.parsing.grammars import call_template, calls_grammar
+from router.tokens.parsing.grammars import call_format, calls_grammar
 from router.tokens.parsing.lark_parts import ControlTokens
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.test_marked import format_of, named, read
@@ -85,6 +85,10 @@ CALLS = {
     "jamba": f"<tool_calls>[{OBJECT}]</tool_calls>",
     "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
     "phi4_mini": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>B<<|"|>,days:3}<tool_call|>',
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>B<<escape>,days:3}"
+    "<end_function_call>",
+    "pythonic": '<|tool_call_start|>[get_weather(city="B<", days=3)]<|tool_call_end|>',
 }
 
 
@@ -99,10 +103,10 @@ class Checker:
         control = [each for each in added if each["special"] or each["content"][0] == "<"]
         self.tokens = ControlTokens({each["content"]: each["id"] for each in control})
         size = self.tokenizer.get_vocab_size()
-        self._guide = LLTokenizer(self.tokenizer.to_str(), n_vocab=size, eos_token=[1])
+        self.guide = LLTokenizer(self.tokenizer.to_str(), n_vocab=size, eos_token=[1])
 
     def accepts(self, grammar: str, text: str) -> bool:
-        matcher = LLMatcher(self._guide, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -114,12 +118,13 @@ def checker() -> Checker:
 
 
 def grammar_for(parser: str, checker: Checker, **options: Any) -> str:
-    template = CALL_FORMATS[parser].template
-    return calls_grammar(template, FUNCTIONS, checker.tokens, **{"parallel": True, **options})
+    format = CALL_FORMATS[parser]
+    return calls_grammar(format, FUNCTIONS, checker.tokens, **{"parallel": True, **options})
 
 
-def test_every_template_has_an_example_call() -> None:
-    assert CALLS.keys() <= CALL_FORMATS.keys()
+def test_most_formats_have_an_example_call() -> None:
+    """The others need a namespace of their own: see `test_tagged_grammars`."""
+    assert CALL_FORMATS.keys() - CALLS.keys() == {"minimax_m3", "muse_spark"}
 
 
 @pytest.mark.parametrize("parser", CALLS)
@@ -134,7 +139,9 @@ def test_a_grammar_accepts_the_calls_that_its_parser_reads(checker: Checker, par
         assert not checker.accepts(grammar, wrong), wrong
 
 
-@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "kimi_k2", "json"])
+@pytest.mark.parametrize(
+    "parser", ["json_tools", "qwen3_coder", "kimi_k2", "json", "gemma4", "pythonic"]
+)
 def test_several_calls_are_accepted_only_if_parallel(checker: Checker, parser: str) -> None:
     template = CALL_FORMATS[parser].template
     call = CALLS[parser].removeprefix(template.before).removesuffix(template.after)
@@ -151,10 +158,10 @@ def test_reasoning_before_calls_is_accepted_only_if_allowed(checker: Checker) ->
     assert not checker.accepts(grammar_for("json_tools", checker), text)
 
 
-@pytest.mark.parametrize("parser", ["json_tools", "minicpm5"])
+@pytest.mark.parametrize("parser", ["json_tools", "minicpm5", "gemma4", "pythonic"])
 def test_optional_calls_may_have_text_around_them(checker: Checker, parser: str) -> None:
     start = format_of(parser).tools.start  # type: ignore[union-attr]
-    grammar = grammar_for(parser, checker, excluded_text=start)
+    grammar = grammar_for(parser, checker, optional=True)
     call = CALLS[parser]
     for text in ("Hello <b> & 日本", "First.\n" + call, call + "\nDone.", ""):
         assert checker.accepts(grammar, text), text
@@ -162,12 +169,21 @@ def test_optional_calls_may_have_text_around_them(checker: Checker, parser: str)
         assert not checker.accepts(grammar, text), text
 
 
+def test_markers_of_an_answer_s_structure_may_occur_around_optional_calls() -> None:
+    checker = Checker(markers=("<|open|>", "<|close|>", "<|sep|>"))
+    response = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+    grammar = grammar_for("kimi_k3", checker, optional=True, structure=response)
+    call = CALLS["kimi_k3"]
+    for text in ("Hi.", "Hi.".join(response), "Hi.".join(response) + call, call):
+        assert checker.accepts(grammar, text), text
+    for text in ("<|open|>other<|sep|>", call.replace("3", "three"), call + call):
+        assert not checker.accepts(grammar, text), text
+
+
 def takes(checker: Checker, parameters: Any, arguments: str, *, strict: bool | None = None) -> bool:
     """Return whether a function with ``parameters`` may be called with ``arguments``."""
     function = FunctionDefinition(name="f", parameters=parameters, strict=strict)
-    grammar = calls_grammar(
-        CALL_FORMATS["json"].template, [function], checker.tokens, parallel=False
-    )
+    grammar = calls_grammar(CALL_FORMATS["json"], [function], checker.tokens, parallel=False)
     return checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
 
 
@@ -217,24 +233,21 @@ def test_other_arguments_are_accepted_if_the_schema_allows(checker: Checker, sch
 @pytest.mark.parametrize("parser", ["json", "qwen3_coder"])
 def test_a_senseless_schema_is_for_the_compiler(checker: Checker, parser: str, inner: Any) -> None:
     odd = {"type": "object", **of(a=of(b={}) | inner)}
-    function, template = FunctionDefinition(name="f", parameters=odd), CALL_FORMATS[parser].template
-    written = calls_grammar(template, [function], checker.tokens, parallel=False)
+    function = FunctionDefinition(name="f", parameters=odd)
+    written = calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
     assert next(iter(inner)) in written
 
 
-def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:
-    assert call_template("pythonic", checker.tokens) is None
-    assert call_template("qwen3_coder", checker.tokens) is not None
-    assert call_template("json_tools", checker.tokens) is not None
-    old = call_template("mistral", checker.tokens)
-    assert old is not None and old.before == "[TOOL_CALLS]["
+def test_a_model_without_the_token_for_arguments_writes_mistral_s_older_calls(
+    checker: Checker,
+) -> None:
+    assert call_format("mistral", checker.tokens).template.before == "[TOOL_CALLS]["
+    newer = ControlTokens({"[ARGS]": 5})
+    assert call_format("mistral", newer) is CALL_FORMATS["mistral"]
 
 
 def test_optional_strict_calls_cannot_begin_without_their_marker(checker: Checker) -> None:
-    format = CALL_FORMATS["qwen3_coder"]
-    grammar = grammar_for(
-        "qwen3_coder", checker, excluded_text=format.start, other_opener=format.opener
-    )
+    grammar = grammar_for("qwen3_coder", checker, optional=True)
     assert checker.accepts(grammar, "Write <function=f> there.\n" + CALLS["qwen3_coder"])
     assert not checker.accepts(grammar, "So.\n<function=f>")
     assert not checker.accepts(grammar, " <function=f>")

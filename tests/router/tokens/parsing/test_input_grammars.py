@@ -65,14 +65,22 @@ def checker() -> Checker:
     return Checker()
 
 
-@pytest.mark.parametrize("parser", ["json", "json_tools", "kimi_k2", "qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize(
+    "parser",
+    ["json", "json_tools", "kimi_k2", "qwen3_coder", "minimax_m2", "function_gemma", "pythonic"],
+)
 @pytest.mark.parametrize(("kind", "source", "text", "accepted"), REPLIES)
 def test_a_call_is_accepted_if_its_input_matches(
     checker: Checker, parser: str, kind: str, source: str, text: str, accepted: bool
 ) -> None:
-    template = CALL_FORMATS[parser].template
-    grammar = calls_grammar(template, [function_of(kind, source)], checker.tokens, parallel=False)
-    if template.argument:
+    format = CALL_FORMATS[parser]
+    template = format.template
+    grammar = calls_grammar(format, [function_of(kind, source)], checker.tokens, parallel=False)
+    if parser == "function_gemma":
+        inside = f"input:<escape>{text}<escape>"
+    elif parser == "pythonic":
+        inside = f"input={json.dumps(text, ensure_ascii=False)}"
+    elif template.argument:
         inside = template.argument.replace("{key}", "input") + text + template.argument_end
     else:
         inside = json.dumps({"input": text}, ensure_ascii=False)
@@ -85,8 +93,7 @@ def test_a_call_is_accepted_if_its_input_matches(
 
 def test_text_that_a_grammar_allows_does_not_run_over_the_end_of_a_value(checker: Checker) -> None:
     anything = function_of("lark", "start: /(?s:.*)/")
-    template = CALL_FORMATS["qwen3_coder"].template
-    grammar = calls_grammar(template, [anything], checker.tokens, parallel=False)
+    grammar = calls_grammar(CALL_FORMATS["qwen3_coder"], [anything], checker.tokens, parallel=False)
     call = "<tool_call>\n<function=take>\n<parameter=input>\n{}\n</parameter>\n</function>\n"
     call += "</tool_call>"
     assert checker.accepts(grammar, call.format("a\nb"))

@@ -25,7 +25,11 @@ PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"Named": {"t
 TOOLS = with_plain_properties(
     [{"type": "function", "function": {"name": "edit", "parameters": PARAMETERS}}]
 )
-WRITTEN = {name: each.template for name, each in CALL_FORMATS.items() if each.template.argument}
+WRITTEN = {
+    name: each.template
+    for name, each in CALL_FORMATS.items()
+    if each.tags and each.template.argument
+}
 """How each model writes a call."""
 
 

@@ -16,7 +16,11 @@ from router.tokens.parsing.marked import MarkedReplyParser
 from tests.router.tokens.parsing.test_grammars import Checker
 from tests.router.tokens.parsing.test_marked import format_of, named, read_with
 
-FORMATS = {name: each.template for name, each in CALL_FORMATS.items() if each.template.argument}
+FORMATS = {
+    name: each.template
+    for name, each in CALL_FORMATS.items()
+    if each.tags and each.template.argument
+}
 EACH_FORMAT = pytest.mark.parametrize("parser", FORMATS)
 STRING, NULL = {"type": "string"}, {"type": "null"}
 DEFS = {"S": {"type": "string", "enum": ["red", "blue"]}, "T": STRING}
@@ -44,7 +48,7 @@ def readings(
     """Return how each way of writing ``arguments`` is read that the grammar allows."""
     function = FunctionDefinition(name="f", strict=True, parameters=parameters)
     template = FORMATS[parser]
-    grammar = calls_grammar(template, [function], checker.tokens, parallel=False)
+    grammar = calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     found = []
     for as_text in (True, False):
@@ -162,5 +166,5 @@ def test_what_cannot_be_enforced_is_an_error(
 ) -> None:
     strict = FunctionDefinition(name="lookup", strict=True, parameters=parameters)
     with pytest.raises(InvalidRequest, match="lookup") as error:
-        calls_grammar(FORMATS["qwen3_coder"], [strict], checker.tokens, parallel=False)
+        calls_grammar(CALL_FORMATS["qwen3_coder"], [strict], checker.tokens, parallel=False)
     assert named_in_error in str(error.value)

@@ -1,0 +1,197 @@
+"""Grammars of calls that list their arguments in brackets, without quotes around their names, as
+`router.tokens.parsing.json_reader` reads them: the Gemma family's and Python's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import regex
+
+from router.schemas.conversation import FunctionDefinition, TextFunction
+from router.schemas.value_schema import ValueSchema
+from router.tokens.parsing.call_rules import (
+    MAX_OTHERS,
+    CallRules,
+    alternatives,
+    choices,
+    variants,
+)
+from router.tokens.parsing.calls import CallFormat
+from router.tokens.parsing.input_grammars import input_lark
+from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
+
+_NAME = regex.compile(r"[\w$@][\w$@./-]*")
+"""A name that needs no quotes."""
+_OTHER_NAME = r"/[A-Za-z_$@][A-Za-z0-9_$@.-]{0,63}/"
+_MAX_DEPTH = 6
+"""Of brackets in the model's notation. Values within them are JSON, as recursive schemas can be."""
+_ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", "definitions"}
+_OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
+_OF_ARRAYS = _ANNOTATIONS | {"items", "minItems", "maxItems"}
+_OF_NUMBERS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
+_KINDS = ("string", "number", "boolean", "null", "array", "object")
+
+
+class ListedCall(CallRules):
+    """The rules of the arguments of a call."""
+
+    def __init__(
+        self, rule: str, format: CallFormat, function: FunctionDefinition, tokens: ControlTokens
+    ) -> None:
+        super().__init__(rule, format, function, tokens)
+        self._quote = format.style.quotes[0]
+        self._python = format.style.python
+        self._separator = tokens.to_lark(self._template.separator)
+        self._free = ""  # the rule of any value
+
+    def rules(self) -> list[str]:
+        """Return the rules, the first of which is for the arguments. Raises `InvalidRequest` for
+        keywords that cannot be enforced."""
+        ways = []
+        for number, parameters in enumerate(variants(self._function)):
+            names = self._members(parameters).properties
+            if self._python and not all(map(_NAME.fullmatch, names)):
+                ways.append(f'"**" {self._json({"type": "object", **parameters})}')
+            else:
+                ways.append(self._object(f"{self._rule}v{number}_", parameters, 0))
+        return [f"{self._rule}_arguments: {' | '.join(ways)}", *self._rules]
+
+    def _object(self, rule: str, schema: Mapping[str, Any], depth: int) -> str:
+        """Return a rule for the members of an object. In those named ``first{n}``, all members
+        before the n-th are left out; in those named ``more{n}``, one is not."""
+        properties, required, others = self._members(schema)
+        for number, (name, value) in enumerate(properties.items()):
+            key = self._template.argument.replace("{key}", self._key(name))
+            written = self._value(f"{rule}{number}_", name, value, depth)
+            member = f"{self._tokens.to_lark(key)} {written} {rule}more{number + 1}"
+            for place, before in (("first", ""), ("more", self._separator)):
+                without = "" if name in required else f" | {rule}{place}{number + 1}"
+                self._rules.append(f"{rule}{place}{number}: {before} {member}{without}")
+        first = more = '""'
+        if others is not False:
+            listed = "|".join(map(escaped_regex, properties))
+            excluded = f" & ~/({listed})/" if listed else ""
+            self._rules.append(f"{rule.upper()}NAME: {_OTHER_NAME}{excluded}")
+            after = self._tokens.to_lark(self._template.argument.removeprefix("{key}"))
+            written = self._value(f"{rule}other_", None, others, depth)
+            self._rules.append(f"{rule}other: {rule.upper()}NAME {after} {written}")
+            more = f"({self._separator} {rule}other){{0,{MAX_OTHERS}}}"
+            first = f"({rule}other {more})?"
+        self._rules += [f"{rule}{place}{len(properties)}: {end}"
+                        for place, end in (("first", first), ("more", more))]  # fmt: skip
+        return f"{rule}first0"
+
+    def _key(self, name: str) -> str:
+        return name if _NAME.fullmatch(name) else self._quote + name + self._quote
+
+    # -- values --------------------------------------------------------------------
+
+    def _value(self, rule: str, name: str | None, schema: Any, depth: int) -> str:
+        """Return an expression for a value that ``schema`` allows. New rules begin with ``rule``;
+        ``name`` is the argument's."""
+        if isinstance(self._function, TextFunction):
+            return self._input(self._function)
+        own: dict[str, Any] = schema if isinstance(schema, dict) else {}
+        plain = self._plain(own)
+        if self._python:
+            types = frozenset() if choices(plain) is not None else ValueSchema(plain).types
+            literals = {"boolean": ' | "True" | "False"', "null": ' | "None"'}
+            written = "".join(each for kind, each in literals.items() if kind in types)
+            return f"({self._json(own)}{written})"
+        if (listed := choices(plain)) is not None:
+            return f"({' | '.join(self._tokens.to_lark(self._written(each)) for each in listed)})"
+        ways = [
+            way
+            for number, each in enumerate(alternatives(plain))
+            for way in self._ways(f"{rule}{number}_", name, each, depth)
+        ]
+        return f"({' | '.join(ways)})"
+
+    def _ways(
+        self, rule: str, name: str | None, schema: Mapping[str, Any], depth: int
+    ) -> Iterator[str]:
+        """Yield expressions for the values of each type that ``schema`` allows."""
+        if "$ref" in schema or "not" in schema or "if" in schema:
+            yield self._json(schema)
+            return
+        types = ValueSchema(schema).types
+        if not types and schema.keys() <= _ANNOTATIONS:
+            yield self._any()
+            return
+        for kind in _KINDS:
+            if kind not in types and not (kind == "number" and "integer" in types):
+                continue
+            match kind:
+                case "string":
+                    yield self._text(name, schema)
+                case "number":
+                    numeric = "number" if kind in types else "integer"
+                    limits = {each: schema[each] for each in _OF_NUMBERS if each in schema}
+                    yield self._json({"type": numeric, **limits})
+                case "boolean":
+                    yield '"true" | "false"'
+                case "null":
+                    yield '"null"'
+                case "array" if schema.keys() <= _OF_ARRAYS and depth < _MAX_DEPTH:
+                    yield self._array(rule, name, schema, depth + 1)
+                case "object" if schema.keys() <= _OF_OBJECTS and depth < _MAX_DEPTH:
+                    yield f'"{{" {self._object(rule, schema, depth + 1)} "}}"'
+                case _:
+                    yield self._json({**schema, "type": kind})
+
+    def _array(self, rule: str, name: str | None, schema: Mapping[str, Any], depth: int) -> str:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        item = self._value(rule, name, schema.get("items", {}), depth)
+        self._rules.append(f"{rule}item: {item}")
+        if most == 0:
+            return '"[]"'
+        repeated = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        items = f"{rule}item ({self._separator} {rule}item){repeated}"
+        return f'"[" {items if least else f"({items})?"} "]"'
+
+    def _text(self, name: str | None, schema: Mapping[str, Any]) -> str:
+        quote = self._tokens.to_lark(self._quote)
+        if self._tokens.occur_in(self._quote):
+            return f"{quote} {self._terminal(name, schema, [])} {quote}"
+        text = self._terminal(name, schema, [f"(?s:.*{escaped_regex(self._quote)}.*)"])
+        rule = f"{text.lower()}_ended"
+        line = f"{rule}[suffix={json.dumps(self._quote)}]: {text}"
+        if line not in self._rules:
+            self._rules.append(line)
+        return f"{quote} {rule}"
+
+    def _any(self) -> str:
+        """Return the rule of any value."""
+        if not self._free:
+            rule = self._free = f"{self._rule}_any"
+            listed = f'"[" ({rule} ({self._separator} {rule})*)? "]"'
+            member = f'{_OTHER_NAME} ":" {rule}'
+            members = f'"{{" ({member} ({self._separator} {member})*)? "}}"'
+            number = self._json({"type": "number"})
+            ways = [self._text(None, {}), number, '"true" | "false" | "null"', listed, members]
+            self._rules.append(f"{rule}: {' | '.join(ways)}")
+        return self._free
+
+    def _input(self, function: TextFunction) -> str:
+        """Return an expression for the text of a tool that takes no other argument."""
+        text, quote = function.input_grammar, self._tokens.to_lark(self._quote)
+        if self._python:
+            return f"{quote} {input_lark(text, quoted=True)} {quote}"
+        if self._tokens.occur_in(self._quote):
+            return f"{quote} {input_lark(text, quoted=False)} {quote}"
+        return f"{quote} {input_lark(text, quoted=False, end=self._quote)}"
+
+    def _written(self, value: Any) -> str:
+        """Return ``value`` in the model's notation."""
+        quote, separator = self._quote, self._template.separator
+        match value:
+            case str():
+                return quote + value + quote
+            case list():
+                return f"[{separator.join(map(self._written, value))}]"
+            case dict():
+                members = (f"{self._key(key)}:{self._written(each)}" for key, each in value.items())
+                return f"{{{separator.join(members)}}}"
+        return json.dumps(value)

@@ -63,6 +63,10 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     """Fields of chat and text completions."""
 
     stream_options: StreamOptions | None = None
+    return_progress: Annotated[
+        bool | None,
+        Meta(description="In a stream: report how much of the prompt is computed, until it is."),
+    ] = None
     n: NumChoices | None = None
     max_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
     stop: StopStrings | None = None
@@ -95,6 +99,11 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     def echo_prompts(self) -> list[str | list[int]] | None:
         """The prompts to return before their answers, as text or token ids. Copies them."""
         return None
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether the answer reports how much of the prompt is computed."""
+        return bool(self.stream and self.return_progress)
 
     @property
     def may_reason(self) -> bool:

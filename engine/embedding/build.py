@@ -31,10 +31,10 @@ from engine.embedding.heads import (
 )
 from engine.embedding.packed import packed_decoder, packed_encoder
 from engine.embedding.padded import padded_decoder, padded_encoder
-from engine.model.context import config_int
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LOAD_ERRORS, fingerprint
 from engine.model.rotation import older_names
+from shared.model_config import config_int
 from shared.safetensors_header import read_header
 from shared.wire import TOKENIZER_FILES, Task, TextTask
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from engine.model.context import config_int, context_length
+from engine.model.context import context_length
 from engine.model.errors import ModelUnavailable
+from shared.model_config import config_int
 from shared.wire import Task
 
 Pooling = Literal["cls", "mean", "max", "lasttoken", "weightedmean"]

@@ -7,21 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.model.rotation import stretched_context
+from shared.model_config import CONTEXT_KEYS, config_int, stated_context
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 32_768
 """For models whose config has no context length (recurrent ones)."""
 
-_KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len max_seq_length".split()
-_KEYS += "seq_length n_ctx model_max_length".split()
-
 
 def context_length(config: dict[str, Any], model: Any = None) -> int:
     """Return the max length of sequences that a model with ``config`` supports: YaRN counts unless
     ``model`` has no module for it."""
-    sizes = (config_int(config, key) for key in _KEYS)
-    size = next((size for size in sizes if size > 0), 0) or _usual_context(config)
+    size = stated_context(config) or _usual_context(config)
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
     own, stretched = size or DEFAULT_CONTEXT_LENGTH, max(map(stretched_context, parts))
@@ -44,7 +41,7 @@ def _usual_context(config: dict[str, Any]) -> int:
         known = AutoConfig.for_model(config["model_type"]).get_text_config()
     except Exception:  # code for other models: whatever it raises, it does not support this one
         return 0
-    return config_int(vars(known), _KEYS[0])
+    return config_int(vars(known), CONTEXT_KEYS[0])
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
@@ -76,15 +73,6 @@ def vocabulary_size(model: Any, config: dict[str, Any]) -> int:
         if size := config_int(fields, "vocab_size"):
             return size
     return config_int(config, "vocab_size")
-
-
-def config_int(config: dict[str, Any], key: str) -> int:
-    """Return the number under ``key``, in the config itself or in the text part of a multimodal
-    config; 0 if there is none."""
-    for part in (config, config.get("text_config"), config.get("llm_config")):
-        if isinstance(part, dict) and isinstance(value := part.get(key), int):
-            return value
-    return 0
 
 
 def _kept(caches: Iterable[Any]) -> float:

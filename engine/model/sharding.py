@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.model.context import config_int
 from engine.model.errors import ModelUnavailable
+from shared.model_config import config_int
 
 if TYPE_CHECKING:  # not at run time: a fast BLAS must be loaded before MLX
     import mlx.core as mx

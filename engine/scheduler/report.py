@@ -24,6 +24,7 @@ def live_requests(
             attempt=seq.request.attempt,
             generated=seq.num_output_tokens,
             computed_prompt_tokens=_computed_prompt_tokens(seq, passes, config),
+            cached_prompt_tokens=seq.cached_ram_tokens + seq.cached_ssd_tokens,
         )
         for seq in sequences.live.values()
     ]

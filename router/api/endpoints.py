@@ -81,9 +81,9 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     def translate(self, body: _Body) -> _Request:
         """Translate ``body``. May run on any thread. Raises `InvalidRequest`."""
 
-    def stored_bytes(self, body: _Body) -> int:
-        """Return the size of stored data that ``body`` refers to, in addition to its own. Raises
-        `ApiError`."""
+    def stored_bytes(self, body: _Body, tenant: Tenant) -> int:
+        """Return the size of stored data that ``body`` of ``tenant`` refers to, in addition to its
+        own. Raises `ApiError`."""
         return 0
 
     @abstractmethod
@@ -156,7 +156,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         router = self._router
         state = http.scope["state"]
         tenant: Tenant = state["tenant"]
-        size += self.stored_bytes(body)
+        size += self.stored_bytes(body, tenant)
 
         def translate() -> tuple[_Request, dict[str, list[str]]]:
             left_out = {"tools": body.left_out_tools, "items": body.left_out_items}

@@ -8,7 +8,8 @@ from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from router.fleet.tenants.tenant import Tenant
 
-_LATEST = ":latest"
+LATEST = ":latest"
+"""Ollama's tag, which may be omitted."""
 
 
 class ModelNames:
@@ -49,12 +50,12 @@ class ModelNames:
         return meant
 
     def served(self, name: str) -> str:
-        """Return ``name``, without Ollama's tag `:latest` if only that name is known: clients take
-        names from one API to another."""
-        bare = name.removesuffix(_LATEST)
-        return bare if bare != name and not self._is_known(name) and self._is_known(bare) else name
+        """Return the name under which ``name`` is known: clients take names from one API to
+        another, and so with or without `LATEST`. If it is not, it is without."""
+        bare = name.removesuffix(LATEST)
+        return next(filter(self.is_known, (name, bare, bare + LATEST)), bare)
 
-    def _is_known(self, name: str) -> bool:
+    def is_known(self, name: str) -> bool:
         if any(name in names for names in self.all.values()) or self._adapters.is_known(name):
             return True
         return self._adapters.find_configured(name) is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
-from router.schemas.completions import FinishReason
+from router.schemas.completions import FinishReason, PromptProgress
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import ScoredToken, TokenAligner
 from router.tokens.rendering import Renderer
@@ -28,6 +29,8 @@ class OutputDelta(NamedTuple):
     parts, for APIs whose answers have one of each."""
     tokens: list[ScoredToken] | None = None
     """None if log-probabilities are not requested."""
+    progress: PromptProgress | None = None
+    """Of the prompt, before all parts."""
 
     def __bool__(self) -> bool:
         return any(self)
@@ -46,8 +49,11 @@ class OutputDelta(NamedTuple):
         return _calls(self.parts)
 
     def split(self) -> list[OutputDelta]:
-        """Return the output in pieces of one kind each, in their order: reasoning, text, or a part
-        of one call. Clients read one of them from an event."""
+        """Return the output in pieces of one kind each, in their order: progress, reasoning, text,
+        or a part of one call. Clients read one of them from an event."""
+        if self.progress is not None:
+            rest = self._replace(progress=None)
+            return [OutputDelta(progress=self.progress), *(rest.split() if rest else ())]
         if len(self.parts) < 2 and len(self.calls) < 2:  # the usual case in a stream
             return [self]
         parts: list[ReplyDelta] = []
@@ -129,6 +135,7 @@ class Choice:
         prompt_logprobs_source: RemoteSequence,
         aligner: TokenAligner | None,
         echo: Echo | None,
+        reports_progress: bool,
     ) -> None:
         self.index = index
         self.sequence = sequence
@@ -144,6 +151,10 @@ class Choice:
         self._echo = echo
         self._echoed: list[ReplyDelta] = []
         """The echo of the prompt, until it is returned."""
+        self._progress: tuple[int, int] | None = None
+        """The tokens of the prompt that were reported as computed, and as found."""
+        self._reports_progress = reports_progress
+        """Whether there is more to report."""
         self._chars_shown = 0
         self._tokens_read = 0
         self._stop_requested = False
@@ -169,8 +180,10 @@ class Choice:
         """Return the output that became final since the last call. Raises the sequence's error."""
         if self.finish_reason is not None:
             return OutputDelta()
+        progress = self._new_progress() if self._reports_progress else None
         if self._echo is not None:
-            return self._wait_for_logprobs()
+            self._raise_error()
+            return OutputDelta(progress=progress)
         parsed, self._echoed = self._echoed, []
         self._advance(parsed)
         tokens = None
@@ -178,7 +191,7 @@ class Choice:
             tokens = self._aligner.take(self._chars_shown)
             if self.finish_reason is not None and not self._cut_short:
                 tokens += self._aligner.take_rest()
-        return OutputDelta(_merged(parsed), tokens)
+        return OutputDelta(_merged(parsed), tokens, progress)
 
     @property
     def behind(self) -> bool:
@@ -217,11 +230,26 @@ class Choice:
         self._chars_shown += len(shown)
         return self._parser.feed(shown)
 
-    def _wait_for_logprobs(self) -> OutputDelta:
+    def _new_progress(self) -> PromptProgress | None:
+        """Return what changed since the last report; the last one is of the whole prompt."""
+        sequence = self.sequence
+        computed, total = sequence.computed_prompt_tokens, sequence.num_prompt_tokens
+        if computed is None or (computed, sequence.cached_tokens) == self._progress:
+            return None
+        self._progress = computed, sequence.cached_tokens
+        self._reports_progress = computed < total
+        passed_s = (sequence.first_token_at or time.monotonic()) - sequence.placed_at
+        return PromptProgress(
+            total=total,
+            cache=sequence.cached_tokens,
+            processed=computed,
+            time_ms=max(0, round(passed_s * 1000)),
+        )
+
+    def _raise_error(self) -> None:
         for sequence in (self.sequence, self.prompt_logprobs_source):
             if sequence.error is not None:
                 raise sequence.error
-        return OutputDelta()
 
     def _begin_echo(self, echo: Echo) -> str:
         """Return the text of the prompt, except for what the detokenizer holds back.

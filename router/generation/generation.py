@@ -210,6 +210,7 @@ class Generation:
                     prompt_logprobs_source=source,
                     aligner=TokenAligner(renderer.vocabulary, bool(continued)) if aligned else None,
                     echo=spec.echo,
+                    reports_progress=request.reports_progress,
                 )
             )
         if (adapter := self.model.adapter) is not None:

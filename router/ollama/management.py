@@ -77,7 +77,7 @@ async def pull_model(http: Request) -> Response:
     router: Router = http.app.state.router
     body, _ = await read_body(http, router, OllamaPullRequest)
     _check_allowed(http)
-    name = _name(router, body)
+    name = served_name(router, body.wanted)
     states = router.supervised.follow_job("pull", name)
     try:
         async with cancel_on_disconnect(http.receive):
@@ -97,7 +97,7 @@ async def delete_model(http: Request) -> Response:
     router: Router = http.app.state.router
     body, _ = await read_body(http, router, OllamaModelRequest)
     _check_allowed(http)
-    name = _name(router, body)
+    name = served_name(router, body.wanted)
     if name not in _all_names(router):
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
     async for job in router.supervised.follow_job("delete", name):
@@ -120,11 +120,6 @@ def _check_allowed(http: Request) -> None:
         raise ManagementForbidden(
             "Pulling and deleting models requires --ollama-manage or the --admin-key."
         )
-
-
-def _name(router: Router, body: OllamaModelRequest) -> str:
-    name = served_name(router, body.wanted)
-    return name if name in _all_names(router) else name.removesuffix(":latest")
 
 
 def _all_names(router: Router) -> set[str]:

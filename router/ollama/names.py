@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from router.fleet.model_names import LATEST
 from router.fleet.router import Router
 
-_LATEST = ":latest"
 _HUBS = ("hf.co/", "huggingface.co/")
 """In Ollama, these come before the names of models on the Hugging Face hub."""
 
 
 def served_name(router: Router, name: str) -> str:
     """Return the name under which the model called ``name`` is served; if there is none, ``name``
-    itself, without the address of the hub."""
+    without the address of the hub and the tag."""
     bare = name
     for hub in _HUBS:
         bare = bare.removeprefix(hub)
-    known = (router.supervised.find, router.registry.find_model, router.adapters.is_known)
-    for one in (name, bare):
-        for each in (one, one.removesuffix(_LATEST), one + _LATEST):
-            if any(finds(each) for finds in known):
-                return each
-    return bare
+    names = router.model_names
+    served = names.served(name)
+    return served if names.is_known(served) else names.served(bare)
 
 
 def with_tag(name: str) -> str:
-    return name if ":" in name.rpartition("/")[2] else name + _LATEST
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def listed_names(router: Router) -> dict[str, list[str]]:

@@ -33,6 +33,7 @@ from router.schemas.completions import (
     DeltaToolCall,
     FinishReason,
     PromptLogprobs,
+    PromptProgress,
     TextChoice,
     TextCompletion,
 )
@@ -102,10 +103,15 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return b"".join(self._piece(generation, choice, each) for each in delta.split())
 
     def _piece(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        if delta.tokens is not None or delta.reasoning or delta.calls or self._continuous_usage:
-            return self._event(
-                generation, self._chunk_choice(generation, choice.index, delta, None)
-            )
+        if (
+            delta.progress is not None
+            or delta.tokens is not None
+            or delta.reasoning
+            or delta.calls
+            or self._continuous_usage
+        ):
+            written = self._chunk_choice(generation, choice.index, delta, None)
+            return self._event(generation, written, delta.progress or UNSET)
         start, end = self._text_frame(generation, choice.index)
         return encode_event(start + msgspec.json.encode(delta.text) + end)
 
@@ -126,15 +132,25 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     def _set_fingerprint(self, generation: Generation) -> None:
         self._header["system_fingerprint"] = "fp_" + generation.model.hello.fingerprint[:12]
 
-    def _event(self, generation: Generation, choice: _ChunkChoice) -> bytes:
-        return encode_event(self._chunk_json(generation, choice))
+    def _event(
+        self,
+        generation: Generation,
+        choice: _ChunkChoice,
+        progress: PromptProgress | UnsetType = UNSET,
+    ) -> bytes:
+        return encode_event(self._chunk_json(generation, choice, progress))
 
-    def _chunk_json(self, generation: Generation, choice: _ChunkChoice) -> bytes:
+    def _chunk_json(
+        self,
+        generation: Generation,
+        choice: _ChunkChoice,
+        progress: PromptProgress | UnsetType = UNSET,
+    ) -> bytes:
         # OpenAI's chunks have "usage": null if the usage comes at the end.
-        usage = None if self._include_usage else UNSET
+        usage: CompletionUsage | UnsetType | None = None if self._include_usage else UNSET
         if self._continuous_usage:
-            return msgspec.json.encode(self._chunk([choice], generation.usage()))
-        return msgspec.json.encode(self._chunk([choice], usage))
+            usage = generation.usage()
+        return msgspec.json.encode(self._chunk([choice], usage, progress))
 
     def _text_frame(self, generation: Generation, index: int) -> tuple[bytes, bytes]:
         if index not in self._text_frames:
@@ -165,7 +181,10 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     @abstractmethod
     def _chunk(
-        self, choices: list[_ChunkChoice], usage: CompletionUsage | UnsetType | None
+        self,
+        choices: list[_ChunkChoice],
+        usage: CompletionUsage | UnsetType | None,
+        progress: PromptProgress | UnsetType = UNSET,
     ) -> CompletionHeader:
         """Return a chunk of a stream."""
 
@@ -219,9 +238,14 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
         )
 
     def _chunk(
-        self, choices: list[ChatChunkChoice], usage: CompletionUsage | UnsetType | None
+        self,
+        choices: list[ChatChunkChoice],
+        usage: CompletionUsage | UnsetType | None,
+        progress: PromptProgress | UnsetType = UNSET,
     ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._header, choices=choices, usage=usage)
+        return ChatCompletionChunk(
+            **self._header, choices=choices, usage=usage, prompt_progress=progress
+        )
 
     def _chunk_choice(
         self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None
@@ -288,9 +312,14 @@ class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
         )
 
     def _chunk(
-        self, choices: list[TextChoice], usage: CompletionUsage | UnsetType | None
+        self,
+        choices: list[TextChoice],
+        usage: CompletionUsage | UnsetType | None,
+        progress: PromptProgress | UnsetType = UNSET,
     ) -> TextCompletion:
-        return TextCompletion(**self._header, choices=choices, usage=usage)
+        return TextCompletion(
+            **self._header, choices=choices, usage=usage, prompt_progress=progress
+        )
 
     def _chunk_choice(
         self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None

@@ -30,6 +30,7 @@ from router.errors import (
 )
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
 from router.generation.generation import Generation
 from router.responses.archive import ResponseArchive
 from router.responses.compaction import (
@@ -233,10 +234,10 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
         return super().max_tokens(request, model) or settings.default_max_tokens or unlimited
 
-    def stored_bytes(self, body: ResponsesRequest) -> int:
-        names = self._router.model_names.all
-        called = body.model or next(iter(names), "")
-        model_id = next((own for own, known in names.items() if called in known), called)
+    def stored_bytes(self, body: ResponsesRequest, tenant: Tenant) -> int:
+        names = self._router.model_names
+        wanted = names.wanted(body.model, tenant) or ""
+        model_id = next((own for own, known in names.all.items() if wanted in known), wanted)
         self._capsule = Capsule(self._seal.seal, self._seal.unseal, (self._key, model_id))
         previous_id = body.previous_response_id
         if previous_id is not None:

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from router.errors import InvalidRequest, InvalidValue, NotSupported
-from router.schemas.body import Count, other_name, refused, unless
+from router.schemas.body import Count, other_name, refused
 from router.schemas.conversation import MAX_SCHEMA_DEPTH, MAX_TOOLS, ToolName, is_deeper
-from router.schemas.requests import LogprobsCount, MaxTokens, StopStrings
+from router.schemas.requests import NO_LIMIT, LogprobsCount, MaxTokens, OwnMaxTokens, StopStrings
 from router.schemas.sampling import SamplingRequest
 
 MAX_ITEMS = 10_000
@@ -167,6 +167,9 @@ class ContextManagement(Struct, frozen=True, kw_only=True):
     ] = None
 
 
+_OtherMaxTokens = Annotated[MaxTokens | None, other_name("max_output_tokens", *NO_LIMIT)]
+
+
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation to answer: OpenAI's fields and those of `SamplingRequest`."""
 
@@ -176,7 +179,7 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
     store: bool | None = None
-    max_output_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
+    max_output_tokens: OwnMaxTokens = None
     max_tool_calls: Count | None = None
     stop: StopStrings | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -199,10 +202,8 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     conversation: Annotated[Any, refused(advice="Use 'previous_response_id'.")] = None
     moderation: Annotated[Any, refused()] = None
     prompt: Annotated[Any, refused(advice="Use 'instructions' and 'input'.")] = None
-    max_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = None
-    max_completion_tokens: Annotated[MaxTokens | None, other_name("max_output_tokens", -1, -2)] = (
-        None
-    )
+    max_tokens: _OtherMaxTokens = None
+    max_completion_tokens: _OtherMaxTokens = None
 
     @property
     def image_chars(self) -> int:

@@ -35,6 +35,15 @@ class CompletionUsage(Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
+class PromptProgress(Struct, frozen=True, kw_only=True):
+    """How much of a prompt is computed: llama.cpp's answer to ``return_progress``."""
+
+    total: Annotated[int, Meta(description="Tokens of the prompt.")]
+    cache: Annotated[int, Meta(description="Of these, the ones found in a cache.")]
+    processed: Annotated[int, Meta(description="Those found or computed.")]
+    time_ms: Annotated[int, Meta(description="Since an engine got the prompt.")]
+
+
 class TopLogprob(Struct, frozen=True, kw_only=True):
     """A token and its log-probability."""
 
@@ -160,16 +169,19 @@ class ChatCompletion(CompletionHeader, frozen=True, kw_only=True):
 
 class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
     """A chunk of a stream. ``usage`` is null in all but the last chunk, and absent if not
-    requested."""
+    requested. A chunk with ``prompt_progress`` has an empty delta."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
-    """A complete answer or a chunk of a stream, with ``usage`` as in chunks of chats."""
+    """A complete answer or a chunk of a stream, with ``usage`` and ``prompt_progress`` as in chunks
+    of chats."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET

@@ -34,7 +34,10 @@ NumChoices = Annotated[int, Meta(ge=1, le=16)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 MaxTokens = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
-"""-1 and -2 mean that there is no limit, as in llama.cpp."""
+NO_LIMIT = -1, -2
+"""Values of `MaxTokens` that mean the same as null, as in llama.cpp."""
+OwnMaxTokens = Annotated[MaxTokens | None, unless(*NO_LIMIT)]
+_OtherMaxTokens = Annotated[MaxTokens | None, other_name("max_tokens", *NO_LIMIT)]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -63,17 +66,21 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     """Fields of chat and text completions."""
 
     stream_options: StreamOptions | None = None
+    return_progress: Annotated[
+        bool | None,
+        Meta(description="In a stream: report how much of the prompt is computed, until it is."),
+    ] = None
     n: NumChoices | None = None
-    max_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
+    max_tokens: OwnMaxTokens = None
     stop: StopStrings | None = None
     prompt_logprobs: LogprobsCount | None = None
 
     suffix: Annotated[Any, refused("")] = None
     # Other servers' and APIs' names of the fields above.
     n_cmpl: Annotated[NumChoices | None, other_name("n")] = None
-    n_predict: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
-    max_new_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
-    max_output_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
+    n_predict: _OtherMaxTokens = None
+    max_new_tokens: _OtherMaxTokens = None
+    max_output_tokens: _OtherMaxTokens = None
     stop_sequences: Annotated[StopStrings | None, other_name("stop", [])] = None
 
     @property
@@ -95,6 +102,11 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     def echo_prompts(self) -> list[str | list[int]] | None:
         """The prompts to return before their answers, as text or token ids. Copies them."""
         return None
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether the answer reports how much of the prompt is computed."""
+        return bool(self.stream and self.return_progress)
 
     @property
     def may_reason(self) -> bool:
@@ -139,7 +151,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     may_have_images = True
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Annotated[MaxTokens | None, unless(-1, -2)] = None
+    max_completion_tokens: OwnMaxTokens = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -329,7 +341,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     top_logprobs: Annotated[Any, refused(0, advice="Use 'logprobs'.")] = None
-    max_completion_tokens: Annotated[MaxTokens | None, other_name("max_tokens", -1, -2)] = None
+    max_completion_tokens: _OtherMaxTokens = None
 
     def check(self) -> None:
         super().check()

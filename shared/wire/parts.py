@@ -183,6 +183,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     accepted: bool = True  # False while the grammar is compiled
     # Prompt tokens whose keys and values are computed or in progress; None: unknown.
     computed_prompt_tokens: int | None = None
+    cached_prompt_tokens: int | None = None  # of these, the ones found in a cache
 
 
 class TextTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -247,7 +247,10 @@ class ScriptedEngine:
         computed = self.behaviour.computed_prompt_tokens
         live = [
             wire.LiveRequest(
-                **names_of(running.submit), generated=running.sent, computed_prompt_tokens=computed
+                **names_of(running.submit),
+                generated=running.sent,
+                computed_prompt_tokens=computed,
+                cached_prompt_tokens=self.behaviour.cached_tokens,
             )
             for running in self._running.values()
         ]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shared.model_config import stated_context
+
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_CONTEXT_KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len n_ctx".split()
 
 
 class LocalFiles(NamedTuple):
@@ -31,12 +32,7 @@ class LocalFiles(NamedTuple):
     @property
     def context_length(self) -> int | None:
         """The context in the config. The engine may have less memory."""
-        inner = self.config.get("text_config")
-        for part in (self.config, inner if isinstance(inner, dict) else {}):
-            for key in _CONTEXT_KEYS:
-                if isinstance(size := part.get(key), int) and size > 0:
-                    return size
-        return None
+        return stated_context(self.config) or None
 
 
 def read_local_files(directory: str) -> LocalFiles:

@@ -53,6 +53,7 @@ class RemoteSequence(RemoteRequest):
         """The log-probabilities of `output_token_ids`, if requested."""
         self._prompt_logprobs: list[PackedLogprobs] = []
         self._num_prompt_logprobs = 0
+        self._cached_tokens = 0  # as told by heartbeats
         self.stop_token: int | None = None
         self.finish_reason: str | None = None
 
@@ -77,7 +78,10 @@ class RemoteSequence(RemoteRequest):
 
     @property
     def cached_tokens(self) -> int:
-        return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
+        """Prompt tokens found in a cache, as far as known."""
+        if self.usage is None:
+            return self._cached_tokens
+        return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens
 
     @property
     def predicted(self) -> tuple[int, int]:
@@ -107,10 +111,16 @@ class RemoteSequence(RemoteRequest):
     def take_progress(self, live: LiveRequest) -> None:
         """Apply a heartbeat's data on the prompt, unless tokens have arrived since."""
         computed, length = live.computed_prompt_tokens, len(self.submit.token_ids)
-        if computed is not None and live.generated >= len(self.output_token_ids):
-            # The last token of a prompt is computed with the first output.
-            most = length if self.computed_prompt_tokens == length else length - 1
-            self.computed_prompt_tokens = max(0, min(computed, most))
+        if computed is None or live.generated < len(self.output_token_ids):
+            return
+        # The last token of a prompt is computed with the first output.
+        most = length if self.computed_prompt_tokens == length else length - 1
+        before = self.computed_prompt_tokens
+        self.computed_prompt_tokens = max(0, min(computed, most))
+        cached = live.cached_prompt_tokens or 0
+        self._cached_tokens = max(0, min(cached, self.computed_prompt_tokens))
+        if self.computed_prompt_tokens != before:
+            self._on_change()
 
     def apply(self, delta: Delta, now: float) -> None:
         """Add a delta. Raises `MissingTokensError` if it does not continue the last one.

@@ -15,7 +15,7 @@ from router.api.body import read_body, send_json
 from router.api.endpoints import cancel_on_disconnect, loaded_model
 from router.api.images import with_images
 from router.api.operations import Operation
-from router.api.translation import with_sent_images
+from router.api.translation import with_sent_images, without_billing
 from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest, InvalidValue
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
@@ -136,7 +136,7 @@ def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Mod
         tokens = renderer.encode(request.prompt or "", add_special_tokens=special is not False)
     else:
         tokens = renderer.render_chat(
-            messages,
+            without_billing(messages),
             request.tools or (),
             request.chat_template_kwargs or {},
             ending=request.prompt_ending,

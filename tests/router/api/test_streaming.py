@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from router.errors import ApiError, ClientDisconnected, Unavailable
 from router.generation.choice import OutputDelta
 from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Abort
-from tests.router.conftest import Server, begin, eventually, named_events
+from tests.router.conftest import Server, begin, eventually, named_events, ok
 from tests.router.scripted_engine import make_refusal
 
 HI = [{"role": "user", "content": "hi"}]
@@ -154,6 +154,42 @@ def test_a_stream_begins_and_stays_alive_before_an_engine_has_accepted(server: S
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     types = [event["type"] for event in events]
     assert types.count("response.created") == 1 and types.count("response.in_progress") > 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_reports_how_much_of_its_prompt_is_computed(server: Server, path: str) -> None:
+    engine = server.join("hello world", hold_tokens_after=0, cached_tokens=2)
+    engine.behaviour.computed_prompt_tokens = 3
+    text = "a rather long question " * 8
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "prompt": text,
+        "return_progress": True,
+    }
+    found: list[dict[str, Any]] = []
+
+    def progress_in(lines: Iterator[str]) -> Iterator[int]:
+        for line in lines:
+            if "prompt_progress" in line:
+                found.append(json.loads(line.removeprefix("data: ")))
+                yield found[-1]["prompt_progress"]["processed"]
+
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        seen = progress_in(answer.iter_lines())
+        assert next(seen) == 3
+        engine.behaviour.computed_prompt_tokens = 7
+        assert next(seen) == 7
+        engine.behaviour.hold_tokens_after = None
+        (total,) = seen
+    reports = [each["prompt_progress"] for each in found]
+    assert {(each["total"], each["cache"]) for each in reports} == {(total, 2)}
+    times = [each["time_ms"] for each in reports]
+    assert 0 <= times[0] <= times[1] <= times[2] < 30_000
+    empty = {"text": ""} if path == "/v1/completions" else {"delta": {}}
+    nothing = {"index": 0, "logprobs": None, "finish_reason": None, **empty}
+    assert all(each["choices"] == [nothing] for each in found)
+    for other in ({"stream": True, "return_progress": False}, {"stream": False}):
+        assert "prompt_progress" not in ok(server.post(path, **body | other)).text
 
 
 def test_a_request_whose_client_reads_nothing_is_given_up() -> None:

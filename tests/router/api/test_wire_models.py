@@ -40,11 +40,22 @@ ANSWER: dict[str, Any] = {"input": "hi", "tools": [RESPONSE_TOOL, CUSTOM, SEARCH
 COMPACT: dict[str, Any] = {"input": [*HI, {"type": "compaction_trigger"}]}
 MESSAGE: dict[str, Any] = {"messages": HI, "max_tokens": 400, "tools": [MESSAGES_TOOL]}
 SUMMARY = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+PROGRESS = {"return_progress": True}
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("/v1/chat/completions", ChatCompletion, ChatCompletionChunk, CHAT),
-    ("/v1/chat/completions", ChatCompletion, ChatCompletionChunk, {"messages": HI, **USAGE}),
-    ("/v1/completions", Completion, Completion, {"prompt": "hi", "logprobs": 1, **USAGE}),
+    (
+        "/v1/chat/completions",
+        ChatCompletion,
+        ChatCompletionChunk,
+        {"messages": HI, **USAGE, **PROGRESS},
+    ),
+    (
+        "/v1/completions",
+        Completion,
+        Completion,
+        {"prompt": "hi", "logprobs": 1, **USAGE, **PROGRESS},
+    ),
     ("/v1/responses", Response, ResponseStreamEvent, ANSWER | {"top_logprobs": 1}),
     ("/v1/responses", Response, ResponseStreamEvent, ANSWER | SUMMARY),
     ("/v1/responses", Response, ResponseStreamEvent, ANSWER | {"max_output_tokens": 2}),

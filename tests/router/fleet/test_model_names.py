@@ -11,12 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from engine.model.context import context_length
 from router.errors import InvalidRequest, ModelForbidden, ModelNotFound, NotSupported
 from router.fleet.engines.engine import Model, ModelReplicas
+from router.fleet.models.local_files import LocalFiles
 from router.fleet.router import Router
 from router.fleet.tasks import check_task, default_model
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.ollama.models import list_models, shown_model
+from router.ollama.names import served_name
 from shared.settings import Settings
 from tests.router.scripted_engine import adapter_ref, make_hello
 
@@ -80,12 +83,19 @@ def test_the_files_of_a_model_describe_it_before_its_first_load(
     assert not first["details"]["family"], "the files are read again after a load"
 
 
+def test_the_context_of_a_file_has_the_names_that_engines_know() -> None:
+    config: dict[str, Any] = {"text_config": {"seq_length": 7}, "model_max_length": 9}
+    assert LocalFiles(config).context_length == context_length(config) == 7
+
+
 def test_ollamas_tag_is_no_part_of_a_name_unless_it_is_served_so(router: Router) -> None:
     for name in ("a", "a:secret", "secret"):
         assert router.model_names.served(f"{name}:latest") == name
-    assert router.model_names.served("nobody:latest") == "nobody:latest"
+    assert router.model_names.served("nobody:latest") == "nobody"
     join(router, "a:latest")
     assert router.model_names.served("a:latest") == "a:latest"
+    join(router, "c:latest")
+    assert router.model_names.served("c") == served_name(router, "hf.co/c") == "c:latest"
     found = router.unloaded_model("b:latest", ALICE)
     assert found is not None and found.names == ["b"]
 

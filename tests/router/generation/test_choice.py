@@ -45,6 +45,7 @@ def choice_of(
         prompt_logprobs_source=sequence,
         aligner=aligner,
         echo=None,
+        reports_progress=False,
         prompt_text_tokens=[1],
     )
 

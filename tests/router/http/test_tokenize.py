@@ -47,6 +47,15 @@ def test_a_conversation_has_the_tokens_that_a_chat_submits(served: Server) -> No
     assert list(served.engine.got(Submit)[-1].token_ids) == tokens
 
 
+def test_the_billing_line_of_claude_code_has_no_tokens(served: Server) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.330.a; cc_entrypoint=cli; cch=1;"
+    kind, billed = (
+        {"role": "system", "content": f"{first}Be kind."} for first in ("", f"{line}\n")
+    )
+    found = [post(served, "/tokenize", messages=[each, *MESSAGES]) for each in (kind, billed)]
+    assert found[0] == found[1]
+
+
 BEGUN = [*MESSAGES, {"role": "assistant", "content": "one, two"}]
 
 

@@ -156,6 +156,19 @@ def test_an_endpoint_compacts_a_conversation(server: Server, engine: ScriptedEng
     assert error_of(refused)["param"] == "stream" and item["type"] == "compaction"
 
 
+def test_a_capsule_is_of_the_model_that_answers_whatever_its_name(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(key_flag(tmp_path, "aaaa name=alice models=other"), "--reasoning-key=k")
+    server.client.headers = httpx.Headers(bearer("aaaa"))
+    server.join("Goal: lose.", context_length=8192)
+    engine = server.join_as("other", "Goal: win.", context_length=8192)
+    item = compacted(server)
+    for name in ("other", "other:latest"):
+        ok(ask(server, [item, user("second question")], model=name))
+        assert "Goal: win." in engine.last_prompt
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_over_a_threshold_is_compacted_before_its_answer(
     server: Server, engine: ScriptedEngine, stream: bool

@@ -185,7 +185,7 @@ def test_a_stream_reports_how_much_of_its_prompt_is_computed(server: Server, pat
     assert {(each["total"], each["cache"]) for each in reports} == {(total, 2)}
     times = [each["time_ms"] for each in reports]
     assert 0 <= times[0] <= times[1] <= times[2] < 30_000
-    empty = {"text": ""} if path == "/v1/completions" else {"delta": {}}
+    empty: dict[str, Any] = {"text": ""} if path == "/v1/completions" else {"delta": {}}
     nothing = {"index": 0, "logprobs": None, "finish_reason": None, **empty}
     assert all(each["choices"] == [nothing] for each in found)
     for other in ({"stream": True, "return_progress": False}, {"stream": False}):

@@ -334,9 +334,10 @@ class Memory:
         config = self._config
         self.spend_fetch(seq, config.page_bytes)
         ahead = self.pages_for(len(seq.token_ids)) - number
-        if self.ledger.shortfall(ahead * config.page_bytes) > 0:
-            while not self.pages.num_free and self.pages.num_cached > number:
-                self._evict_oldest()
+        while not self.pages.num_free and self.pages.num_cached > number:
+            if self.ledger.shortfall(ahead * config.page_bytes) <= 0:
+                break
+            self._evict_oldest()
         return self.pages.take() if self._make_pages(1, ahead=ahead) else None
 
     # -- snapshots -----------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_a_sequence_is_preempted_in_the_plan_that_inserts_its_pages(wrap: Wrap) 
     are left."""
     before = Engine(config(store_enabled=True, store_policy="write_through"))
     before.serve(request("a", SHARED[:97]))
-    found = []
+    found: list[list[tuple[str, bool]]] = []
     for turns in range(24, 30):  # in one of them both streams need a page just then
         engine = Engine(config(blocks=44, look_ahead=True, store_enabled=True))
         engine.stored = dict(before.stored)

@@ -1,9 +1,9 @@
 """Clients that mean no good, beside one that does: `python -m tests.e2e.abuse`.
 
-A whole server with two API keys. One key's clients do everything on the list of
-`tests.e2e.abuse.attacks`, one thing after the other. Meanwhile the other key streams short answers
-and `/livez` is asked: neither may wait for the first key's clients, and the router's event loop
-may never stand still.
+A whole server with two API keys, or without keys behind a proxy that names two addresses. One
+key's clients do everything on the list of `tests.e2e.abuse.attacks`, one thing after the other.
+Meanwhile the other key streams short answers and `/livez` is asked: neither may wait for the first
+key's clients, and the router's event loop may never stand still.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from pathlib import Path
 from engine.model.load import resolve
 from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
+from tests.e2e.abuse.connections import MAX_CONNECTIONS
 from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
 from tests.e2e.server import Server, serving
 from tests.e2e.soak.report import print_line
 from tests.forked.process import FORKS_VARIABLE
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
-GOOD, BAD = "good-key", "bad-key"
-FLAGS = ("--api-key", GOOD, "--api-key", BAD, "--no-ssd", "--num-blocks", "2000")
+GOOD, BAD = "192.0.2.1", "192.0.2.2"
+"""The keys, and the addresses of clients without keys."""
+WITH_KEYS = ("--api-key", GOOD, "--api-key", BAD)
+WITHOUT_KEYS = ("--trusted-proxy", "127.0.0.1")
+FLAGS = (
+    *("--no-ssd", "--num-blocks", "2000"),
+    f"--max-connections-per-address={MAX_CONNECTIONS}",
+)
 CONTEXT = 8192
 TEMPLATE = (
     "{% for tool in tools or () %}{{ tool.function.name }}\n{% endfor %}"
@@ -221,13 +228,17 @@ def _is_bad(line: str) -> bool:
 
 @contextmanager
 def abused_server(
-    directory: Path, model: Path | None = None, flags: Sequence[str] = ()
+    directory: Path,
+    model: Path | None = None,
+    flags: Sequence[str] = (),
+    *,
+    clients: Sequence[str] = WITH_KEYS,
 ) -> Iterator[Server]:
-    """Run a server of ``model``, or of a tiny one, for one good key and one bad."""
+    """Run a server of ``model``, or of a tiny one, for one good client and one bad."""
     if model is None:
         model = make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
         flags = ("--chat-template", TEMPLATE, *flags)
-    with serving(model, *FLAGS, *flags) as server:
+    with serving(model, *clients, *FLAGS, *flags) as server:
         yield server
 
 
@@ -246,13 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=int, help="of the good client's prompts (default: short text)"
     )
+    parser.add_argument("--without-keys", action="store_true", help="tell clients by address")
     options, flags = parser.parse_known_args(arguments)
     os.environ[FORKS_VARIABLE] = "0"  # stalls are measured
     names = [name for name in abuses() if re.search(options.only, name)]
+    clients = WITHOUT_KEYS if options.without_keys else WITH_KEYS
     model = None if options.model is None else resolve(options.model)
     with (
         tempfile.TemporaryDirectory() as directory,
-        abused_server(Path(directory), model, flags) as server,
+        abused_server(Path(directory), model, flags, clients=clients) as server,
     ):
         tokens = options.prompt_tokens
         wrong = abuse(server, names, options.seconds, options.slack, prompt_tokens=tokens)

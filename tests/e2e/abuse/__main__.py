@@ -32,7 +32,7 @@ from engine.model.load import resolve
 from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
 from tests.e2e.abuse.connections import MAX_CONNECTIONS
-from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
+from tests.e2e.abuse.machine import count_stalls, counting_late_wakes, waited_s
 from tests.e2e.server import Server, serving
 from tests.e2e.soak.report import print_line
 from tests.forked.process import FORKS_VARIABLE
@@ -76,7 +76,8 @@ class Measured:
     stalls: int = 0
     """How often the event loop stood still for too long."""
     machine_stalls: int = 0
-    """How often a process that only sleeps was woken so late: the machine stood still."""
+    """How often a process that only sleeps was woken so late, or the router did not get a processor
+    for half of such a time: the machine had no time for it."""
 
     @property
     def usual_livez_s(self) -> float:
@@ -104,6 +105,7 @@ class Watch:
         prompt_tokens: int | None,
     ) -> None:
         self._port = server.port
+        (self._router,) = server.pids("services.processes.router")
         self._stall_s = stall_s
         self._machine_stalls = machine_stalls
         self._prompt_tokens = prompt_tokens
@@ -115,7 +117,7 @@ class Watch:
         stalls, machine_stalls = self._count_stalls(), self._machine_stalls.value
         threads = [
             threading.Thread(target=each, args=(measured, stop))
-            for each in (self._probe, self._stream)
+            for each in (self._probe, self._stream, self._count_waits)
         ]
         for thread in threads:
             thread.start()
@@ -126,7 +128,7 @@ class Watch:
             for thread in threads:
                 thread.join()
         measured.stalls = self._count_stalls() - stalls
-        measured.machine_stalls = self._machine_stalls.value - machine_stalls
+        measured.machine_stalls += self._machine_stalls.value - machine_stalls
 
     def _probe(self, measured: Measured, stop: threading.Event) -> None:
         while not stop.wait(PROBE_EVERY_S):
@@ -157,6 +159,13 @@ class Watch:
                     measured.failures[found[9:12].decode() or "closed"] += 1
                 while client.recv(65536):
                     pass
+
+    def _count_waits(self, measured: Measured, stop: threading.Event) -> None:
+        before = waited_s(self._router)
+        while not stop.wait(self._stall_s / 2):
+            now = waited_s(self._router)
+            measured.machine_stalls += now - before > self._stall_s / 4
+            before = now
 
     def _count_stalls(self) -> int:
         return count_stalls(self._get("/metrics").decode(), self._stall_s)

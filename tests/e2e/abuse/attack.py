@@ -22,6 +22,7 @@ class Attack(NamedTuple):
         client = socket.socket()
         client.settimeout(PATIENCE_S)
         if source is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             client.bind((source, 0))
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

@@ -77,8 +77,7 @@ def test_prefixes_and_conversations_are_found_in_the_cache(url: str, tmp_path: P
 
 
 def test_conversations_end_when_the_time_is_over(url: str, tmp_path: Path) -> None:
-    # Of short answers, a fast machine gives more in this time than the context holds.
-    sizes = ("--input-tokens", "8", "--output-tokens", "60", "--turns", "300")
+    sizes = ("--input-tokens", "8", "--output-tokens", "4", "--turns", "300")
     flags = ("--concurrency", "2", "--duration-s", "0.3")
     (level,) = bench(tmp_path, url, "--workload", "multi-turn", *sizes, *flags).levels
     assert 2 <= level.completed < 300 and not level.errors

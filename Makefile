@@ -174,6 +174,7 @@ chaos: setup
 
 abuse: setup
 	$(BIN)/python -m tests.e2e.abuse $(ARGS)
+	$(BIN)/python -m tests.e2e.abuse --without-keys $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.e2e.fuzz $(ARGS)

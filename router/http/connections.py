@@ -21,7 +21,6 @@ from router.errors import (
 )
 from router.http.acceptor import EndingProtocol
 from router.http.client_timer import ClientTimer
-from router.http.reading import TurnFlow
 from router.http.transports import DrainingTransport
 
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n"
@@ -43,7 +42,6 @@ class Connection(HttpToolsProtocol, EndingProtocol):
     write_timeout_s: ClassVar[float] = 120.0
     """Time in which a client must read something once its buffers are full."""
 
-    _flow: TurnFlow
     _headers_timer: ClientTimer | None = None
     _header_bytes = 0
     _in_headers = False
@@ -64,7 +62,6 @@ class Connection(HttpToolsProtocol, EndingProtocol):
         draining = DrainingTransport(transport, self.loop, self.write_timeout_s)
         self.was_made = True
         super().connection_made(cast(asyncio.Transport, draining))
-        self.flow = self._flow = TurnFlow(cast(asyncio.Transport, draining), self.loop)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -163,8 +160,6 @@ class Connection(HttpToolsProtocol, EndingProtocol):
         if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             self._stop_parser(InvalidRequest("A pipelined request has a large body."))
         super().on_body(body)
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._flow.yield_reading()  # the rest of a body that was refused
 
     def on_message_complete(self) -> None:
         if self._asks_for_upgrade:

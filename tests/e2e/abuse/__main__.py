@@ -1,9 +1,9 @@
 """Clients that mean no good, beside one that does: `python -m tests.e2e.abuse`.
 
-A whole server with two API keys. One key's clients do everything on the list of
-`tests.e2e.abuse.attacks`, one thing after the other. Meanwhile the other key streams short answers
-and `/livez` is asked: neither may wait for the first key's clients, and the router's event loop
-may never stand still.
+A whole server with two API keys, or without keys behind a proxy that names two addresses. One
+key's clients do everything on the list of `tests.e2e.abuse.attacks`, one thing after the other.
+Meanwhile the other key streams short answers and `/livez` is asked: neither may wait for the first
+key's clients, and the router's event loop may never stand still.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from pathlib import Path
 from engine.model.load import resolve
 from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
-from tests.e2e.abuse.machine import count_stalls, counting_late_wakes
+from tests.e2e.abuse.connections import MAX_CONNECTIONS
+from tests.e2e.abuse.machine import count_stalls, counting_late_wakes, waited_s
 from tests.e2e.server import Server, serving
 from tests.e2e.soak.report import print_line
 from tests.forked.process import FORKS_VARIABLE
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
-GOOD, BAD = "good-key", "bad-key"
-FLAGS = ("--api-key", GOOD, "--api-key", BAD, "--no-ssd", "--num-blocks", "2000")
+GOOD, BAD = "192.0.2.1", "192.0.2.2"
+"""The keys, and the addresses of clients without keys."""
+WITH_KEYS = ("--api-key", GOOD, "--api-key", BAD)
+WITHOUT_KEYS = ("--trusted-proxy", "127.0.0.1")
+FLAGS = (
+    *("--no-ssd", "--num-blocks", "2000"),
+    f"--max-connections-per-address={MAX_CONNECTIONS}",
+)
 CONTEXT = 8192
 TEMPLATE = (
     "{% for tool in tools or () %}{{ tool.function.name }}\n{% endfor %}"
@@ -69,7 +76,8 @@ class Measured:
     stalls: int = 0
     """How often the event loop stood still for too long."""
     machine_stalls: int = 0
-    """How often a process that only sleeps was woken so late: the machine stood still."""
+    """How often a process that only sleeps was woken so late, or the router did not get a processor
+    for half of such a time: the machine had no time for it."""
 
     @property
     def usual_livez_s(self) -> float:
@@ -97,6 +105,7 @@ class Watch:
         prompt_tokens: int | None,
     ) -> None:
         self._port = server.port
+        (self._router,) = server.pids("services.processes.router")
         self._stall_s = stall_s
         self._machine_stalls = machine_stalls
         self._prompt_tokens = prompt_tokens
@@ -108,7 +117,7 @@ class Watch:
         stalls, machine_stalls = self._count_stalls(), self._machine_stalls.value
         threads = [
             threading.Thread(target=each, args=(measured, stop))
-            for each in (self._probe, self._stream)
+            for each in (self._probe, self._stream, self._count_waits)
         ]
         for thread in threads:
             thread.start()
@@ -119,7 +128,7 @@ class Watch:
             for thread in threads:
                 thread.join()
         measured.stalls = self._count_stalls() - stalls
-        measured.machine_stalls = self._machine_stalls.value - machine_stalls
+        measured.machine_stalls += self._machine_stalls.value - machine_stalls
 
     def _probe(self, measured: Measured, stop: threading.Event) -> None:
         while not stop.wait(PROBE_EVERY_S):
@@ -150,6 +159,13 @@ class Watch:
                     measured.failures[found[9:12].decode() or "closed"] += 1
                 while client.recv(65536):
                     pass
+
+    def _count_waits(self, measured: Measured, stop: threading.Event) -> None:
+        before = waited_s(self._router)
+        while not stop.wait(self._stall_s / 2):
+            now = waited_s(self._router)
+            measured.machine_stalls += now - before > self._stall_s / 4
+            before = now
 
     def _count_stalls(self) -> int:
         return count_stalls(self._get("/metrics").decode(), self._stall_s)
@@ -221,13 +237,17 @@ def _is_bad(line: str) -> bool:
 
 @contextmanager
 def abused_server(
-    directory: Path, model: Path | None = None, flags: Sequence[str] = ()
+    directory: Path,
+    model: Path | None = None,
+    flags: Sequence[str] = (),
+    *,
+    clients: Sequence[str] = WITH_KEYS,
 ) -> Iterator[Server]:
-    """Run a server of ``model``, or of a tiny one, for one good key and one bad."""
+    """Run a server of ``model``, or of a tiny one, for one good client and one bad."""
     if model is None:
         model = make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
         flags = ("--chat-template", TEMPLATE, *flags)
-    with serving(model, *FLAGS, *flags) as server:
+    with serving(model, *clients, *FLAGS, *flags) as server:
         yield server
 
 
@@ -246,13 +266,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=int, help="of the good client's prompts (default: short text)"
     )
+    parser.add_argument("--without-keys", action="store_true", help="tell clients by address")
     options, flags = parser.parse_known_args(arguments)
     os.environ[FORKS_VARIABLE] = "0"  # stalls are measured
     names = [name for name in abuses() if re.search(options.only, name)]
+    clients = WITHOUT_KEYS if options.without_keys else WITH_KEYS
     model = None if options.model is None else resolve(options.model)
     with (
         tempfile.TemporaryDirectory() as directory,
-        abused_server(Path(directory), model, flags) as server,
+        abused_server(Path(directory), model, flags, clients=clients) as server,
     ):
         tokens = options.prompt_tokens
         wrong = abuse(server, names, options.seconds, options.slack, prompt_tokens=tokens)

@@ -10,14 +10,20 @@ PATIENCE_S = 60.0
 
 
 class Attack(NamedTuple):
-    """A client and its key."""
+    """A client and its key, which is also its address for a server without keys behind a proxy."""
 
     port: int
     key: str
 
-    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+    def connect(
+        self, receive_buffer: int | None = None, source: str | None = None
+    ) -> socket.socket:
+        """Return a connection from the address ``source``. Raises OSError."""
         client = socket.socket()
         client.settimeout(PATIENCE_S)
+        if source is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind((source, 0))
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         client.connect(("127.0.0.1", self.port))
@@ -28,6 +34,7 @@ class Attack(NamedTuple):
             f"POST {path} HTTP/1.1",
             "Host: x",
             f"Authorization: Bearer {self.key}",
+            f"X-Forwarded-For: {self.key}",
             "Content-Type: application/json",
             f"Content-Length: {size}",
             *more,

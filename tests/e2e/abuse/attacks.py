@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from shared.descriptors import raise_descriptor_limit
 from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.connections import connection_abuses
 from tests.e2e.fuzz.framing import FramingError
@@ -244,6 +245,7 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 def run_abuse(name: str, port: int, key: str, seconds: float) -> Counter[str]:
     """Do it again and again on several connections. Return how often what came of it."""
+    raise_descriptor_limit()
     attack, abuse = Attack(port, key), abuses()[name]
     end = time.monotonic() + seconds
     found: Counter[str] = Counter()

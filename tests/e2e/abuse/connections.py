@@ -5,6 +5,7 @@ What an attack must not reach raises `FramingError`.
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import time
@@ -16,6 +17,9 @@ from tests.e2e.fuzz.framing import FramingError, exchange
 
 TRAILERS_BYTES = 32 * 2**20
 STALLED_BODIES = 100
+MAX_CONNECTIONS = 600
+"""Those of an address, by a flag of the server."""
+OTHER_ADDRESS = "127.0.0.2"
 SLOW_FOR_S, SILENT_CONNECTIONS = 2.0, 40
 DISTURBED = (429, 503)
 """Statuses of a server that is ending or starting."""
@@ -90,6 +94,35 @@ def _silent(attack: Attack) -> str:
     return "left"
 
 
+def _more_than_an_address_may_have(attack: Attack) -> str:
+    """Open connections from another address of this machine, and hold them."""
+    with ExitStack() as stack:
+        try:
+            opened = [
+                stack.enter_context(attack.connect(source=OTHER_ADDRESS))
+                for _ in range(MAX_CONNECTIONS + 100)
+            ]
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:  # macOS has 127.0.0.1 alone
+                return "no other address"
+            raise
+        time.sleep(1)
+        open_ = sum(map(_is_open, opened))
+        if open_ > MAX_CONNECTIONS:
+            raise FramingError(f"{open_} connections of one address")
+    return "left"
+
+
+def _is_open(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return bool(client.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
 def _all_but_the_last_byte(attack: Attack) -> str:
     """Send bodies of a megabyte, each without its end, and hold them."""
     size = 10**6
@@ -115,5 +148,6 @@ def connection_abuses() -> Mapping[str, Callable[[Attack], str]]:
         "a slow body": _slowly(lambda attack: attack.head("/v1/completions", len(body)) + body),
         "slow headers": _slowly(lambda attack: attack.head("/v1/completions", 10)),
         "connections that say little": _silent,
+        "more connections than an address may have": _more_than_an_address_may_have,
         "bodies without their last byte": _all_but_the_last_byte,
     }

@@ -103,7 +103,8 @@ def test_a_request_without_a_trace_begins_one_and_probes_have_none(tenanted: Ten
 
 
 def test_no_process_shows_a_secret_in_its_environment(tiny_model: Callable[..., Path]) -> None:
-    """Except for the user's token of the hub, in processes that download."""
+    """Except for the user's token of the hub, in processes that download. Processes that handle
+    untrusted input have no variables of other programs either."""
     variables = {
         "MLX_LM_SERVER_API_KEY": "sesame-key",
         "MLX_LM_SERVER_ADMIN_KEY": "sesame-admin",
@@ -115,16 +116,20 @@ def test_no_process_shows_a_secret_in_its_environment(tiny_model: Callable[..., 
     }
     assert variables.keys() - HUB_TOKENS == SECRET_VARIABLES - {SECRETS_VARIABLE}
     flags = ("--spare-engine-after-s", "0.1")
-    with serving(tiny_model("llama"), *flags, **variables, TEST_FORKS="0") as server:
+    foreign = {"SOME_OTHER_PROGRAMS_PASSWORD": "sesame-foreign"}
+    with serving(tiny_model("llama"), *flags, **variables, **foreign, TEST_FORKS="0") as server:
         server.client.headers["authorization"] = "Bearer sesame-key"
         server.chat("hi", response_format={"type": "json_object"})
         modules = [f"services.processes.{name} " for name in ("router", "kvstore", "engine")]
-        modules += ["services.processes.engine_spare", "engine.grammar.checker"]
-        modules += ["router.tokens.template_process"]
+        modules += ["services.processes.engine_spare"]
+        sandboxes = ["engine.grammar.checker", "router.tokens.template_process"]
+        modules += sandboxes
         server.wait_until(lambda: all(server.pids(name) for name in modules), what=str(modules))
         downloads = server.pids("services.processes.engine ")
+        sandboxed = [pid for name in sandboxes for pid in server.pids(name)]
         for pid in (server.process.pid, *server.pids()):
             shown = Path(f"/proc/{pid}/environ").read_text()
             found = set(re.findall(r"sesame-\w+", shown))
-            assert found <= ({"sesame-hub"} if pid in downloads else set()), (pid, found)
+            allowed = {"sesame-hub", "sesame-foreign"} if pid in downloads else {"sesame-foreign"}
+            assert found <= (set() if pid in sandboxed else allowed), (pid, found)
         assert not any("sesame" in line for line in server.log)

@@ -33,8 +33,10 @@ def bench(tmp_path: Path, url: str, *argv: str, code: int = 0) -> LoadReport:
     """Run `bench serve` and return its report."""
     saved = tmp_path / "report.json"
     flags = ["--url", url, "--save", str(saved), "--ignore-eos", "--output-tokens", "6", *argv]
-    assert cli.main(["bench", "serve", *flags]) == code
-    return read_report(saved)
+    ended = cli.main(["bench", "serve", *flags])
+    report = read_report(saved)
+    assert ended == code, [(level.errors, level.details) for level in report.levels]
+    return report
 
 
 def test_clients_level_by_level(

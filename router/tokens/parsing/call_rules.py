@@ -175,8 +175,8 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema of what both schemas allow."""
     out = {**one, **other}
     for key in ("properties", "$defs", "definitions"):
-        if key in one or key in other:
-            out[key] = {**(one.get(key) or {}), **(other.get(key) or {})}
+        if parts := [each[key] for each in (one, other) if isinstance(each.get(key), dict)]:
+            out[key] = {name: schema for part in parts for name, schema in part.items()}
     lists = [each["required"] for each in (one, other) if each.get("required")]
     if lists and all(isinstance(each, list) for each in lists):
         out["required"] = list(dict.fromkeys(name for each in lists for name in each))

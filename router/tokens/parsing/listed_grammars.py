@@ -30,6 +30,7 @@ _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", 
 _OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
 _OF_ARRAYS = _ANNOTATIONS | {"items", "minItems", "maxItems"}
 _OF_NUMBERS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
+_EXPECTED = {"properties": dict, "required": list, "minItems": int, "maxItems": int}
 _KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
@@ -142,9 +143,9 @@ class ListedCall(CallRules):
                 return '"true" | "false"'
             case "null":
                 return '"null"'
-            case "array" if schema.keys() <= _OF_ARRAYS:
+            case "array" if _has_only(schema, _OF_ARRAYS):
                 return self._array(name, schema)
-            case "object" if schema.keys() <= _OF_OBJECTS:
+            case "object" if _has_only(schema, _OF_OBJECTS):
                 return f'"{{" {self._object(rule, schema)} "}}"'
             case "array" | "object":
                 return self._json({**schema, "type": kind})
@@ -204,3 +205,13 @@ class ListedCall(CallRules):
                 members = (f"{self._key(key)}:{self._written(each)}" for key, each in value.items())
                 return f"{{{separator.join(members)}}}"
         return json.dumps(value)
+
+
+def _has_only(schema: Mapping[str, Any], keywords: set[str]) -> bool:
+    """Return whether a schema has only ``keywords``, with the values that they should have."""
+    given = (isinstance(schema.get(each, kind()), kind) for each, kind in _EXPECTED.items())
+    return (
+        schema.keys() <= keywords
+        and all(given)
+        and all(isinstance(name, str) for name in schema.get("required", ()))
+    )

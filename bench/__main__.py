@@ -26,6 +26,7 @@ COMPARISONS = {
     "kv-bits": "engine.kv_bits",
     "embeddings": "engine.embeddings",
     "router": "router.alone",
+    "replies": "router.replies",
     "agents": "serving.agents",
     "agents-in-budget": "serving.agents",
     "batches": "serving.batches",

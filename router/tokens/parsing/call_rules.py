@@ -135,7 +135,7 @@ def one_of(texts: Sequence[str]) -> str:
     return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)})"
 
 
-_TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 
 
 def variants(function: FunctionDefinition) -> Iterator[Mapping[str, Any]]:
@@ -175,8 +175,8 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema of what both schemas allow."""
     out = {**one, **other}
     for key in ("properties", "$defs", "definitions"):
-        if key in one or key in other:
-            out[key] = {**(one.get(key) or {}), **(other.get(key) or {})}
+        if parts := [each[key] for each in (one, other) if isinstance(each.get(key), dict)]:
+            out[key] = {name: schema for part in parts for name, schema in part.items()}
     lists = [each["required"] for each in (one, other) if each.get("required")]
     if lists and all(isinstance(each, list) for each in lists):
         out["required"] = list(dict.fromkeys(name for each in lists for name in each))
@@ -208,21 +208,21 @@ def choices(schema: Mapping[str, Any]) -> list[Any] | None:
 def text_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of ``schema`` that constrains text."""
     parts = list(with_alternatives(schema))
-    own = [each for each in parts if any(key in each for key in _TEXT_KEYWORDS)]
+    own = [each for each in parts if any(key in each for key in TEXT_KEYWORDS)]
     texts = [each for each in own if "string" in ValueSchema(each).types or "type" not in each]
     plain = [
         each
         for each in parts
-        if each.get("type") == "string" and not any(key in each for key in _TEXT_KEYWORDS)
+        if each.get("type") == "string" and not any(key in each for key in TEXT_KEYWORDS)
     ]
     if not texts or ("anyOf" in schema and plain):
         return {}
-    return {key: each[key] for each in texts for key in _TEXT_KEYWORDS if key in each}
+    return {key: each[key] for each in texts for key in TEXT_KEYWORDS if key in each}
 
 
 def without_text(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``schema`` without text."""
-    out = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS}
+    out = {key: value for key, value in schema.items() if key not in TEXT_KEYWORDS}
     if isinstance(out.get("type"), list):
         out["type"] = [each for each in out["type"] if each != "string"]
     for keyword in ("anyOf", "oneOf"):

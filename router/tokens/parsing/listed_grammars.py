@@ -13,6 +13,7 @@ from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.schemas.value_schema import ValueSchema
 from router.tokens.parsing.call_rules import (
     MAX_OTHERS,
+    TEXT_KEYWORDS,
     CallRules,
     alternatives,
     choices,
@@ -25,13 +26,12 @@ from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
 _NAME = regex.compile(r"[\w$@][\w$@./-]*")
 """A name that needs no quotes."""
 _OTHER_NAME = r"/[A-Za-z_$@][A-Za-z0-9_$@.-]{0,63}/"
-_MAX_DEPTH = 6
-"""Of brackets in the model's notation. Values within them are JSON, as recursive schemas can be."""
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", "definitions"}
 _OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
 _OF_ARRAYS = _ANNOTATIONS | {"items", "minItems", "maxItems"}
 _OF_NUMBERS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
-_KINDS = ("string", "number", "boolean", "null", "array", "object")
+_EXPECTED = {"properties": dict, "required": list, "minItems": int, "maxItems": int}
+_KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
 class ListedCall(CallRules):
@@ -44,7 +44,7 @@ class ListedCall(CallRules):
         self._quote = format.style.quotes[0]
         self._python = format.style.python
         self._separator = tokens.to_lark(self._template.separator)
-        self._free = ""  # the rule of any value
+        self._values: dict[str, str] = {}  # rules of values, by schema: it may be recursive
 
     def rules(self) -> list[str]:
         """Return the rules, the first of which is for the arguments. Raises `InvalidRequest` for
@@ -55,17 +55,18 @@ class ListedCall(CallRules):
             if self._python and not all(map(_NAME.fullmatch, names)):
                 ways.append(f'"**" {self._json({"type": "object", **parameters})}')
             else:
-                ways.append(self._object(f"{self._rule}v{number}_", parameters, 0))
+                ways.append(self._object(f"{self._rule}v{number}_", parameters))
         return [f"{self._rule}_arguments: {' | '.join(ways)}", *self._rules]
 
-    def _object(self, rule: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, rule: str, schema: Mapping[str, Any]) -> str:
         """Return a rule for the members of an object. In those named ``first{n}``, all members
         before the n-th are left out; in those named ``more{n}``, one is not."""
         properties, required, others = self._members(schema)
         for number, (name, value) in enumerate(properties.items()):
             key = self._template.argument.replace("{key}", self._key(name))
-            written = self._value(f"{rule}{number}_", name, value, depth)
-            member = f"{self._tokens.to_lark(key)} {written} {rule}more{number + 1}"
+            member = (
+                f"{self._tokens.to_lark(key)} {self._value(name, value)} {rule}more{number + 1}"
+            )
             for place, before in (("first", ""), ("more", self._separator)):
                 without = "" if name in required else f" | {rule}{place}{number + 1}"
                 self._rules.append(f"{rule}{place}{number}: {before} {member}{without}")
@@ -75,8 +76,9 @@ class ListedCall(CallRules):
             excluded = f" & ~/({listed})/" if listed else ""
             self._rules.append(f"{rule.upper()}NAME: {_OTHER_NAME}{excluded}")
             after = self._tokens.to_lark(self._template.argument.removeprefix("{key}"))
-            written = self._value(f"{rule}other_", None, others, depth)
-            self._rules.append(f"{rule}other: {rule.upper()}NAME {after} {written}")
+            self._rules.append(
+                f"{rule}other: {rule.upper()}NAME {after} {self._value(None, others)}"
+            )
             more = f"({self._separator} {rule}other){{0,{MAX_OTHERS}}}"
             first = f"({rule}other {more})?"
         self._rules += [f"{rule}{place}{len(properties)}: {end}"
@@ -88,67 +90,75 @@ class ListedCall(CallRules):
 
     # -- values --------------------------------------------------------------------
 
-    def _value(self, rule: str, name: str | None, schema: Any, depth: int) -> str:
-        """Return an expression for a value that ``schema`` allows. New rules begin with ``rule``;
-        ``name`` is the argument's."""
-        if isinstance(self._function, TextFunction):
-            return self._input(self._function)
-        own: dict[str, Any] = schema if isinstance(schema, dict) else {}
-        plain = self._plain(own)
-        if self._python:
-            types = frozenset() if choices(plain) is not None else ValueSchema(plain).types
-            literals = {"boolean": ' | "True" | "False"', "null": ' | "None"'}
-            written = "".join(each for kind, each in literals.items() if kind in types)
-            return f"({self._json(own)}{written})"
+    def _value(self, name: str | None, schema: Any) -> str:
+        """Return the rule of a value that ``schema`` allows, of the argument ``name``."""
+        key = json.dumps(schema)
+        if key not in self._values:
+            rule = self._values[key] = f"{self._rule}_value{len(self._values)}"
+            if isinstance(self._function, TextFunction):
+                written = self._input(self._function)
+            else:
+                own = schema if isinstance(schema, dict) else {}
+                written = self._python_value(own) if self._python else self._own(rule, name, own)
+            self._rules.append(f"{rule}: {written}")
+        return self._values[key]
+
+    def _python_value(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for JSON, or Python's names of the values without a name there."""
+        plain = self._plain(schema)
+        types = frozenset() if choices(plain) is not None else ValueSchema(plain).types
+        literals = {"boolean": ' | "True" | "False"', "null": ' | "None"'}
+        return self._json(schema) + "".join(literals.get(each, "") for each in sorted(types))
+
+    def _own(self, rule: str, name: str | None, schema: Mapping[str, Any]) -> str:
+        """Return an expression for a value in the model's notation."""
+        plain = self._plain(schema)
         if (listed := choices(plain)) is not None:
-            return f"({' | '.join(self._tokens.to_lark(self._written(each)) for each in listed)})"
+            return " | ".join(self._tokens.to_lark(self._written(each)) for each in listed)
         ways = [
             way
             for number, each in enumerate(alternatives(plain))
-            for way in self._ways(f"{rule}{number}_", name, each, depth)
+            for way in self._ways(f"{rule}_{number}_", name, each)
         ]
-        return f"({' | '.join(ways)})"
+        return " | ".join(ways or [self._json(schema)])
 
-    def _ways(
-        self, rule: str, name: str | None, schema: Mapping[str, Any], depth: int
-    ) -> Iterator[str]:
+    def _ways(self, rule: str, name: str | None, schema: Mapping[str, Any]) -> Iterator[str]:
         """Yield expressions for the values of each type that ``schema`` allows."""
-        if "$ref" in schema or "not" in schema or "if" in schema:
-            yield self._json(schema)
-            return
         types = ValueSchema(schema).types
-        if not types and schema.keys() <= _ANNOTATIONS:
+        if "$ref" in schema or "not" in schema or "if" in schema or types - _KINDS:
+            yield self._json(schema)
+        elif not types and any(key in schema for key in TEXT_KEYWORDS):
+            yield self._text(name, schema)
+        elif not types:
             yield self._any()
-            return
-        for kind in _KINDS:
-            if kind not in types and not (kind == "number" and "integer" in types):
-                continue
-            match kind:
-                case "string":
-                    yield self._text(name, schema)
-                case "number":
-                    numeric = "number" if kind in types else "integer"
-                    limits = {each: schema[each] for each in _OF_NUMBERS if each in schema}
-                    yield self._json({"type": numeric, **limits})
-                case "boolean":
-                    yield '"true" | "false"'
-                case "null":
-                    yield '"null"'
-                case "array" if schema.keys() <= _OF_ARRAYS and depth < _MAX_DEPTH:
-                    yield self._array(rule, name, schema, depth + 1)
-                case "object" if schema.keys() <= _OF_OBJECTS and depth < _MAX_DEPTH:
-                    yield f'"{{" {self._object(rule, schema, depth + 1)} "}}"'
-                case _:
-                    yield self._json({**schema, "type": kind})
+        else:
+            for kind in sorted(types):
+                yield self._of_kind(kind, rule, name, schema)
 
-    def _array(self, rule: str, name: str | None, schema: Mapping[str, Any], depth: int) -> str:
+    def _of_kind(self, kind: str, rule: str, name: str | None, schema: Mapping[str, Any]) -> str:
+        match kind:
+            case "string":
+                return self._text(name, schema)
+            case "boolean":
+                return '"true" | "false"'
+            case "null":
+                return '"null"'
+            case "array" if _has_only(schema, _OF_ARRAYS):
+                return self._array(name, schema)
+            case "object" if _has_only(schema, _OF_OBJECTS):
+                return f'"{{" {self._object(rule, schema)} "}}"'
+            case "array" | "object":
+                return self._json({**schema, "type": kind})
+        limits = {each: schema[each] for each in _OF_NUMBERS if each in schema}
+        return self._json({"type": kind, **limits})
+
+    def _array(self, name: str | None, schema: Mapping[str, Any]) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        item = self._value(rule, name, schema.get("items", {}), depth)
-        self._rules.append(f"{rule}item: {item}")
         if most == 0:
             return '"[]"'
+        item = self._value(name, schema.get("items", {}))
         repeated = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-        items = f"{rule}item ({self._separator} {rule}item){repeated}"
+        items = f"{item} ({self._separator} {item}){repeated}"
         return f'"[" {items if least else f"({items})?"} "]"'
 
     def _text(self, name: str | None, schema: Mapping[str, Any]) -> str:
@@ -164,15 +174,15 @@ class ListedCall(CallRules):
 
     def _any(self) -> str:
         """Return the rule of any value."""
-        if not self._free:
-            rule = self._free = f"{self._rule}_any"
+        if "any" not in self._values:
+            rule = self._values["any"] = f"{self._rule}_any"
             listed = f'"[" ({rule} ({self._separator} {rule})*)? "]"'
             member = f'{_OTHER_NAME} ":" {rule}'
             members = f'"{{" ({member} ({self._separator} {member})*)? "}}"'
             number = self._json({"type": "number"})
             ways = [self._text(None, {}), number, '"true" | "false" | "null"', listed, members]
             self._rules.append(f"{rule}: {' | '.join(ways)}")
-        return self._free
+        return self._values["any"]
 
     def _input(self, function: TextFunction) -> str:
         """Return an expression for the text of a tool that takes no other argument."""
@@ -195,3 +205,13 @@ class ListedCall(CallRules):
                 members = (f"{self._key(key)}:{self._written(each)}" for key, each in value.items())
                 return f"{{{separator.join(members)}}}"
         return json.dumps(value)
+
+
+def _has_only(schema: Mapping[str, Any], keywords: set[str]) -> bool:
+    """Return whether a schema has only ``keywords``, with the values that they should have."""
+    given = (isinstance(schema.get(each, kind()), kind) for each, kind in _EXPECTED.items())
+    return (
+        schema.keys() <= keywords
+        and all(given)
+        and all(isinstance(name, str) for name in schema.get("required", ()))
+    )

@@ -369,6 +369,8 @@ class _Calls:
         self._name = ""
         self._id: str | None = None
         self._arguments: list[str] = []
+        self._length = 0  # of the arguments
+        self._alike: list[str] = []  # arguments of earlier calls that begin as the open call does
         self._shown = False  # whether the open call is reported
         self.num_complete = 0
         self.repeated = False
@@ -376,11 +378,16 @@ class _Calls:
     def add(self, fragment: CallFragment) -> list[CallDelta]:
         if fragment.name is not None:
             self._name, self._arguments, self._id = fragment.name, [], fragment.id
-            self._shown = False
-            return [self._first()] if not self._hidden else []
-        deltas = []
+            self._length, self._shown = 0, False
+            self._alike = [text for name, text in self._earlier if name == fragment.name]
+            return [self._first()] if not self._alike else []
         if self._no_repeats:
             self._arguments.append(fragment.arguments)
+        if not self._shown:
+            start = fragment.arguments
+            self._alike = [each for each in self._alike if each.startswith(start, self._length)]
+            self._length += len(start)
+        deltas = []
         if fragment.is_last:
             call = (self._name, "".join(self._arguments))
             if not self._shown:
@@ -388,22 +395,15 @@ class _Calls:
                     self.repeated = True
                     return []
                 deltas.append(self._first())
-            self._earlier.add(call)
+            if self._no_repeats:
+                self._earlier.add(call)
             self.num_complete += 1
         elif self._shown:
             if fragment.arguments:
                 deltas.append(CallDelta(len(self._ids) - 1, fragment.arguments))
-        elif not self._hidden:
+        elif not self._alike:
             deltas.append(self._first())
         return deltas
-
-    @property
-    def _hidden(self) -> bool:
-        """Whether the open call may still repeat an earlier one."""
-        if not (self._no_repeats and self._earlier):
-            return False
-        own = "".join(self._arguments)
-        return any(name == self._name and text.startswith(own) for name, text in self._earlier)
 
     def _first(self) -> CallDelta:
         own = self._id

@@ -6,6 +6,7 @@ import ast
 import html
 import json
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -68,6 +69,10 @@ class _Patterns:
             rf"\s{{0,{_MAX_SPACES}}}+(?:{tags.argument}|(?P<end>{closing}))"
         )
         self.tail = regex.compile(rf"(?:{end}\s*+)?(?:{ends})?\s*+")
+        starts = {each[:1] for each in (tags.close, tags.end, *stops)}
+        starts |= {"\r", "\n"} if tags.breaks else set()
+        starts |= {_CDATA_END[0]} if tags.cdata else set()
+        self.starts = re.compile(f"[{re.escape(''.join(sorted(starts)))}]")
 
 
 _patterns = lru_cache(maxsize=64)(_Patterns)
@@ -254,6 +259,10 @@ class TaggedArguments:
     def _end_of_value(self) -> int | None:
         """Return where the text after the value is, None if it is not there or if more text
         decides. Text is passed on up to there."""
+        if self._mode == "text" and self._patterns.starts.search(self._buffer) is None:
+            self.out.append(_quoted(self._buffer))
+            self._buffer, self._position = "", 0
+            return None
         while (place := self._buffer.find(self._close, self._position)) >= 0:
             ends = self._ends_at(place + len(self._close))
             if ends or (ends is None and self._ended):

@@ -229,8 +229,11 @@ def test_other_arguments_are_accepted_if_the_schema_allows(checker: Checker, sch
     assert takes(checker, {"type": "object", **schema}, '{"b": 1}')
 
 
-@pytest.mark.parametrize("inner", [{"required": True}, {"required": [["b"]]}, {"enum": 5}])
-@pytest.mark.parametrize("parser", ["json", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "inner",
+    [{"required": True}, {"required": [["b"]]}, {"enum": 5}, {"properties": 5}, {"minItems": "2"}],
+)
+@pytest.mark.parametrize("parser", ["json", "qwen3_coder", "gemma4", "pythonic"])
 def test_a_senseless_schema_is_for_the_compiler(checker: Checker, parser: str, inner: Any) -> None:
     odd = {"type": "object", **of(a=of(b={}) | inner)}
     function = FunctionDefinition(name="f", parameters=odd)

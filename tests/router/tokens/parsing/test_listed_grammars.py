@@ -25,7 +25,10 @@ from tests.router.tokens.parsing.writers import pythonic
 QUOTES = {"gemma4": '<|"|>', "function_gemma": "<escape>"}
 EACH_FORMAT = pytest.mark.parametrize("parser", [*QUOTES, "pythonic"])
 INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
-TREE = {"type": "object", "properties": {"v": INTEGER, "sub": {"$ref": "#/$defs/Tree"}}}
+TREE = {
+    "type": "object",
+    "properties": {"v": INTEGER, **{key: {"$ref": "#/$defs/Tree"} for key in ("sub", *"abcdefgh")}},
+}
 
 
 @pytest.fixture(scope="module", params=[(), tuple(QUOTES.values())], ids=["text", "control"])
@@ -93,8 +96,8 @@ NESTED: list[tuple[Any, Any]] = [
     ({"anyOf": [{"type": "array", "items": STRING}, NULL]}, ["x"]),
     ({"anyOf": [{"type": "array", "items": STRING}, NULL]}, None),
     ({"enum": [["a"], {"k": "v"}]}, {"k": "v"}),
-    ({"$ref": "#/$defs/Tree"}, {"v": 1, "sub": {"v": 2, "sub": {"v": 3}}}),
-    ({}, 5), ({}, {"k": "v"}),
+    ({"$ref": "#/$defs/Tree"}, {"v": 1, "sub": {"v": 2, "h": {"v": 3, "a": {}}}}),
+    ({"minLength": 2, "x-shown": True}, "ab"), ({"x-shown": True}, "a"), ({}, 5), ({}, {"k": "v"}),
 ]  # fmt: skip
 
 

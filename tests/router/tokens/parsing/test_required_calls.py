@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -121,3 +122,19 @@ def test_required_calls_in_other_forms_end_at_a_repeat_too(only_calls: bool, exp
     reply = MarkedReplyParser(format, ReplyState.NORMAL, TOOLS, only_calls=only_calls)
     assert len(read_with(reply, pieces_of(text, 5)).calls) == expected
     assert reply.complete == only_calls
+
+
+def test_a_long_call_that_may_repeat_an_earlier_one_is_read_in_linear_time() -> None:
+    def seconds(chars: int) -> float:
+        template = CALL_FORMATS["json"].template
+        begin = template.begin.replace("{name}", "add")
+        call = f'{begin}{{"a": "{"x" * chars}"}}{template.end}'
+        reply = reply_of("json")
+        began = time.process_time()
+        part = read_with(reply, pieces_of(call + template.between + call, 4))
+        taken = time.process_time() - began
+        assert len(part.calls) == 1 and reply.complete
+        return taken
+
+    short, long = (min(seconds(chars) for _ in range(3)) for chars in (20_000, 160_000))
+    assert long < 24 * short  # 8 times the text; it was 64 times the work

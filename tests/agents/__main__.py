@@ -88,7 +88,8 @@ def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
     if not (found / agent.name).exists():
         return
     for format in FORMATS:
-        searched = compacted = None
+        searched: str | None = None
+        compacted: str | None = None
         with acting(agent, format, private) as server:
             trial = Trial(agent, found, private, server)
             outcome = trial.run()
@@ -136,8 +137,8 @@ def _table(rows: Sequence[Row]) -> str:
         apis = ", ".join(f"`{path}`" for path in outcome.paths)
         result = _result(outcome.trouble)
         parallel = result if format.parallel and agent.tools is not None else "n/a"
-        cells = (agent.name, outcome.version, apis, format.name, result, parallel, result, result)
-        cells += (_result(searched), _result(compacted))
+        cells = [agent.name, outcome.version, apis, format.name, result, parallel, result, result]
+        cells += [_result(searched), _result(compacted)]
         lines.append(f"| {' | '.join(cells)} | {outcome.requests} | {_cached(outcome)} |")
     return "\n".join(lines)
 

@@ -29,16 +29,19 @@ SETTINGS = {
     "DISABLE_AUTOUPDATER": "1",
     "CLAUDE_CODE_MAX_RETRIES": "0",
 }
+HOME = tempfile.TemporaryDirectory(prefix="agent-sdk-", ignore_cleanup_errors=True)
 ROME = "Rome it is."
 
 
-@tool("weather", "Weather of a city", h.CITY_SCHEMA)
-async def weather(arguments: dict[str, Any]) -> dict[str, Any]:
+async def told(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": h.weather(arguments["city"])}]}
 
 
+weather = tool("weather", "Weather of a city", h.CITY_SCHEMA)(told)
+
+
 def options(url: str = h.URL, tokens: int = 400, **fields: Any) -> ClaudeAgentOptions:
-    home = tempfile.mkdtemp(prefix="agent-sdk-")
+    home = HOME.name
     env = {**SETTINGS, "ANTHROPIC_BASE_URL": url, "HOME": home, "CLAUDE_CONFIG_DIR": home}
     fields = {"model": h.MODEL, "system_prompt": "Answer briefly.", "tools": [], **fields}
     env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(tokens)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from router.fleet.sequences.remote_sequence import RemoteSequence
-from router.schemas.completions import FinishReason, PromptProgress
+from router.schemas.completions import ComputedPrompt, FinishReason
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import ScoredToken, TokenAligner
 from router.tokens.rendering import Renderer
@@ -29,7 +29,7 @@ class OutputDelta(NamedTuple):
     parts, for APIs whose answers have one of each."""
     tokens: list[ScoredToken] | None = None
     """None if log-probabilities are not requested."""
-    progress: PromptProgress | None = None
+    progress: ComputedPrompt | None = None
     """Of the prompt, before all parts."""
 
     def __bool__(self) -> bool:
@@ -230,7 +230,7 @@ class Choice:
         self._chars_shown += len(shown)
         return self._parser.feed(shown)
 
-    def _new_progress(self) -> PromptProgress | None:
+    def _new_progress(self) -> ComputedPrompt | None:
         """Return what changed since the last report; the last one is of the whole prompt."""
         sequence = self.sequence
         computed, total = sequence.computed_prompt_tokens, sequence.num_prompt_tokens
@@ -239,7 +239,7 @@ class Choice:
         self._progress = computed, sequence.cached_tokens
         self._reports_progress = computed < total
         passed_s = (sequence.first_token_at or time.monotonic()) - sequence.placed_at
-        return PromptProgress(
+        return ComputedPrompt(
             total=total,
             cache=sequence.cached_tokens,
             processed=computed,

@@ -28,12 +28,12 @@ from router.schemas.completions import (
     ChatLogprobs,
     CompletionHeader,
     CompletionUsage,
+    ComputedPrompt,
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,
     FinishReason,
     PromptLogprobs,
-    PromptProgress,
     TextChoice,
     TextCompletion,
 )
@@ -136,7 +136,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self,
         generation: Generation,
         choice: _ChunkChoice,
-        progress: PromptProgress | UnsetType = UNSET,
+        progress: ComputedPrompt | UnsetType = UNSET,
     ) -> bytes:
         return encode_event(self._chunk_json(generation, choice, progress))
 
@@ -144,7 +144,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self,
         generation: Generation,
         choice: _ChunkChoice,
-        progress: PromptProgress | UnsetType = UNSET,
+        progress: ComputedPrompt | UnsetType = UNSET,
     ) -> bytes:
         # OpenAI's chunks have "usage": null if the usage comes at the end.
         usage: CompletionUsage | UnsetType | None = None if self._include_usage else UNSET
@@ -184,7 +184,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self,
         choices: list[_ChunkChoice],
         usage: CompletionUsage | UnsetType | None,
-        progress: PromptProgress | UnsetType = UNSET,
+        progress: ComputedPrompt | UnsetType = UNSET,
     ) -> CompletionHeader:
         """Return a chunk of a stream."""
 
@@ -241,7 +241,7 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
         self,
         choices: list[ChatChunkChoice],
         usage: CompletionUsage | UnsetType | None,
-        progress: PromptProgress | UnsetType = UNSET,
+        progress: ComputedPrompt | UnsetType = UNSET,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             **self._header, choices=choices, usage=usage, prompt_progress=progress
@@ -315,7 +315,7 @@ class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
         self,
         choices: list[TextChoice],
         usage: CompletionUsage | UnsetType | None,
-        progress: PromptProgress | UnsetType = UNSET,
+        progress: ComputedPrompt | UnsetType = UNSET,
     ) -> TextCompletion:
         return TextCompletion(
             **self._header, choices=choices, usage=usage, prompt_progress=progress

@@ -35,7 +35,7 @@ class CompletionUsage(Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
-class PromptProgress(Struct, frozen=True, kw_only=True):
+class ComputedPrompt(Struct, frozen=True, kw_only=True):
     """How much of a prompt is computed: llama.cpp's answer to ``return_progress``."""
 
     total: Annotated[int, Meta(description="Tokens of the prompt.")]
@@ -174,7 +174,7 @@ class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET
+    prompt_progress: ComputedPrompt | UnsetType = UNSET
 
 
 class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
@@ -184,4 +184,4 @@ class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET
+    prompt_progress: ComputedPrompt | UnsetType = UNSET

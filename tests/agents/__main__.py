@@ -16,16 +16,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports MLX
 
 from engine.model.demo import demo_model_path  # noqa: E402
+from tests.agents.compaction import compact  # noqa: E402
 from tests.agents.formats import FORMATS, Format  # noqa: E402
 from tests.agents.installing import binaries, install  # noqa: E402
 from tests.agents.model import make_actor  # noqa: E402
 from tests.agents.scripts import AGENTS, PLAIN, Agent  # noqa: E402
+from tests.agents.tool_search import TOOL_SEARCHES  # noqa: E402
 from tests.agents.trial import Outcome, Trial  # noqa: E402
 from tests.e2e.installing import NotInstalled  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
@@ -56,7 +59,7 @@ def main() -> int:
         rows = [row for agent in chosen for row in _try(agent, root, Path(private))]
     if options.write is not None:
         write_tables(options.write, {"agents": _table(rows)})
-    return int(any(outcome.trouble for _, _, outcome in rows))
+    return int(any(row.trouble for row in rows))
 
 
 def _isolation() -> Sequence[str]:
@@ -67,7 +70,17 @@ def _isolation() -> Sequence[str]:
     return () if done.returncode else (*_ALONE, "sh")
 
 
-Row = tuple[Agent, Format, Outcome]
+class Row(NamedTuple):
+    agent: Agent
+    format: Format
+    outcome: Outcome
+    searched: str | None
+    """What went wrong with one of 60 tools. Empty: nothing; None: it was not tried."""
+    compacted: str | None
+
+    @property
+    def trouble(self) -> str:
+        return self.outcome.trouble or self.searched or self.compacted or ""
 
 
 def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
@@ -75,15 +88,24 @@ def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
     if not (found / agent.name).exists():
         return
     for format in FORMATS:
+        searched: str | None = None
+        compacted: str | None = None
         with acting(agent, format, private) as server:
-            outcome = Trial(agent, found, private, server).run()
+            trial = Trial(agent, found, private, server)
+            outcome = trial.run()
+            if agent.name in TOOL_SEARCHES:
+                searched = trial.find_tool()
+        if agent.name == "codex":
+            compacted = compact(found, Path(tempfile.mkdtemp(dir=private)), format)
         print(
             f"{agent.name} {outcome.version}, {format.name}:"
             f" {outcome.trouble or 'does the task'}; {outcome.requests} requests,"
-            f" {outcome.prompt_tokens} prompt tokens, {_cached(outcome)} of them cached",
+            f" {outcome.prompt_tokens} prompt tokens, {_cached(outcome)} of them cached;"
+            f" one of 60 tools: {_result(searched)}; compaction: {_result(compacted)}",
+            *filter(None, (searched, compacted)),
             flush=True,
         )
-        yield agent, format, outcome
+        yield Row(agent, format, outcome, searched, compacted)
 
 
 @contextmanager
@@ -92,9 +114,8 @@ def acting(agent: Agent, format: Format, private: Path, *flags: str) -> Iterator
     scripts = agent.scripts(f"{private}/project")
     path = private / f"model-{agent.name}-{format.name}"
     model = make_actor(path, demo_model_path(), scripts, PLAIN, format)
-    endless = ("--default-max-tokens", "8000")  # where a request says nothing: nobody is that fast
     names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names, *endless, *flags) as server:
+    with serving(model, *names, *flags) as server:
         yield server
 
 
@@ -102,17 +123,22 @@ def _cached(outcome: Outcome) -> str:
     return f"{outcome.cached_tokens / max(1, outcome.prompt_tokens):.0%}"
 
 
+def _result(trouble: str | None) -> str:
+    return "n/a" if trouble is None else "fail" if trouble else "pass"
+
+
 def _table(rows: Sequence[Row]) -> str:
     lines = [
         "| agent | version | API | model's format | task | calls at once | error | killed"
-        " | requests | cached |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | 60 tools | compaction | requests | cached |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for agent, format, outcome in rows:
+    for agent, format, outcome, searched, compacted in rows:
         apis = ", ".join(f"`{path}`" for path in outcome.paths)
-        result = "fail" if outcome.trouble else "pass"
+        result = _result(outcome.trouble)
         parallel = result if format.parallel and agent.tools is not None else "n/a"
-        cells = (agent.name, outcome.version, apis, format.name, result, parallel, result, result)
+        cells = [agent.name, outcome.version, apis, format.name, result, parallel, result, result]
+        cells += [_result(searched), _result(compacted)]
         lines.append(f"| {' | '.join(cells)} | {outcome.requests} | {_cached(outcome)} |")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tests.agents.formats import Call, Step
 from tests.agents.model import Script
+from tests.agents.tool_search import TOOL_SEARCHES
 
 TASK = "Change old to new in notes.txt and count the lines that have it."
 ENDLESS = "Tell me of notes.txt for ever."
@@ -115,7 +116,12 @@ class Agent(NamedTuple):
         endless = Step(text="There is more to tell. ", endless=True)
         if self.tools is None:
             return [Script(TASK, _AIDER, False), Script(ENDLESS, [endless], False)]
-        return [Script(TASK, _short(self.tools(project))), Script(ENDLESS, [endless])]
+        search = TOOL_SEARCHES[self.name]
+        return [
+            Script(TASK, _short(self.tools(project))),
+            Script(ENDLESS, [endless]),
+            search.script,
+        ]
 
 
 def _codex_arguments(*words: str) -> list[str]:
@@ -137,7 +143,7 @@ def _aider_arguments(*words: str) -> list[str]:
 AGENTS = (
     Agent(
         "codex",
-        "@openai/codex",
+        "@openai/codex@0.171.0",
         lambda task: [*_codex_arguments(), task],
         lambda task: [*_codex_arguments("resume", "--last"), task],
         {},
@@ -145,7 +151,7 @@ AGENTS = (
     ),
     Agent(
         "claude",
-        "@anthropic-ai/claude-code",
+        "@anthropic-ai/claude-code@2.1.332",
         _claude_arguments,
         lambda task: _claude_arguments(task, "--continue"),
         {"DISABLE_AUTOUPDATER": "1"},
@@ -153,7 +159,7 @@ AGENTS = (
     ),
     Agent(
         "opencode",
-        "opencode-ai",
+        "opencode-ai@1.18.33",
         lambda task: ["run", task],
         lambda task: ["run", "--continue", task],
         {},
@@ -161,7 +167,7 @@ AGENTS = (
     ),
     Agent(
         "aider",
-        "aider-chat",
+        "aider-chat==0.86.2",
         lambda task: _aider_arguments("--message", task, "--auto-test", "--test-cmd", COUNT),
         None,
         {},

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.model.demo import demo_model_path
 from tests.agents.__main__ import acting
-from tests.agents.formats import FORMATS, Call, Step
+from tests.agents.compaction import compact
+from tests.agents.formats import FORMATS
 from tests.agents.installing import binaries, install
-from tests.agents.model import Script, make_actor
-from tests.agents.recorder import recording
-from tests.agents.scripts import AGENTS, PLAIN
+from tests.agents.scripts import AGENTS
 from tests.agents.trial import Trial
 from tests.e2e.installing import NotInstalled
-from tests.e2e.server import serving
 
 CODEX = AGENTS[0]
 
@@ -51,57 +44,15 @@ def installed(root: Path) -> Path:
     return found
 
 
-READ = Call("exec_command", {"cmd": "cat notes.txt", "max_output_tokens": 6000})
-SUMMARY = "Goal: read notes.txt. MARK-OF-SUMMARY"
-SCRIPTS = (
-    Script("QUESTION-ONE", [Step((READ,)), Step(text="It is read.")]),
-    Script("Stop working on the task.", [Step(text=SUMMARY)]),
-    Script("MARK-OF-SUMMARY", [Step(text="It is read, says the summary.")]),
-    Script("QUESTION-TWO", [Step(text="The second answer.")]),
-    Script("QUESTION-THREE", [Step(text="The third answer.")]),
-)
-
-
 @pytest.mark.timeout(400)
 def test_codex_goes_on_after_a_compaction(root: Path, tmp_path: Path) -> None:
-    codex, project, home = installed(root) / "codex", tmp_path / "project", tmp_path / "home"
-    for folder in (project, home):
-        folder.mkdir()
-    (project / "notes.txt").write_text("an old line with many words in it\n" * 1200)
-    model = make_actor(tmp_path / "model", demo_model_path(), SCRIPTS, PLAIN, FORMATS[0])
-    names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names) as server, recording(server.port) as recorder:
-        provider = {"name": "OpenAI", "base_url": f"{recorder.url}/v1", "env_key": "ANY_KEY"}
-        settings: dict[str, Any] = {
-            "model": "actor",
-            "model_provider": "here",
-            "model_context_window": 60_000,
-            "model_auto_compact_token_limit": 11_000,  # the prompt of a first call has 9,000
-            **{f"model_providers.here.{name}": value for name, value in provider.items()},
-            "model_providers.here.wire_api": "responses",
-        }
-        flags = [f"-c{name}={json.dumps(value)}" for name, value in settings.items()]
-        flags += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        environment = {**os.environ, "HOME": str(home), "CODEX_HOME": str(home)}
-        environment["ANY_KEY"] = "k"
-        said = ""
-        for number, question in enumerate(("QUESTION-ONE", "QUESTION-TWO", "QUESTION-THREE")):
-            words = ["exec", *(["resume", "--last"] if number else []), *flags, question]
-            done = subprocess.run(
-                [str(codex), *words],
-                cwd=project,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=100,
-            )
-            assert done.returncode == 0, done.stderr[-2000:]
-            said += done.stdout
-        kinds = [[item.get("type") for item in each.body["input"]] for each in recorder.requests]
-    assert "The second answer." in said and "The third answer." in said
-    assert any(each[-1] == "compaction_trigger" for each in kinds)
-    assert kinds[-1].count("compaction") == 1 and "function_call" not in kinds[-1]
+    assert not compact(installed(root), tmp_path, FORMATS[0])
+
+
+@pytest.mark.timeout(300)
+def test_codex_finds_one_of_60_tools(root: Path, tmp_path: Path) -> None:
+    with acting(CODEX, FORMATS[0], tmp_path) as server:
+        assert not Trial(CODEX, installed(root), tmp_path, server).find_tool()
 
 
 @pytest.mark.slow

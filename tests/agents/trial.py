@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tests.agents.installing import version
 from tests.agents.recorder import Recorder, Request, recording
 from tests.agents.scripts import AFTER, BEFORE, ENDLESS, FINAL, TASK, Agent
+from tests.agents.tool_search import QUESTION, TOOL_SEARCHES
 from tests.e2e.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,17 @@ class Trial:
             recorder.requests.clear()
             trouble = trouble or self._do_task(recorder)
             return self._outcome(recorder.requests, trouble)
+
+    def find_tool(self) -> str:
+        """Ask what one of 60 tools knows. Return what went wrong, if anything did."""
+        search = TOOL_SEARCHES[self.agent.name]
+        self.lay_out(BEFORE)
+        with recording(self._server.port) as recorder:
+            arguments = search.arguments(QUESTION, self._project)
+            code, printed = self.work(recorder.url, arguments)
+            if code:
+                return f"exit code {code}:\n{printed[-2000:]}"
+            return search.trouble(recorder.requests, printed) or "; ".join(_refused(self._server))
 
     def lay_out(self, notes: str) -> None:
         """Make a project with the file notes.txt."""

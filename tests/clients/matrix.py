@@ -36,17 +36,26 @@ class Client:
         return self.packages[0].replace("==", "@").rpartition("@")[2]
 
 
-_OPENAI, _LITELLM = "openai==3.54.0", "litellm==1.106.2 mcp"
+_OPENAI, _LITELLM = "openai==3.57.0", "litellm==1.106.2 mcp"
 _LANGCHAIN, _LANGCHAIN_ANTHROPIC = "langchain-openai==1.7.3", "langchain-anthropic==1.7.7"
 _OPEN_WEBUI = "open-webui==0.12.4 playwright==1.65.2 torch==2.13.0"
 """It needs some PyTorch. Other releases may bring several GB for GPUs."""
 _LLAMA_INDEX = "llama-index-llms-ollama==0.11.0"
 _LLAMA_INDEX_EMBEDDINGS = "llama-index-embeddings-openai-like==0.4.0"
-_AI_SDK = "@ai-sdk/openai-compatible@3.0.92 ai@7.0.173 zod@4.6.7"
+_AI_SDKS = {
+    "5": "ai@5.0.277 @ai-sdk/openai-compatible@1.0.61 @ai-sdk/openai@2.0.131"
+    " @ai-sdk/anthropic@2.0.112 zod@4.6.7",
+    "6": "ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 @ai-sdk/openai@3.0.141"
+    " @ai-sdk/anthropic@3.0.140 zod@4.6.7",
+    "7": "ai@7.0.173 @ai-sdk/openai-compatible@3.0.92 @ai-sdk/openai@4.0.118"
+    " @ai-sdk/anthropic@4.0.105 zod@4.6.7",
+}
+"""By major version: each is in use, and reads answers in its own way."""
+_LLAMA_INDEX_TS = "llamaindex@0.12.1 @llamaindex/openai@0.4.22 zod@4.6.7"
 CLIENTS = (
     Client("openai (Python)", _OPENAI, "openai_python.py"),
     Client("openai (Python)", _OPENAI, "openai_python.py", RESPONSES, "responses_"),
-    Client("anthropic (Python)", "anthropic==2.12.0", "anthropic_python.py", MESSAGES),
+    Client("anthropic (Python)", "anthropic==2.14.0", "anthropic_python.py", MESSAGES),
     Client("langchain-openai", _LANGCHAIN, "with_langchain.py"),
     Client("langchain-anthropic", _LANGCHAIN_ANTHROPIC, "with_langchain.py", MESSAGES),
     Client("litellm", _LITELLM, "with_litellm.py"),
@@ -57,6 +66,12 @@ CLIENTS = (
     Client("llama-index-llms-ollama", _LLAMA_INDEX, "with_llama_index_ollama.py", OLLAMA),
     Client("pydantic-ai", "pydantic-ai-slim[openai]==2.68.0", "with_pydantic_ai.py"),
     Client("instructor", "instructor==1.17.0", "with_instructor.py"),
+    Client("Haystack", "haystack-ai==3.4.1", "with_haystack.py"),
+    Client("AutoGen", "autogen-ext[openai]==0.7.5", "with_autogen.py"),
+    Client(
+        *("Claude Agent SDK", "claude-agent-sdk==0.2.189"),
+        *("with_claude_agent_sdk.py", MESSAGES),
+    ),
     Client("llm", "llm==0.36", "with_llm.py"),
     Client("lm-eval", "lm-eval[api]==0.4.13 transformers", "with_lm_eval.py", "/v1/completions"),
     Client("Open WebUI", _OPEN_WEBUI, "webui/in_chromium.py", OLLAMA),
@@ -65,7 +80,12 @@ CLIENTS = (
     Client("openai (Node)", "openai@7.57.0", "openai_node.mjs", RESPONSES, "responses_"),
     Client("@anthropic-ai/sdk (Node)", "@anthropic-ai/sdk@1.12.0", "anthropic_node.mjs", MESSAGES),
     Client("ollama (Node)", "ollama@0.6.4", "ollama_node.mjs", OLLAMA),
-    Client("Vercel's AI SDK", _AI_SDK, "ai_sdk.mjs"),
+    *(
+        Client(f"Vercel's AI SDK {number}", packages, "ai_sdk.mjs", api, prefix)
+        for number, packages in _AI_SDKS.items()
+        for api, prefix in ((CHAT, ""), (RESPONSES, "responses_"), (MESSAGES, "messages_"))
+    ),
+    Client("LlamaIndex.TS", _LLAMA_INDEX_TS, "llama_index.mjs"),
 )
 
 EMBEDDING_SCENARIOS = ("embed", "rerank", "errors")

@@ -45,7 +45,9 @@ export async function checkAborted(before) {
   }
 }
 
-export async function run(scenarios) {
+// Runs the scenarios named in the arguments, or all. Of those that the client does not support,
+// `missing` has the reason by name.
+export async function run(scenarios, missing = {}) {
   const wanted = process.argv.slice(2);
   for (const [scenario, action] of Object.entries(scenarios)) {
     if (wanted.length && !wanted.includes(scenario)) continue;
@@ -58,6 +60,10 @@ export async function run(scenarios) {
       [result, reason] = ["fail", `${error.name}: ${error.message}`];
     }
     console.log(JSON.stringify({ scenario, result, reason }));
+  }
+  for (const [scenario, reason] of Object.entries(missing)) {
+    if (wanted.length && !wanted.includes(scenario)) continue;
+    console.log(JSON.stringify({ scenario, result: "n/a", reason }));
   }
   process.exit(0);
 }

@@ -11,6 +11,7 @@ from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
 
+from bench.prompt_times import first_minute  # noqa: E402
 from bench.prompt_times.alone import CASES  # noqa: E402
 from bench.prompt_times.measuring import Options  # noqa: E402
 from bench.prompt_times.parts import PARTS, run_parts  # noqa: E402
@@ -22,7 +23,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="alternating runs (default: 3)")
     parser.add_argument("--check", action="store_true", help="one run, short prompts")
     parser.add_argument("--lock", type=Path, help="a file to lock while something is timed")
-    parser.add_argument("--cases", default="", help=f"of 'alone': {','.join(CASES)}")
+    parser.add_argument(
+        "--cases",
+        default="",
+        help=f"of 'alone': {','.join(CASES)}; of 'first-minute': {','.join(first_minute.CASES)}",
+    )
     parser.add_argument("--chunks", default="", help="of 'alone': fixed lengths, in tokens")
     parser.add_argument(
         "--lengths", default="", help="of 'alone' and 'llama'; one for 'joins' and 'newcomer'"

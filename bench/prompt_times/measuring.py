@@ -45,7 +45,7 @@ class Options:
     """A file that is locked while something is timed, so that several programs take turns.
     Servers are started under a shared lock."""
     cases: tuple[str, ...] = ()
-    """Of `alone`."""
+    """Of `alone` and `first_minute`."""
     lengths: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     """Of `alone`: the fixed lengths of chunks."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from bench.prompt_times.alone import alone
 from bench.prompt_times.experts import experts
+from bench.prompt_times.first_minute import first_minute
 from bench.prompt_times.joins import joins, newcomer, shared_prefix
 from bench.prompt_times.measuring import Options
 from bench.prompt_times.peers import llama, percentiles
@@ -22,6 +23,7 @@ PARTS: dict[str, Callable[[Options], None]] = {
     "shared": shared_prefix,
     "percentiles": percentiles,
     "moe": experts,
+    "first-minute": first_minute,
 }
 
 

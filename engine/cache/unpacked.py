@@ -99,6 +99,18 @@ class UnpackedRows:
             row.end, row.written = end, max(row.written, end)
         return Began(members, ahead)
 
+    def going_on(self, began: Began, rows: Sequence[Sequence[int]]) -> Began:
+        """Return how the ``rows`` of a pass that ``began`` earlier are unpacked from here on: as
+        before, unless their values are gone."""
+        members = [i for i in began.members if self._has_values(rows[i][0], rows[i][2])]
+        ahead = began.ahead
+        if ahead is not None and not self._has_values(rows[ahead.member][0], ahead.end):
+            ahead = None
+        return Began(members, ahead)
+
+    def _has_values(self, slot: Slot, end: int) -> bool:
+        return slot in self._rows and self._rows[slot].end == end
+
     def clear(self, layer: int, slot: Slot) -> None:
         """Remove from a layer what an earlier sequence has left in ``slot``."""
         if end := self.stale[layer].pop(slot, 0):

@@ -30,7 +30,7 @@ from engine.replica.draft_model import open_draft_model
 from engine.replica.head import ServedHead, with_head
 from engine.replica.kept_costs import KeptCosts
 from engine.replica.memory import EngineMemory, MemorySizes
-from engine.replica.rehearsal import rehearse
+from engine.replica.rehearsal import rehearse, warm_up
 from engine.replica.speculation import make_speculator
 from engine.replica.vision import served_vision, vision_bytes, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -116,9 +116,14 @@ def build_replica(
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
     _log_sizes(executor.spec, config, sizes)
     speculator = make_speculator(settings, executor.spec, draft_model)
+    scheduler = Scheduler(
+        with_pictures(config, served),
+        speculator=speculator,
+        chunk_policy=None if leader else warm_up(executor, config),
+    )
     return Replica(
         executor=executor,
-        scheduler=Scheduler(with_pictures(config, served), speculator=speculator),
+        scheduler=scheduler,
         draft_model=draft_model,
         adapters=adapters,
         kept_costs=_kept_costs(own_record, speculator, config, None if leader else executor),

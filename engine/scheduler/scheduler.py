@@ -41,7 +41,10 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Clock = time.monotonic,
         speculator: Speculator | None = None,
+        chunk_policy: ChunkPolicy | None = None,
     ) -> None:
+        """``chunk_policy``: one that has learned already, of a scheduler with the same
+        ``config``."""
         self.config = config
         self.sequences = SequenceTable()
         self.memory = Memory(config)
@@ -51,7 +54,7 @@ class Scheduler:
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
         self._drafting = Drafting(config, speculator)
         time_share = TimeShare(config.streams_share)
-        policy = self._policy = ChunkPolicy(
+        policy = self.chunk_policy = chunk_policy or ChunkPolicy(
             config.state_tokens if config.reuses_states else config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
@@ -230,7 +233,9 @@ class Scheduler:
         for_ended = any(s.by_slot or s.saved for s in self._in_flight) or self.sequences.leaving
         if out_of_memory:
             self.memory.ran_out()
-        is_shorter = too_long and any(s.stretch for s in self._in_flight) and self._policy.shorten()
+        is_shorter = (
+            too_long and any(s.stretch for s in self._in_flight) and self.chunk_policy.shorten()
+        )
         self._in_flight.clear()
         self._meter.clear()
         self.planner.prefilling.clear()

@@ -106,9 +106,12 @@ class HostBatch(RaggedBatch):
         self.first_tokens = [0, *accumulate(row.width for row in rows)]
 
     def resume(self) -> None:
-        """Look again which slots are unpacked."""
-        for name in ("_began", "_new_unpacked", "_stretches", "_lanes"):
+        """Look again which slots are unpacked. A pass counts once for that, in however many
+        stretches it is computed."""
+        for name in ("_new_unpacked", "_stretches", "_lanes"):
             vars(self).pop(name, None)
+        if "_began" in vars(self):
+            self._began = self._pages.unpacked.going_on(self._began, self.rows)
 
     @cached_property
     def _new_tokens(self) -> TokenPlaces:

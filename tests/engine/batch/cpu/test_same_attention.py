@@ -230,6 +230,7 @@ def test_a_row_continues_behind_pages_that_another_one_computed(unpacked: tuple[
 def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is unpacked then is read from its pages until the next pass."""
     monkeypatch.setattr(unpacked, "FIRST_PASSES", 0)
     text = Text(CASES["three"], () if tokens else (0, 1), Precision(8))
     whole = text.whole(Exact)
@@ -245,7 +246,23 @@ def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(
     batch.attend_to(0, list(text.queries[:2, :, :, its]), out, None)
     for found, expected in zip(out, whole, strict=False):
         assert np.array_equal(found, expected[..., its, :])
-    assert text.pages.unpacked.ends[0].get(1) == (160 if tokens else None)
+    assert text.pages.unpacked.ends[0] == ({} if tokens else {0: 160})
+
+
+def test_a_row_with_a_cached_prefix_is_not_unpacked_in_its_first_pass() -> None:
+    """In however many stretches that is computed: the first token would wait for new memory."""
+    text = Text(CASES["three"], (), Precision(8))
+    text.whole(Exact)
+    text.pages.unpack(0, LENGTH)
+    batch = Exact(text.layout, text.slots, [Row(0, 100, 160)])
+    for _ in range(2 * unpacked.FIRST_PASSES):
+        assert not batch._unpacked
+        batch.pause()
+        batch.resume()
+    for _ in range(unpacked.FIRST_PASSES):
+        batch = Exact(text.layout, text.slots, [Row(0, 100, 160)])
+        found = batch._unpacked
+    assert found == [0]
 
 
 def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_arrays(

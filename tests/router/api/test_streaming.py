@@ -83,9 +83,9 @@ class ThreadedGeneration:
 class EndedGeneration(ThreadedGeneration):
     """One whose output comes at once."""
 
-    choices = (SimpleNamespace(finish_reason="stop", is_slow=False),)
+    choices = (SimpleNamespace(finish_reason="stop"),)
 
-    def advance(self, _: object) -> OutputDelta:
+    async def advance(self, _: object) -> OutputDelta:
         self.answer_size = INLINE_SIZE + 1
         return OutputDelta()
 

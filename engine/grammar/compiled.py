@@ -149,15 +149,18 @@ def _grammars(grammar: Grammar) -> list[dict[str, Any]]:
         if grammar.kind == "regex":
             # As in JavaScript, \\d matches ASCII digits only.
             return [{"lark_grammar": f"start: /{regex_to_lark(grammar.source, 'd')}/"}]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise GrammarError(str(error)) from None
     return [{"lark_grammar": grammar.source}]
 
 
 def json_grammar(schema: str) -> str:
     """Return llguidance's grammar of JSON that is valid under ``schema``. Raises ValueError."""
-    text = json.dumps(bounded(json.loads(schema)))
-    return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
+    try:
+        schema = json.dumps(bounded(json.loads(schema)))
+    except RecursionError:
+        pass  # llguidance refuses it
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
 
 
 def raise_if_error(matcher: LLMatcher) -> None:

@@ -51,8 +51,8 @@ def first_minute(options: Options) -> None:
     wanted = options.cases or tuple(CASES)
     found: dict[str, list[Found]] = {}
     for _ in range(options.runs):
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch, options.locked():
-            for case in wanted:
+        for case in wanted:
+            with tempfile.TemporaryDirectory(prefix="bench-") as scratch, options.locked():
                 for name, one in CASES[case](Path(scratch), options.check).items():
                     found.setdefault(name, []).append(one)
     for name, each in found.items():

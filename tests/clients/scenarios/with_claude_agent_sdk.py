@@ -12,7 +12,6 @@ import harness as h
 from claude_agent_sdk import (
     AssistantMessage,
     ClaudeAgentOptions,
-    ClaudeSDKClient,
     ResultError,
     ResultMessage,
     StreamEvent,
@@ -28,6 +27,7 @@ SETTINGS = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
     "CLAUDE_CODE_MAX_RETRIES": "0",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "400",
 }
 HOME = tempfile.TemporaryDirectory(prefix="agent-sdk-", ignore_cleanup_errors=True)
 ROME = "Rome it is."
@@ -40,11 +40,10 @@ async def told(arguments: dict[str, Any]) -> dict[str, Any]:
 weather = tool("weather", "Weather of a city", h.CITY_SCHEMA)(told)
 
 
-def options(url: str = h.URL, tokens: int = 400, **fields: Any) -> ClaudeAgentOptions:
+def options(url: str = h.URL, **fields: Any) -> ClaudeAgentOptions:
     home = HOME.name
     env = {**SETTINGS, "ANTHROPIC_BASE_URL": url, "HOME": home, "CLAUDE_CONFIG_DIR": home}
     fields = {"model": h.MODEL, "system_prompt": "Answer briefly.", "tools": [], **fields}
-    env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(tokens)
     return ClaudeAgentOptions(cwd=home, env=env, setting_sources=[], **fields)
 
 
@@ -92,20 +91,4 @@ def errors() -> None:
     h.check("may not exist" in str(error), error)
 
 
-def cancel() -> None:
-    before = h.aborts()
-
-    async def begin() -> None:
-        chosen = options(tokens=1500, include_partial_messages=True)
-        async with ClaudeSDKClient(chosen) as client:
-            await client.query(h.LONG)
-            async for part in client.receive_messages():
-                if isinstance(part, StreamEvent) and part.event["type"] == "content_block_delta":
-                    break
-            await client.interrupt()
-
-    asyncio.run(begin())
-    h.check_aborted(before)
-
-
-h.run(chat, stream, tools, structured, errors, cancel)
+h.run(chat, stream, tools, structured, errors, cancel="its Claude Code is killed among the agents")

@@ -35,6 +35,9 @@ WALL_LIMIT_S = 20.0
 _PROCESSES_LOST = 3
 """Processes that a conversation may cost before it is refused: those that were idle may have been
 killed for another reason."""
+_SPARE_AFTER_S = 0.05
+"""If all processes are busy for so long, another one is started: a start takes seconds of a
+processor, and nearly all renderings less than a millisecond."""
 _REFUSE_S = 60.0
 _SMALL_BYTES = 4096
 """A template that exceeds the limits with a smaller conversation is not tried again for some
@@ -47,15 +50,17 @@ _EXCESSES: Mapping[Excess, str] = {
 
 
 class TemplateProcesses:
-    """Starts as many processes as there are threads that render at once, and one more, so that no
-    request waits for a start."""
+    """Starts two processes, and another one whenever all are busy for longer than ordinary
+    renderings take: at most as many as there are threads that render, and one more."""
 
     module = "router.tokens.template_process"
 
     def __init__(self) -> None:
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        """Of the attributes above and below."""
+        self._spare_timer: threading.Timer | None = None  # while all are busy
         self._closed = False
         self._refused: dict[bytes, tuple[float, str]] = {}
         """By template: until when it is not tried, and why."""
@@ -63,7 +68,7 @@ class TemplateProcesses:
     @property
     def pids(self) -> list[int]:
         """The ids of those that run."""
-        with self._lock:
+        with self._changed:
             return [each.pid for each in (*self._idle, *self._busy) if each.pid is not None]
 
     def rendered(
@@ -111,13 +116,17 @@ class TemplateProcesses:
 
     def start(self) -> None:
         """Start processes before they are needed."""
-        with suppress(OSError), self._process():
-            pass
+        with self._changed:
+            if not self._closed and not self._idle and not self._busy:
+                self._idle += [self._started(), self._started()]
 
     def close(self) -> None:
         """Kill all processes."""
-        with self._lock:
+        with self._changed:
             self._closed = True
+            self._changed.notify_all()
+            if self._spare_timer is not None:
+                self._spare_timer.cancel()
             processes = [*self._idle, *self._busy]
         for process in processes:
             process.close()
@@ -150,18 +159,20 @@ class TemplateProcesses:
     @contextmanager
     def _process(self) -> Iterator[_Process]:
         """Provide a process for one job. Raises OSError after `close`."""
-        with self._lock:
+        self.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or self._closed)
             if self._closed:
                 raise OSError("the server is shutting down")
-            process = self._idle.pop() if self._idle else _Process(self.module)
+            process = self._idle.pop()
             self._busy.add(process)
-            if not self._idle:
-                self._idle.append(_Process(self.module))
-                self._idle[0].start_early()
+            if not self._idle and self._spare_timer is None:
+                self._spare_timer = threading.Timer(_SPARE_AFTER_S, self._add_spare)
+                self._spare_timer.start()
         try:
             yield process
         finally:
-            with self._lock:
+            with self._changed:
                 self._busy.discard(process)
                 if self._closed:
                     process.close()
@@ -170,6 +181,19 @@ class TemplateProcesses:
                     self._idle.insert(0, process)  # used last, because it has to start
                 else:
                     self._idle.append(process)
+                self._changed.notify()
+
+    def _add_spare(self) -> None:
+        with self._changed:
+            self._spare_timer = None
+            if not self._idle and not self._closed:
+                self._idle.append(self._started())
+                self._changed.notify()
+
+    def _started(self) -> _Process:
+        process = _Process(self.module)
+        process.start_early()
+        return process
 
     def _refuse(self, template: bytes, why: str) -> None:
         now = time.monotonic()

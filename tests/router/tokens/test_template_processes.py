@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,42 @@ def test_a_lost_process_is_replaced(processes: TemplateProcesses, tmp_path: Path
         os.kill(pid, signal.SIGKILL)
     assert shown(renderer, HI) == "hi"
     eventually(lambda: len(processes.pids) >= 2)
+
+
+def test_a_burst_of_chats_starts_no_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("router.tokens.template_processes._SPARE_AFTER_S", 60)
+    own = TemplateProcesses()
+    own.start()
+    try:
+        renderer, started = load(tmp_path, "{{ messages[0].content }}", own), set(own.pids)
+        with ThreadPoolExecutor(8) as pool:
+            texts = [*pool.map(lambda _: shown(renderer, HI), range(32))]
+        assert texts == ["hi"] * 32
+        assert len(started) == 2 and set(own.pids) == started
+    finally:
+        own.close()
+
+
+def test_while_all_are_busy_another_process_renders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for limit in ("TIME_LIMIT_S", "WALL_LIMIT_S"):
+        monkeypatch.setattr(f"router.tokens.template_processes.{limit}", 60)
+    own = TemplateProcesses()
+    try:
+        renderer = load(tmp_path, ON_DEMAND, own)
+        with ThreadPoolExecutor(2) as pool:
+            hanging = [ChatMessage("user", "hang")]
+            busy = [pool.submit(renderer.render_chat, hanging, [], {}) for _ in range(2)]
+            eventually(lambda: len(own.pids) == 3)
+            assert shown(renderer, HI) == "hi"
+            assert not any(each.done() for each in busy)
+            own.close()
+            assert all(each.exception(30) is not None for each in busy)
+    finally:
+        own.close()
 
 
 def test_processes_have_no_secrets(

@@ -206,7 +206,12 @@ def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
 def test_sequences_that_lose_their_slots_go_on_as_without_drafts(one: Engine) -> None:
     config = one.whole.replica.scheduler.config
     pages = 2 if config.state_bytes else 3
-    one.renew(drafts=True, limit_bytes=pages * config.page_bytes + 3 * config.state_bytes)
+    one.renew(
+        drafts=True,
+        limit_bytes=pages * config.page_bytes
+        + config.gather_bytes([pages])
+        + 3 * config.state_bytes,
+    )
     one.run(*REQUESTS)
     assert one.whole.scheduler.stats().preemptions_total
     one.check()

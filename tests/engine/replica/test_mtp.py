@@ -82,7 +82,7 @@ def test_sequences_that_lose_their_slots_go_on_as_without_a_head(
 ) -> None:
     engine = headed("qwen3_next")
     limit = engine.whole.replica.scheduler.config
-    engine.renew(limit_bytes=2 * limit.page_bytes + 3 * limit.state_bytes)
+    engine.renew(limit_bytes=2 * limit.page_bytes + limit.gather_bytes([2]) + 3 * limit.state_bytes)
     engine.check()
     assert engine.whole.scheduler.stats().preemptions_total
 

@@ -172,7 +172,11 @@ def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(one: Seeing) -
     preemptions = 0
     for more in (0, 1):  # a page more than the longest needs alone
         pages = -(-longest // config.page_tokens) + more
-        one.renew(limit_bytes=pages * config.page_bytes + 3 * config.state_bytes)
+        one.renew(
+            limit_bytes=pages * config.page_bytes
+            + config.gather_bytes([pages])
+            + 3 * config.state_bytes
+        )
         for name, request in one.requests.items():
             one.submit(name, request, 40)
         one.whole.run()

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import TokenizerSpec
+from engine.scheduler.timing.time_share import TimeShare
 from tests.tiny_models import EOS, VOCAB_SIZE
 
 Wrap = Callable[[Any, str], Callable[[Callable[..., Any]], Callable[..., Any]]]
@@ -41,8 +42,10 @@ def look_ahead(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admit sequences without memory for their answers, so that they are preempted."""
+    """Admit sequences without memory for their answers, and compute their prompts at once, so that
+    they are preempted however long steps take."""
     monkeypatch.setattr("engine.scheduler.memory.RESERVED_TOKENS", 0)
+    monkeypatch.setattr(TimeShare, "is_turn_of_prompts", lambda share, stretch_s: True)
 
 
 @pytest.fixture(scope="session")

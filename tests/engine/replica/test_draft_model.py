@@ -159,9 +159,8 @@ def test_a_sequence_of_more_tokens_than_a_slot_holds_is_drafted_to_its_end(own: 
 @pytest.mark.usefixtures("nothing_reserved")
 def test_preempted_and_resumed_sequences_go_on_as_without_a_draft_model(exact: Drafted) -> None:
     config = exact.whole.replica.scheduler.config
-    # Prompts are computed at once, however long the steps of streams take.
     limit_bytes = 4 * config.page_bytes + config.gather_bytes([4])
-    exact.whole.renew(False, limit_bytes=limit_bytes, streams_share=0.01)
+    exact.whole.renew(False, limit_bytes=limit_bytes)
     exact.check(("bound", *UNCHANGED))
     assert exact.counts.drafted > 60
     assert exact.whole.scheduler.stats().preemptions_total

@@ -175,8 +175,7 @@ def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(one: Seeing) -
         one.renew(
             limit_bytes=pages * config.page_bytes
             + config.gather_bytes([pages])
-            + 3 * config.state_bytes,
-            streams_share=0.01,  # prompts are computed at once, however long streams' steps take
+            + 3 * config.state_bytes
         )
         for name, request in one.requests.items():
             one.submit(name, request, 40)

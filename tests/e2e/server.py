@@ -273,7 +273,7 @@ def assert_error(answer: httpx.Response, status: int, code: str | None = None) -
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"]
-    assert code is None or error["code"] == code
+    assert code is None or error["code"] == code, answer.text
     return error
 
 

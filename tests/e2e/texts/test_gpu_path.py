@@ -82,6 +82,7 @@ def truth(tiny_model: Callable[..., Path]) -> Truth:
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     flags = f"--kv-bits 8 --num-blocks 118 --max-kv-size {LONGEST} --ssd-policy write_through"
+    flags += " --streams-share 0.05"  # sequences that arrive together also run together
     environment = {gpu_path.VARIABLE: "1", "_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
     with serving(tiny_model("llama"), *flags.split(), **environment) as running:
         assert any(gpu_path.VARIABLE in line for line in running.log)

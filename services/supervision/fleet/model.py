@@ -98,11 +98,14 @@ class FleetModel:
 
     @property
     def _loading_trouble(self) -> str | None:
-        """The reason why it is not loaded yet, in words."""
+        """The reason why it is not loaded yet, in words. An engine that has failed exits, and is
+        counted then."""
         if self.state != "loading":
             return None
-        running = [child.process for child in self.engines if child.process is not None]
-        return next((each.state.reason for each in running if each.state.reason), None)
+        running = [child.process.state for child in self.engines if child.process is not None]
+        return next(
+            (each.reason for each in running if each.phase != "failed" and each.reason), None
+        )
 
     def _files(self) -> dict[str, Any]:
         """Return what the router is told about the model's files, once they are here."""

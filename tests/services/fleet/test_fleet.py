@@ -6,7 +6,8 @@ import json
 import struct
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +18,8 @@ from services.supervision.fleet.memory import (
     weights_bytes,
 )
 from services.supervision.fleet.model import FleetModel
+from services.supervision.launcher import ChildSpec, LaunchedProcess, ProcessState
+from services.supervision.managed_child import ManagedChild
 from shared import machine_memory
 from shared.exits import EXIT_CONFIG, EXIT_FAILED
 from shared.settings import ModelEntry, Settings
@@ -308,6 +311,18 @@ def test_the_router_is_told_of_files_once_they_are_here(tmp_path: Path) -> None:
     told = model.describe()
     assert told["directory"] == str(tmp_path / "a")
     assert told["takes_images"] == (find_spec("mlx_vlm") is not None)
+
+
+@pytest.mark.parametrize(("phase", "told"), [("loading", "the hub is down"), ("failed", None)])
+def test_the_router_is_told_why_an_engine_tries_again_but_not_that_it_is_about_to_exit(
+    phase: str, told: str | None
+) -> None:
+    """A request would get the wrong error: that the model is still loading."""
+    model, child = FleetModel(entry("a"), 5), ManagedChild(ChildSpec(name="a-0", command=()))
+    state = ProcessState(started_at=0.0, phase=phase, reason="the hub is down")
+    child.process = cast(LaunchedProcess, SimpleNamespace(state=state))
+    model.engines.append(child)
+    assert (model.state, model.describe()["reason"]) == ("loading", told)
 
 
 def test_a_draft_model_is_part_of_what_an_engine_loads(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ BENCHES: dict[str, Callable[[Ports, int], None]] = {
     "connects": connects,
 }
 OF_OURS: dict[str, Callable[[str, int], None]] = {"ssd": ssd, "stack": stack}
-"""Peers with servers of their own."""
+"""Comparisons with servers of their own."""
 
 
 def _in_turn(run: int) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def warm_up(executor: Executor, config: SchedulerConfig) -> ChunkPolicy:
     try:
         _compute(scheduler, steps, 1, FIRST_DECODES)
         if policy.pass_s <= LONGEST_DECODE_S:
-            _compute(scheduler, steps, min(FIRST_TOKENS + 1, config.context_length // 4), 1)
+            _compute(scheduler, steps, FIRST_TOKENS + 1, 1)
     except Exception as error:
         logger.warning("cannot compute before requests come: %s: %s", type(error).__name__, error)
     executor.reset()
@@ -111,8 +111,8 @@ def _run(
     _compute(
         scheduler,
         StepRunner(executor),
-        min(PROMPT_TOKENS, config.context_length // 4),
-        min((MAX_DRAFT_TOKENS + 1) * len(LENGTHS) * STEPS_EACH, config.context_length // 4),
+        PROMPT_TOKENS,
+        (MAX_DRAFT_TOKENS + 1) * len(LENGTHS) * STEPS_EACH,
         stops=lambda: source.is_done or time.monotonic() > until,
     )
     return source.is_done
@@ -125,12 +125,14 @@ def _compute(
     max_tokens: int,
     stops: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run a request to its end, or until ``stops``."""
+    """Run a request to its end, or until ``stops``. Prompt and answer take a quarter of the context
+    each at most."""
+    most = scheduler.config.context_length // 4
     request = Submit(
         request_id="rehearsal",
         attempt=0,
-        token_ids=[1] * prompt_tokens,
-        max_tokens=max_tokens,
+        token_ids=[1] * min(prompt_tokens, most),
+        max_tokens=min(max_tokens, most),
         sampling=SamplingParams(seed=0),
         stop_token_ids=[],
     )

@@ -638,7 +638,5 @@ class Memory:
 
     def _gathers(self, seq: Sequence, tokens: int) -> int:
         """Return what gathers take once ``seq`` has so many positions."""
-        if not self._config.gather_token_bytes:
-            return 0
         lengths = [len(other.pages) for other in self.holders if other is not seq]
         return self._config.gather_bytes([*lengths, self.pages_for(tokens)])

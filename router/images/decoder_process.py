@@ -33,7 +33,7 @@ class DecoderProcess:
     """
 
     module = "router.images.decoder"
-    """The main function of the process."""
+    """The module that the process runs."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s

@@ -17,6 +17,7 @@ from router.tokens.parsing.lark_parts import ControlTokens, function_json, withi
 
 MAX_OTHERS = 16
 """Max number of arguments that the schema does not name."""
+TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 _NOT_SUPPORTED = (
     "patternProperties propertyNames unevaluatedProperties minProperties maxProperties"
     " dependentRequired dependentSchemas dependencies not if".split()
@@ -133,9 +134,6 @@ class CallRules:
 def one_of(texts: Sequence[str]) -> str:
     """Return an expression for any of ``texts``."""
     return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)})"
-
-
-TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 
 
 def variants(function: FunctionDefinition) -> Iterator[Mapping[str, Any]]:

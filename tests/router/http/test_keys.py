@@ -275,14 +275,19 @@ def test_keys_are_reread_at_changes_or_on_sighup(start_server: StartServer, tmp_
     assert "third" not in server.log.read_text()
 
 
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> tuple[Path, ApiKeys]:
+    """Return a key file, and its keys, which look at it often once they follow it."""
+    monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
+    path = tmp_path / "keys"
+    path.write_text(content)
+    return path, ApiKeys(Settings(api_key_file=path))
+
+
 @in_loop
 async def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
-    path = tmp_path / "keys"
-    path.write_text("sk-a name=a\nsk-b name=b\n")
-    keys = ApiKeys(Settings(api_key_file=path))
+    path, keys = followed(tmp_path, monkeypatch, "sk-a name=a\nsk-b name=b\n")
     read_text, failures = Path.read_text, [errno.EMFILE] * 2
 
     def fails(self: Path, *args: Any, **kwargs: Any) -> str:
@@ -304,10 +309,7 @@ async def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_a
 async def test_a_changed_file_is_read_once_it_was_left_alone_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
-    path = tmp_path / "keys"
-    path.write_text("sk-a name=a\n")
-    keys = ApiKeys(Settings(api_key_file=path))
+    path, keys = followed(tmp_path, monkeypatch, "sk-a name=a\n")
     path.write_text("sk-bb name=b\n")
     events: list[str] = []
 

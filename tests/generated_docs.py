@@ -242,6 +242,8 @@ def _fields(document: dict[str, Any], path: str) -> str:
 def _refused_fields() -> str:
     """The fields of other servers by what to do instead, each with the values it may have."""
     advices: dict[str, list[str]] = {}
+    served = refusals(OtherServersFields).keys() - refusals(ChatRequest).keys()
+    assert not served, f"chats have {sorted(served)}: remove them from other_servers.py"
     for name, refusal in refusals(OtherServersFields).items():
         values = ", ".join(json.dumps(each) for each in refusal.neutral)
         told = re.sub(r"'(\S+?)'", r"`\1`", refusals(ChatRequest)[name].advice)

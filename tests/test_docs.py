@@ -163,6 +163,16 @@ def test_flags_that_the_pages_name_exist() -> None:
             assert not named - known, name_of(path)
 
 
+def test_metrics_that_name_api_keys_are_those_left_out_without_a_key() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| \w+ \| (.*?) \|",
+        (ROOT / "docs/metrics.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    named = {name for name, labels in rows if "`key`" in labels}
+    assert named and all(name.startswith("mlx_lm_server_key_") for name in named)
+
+
 def test_the_file_with_several_models_is_valid(tmp_path: Path) -> None:
     text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     section = text.split("## Several models")[1]

@@ -2,10 +2,10 @@
 
 Those that this server has under another name are taken for it. Ignoring the others would give
 another answer than was asked for, without a word: each is rejected by name unless its value has no
-effect. The names are those of vLLM (``vllm/entrypoints``), SGLang
-(``srt/entrypoints``), llama.cpp (``tools/server/server-schema.cpp``), mlx-lm and mlx-vlm, as of
-August 2026. Fields that do not change the answer, such as ``id_slot`` or ``request_id``, are not
-listed.
+effect. One that this server supports under its own name is declared with our fields, and not here.
+The names are those of vLLM (``vllm/entrypoints``), SGLang (``srt/entrypoints``), llama.cpp
+(``tools/server/server-schema.cpp``), mlx-lm and mlx-vlm, as of August 2026. Fields that do not
+change the answer, such as ``id_slot`` or ``request_id``, are not listed.
 """
 
 from __future__ import annotations

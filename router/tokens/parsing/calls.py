@@ -39,9 +39,10 @@ class CallFormat(NamedTuple):
     template: CallTemplate
     """How calls are written."""
     heads: tuple[str, ...] = ()
-    """Expressions for the text before the arguments of a call, with its ``name`` and perhaps
-    ``id``. Without any, a call is a JSON object with a name and arguments, which may follow the
-    marker in all formats."""
+    """Regular expressions for the text before the arguments of a call. ``NAME`` in them matches the
+    tool's name; a group ``id`` is the call's. Quantifiers are possessive (``*+``) where they could
+    backtrack: a model may write anything. Without any expressions, a call is a JSON object with a
+    name and arguments, which may follow the marker in all formats."""
     opener: str = ""
     """The start of a call that also begins calls, for models that forget the marker."""
     opener_at_line_start: bool = True

@@ -357,4 +357,5 @@ _SIGNS: tuple[tuple[str, _Known], ...] = (
     ("phi4_mini", lambda _, vocabulary: "<|/tool_call|>" in vocabulary),
     ("granite", lambda source, _: "<|tool_call|>" in source),
 )
-"""Formats unknown to mlx-lm, by a sign in the template's text or in the vocabulary."""
+"""Formats unknown to mlx-lm, by a sign in the template's text or in the vocabulary. The first that
+applies counts."""

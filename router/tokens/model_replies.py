@@ -13,17 +13,8 @@ from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.conversations.tools import tool_schema
 from router.tokens.parsing.calls import JSON, CallFormat
-from router.tokens.parsing.formats import (
-    HARMONY_CALLS,
-    ReasoningMarkers,
-    ReplyFormat,
-    ReplyState,
-)
-from router.tokens.parsing.grammars import (
-    call_format,
-    calls_grammar,
-    messages_grammar,
-)
+from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
+from router.tokens.parsing.grammars import call_format, calls_grammar, messages_grammar
 from router.tokens.parsing.lark_parts import ControlTokens, json_rule
 from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
@@ -32,7 +23,6 @@ from shared.wire import Grammar, ThinkingBudget
 
 _TAIL_TOKENS = 64
 _NOT_JSON = r"/([^\s{\[`<](?s:.*))?/"
-_HARMONY_ANALYSIS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 class ToolCallPolicy(NamedTuple):
@@ -63,8 +53,7 @@ class ModelReplies:
                 if token in self._special or (text[0] == "<" and text[-1] == ">")
             }
         )
-        messages = format.initial_state is ReplyState.HEADER
-        markers = _HARMONY_ANALYSIS if messages else format.think or ReasoningMarkers("", "")
+        markers = format.messages.reasoning if format.messages else format.think or ("", "")
         self._reasoning_start_ids, self._reasoning_end_ids = (
             list(tokenizer.encode(marker, add_special_tokens=False)) if marker else []
             for marker in markers
@@ -119,7 +108,12 @@ class ModelReplies:
             return None
         alternative = None
         optional = False  # whether text may replace or surround calls
-        messages = False  # whether an answer consists of messages, the last of which may be a call
+        messages = self.format.messages
+        if messages is None or messages.tools != calls.name:
+            messages = None
+        in_messages = (
+            False  # whether an answer consists of messages, the last of which may be a call
+        )
         if not policy.required:
             if bound is not None:
                 alternative = _json_rule_of(bound)
@@ -127,8 +121,8 @@ class ModelReplies:
                     return None
             elif not any(function.strict for function in functions):
                 return None
-            elif calls is HARMONY_CALLS:
-                messages = True
+            elif messages is not None and self._control_tokens.occur_in(messages.reasoning.end):
+                in_messages = True
             elif self.format.initial_state is not ReplyState.NORMAL:
                 return None
             elif calls.start:
@@ -139,8 +133,10 @@ class ModelReplies:
         parts = [f.input_grammar for f in functions if isinstance(f, TextFunction)]
         size = sum(len(msgspec.json.encode(f.parameters)) for f in functions)
         check_grammar_size(size + sum(len(part.source) for part in parts), "tools")
-        if messages:
-            text = messages_grammar(functions, self._control_tokens)
+        if in_messages and messages is not None:
+            text = messages_grammar(
+                messages, calls, functions, self._control_tokens, parallel=policy.parallel
+            )
         else:
             between = (self.format.transitions or {}).get(ReplyState.NORMAL, ())
             text = calls_grammar(
@@ -152,6 +148,7 @@ class ModelReplies:
                 optional=optional,
                 structure=[marker.text for marker in between],
                 alternative=alternative,
+                first_call=messages.first_call if messages is not None else "",
             )
         param = None if bound is None or policy.required else bound.param
         grammar = lark_grammar(text, param or "tools")
@@ -160,8 +157,8 @@ class ModelReplies:
     def _optional_reasoning(self, format: ReplyFormat, tail: str) -> ReasoningMarkers | None:
         """Return the markers of reasoning that an answer may begin by itself."""
         think = format.think
-        if format.initial_state is ReplyState.HEADER:
-            return _HARMONY_ANALYSIS
+        if format.messages is not None:
+            return format.messages.reasoning
         if think is None or think.start in tail or think.end in tail:
             return None
         return think if all(marker in self._control_tokens.control for marker in think) else None
@@ -177,7 +174,9 @@ class ModelReplies:
         """Return the format of answers: not the model's own if required calls are plain JSON."""
         if policy.required and self._calls_for(policy) is JSON:
             normal = ReplyState.NORMAL
-            return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
+            return replace(
+                self.format, tools=JSON, transitions=None, initial_state=normal, messages=None
+            )
         return self.format
 
     def _tail(self, prompt: Sequence[int]) -> str:

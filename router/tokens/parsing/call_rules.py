@@ -23,6 +23,10 @@ _NOT_SUPPORTED = (
     " dependentRequired dependentSchemas dependencies not if".split()
 )
 _LOOKS_AROUND = regex.compile(r"\\[1-9]|\(\?(?:[=!]|<[=!])")
+_NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
+"""Any number of bounded length. In JSON schemas, bounded numbers have no exponents."""
+_NOT_ANY = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum",
+            "const", "$ref", "anyOf", "oneOf", "allOf", "not", "if"}  # fmt: skip
 _DATE, _TIME = (
     r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
     (
@@ -86,7 +90,10 @@ class CallRules:
         root: Mapping[str, Any] = self._function.parameters or {}
         shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
         rule = f"{self._rule}_json{len(self._rules)}"
-        self._rules.append(f"{rule}: {function_json({**shared, **schema}, self._function)}")
+        ways = [_NUMBER] if allows_any_number(schema) else []
+        if schema.get("type") != "number" or not ways:
+            ways.append(function_json({**shared, **schema}, self._function))
+        self._rules.append(f"{rule}: {' | '.join(ways)}")
         return rule
 
     def _terminal(
@@ -179,6 +186,13 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     if lists and all(isinstance(each, list) for each in lists):
         out["required"] = list(dict.fromkeys(name for each in lists for name in each))
     return out
+
+
+def allows_any_number(schema: Mapping[str, Any]) -> bool:
+    """Return whether ``schema`` allows numbers and limits them in no way."""
+    named = schema.get("type")
+    kinds = named if isinstance(named, list) else [named]
+    return "number" in kinds and not _NOT_ANY & schema.keys()
 
 
 def choices(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -55,6 +55,20 @@ _ALSO_DETECTED = ("minimax_m3", "mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
+class Messages(NamedTuple):
+    """The messages of an answer that may be restricted to calls of tools."""
+
+    tools: str
+    """The format of the calls."""
+    reasoning: ReasoningMarkers
+    """The header of a message of reasoning, and the text up to the next one's header."""
+    headers: tuple[str, ...]
+    """The headers of messages without calls."""
+    first_call: str
+    """Another text before the arguments of the first call than that of the format: its template's
+    ``before`` and ``begin``."""
+
+
 @dataclass(frozen=True)
 class ReplyFormat:
     """How to parse the answers of a model."""
@@ -64,6 +78,7 @@ class ReplyFormat:
     # For answers with several messages: the markers in each state, and the first state.
     transitions: Mapping[ReplyState, tuple[Marker, ...]] | None = None
     initial_state: ReplyState = ReplyState.NORMAL
+    messages: Messages | None = None  # None: it has one message, or their headers are unknown
 
     @property
     def is_plain(self) -> bool:
@@ -136,7 +151,8 @@ def detect_format(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
             transitions[ReplyState(state)] = before + tuple(
                 Marker(text, ReplyState(to)) for text, to in edges
             )
-    return ReplyFormat(think, syntax, transitions, initial_state)
+    is_muse = initial_state is ReplyState.HEADER and syntax is FORMATS["muse_spark"]
+    return ReplyFormat(think, syntax, transitions, initial_state, MUSE if is_muse else None)
 
 
 def _reasoning(tokenizer: Any, vocabulary: Mapping[str, int], name: str) -> ReasoningMarkers | None:
@@ -194,7 +210,26 @@ _TRANSITIONS = {
     ReplyState.REASONING: _BETWEEN_MESSAGES,
     ReplyState.TOOL: (*_BETWEEN_MESSAGES, Marker("<|call|>", ReplyState.HEADER)),
 }
-HARMONY = ReplyFormat(None, HARMONY_CALLS, _TRANSITIONS, ReplyState.HEADER)
+HARMONY = ReplyFormat(
+    None,
+    HARMONY_CALLS,
+    _TRANSITIONS,
+    ReplyState.HEADER,
+    Messages(
+        "harmony",
+        ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        tuple(f"<|channel|>{each}<|message|>" for each in ("analysis", "commentary", "final")),
+        # The model names a function after its channel; the template writes it before.
+        " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+    ),
+)
+MUSE = Messages(
+    "muse_spark",
+    ReasoningMarkers(" to=self<|message|>", "<|eom|><|start|>assistant"),
+    tuple(f" to={each}<|message|>" for each in ("self", "user", "commentary")),
+    ' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
+)
+"""Those of Muse Spark: `mlx_lm.chat_templates.muse_spark`."""
 
 CALL_FORMATS = {**FORMATS, JSON.name: JSON, HARMONY_CALLS.name: HARMONY_CALLS}
 """All formats of calls, by the value of `--tool-parser`."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallFormat
-from router.tokens.parsing.formats import CALL_FORMATS, HARMONY_CALLS, ReasoningMarkers
+from router.tokens.parsing.formats import CALL_FORMATS, Messages, ReasoningMarkers
 from router.tokens.parsing.input_grammars import input_lark
 from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, function_json
-from router.tokens.parsing.listed_grammars import ListedCall
+from router.tokens.parsing.listed_grammars import ListedCall, has_free_numbers
 from router.tokens.parsing.tagged_grammars import TaggedCall
 
 _MAX_CALLS = 16
@@ -40,40 +40,37 @@ def calls_grammar(
     optional: bool = False,
     structure: Sequence[str] = (),
     alternative: str | None = None,
+    first_call: str = "",
 ) -> str:
     """Return the Lark grammar of answers that call ``functions``, once or, if ``parallel``, several
     times.
 
     Reasoning between ``think`` may come first. If calls are ``optional``, text may surround them or
     replace them, without what begins calls; the markers ``structure`` may occur in it.
-    ``alternative`` is a rule for other answers.
+    ``alternative`` is a rule for other answers; ``first_call`` may replace the text before the
+    arguments of the first call.
     """
     template = format.template
-    rules = _alternatives("call", format, functions, tokens)
-    between = tokens.to_lark(template.between) if template.between else ""
-    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
-    before, after = (tokens.to_lark(part) for part in (template.before, template.after))
-    start = f"{before} call{more} {after}".strip()
+    marker, opener = format.start, format.opener
+    is_spelled = optional and not tokens.occur_in(marker)
+    first = template.before + template.begin
+    firsts = [first.removeprefix(marker)] if is_spelled else [first, first_call]
+    start, rules = _calls(format, functions, tokens, parallel, firsts)
     if alternative is not None:
         rules.append(f"instead: {alternative}")
         start = f"({start} | instead)"
     if optional:
-        marker, opener = format.start, format.opener
         rules.append(f"TEXT: {tokens.text_without(marker, at_line_start=opener)}")
         parts = [tokens.to_lark(each) for each in structure if tokens.occur_in(each)]
         rules.append(f"text: TEXT (({' | '.join(parts)}) TEXT)*" if parts else "text: TEXT")
-        if tokens.occur_in(marker):
+        if not is_spelled:
             start = f"text ({start} text)?"
         else:
             # The text may include the start of a call, which is only recognized once it is
             # complete.
             rules.append(f"LEAD: {tokens.text_without(at_line_start=opener)}")
             rules.append(f"lead[suffix={json.dumps(marker)}]: LEAD")
-            begun = template._replace(begin=template.begin.removeprefix(marker))
-            opened = begun if not template.before else template
-            rules += _alternatives("first", format._replace(template=opened), functions, tokens)
-            before = tokens.to_lark(template.before.removeprefix(marker))
-            start = f"(text | lead {before} first{more} {after} text?)"
+            start = f"(text | lead {start} text?)"
     if think is not None:
         rules.append(f"THOUGHT: {tokens.text_without(think.end)}")
         rules.append(f"thought: {tokens.to_lark(think.start)} THOUGHT {tokens.to_lark(think.end)}")
@@ -82,24 +79,55 @@ def calls_grammar(
     return "\n".join([f"start: {start}", *rules])
 
 
-def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTokens) -> str:
-    """Return the Lark grammar of answers in gpt-oss' messages, with calls of ``functions``:
-    messages with any text, and finally one more or a call. A call names its function after its
-    channel, as the model does, or before it, as the template does."""
-    begin = " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
-    addressed = HARMONY_CALLS._replace(template=HARMONY_CALLS.template._replace(begin=begin))
-    channel, message = tokens.to_lark("<|channel|>"), tokens.to_lark("<|message|>")
+def messages_grammar(
+    messages: Messages,
+    format: CallFormat,
+    functions: Sequence[FunctionDefinition],
+    tokens: ControlTokens,
+    *,
+    parallel: bool,
+) -> str:
+    """Return the Lark grammar of answers in ``messages`` with any text, the last of which may call
+    ``functions``."""
+    first = format.template.before + format.template.begin
+    firsts = [first, messages.first_call]
+    start, rules = _calls(format, functions, tokens, parallel, firsts)
+    headers = " | ".join(map(tokens.to_lark, messages.headers))
     return "\n".join(
         [
-            "start: (message gap)* (message | call | addressed)",
-            f"message: {channel} CHANNEL {message} TEXT",
-            'CHANNEL: "analysis" | "commentary" | "final"',
+            f"start: (message gap)* (message | {start})",
+            f"message: ({headers}) TEXT",
             f"TEXT: {tokens.text_without()}",
-            f"gap: {tokens.to_lark('<|end|><|start|>assistant')}",
-            *_alternatives("call", HARMONY_CALLS, functions, tokens),
-            *_alternatives("addressed", addressed, functions, tokens),
+            f"gap: {tokens.to_lark(messages.reasoning.end)}",
+            *rules,
         ]
     )
+
+
+def _calls(
+    format: CallFormat,
+    functions: Sequence[FunctionDefinition],
+    tokens: ControlTokens,
+    parallel: bool,
+    firsts: Sequence[str],
+) -> tuple[str, list[str]]:
+    """Return an expression for calls, and its rules. ``firsts`` are the texts before the arguments
+    of the first one."""
+    template = format.template
+    rules = _alternatives("call", format, functions, tokens)
+    between, before, after = (
+        tokens.to_lark(part) for part in (template.between, template.before, template.after)
+    )
+    ways = []
+    for number, first in enumerate(filter(None, firsts)):
+        if first == template.before + template.begin:
+            ways.append(f"{before} call")
+        else:
+            opened = format._replace(template=template._replace(begin=first))
+            rules += _alternatives(f"first{number}_", opened, functions, tokens)
+            ways.append(f"first{number}_")
+    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    return f"({' | '.join(ways)}){more} {after}".strip(), rules
 
 
 def _alternatives(
@@ -128,7 +156,7 @@ def _call_rules(
     if template.argument and format.tags is not None:
         tagged = TaggedCall(rule, format, function, tokens).rules()
         return [f"{rule}: {head} {rule}_more", *rules, *tagged]
-    if format.style is not JSON_STYLE:
+    if format.style is not JSON_STYLE or has_free_numbers(function):
         rules += ListedCall(rule, format, function, tokens).rules()
     elif isinstance(function, TextFunction):
         opening, closing = json.dumps('{"input": "'), json.dumps('"}')

@@ -15,12 +15,14 @@ from router.tokens.parsing.call_rules import (
     MAX_OTHERS,
     TEXT_KEYWORDS,
     CallRules,
+    allows_any_number,
     alternatives,
     choices,
     variants,
 )
 from router.tokens.parsing.calls import CallFormat
 from router.tokens.parsing.input_grammars import input_lark
+from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
 
 _NAME = regex.compile(r"[\w$@][\w$@./-]*")
@@ -43,6 +45,9 @@ class ListedCall(CallRules):
         super().__init__(rule, format, function, tokens)
         self._quote = format.style.quotes[0]
         self._python = format.style.python
+        self._is_json = format.style is JSON_STYLE
+        if self._is_json:
+            self._template = self._template._replace(argument="{key}: ", separator=", ")
         self._separator = tokens.to_lark(self._template.separator)
         self._values: dict[str, str] = {}  # rules of values, by schema: it may be recursive
 
@@ -52,7 +57,9 @@ class ListedCall(CallRules):
         ways = []
         for number, parameters in enumerate(variants(self._function)):
             names = self._members(parameters).properties
-            if self._python and not all(map(_NAME.fullmatch, names)):
+            if self._is_json:
+                ways.append(f'"{{" {self._object(f"{self._rule}v{number}_", parameters)} "}}"')
+            elif self._python and not all(map(_NAME.fullmatch, names)):
                 ways.append(f'"**" {self._json({"type": "object", **parameters})}')
             else:
                 ways.append(self._object(f"{self._rule}v{number}_", parameters))
@@ -86,6 +93,8 @@ class ListedCall(CallRules):
         return f"{rule}first0"
 
     def _key(self, name: str) -> str:
+        if self._is_json:
+            return json.dumps(name, ensure_ascii=False)
         return name if _NAME.fullmatch(name) else self._quote + name + self._quote
 
     # -- values --------------------------------------------------------------------
@@ -99,7 +108,12 @@ class ListedCall(CallRules):
                 written = self._input(self._function)
             else:
                 own = schema if isinstance(schema, dict) else {}
-                written = self._python_value(own) if self._python else self._own(rule, name, own)
+                if self._is_json:
+                    written = self._json(own)
+                else:
+                    written = (
+                        self._python_value(own) if self._python else self._own(rule, name, own)
+                    )
             self._rules.append(f"{rule}: {written}")
         return self._values[key]
 
@@ -205,6 +219,20 @@ class ListedCall(CallRules):
                 members = (f"{self._key(key)}:{self._written(each)}" for key, each in value.items())
                 return f"{{{separator.join(members)}}}"
         return json.dumps(value)
+
+
+def has_free_numbers(function: FunctionDefinition) -> bool:
+    """Return whether arguments in JSON, listed one by one, may be numbers without limits."""
+    schema = function.parameters or {}
+    return (
+        "additionalProperties" not in schema
+        and _has_only(schema, _OF_OBJECTS)
+        and set(schema.get("required", ())) <= schema.get("properties", {}).keys()
+        and any(
+            isinstance(each, dict) and allows_any_number(each)
+            for each in schema.get("properties", {}).values()
+        )
+    )
 
 
 def _has_only(schema: Mapping[str, Any], keywords: set[str]) -> bool:

@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from router.schemas.conversation import FunctionDefinition
-from router.tokens.parsing.formats import CALL_FORMATS, ReasoningMarkers
-from router.tokens.parsing.grammars import call_format, calls_grammar
+from router.tokens.parsing.formats import CALL_FORMATS, MUSE, ReasoningMarkers
+from router.tokens.parsing.grammars import call_format, calls_grammar, messages_grammar
 from router.tokens.parsing.lark_parts import ControlTokens
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.test_marked import format_of, named, read
@@ -259,9 +259,39 @@ def test_optional_strict_calls_cannot_begin_without_their_marker(checker: Checke
 
 def test_numbers_have_no_digits_without_end(checker: Checker) -> None:
     parameters = of(x={"type": "number"}, i={"type": ["integer", "null"]})
-    for value in ("5", "-0.25", "1.000001", "9" * 15):
+    for value in ("5", "-0.25", "1.000001", "9" * 15, "1e-7", "2.5E+20"):
         assert takes(checker, parameters, f'{{"x": {value}}}')
-    for value in ("9" * 20, "1." + "3" * 30):
+    for value in ("9" * 20, "1." + "3" * 30, "1e" + "9" * 5):
         assert not takes(checker, parameters, f'{{"x": {value}}}')
         assert not takes(checker, parameters, f'{{"i": {value}}}')
-    assert takes(checker, parameters, '{"i": null}')
+    assert takes(checker, parameters, '{"i": null}') and takes(checker, parameters, "{}")
+    assert takes(checker, parameters, '{"x": 1e5, "i": 3}')
+    assert not takes(checker, {**parameters, "required": ["i"]}, '{"x": 1e5}')
+
+
+MUSE_CALL = (
+    '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">B<'
+    '</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_messages_of_muse_end_with_text_or_calls(required: bool) -> None:
+    tokens = Checker(markers=("<|message|>", "<|eom|>", "<|start|>"))
+    format = CALL_FORMATS["muse_spark"]
+    if required:
+        options: dict[str, Any] = {"think": MUSE.reasoning, "first_call": MUSE.first_call}
+        grammar = grammar_for("muse_spark", tokens, **options)
+    else:
+        grammar = messages_grammar(MUSE, format, FUNCTIONS, tokens.tokens, parallel=True)
+    thought = " to=self<|message|>Let me see.<|eom|><|start|>assistant"
+    for before in (
+        "",
+        thought,
+        " to=get_weather<|message|>",
+        thought + " to=get_weather<|message|>",
+    ):
+        assert tokens.accepts(grammar, before + MUSE_CALL)
+        assert not tokens.accepts(grammar, before + MUSE_CALL.replace("3", "three"))
+    assert tokens.accepts(grammar, thought + " to=user<|message|>Hi <b>.") is not required

@@ -8,7 +8,7 @@ import pytest
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TextFunction
-from router.tokens.parsing.formats import CALL_FORMATS
+from router.tokens.parsing.formats import CALL_FORMATS, HARMONY, HARMONY_CALLS
 from router.tokens.parsing.grammars import calls_grammar, messages_grammar
 from router.tokens.parsing.input_grammars import input_lark
 from shared.wire import Grammar
@@ -101,7 +101,11 @@ def test_text_that_a_grammar_allows_does_not_run_over_the_end_of_a_value(checker
 
 
 def test_a_reply_in_messages_ends_with_a_call_or_a_message(checker: Checker) -> None:
-    grammar = messages_grammar([function_of("regex", '"+')], checker.tokens)
+    function = function_of("regex", '"+')
+    assert HARMONY.messages is not None
+    grammar = messages_grammar(
+        HARMONY.messages, HARMONY_CALLS, [function], checker.tokens, parallel=False
+    )
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for call in (
         '<|channel|>commentary to=functions.take <|constrain|>json<|message|>{"input": "\\""}',

@@ -76,6 +76,7 @@ ALLOWED: list[tuple[Any, Any]] = [
         {"type": "string", "minLength": 3, "maxLength": 3},
     )),
     ({"enum": ["red", None]}, None), ({"type": ["string", "null"]}, None),
+    ({"type": "number"}, 1e-07), ({"type": ["number", "null"]}, 2e20),
     ({"type": "string", "format": "date"}, "2026-02-28"), ({"type": "integer"}, 5),
     ({"type": "array", "items": STRING}, ["a", "b"]), ({"type": "boolean"}, True),
 ]  # fmt: skip

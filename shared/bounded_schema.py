@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SCHEMA_VALUES = ("items", "additionalProperties", "additionalItems", "not")
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_VALUES = ("items", "additionalProperties", "additionalItems", "not")
 """The keywords that have schemas as members, as items, and as their value."""
 
 _MAX = 10**18
 _STEP = 1e-9
 """Numbers without limits have up to 18 digits before the point and 9 after it, and no exponent."""
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 
@@ -34,26 +34,30 @@ def bounded(schema: Any) -> Any:
         return schema
 
 
-def _children(schema: dict[str, Any]) -> Iterator[Any]:
-    for key, value in schema.items():
-        if key in SCHEMA_MAPS and isinstance(value, dict):
-            yield from value.values()
-        elif key in (*SCHEMA_LISTS, *SCHEMA_VALUES):
-            yield from value if isinstance(value, list) else [value]
+def schemas_in(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that are parts of ``schema``, with their JSON pointers."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _MAPS and isinstance(value, dict):
+            for name, inner in value.items():
+                yield f"/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner
+        elif key in (*_LISTS, *_VALUES) and isinstance(value, list):
+            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
+        elif key in _VALUES:
+            yield f"/{key}", value
 
 
 def _all(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield ``schema`` and the schemas in it."""
     if isinstance(schema, dict):
         yield schema
-        for each in _children(schema):
+        for _, each in schemas_in(schema):
             yield from _all(each)
 
 
 def _numbers(schema: Any) -> Iterator[float]:
     """Yield the numbers that ``schema`` names."""
     for each in _all(schema):
-        values = [each.get(key) for key in (*_BOUNDS, "const")]
+        values = [each.get(key) for key in (*BOUNDS, "const")]
         values += each["enum"] if isinstance(each.get("enum"), list) else []
         for value in values:
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -106,11 +110,11 @@ class _Bounds:
 
     def _within(self, key: str, value: Any) -> Any:
         """Return the ``value`` of a keyword."""
-        if key in SCHEMA_MAPS and isinstance(value, dict):
+        if key in _MAPS and isinstance(value, dict):
             return {name: self._bounded(each) for name, each in value.items()}
-        if key in SCHEMA_LISTS and isinstance(value, list):
+        if key in _LISTS and isinstance(value, list):
             return [self._bounded(each) for each in value]
-        return self._bounded(value) if key in SCHEMA_VALUES else value
+        return self._bounded(value) if key in _VALUES else value
 
 
 def _is_combined(schema: dict[str, Any]) -> bool:

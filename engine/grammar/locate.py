@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import GrammarError, compile_grammar
-from shared.bounded_schema import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMA_VALUES
+from shared.bounded_schema import schemas_in
 from shared.wire import Grammar
 
 MAX_TRIES = 300
@@ -32,7 +31,7 @@ def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
     path, part, tries = "", root, 0
     while True:
         # First without definitions: with them, every part that refers to an invalid one fails too.
-        for around, (step, inner) in product(({}, definitions), _parts(part)):
+        for around, (step, inner) in product(({}, definitions), schemas_in(part)):
             if tries == MAX_TRIES:
                 return path
             tries += 1
@@ -42,22 +41,6 @@ def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
                 break
         else:
             return path
-
-
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key in SCHEMA_MAPS and isinstance(value, dict):
-            yield from ((f"/{key}/{_escaped(name)}", inner) for name, inner in value.items())
-        elif key in SCHEMA_LISTS and isinstance(value, list):
-            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
-        elif key in SCHEMA_VALUES:
-            yield f"/{key}", value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _message(tokenizer: LLTokenizer, schema: Any) -> str:

@@ -3,7 +3,6 @@ alternatives, and the text that it allows."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ import regex
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import FunctionDefinition, TextFunction
-from router.schemas.value_schema import ValueSchema, with_alternatives
+from router.schemas.value_schema import with_alternatives
 from router.tokens.parsing.calls import CallFormat, resolved
 from router.tokens.parsing.lark_parts import ControlTokens, function_json, within_slashes
+from shared.bounded_schema import BOUNDS
 
 MAX_OTHERS = 16
 """Max number of arguments that the schema does not name."""
@@ -25,8 +25,7 @@ _NOT_SUPPORTED = (
 _LOOKS_AROUND = regex.compile(r"\\[1-9]|\(\?(?:[=!]|<[=!])")
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
 """Any number of bounded length. In JSON schemas, bounded numbers have no exponents."""
-_NOT_ANY = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum",
-            "const", "$ref", "anyOf", "oneOf", "allOf", "not", "if"}  # fmt: skip
+_NOT_ANY = {*BOUNDS, "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "not", "if"}
 _DATE, _TIME = (
     r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
     (
@@ -138,11 +137,6 @@ class CallRules:
         )
 
 
-def one_of(texts: Sequence[str]) -> str:
-    """Return an expression for any of ``texts``."""
-    return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)})"
-
-
 def variants(function: FunctionDefinition) -> Iterator[Mapping[str, Any]]:
     """Yield the parameters of ``function``, for each alternative at their root. Raises
     `InvalidRequest`."""
@@ -215,31 +209,3 @@ def choices(schema: Mapping[str, Any]) -> list[Any] | None:
         if all(each is not None for each in found):
             return [value for each in found for value in each or ()]
     return None
-
-
-def text_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of ``schema`` that constrains text."""
-    parts = list(with_alternatives(schema))
-    own = [each for each in parts if any(key in each for key in TEXT_KEYWORDS)]
-    texts = [each for each in own if "string" in ValueSchema(each).types or "type" not in each]
-    plain = [
-        each
-        for each in parts
-        if each.get("type") == "string" and not any(key in each for key in TEXT_KEYWORDS)
-    ]
-    if not texts or ("anyOf" in schema and plain):
-        return {}
-    return {key: each[key] for each in texts for key in TEXT_KEYWORDS if key in each}
-
-
-def without_text(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` without text."""
-    out = {key: value for key, value in schema.items() if key not in TEXT_KEYWORDS}
-    if isinstance(out.get("type"), list):
-        out["type"] = [each for each in out["type"] if each != "string"]
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(others := out.get(keyword), list):
-            out[keyword] = [
-                each for each in others if ValueSchema(each).types != frozenset({"string"})
-            ]
-    return out

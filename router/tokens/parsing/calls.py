@@ -47,10 +47,8 @@ class CallFormat(NamedTuple):
     """The start of a call that also begins calls, for models that forget the marker."""
     opener_at_line_start: bool = True
     """Whether the opener counts only at the start of a line."""
-    skipped: tuple[str, ...] = ()
-    """What may stand between calls, apart from whitespace."""
-    closers: tuple[str, ...] = ()
-    """What ends the arguments even if they lack a bracket."""
+    call_ends: tuple[str, ...] = ()
+    """What ends a call. It may stand between calls, and ends arguments that lack a bracket."""
     tags: Tags | None = None
     """The tags of arguments; None: they are one object."""
     style: Style = JSON_STYLE

@@ -24,6 +24,7 @@ from router.tokens.parsing.calls import CallFormat
 from router.tokens.parsing.input_grammars import input_lark
 from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
+from shared.bounded_schema import BOUNDS
 
 _NAME = regex.compile(r"[\w$@][\w$@./-]*")
 """A name that needs no quotes."""
@@ -31,7 +32,6 @@ _OTHER_NAME = r"/[A-Za-z_$@][A-Za-z0-9_$@.-]{0,63}/"
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", "definitions"}
 _OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
 _OF_ARRAYS = _ANNOTATIONS | {"items", "minItems", "maxItems"}
-_OF_NUMBERS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
 _EXPECTED = {"properties": dict, "required": list, "minItems": int, "maxItems": int}
 _KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
@@ -163,7 +163,7 @@ class ListedCall(CallRules):
                 return f'"{{" {self._object(rule, schema)} "}}"'
             case "array" | "object":
                 return self._json({**schema, "type": kind})
-        limits = {each: schema[each] for each in _OF_NUMBERS if each in schema}
+        limits = {each: schema[each] for each in BOUNDS if each in schema}
         return self._json({"type": kind, **limits})
 
     def _array(self, name: str | None, schema: Mapping[str, Any]) -> str:

@@ -353,7 +353,7 @@ class SectionReader:
 
     def _read_between(self, *, ended: bool) -> bool:
         """Begin the next call, or end the section. Return False if more text is needed."""
-        skipped = (*self._format.skipped, *(() if self._heads else _JSON_END))
+        skipped = (*self._format.call_ends, *(() if self._heads else _JSON_END))
         if not self.started:
             skipped = self._again
         space = " \t\r\n,;" if self.started else " \t\r\n"
@@ -416,7 +416,7 @@ class SectionReader:
         if format.tags is not None and not self._buffer.lstrip().startswith("{"):
             return TaggedArguments(format.tags, ValueSchema(schema), self._ends)
         names = list((schema or {}).get("properties") or {})
-        stops = (*format.closers, *self._ends)
+        stops = (*format.call_ends, *self._ends)
         return ObjectArguments(JsonReader(format.style, stops=stops, names=names))
 
 

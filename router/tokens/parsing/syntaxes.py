@@ -61,73 +61,74 @@ def _listed(name: str, start: str, end: str = "") -> CallFormat:
     return CallFormat(name, start, end, _LIST._replace(before=f"{start}[", after=f"]{end}"))
 
 
-def _functions(name: str, tag: str, line_break: str = "") -> CallFormat:
-    """Return the format with a ``<function=...>`` in each element ``tag``."""
-    return CallFormat(
-        name,
-        f"<{tag}>",
-        f"</{tag}>",
-        CallTemplate(
-            f"<{tag}>\n<function={{name}}>\n",
-            f"</function>\n</{tag}>",
-            "\n",
-            argument=f"<parameter={{key}}>{line_break}",
-            argument_end=f"{line_break}</parameter>\n",
-        ),
-        heads=(r"<function=[\"']?NAME[\"']?>(?=\s*+<)",),
-        opener="<function=",
-        tags=Tags(
-            rf"<parameter=[\"']?{KEY}[\"']?>",
-            "</parameter>",
-            "</function>",
-            breaks=bool(line_break),
-        ),
+def _tagged(
+    name: str,
+    start: str,
+    end: str,
+    call: tuple[str, str],
+    argument: tuple[str, str],
+    tags: Tags | None = None,
+    *,
+    opener: str = "",
+    head: str = "",
+    follows: str = "<",
+    others: tuple[str, ...] = (),
+    between: str = "",
+) -> CallFormat:
+    """Return the format with a tag for each argument. ``call`` and ``argument`` are what is written
+    around calls and values; `_expression` makes what is read of them, unless ``head`` or ``tags``
+    say more. A head counts if ``follows`` does; ``others`` are further heads. Calls that do not
+    begin with ``start`` are in one element."""
+    begin, after_call = call
+    before, after = ("", "") if begin.startswith(start) else (f"{start}\n", end)
+    template = CallTemplate(*call, between, before, after, *argument)
+    head = head or _expression(begin.removeprefix(start))
+    tags = tags or Tags()
+    tags = tags._replace(
+        argument=tags.argument or _expression(argument[0]),
+        close=argument[1].strip(),
+        end=after_call.removesuffix(end).strip(),
     )
+    heads = (rf"{head}(?=\s*+{follows})", *others)
+    return CallFormat(name, start, end, template, heads, opener, tags=tags)
 
 
-def _pairs(name: str, prefix: str = "", line_break: str = "\n") -> CallFormat:
+def _expression(written: str) -> str:
+    """Return the expression of a text before a name. Quotes around a name may be missing."""
+    lines = map(regex.escape, written.strip().split("\n"))
+    found = r"(?:\\n|\s)*+".join(lines).replace(r"\{is_text\}", "(?P<kind>true|false)")
+    for field, own in ((r"\{name\}", "NAME"), (r"\{key\}", KEY)):
+        optional = f"[\"']?{own}[\"']?"
+        found = found.replace(f'="{field}"', f"={optional}").replace(f"={field}", f"={optional}")
+        found = found.replace(field, own)
+    return found
+
+
+def _pairs(name: str, prefix: str = "") -> CallFormat:
     """Return the format with a tag for each key and each value."""
     tag, key, value = f"{prefix}tool_call", f"{prefix}arg_key", f"{prefix}arg_value"
-    return CallFormat(
+    return _tagged(
         name,
         f"<{tag}>",
         f"</{tag}>",
-        CallTemplate(
-            f"<{tag}>{{name}}{line_break}",
-            f"</{tag}>",
-            "\n",
-            argument=f"<{key}>{{key}}</{key}>{line_break}<{value}>",
-            argument_end=f"</{value}>{line_break}",
-        ),
-        heads=(rf"NAME(?=\s*+<(?:{key}>|/{tag}))", r"NAME\s*+(?=\{)"),
-        tags=Tags(rf"<{key}>{KEY}</{key}>(?:\\n|\s)*+<{value}>", f"</{value}>", guesses=True),
+        (f"<{tag}>{{name}}\n", f"</{tag}>"),
+        (f"<{key}>{{key}}</{key}>\n<{value}>", f"</{value}>\n"),
+        Tags(guesses=True),
+        follows=f"<(?:{key}>|/{tag})",
+        others=(r"NAME\s*+(?=\{)",),
+        between="\n",
     )
-
-
-def _invokes(
-    name: str, start: str, end: str, template: CallTemplate, head: str, tags: Tags, opener: str
-) -> CallFormat:
-    """Return the format with an element for each call, within one for all."""
-    template = template._replace(before=f"{start}\n", after=end)
-    return CallFormat(name, start, end, template, (head,), opener, tags=tags)
 
 
 def _dsml(name: str, block: str) -> CallFormat:
     """Return the format with DeepSeek's markup, in an element named ``block``."""
-    call = '<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n"
-    parameter = '<｜DSML｜parameter name="{key}" string="{is_text}">', "</｜DSML｜parameter>\n"
-    return _invokes(
+    return _tagged(
         name,
         f"<｜DSML｜{block}>",
         f"</｜DSML｜{block}>",
-        CallTemplate(*call, argument=parameter[0], argument_end=parameter[1]),
-        r'<｜DSML｜invoke name="NAME">(?=\s*+<)',
-        Tags(
-            rf'<｜DSML｜parameter name="{KEY}" string="(?P<kind>true|false)">',
-            "</｜DSML｜parameter>",
-            "</｜DSML｜invoke>",
-        ),
-        "<｜DSML｜invoke ",
+        ('<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n"),
+        ('<｜DSML｜parameter name="{key}" string="{is_text}">', "</｜DSML｜parameter>\n"),
+        opener="<｜DSML｜invoke ",
     )
 
 
@@ -179,8 +180,7 @@ FORMATS: Mapping[str, CallFormat] = {
             ),
             opener=_DEEPSEEK_CALL,
             opener_at_line_start=False,
-            skipped=("```", _DEEPSEEK_CALL_END),
-            closers=("```", _DEEPSEEK_CALL_END),
+            call_ends=("```", _DEEPSEEK_CALL_END),
         ),
         CallFormat(
             "deepseek_v31",
@@ -196,8 +196,7 @@ FORMATS: Mapping[str, CallFormat] = {
             heads=(rf"(?:{_DEEPSEEK_CALL})?\s*+NAME\s*+<｜tool▁sep｜>\s*+(?=\{{)",),
             opener=_DEEPSEEK_CALL,
             opener_at_line_start=False,
-            skipped=(_DEEPSEEK_CALL_END,),
-            closers=(_DEEPSEEK_CALL_END,),
+            call_ends=(_DEEPSEEK_CALL_END,),
         ),
         _dsml("deepseek_v32", "function_calls"),
         _dsml("deepseek_v4", "tool_calls"),
@@ -217,8 +216,7 @@ FORMATS: Mapping[str, CallFormat] = {
             ),
             opener="<|tool_call_begin|>",
             opener_at_line_start=False,
-            skipped=("<|tool_call_end|>",),
-            closers=("<|tool_call_end|>",),
+            call_ends=("<|tool_call_end|>",),
         ),
         CallFormat(
             "kimi_k3",
@@ -239,84 +237,71 @@ FORMATS: Mapping[str, CallFormat] = {
             ),
             opener="<|open|>call ",
             opener_at_line_start=False,
-            skipped=("<|close|>json<|sep|>", "<|close|>call<|sep|>"),
-            closers=("<|close|>json<|sep|>",),
+            call_ends=("<|close|>json<|sep|>", "<|close|>call<|sep|>"),
             tags=Tags(
                 rf'<\|open\|>argument key="{KEY}" type="(?P<kind>\w+)"<\|sep\|>',
                 "<|close|>argument<|sep|>",
                 "<|close|>call<|sep|>",
             ),
         ),
-        _functions("qwen3_coder", "tool_call", "\n"),
-        _functions("seed_oss", "seed:tool_call"),
+        _tagged(
+            "qwen3_coder",
+            "<tool_call>",
+            "</tool_call>",
+            ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
+            ("<parameter={key}>\n", "\n</parameter>\n"),
+            Tags(breaks=True),
+            opener="<function=",
+            between="\n",
+        ),
+        _tagged(
+            "seed_oss",
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            ("<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
+            ("<parameter={key}>", "</parameter>\n"),
+            opener="<function=",
+            between="\n",
+        ),
         _pairs("glm47"),
         _pairs("laguna"),
         _pairs("longcat", "longcat_"),
-        _invokes(
+        _tagged(
             "minimax_m2",
             "<minimax:tool_call>",
             "</minimax:tool_call>",
-            CallTemplate(
-                '<invoke name="{name}">\n',
-                "</invoke>\n",
-                argument='<parameter name="{key}">',
-                argument_end="</parameter>\n",
-            ),
-            r"<invoke name=[\"']?NAME[\"']?>(?=\s*+<)",
-            Tags(rf"<parameter name=[\"']?{KEY}[\"']?>", "</parameter>", "</invoke>"),
-            "<invoke name=",
+            ('<invoke name="{name}">\n', "</invoke>\n"),
+            ('<parameter name="{key}">', "</parameter>\n"),
+            opener="<invoke name=",
         ),
-        _invokes(
+        _tagged(
             "muse_spark",
             "<atem:function_calls>",
             "</atem:function_calls>",
-            CallTemplate(
-                '<atem:invoke name="{name}">\n',
-                "</atem:invoke>\n",
-                argument='<atem:parameter name="{key}">',
-                argument_end="</atem:parameter>\n",
-            ),
-            rf'<atem:invoke\s++{_ATTRIBUTES}name="NAME"\s*+{_ATTRIBUTES}>(?=\s*+<)',
-            Tags(
-                rf'<atem:parameter\s++{_ATTRIBUTES}name="{KEY}"\s*+{_ATTRIBUTES}>',
-                "</atem:parameter>",
-                "</atem:invoke>",
-                guesses=True,
-            ),
-            "<atem:invoke ",
+            ('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
+            ('<atem:parameter name="{key}">', "</atem:parameter>\n"),
+            Tags(rf'<atem:parameter\s++{_ATTRIBUTES}name="{KEY}"\s*+{_ATTRIBUTES}>', guesses=True),
+            head=rf'<atem:invoke\s++{_ATTRIBUTES}name="NAME"\s*+{_ATTRIBUTES}>',
+            opener="<atem:invoke ",
         ),
-        _invokes(
+        _tagged(
             "minimax_m3",
             f"{_MINIMAX}<tool_call>",
             f"{_MINIMAX}</tool_call>",
-            CallTemplate(
-                _MINIMAX + '<invoke name="{name}">',
-                f"{_MINIMAX}</invoke>\n",
-                argument=_MINIMAX + "<{key}>",
-                argument_end=_MINIMAX + "</{key}>",
-            ),
-            r'\]<\]minimax\[>\[<invoke name="NAME">(?=\s*+\])',
-            Tags(
-                r"\]<\]minimax\[>\[<(?P<key>[^<>/][^<>]{0,255})>",
-                _MINIMAX + "</{key}>",
-                f"{_MINIMAX}</invoke>",
-                guesses=True,
-                element=_MINIMAX,
-            ),
-            f"{_MINIMAX}<invoke ",
+            (_MINIMAX + '<invoke name="{name}">', f"{_MINIMAX}</invoke>\n"),
+            (_MINIMAX + "<{key}>", _MINIMAX + "</{key}>"),
+            Tags(r"\]<\]minimax\[>\[<(?P<key>[^<>/][^<>]{0,255})>", guesses=True, element=_MINIMAX),
+            follows=r"\]",
+            opener=f"{_MINIMAX}<invoke ",
         ),
-        CallFormat(
+        _tagged(
             "minicpm5",
             "<function name=",
             "</function>",
-            CallTemplate(
-                '<function name="{name}">',
-                "</function>",
-                argument='<param name="{key}">',
-                argument_end="</param>",
-            ),
-            heads=(r"[\"']?NAME[\"']?\s*+>(?=\s*+<)",),
-            tags=Tags(rf"<param\s++name\s*+=\s*+[\"']?{KEY}[\"']?\s*+>", "</param>", cdata=True),
+            ('<function name="{name}">', "</function>"),
+            ('<param name="{key}">', "</param>"),
+            Tags(rf"<param\s++name\s*+=\s*+[\"']?{KEY}[\"']?\s*+>", cdata=True),
+            head=r"[\"']?NAME[\"']?\s*+>",
         ),
         _braces("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
         _braces("function_gemma", "<start_function_call>", "<end_function_call>", "<escape>"),

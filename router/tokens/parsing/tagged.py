@@ -39,10 +39,10 @@ _OTHER_THAN_TEXT = {
 class Tags(NamedTuple):
     """The tags of arguments. Their values have no escapes."""
 
-    argument: str
+    argument: str = ""
     """An expression for the text before a value, with `KEY`. Its group ``kind`` says whether the
     value is text; without the group, the schema does."""
-    close: str
+    close: str = ""
     """The text after a value, with ``{key}`` for its name."""
     end: str = ""
     """The text after the arguments; empty if the marker after calls ends them."""

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.schemas.conversation import FunctionDefinition, TextFunction
-from router.schemas.value_schema import ValueSchema
+from router.schemas.value_schema import ValueSchema, with_alternatives
 from router.tokens.parsing.call_rules import (
     MAX_OTHERS,
+    TEXT_KEYWORDS,
     CallRules,
     choices,
-    one_of,
-    text_schema,
     variants,
-    without_text,
 )
 from router.tokens.parsing.calls import CallFormat
 from router.tokens.parsing.input_grammars import input_lark
@@ -183,21 +181,21 @@ class TaggedCall(CallRules):
             rest = [each for each in listed if not isinstance(each, str)]
             found = []
             if texts:
-                found.append(_Value(True, written=one_of(texts)))
+                found.append(_Value(True, written=_one_of(texts)))
             if rest:
                 as_json = [json.dumps(each, ensure_ascii=False) for each in rest]
-                found.append(_Value(False, written=one_of(as_json)))
+                found.append(_Value(False, written=_one_of(as_json)))
             return found
         types = ValueSchema(plain).types
         if types and "string" not in types:
             return [_Value(False, written=self._json(own))]
-        constraints = text_schema(plain)
+        constraints = _text_schema(plain)
         as_text = _Value(True, text=self._terminal(name, constraints, self._not_text(name)))
         others = types - {"string"} or (not types and "{is_text}" in self._template.argument)
         if others and ("{is_text}" in self._template.argument or constraints):
             return [
                 as_text,
-                _Value(False, written=self._json(without_text(plain) if types else own)),
+                _Value(False, written=self._json(_without_text(plain) if types else own)),
             ]
         return [as_text]
 
@@ -225,3 +223,36 @@ class _After(NamedTuple):
     more: str  # the rule of everything that follows
     keys: str  # the rule of what follows the prefix of another argument; empty: none may follow
     may_end: bool
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Return an expression for any of ``texts``."""
+    return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)})"
+
+
+def _text_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of ``schema`` that constrains text."""
+    parts = list(with_alternatives(schema))
+    own = [each for each in parts if any(key in each for key in TEXT_KEYWORDS)]
+    texts = [each for each in own if "string" in ValueSchema(each).types or "type" not in each]
+    plain = [
+        each
+        for each in parts
+        if each.get("type") == "string" and not any(key in each for key in TEXT_KEYWORDS)
+    ]
+    if not texts or ("anyOf" in schema and plain):
+        return {}
+    return {key: each[key] for each in texts for key in TEXT_KEYWORDS if key in each}
+
+
+def _without_text(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``schema`` without text."""
+    out = {key: value for key, value in schema.items() if key not in TEXT_KEYWORDS}
+    if isinstance(out.get("type"), list):
+        out["type"] = [each for each in out["type"] if each != "string"]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(others := out.get(keyword), list):
+            out[keyword] = [
+                each for each in others if ValueSchema(each).types != frozenset({"string"})
+            ]
+    return out

@@ -102,7 +102,7 @@ def marks(parser: str) -> list[str]:
     """Return the texts that delimit calls and values in a format."""
     format = CALL_FORMATS[parser]
     template, tags = format.template, format.tags
-    found = {*format.openers, format.end, *format.closers, *format.skipped, *format.style.quotes}
+    found = {*format.openers, format.end, *format.call_ends, *format.style.quotes}
     found |= {template.begin.replace("{name}", "f"), template.argument.replace("{key}", "s")}
     if tags is not None:
         found |= {tags.close.replace("{key}", "s"), tags.end}

@@ -10,13 +10,16 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import mlx_lm
+import numpy
 from mlx.utils import tree_flatten, tree_map
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zoo import configs
 
@@ -127,6 +130,59 @@ def make_tiny(kind: Kind, path: Path, seed: int = 0, **changes: Any) -> Path:
     byte_tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(CHAT_TEMPLATE)))
     return path
+
+
+def make_reciting(path: Path, texts: Mapping[str, str]) -> Path:
+    """Write a model that answers a prompt with the text of ``texts`` whose name its last word is,
+    between angle brackets, and return ``path``. It has no chat template but the messages' texts.
+
+    Each piece of a text is a token of its own, and the weights are a table of what follows a token:
+    attention and MLPs add nothing, and the head's row of a token is the embedding before it.
+    """
+    tokenizer = byte_tokenizer()
+    follows: dict[int, int] = {}
+    for name, text in texts.items():
+        tokens = [f"<{name}>", *_pieces(text, tokenizer)]
+        tokenizer.add_tokens([AddedToken(each, special=False) for each in tokens])
+        ids = [*map(tokenizer.token_to_id, tokens), EOS]
+        follows.update(pairwise(ids))
+    size = tokenizer.get_vocab_size()
+    make_tiny("llama", path, vocab_size=size, hidden_size=512)
+    weights = dict(mx.load(str(path / "model.safetensors")))
+    embeddings = mx.random.normal((size, 512))
+    head = numpy.zeros((size, 512), numpy.float32)
+    for before, after in follows.items():
+        head[after] += numpy.array(embeddings[before])
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = mx.zeros(weight.shape)
+        elif weight.ndim == 1:
+            weights[name] = mx.ones(weight.shape)
+    weights |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": mx.array(head)}
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(template)))
+    return path
+
+
+def _pieces(text: str, tokenizer: Tokenizer) -> list[str]:
+    """Divide ``text`` into pieces of about five characters, none of which is a token or occurs
+    twice."""
+    pieces: list[str] = []
+
+    def is_free(piece: str) -> bool:
+        return piece not in pieces and not tokenizer.token_to_id(piece)
+
+    while text:
+        free = (n for n in range(5, len(text) + 1) if is_free(text[:n]))
+        if (size := next(free, 0)) == 0:
+            while not is_free(text):
+                text = pieces.pop() + text  # the end is a piece already
+            size = len(text)
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
 
 
 def tokenizer_config(template: str) -> dict[str, Any]:

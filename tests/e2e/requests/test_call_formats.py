@@ -1,13 +1,12 @@
 """Calls in every format through a whole server: the same in each API, streamed and not.
 
-A grammar that allows one text makes the model write it. One server has a model for each format, of
-which few fit in memory at a time."""
+The weights of a model make it write the calls. One server has a model for each format, of which few
+fit in memory at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from router.tokens.parsing.formats import CALL_FORMATS
 from tests.e2e.server import Server, events_of, serving
 from tests.router.tokens.parsing.writers import WRITERS, Call
+from tests.tiny_models import make_reciting
 
 CODE = "if a < b:\n    print('</x>')\n"
 CALLS: list[Call] = [("write", {"path": "a.md", "text": CODE}), ("count", {"n": 3})]
@@ -24,7 +24,6 @@ PARAMETERS = {
     "count": {"type": "object", "properties": {"n": {"type": "integer"}}},
 }
 FUNCTIONS = [{"name": name, "parameters": each} for name, each in PARAMETERS.items()]
-USER = [{"role": "user", "content": "x"}]
 FIRST = ("qwen3_coder", "gemma4", "kimi_k2", "harmony")
 """The others are as slow as loading a model is."""
 PARSERS = [
@@ -33,10 +32,9 @@ PARSERS = [
 
 
 @pytest.fixture(scope="module")
-def server(
-    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    path = tiny_model("llama")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    texts = {name: WRITERS[name](CALLS) for name in CALL_FORMATS}
+    path = make_reciting(tmp_path_factory.mktemp("model"), texts)
     models = "".join(
         f'[[model]]\nid = "{name}"\npath = "{path}"\nmemory_gb = 0.1\ntool_parser = "{name}"\n'
         f'reasoning_parser = "{"harmony" if name == "harmony" else "think"}"\n'
@@ -103,29 +101,44 @@ def streamed_message(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     ]
 
 
+def ollama(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    assert answer["done_reason"] == "stop" and not answer["message"]["content"]
+    functions = [call["function"] for call in answer["message"]["tool_calls"]]
+    return [(each["name"], json.dumps(each["arguments"])) for each in functions]
+
+
+def streamed_ollama(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    return ollama({**lines[-1], "message": {"content": "", "tool_calls": calls}})
+
+
+NESTED = [{"type": "function", "function": each} for each in FUNCTIONS]
 APIS: list[tuple[str, dict[str, Any], Any, Any]] = [
-    ("/v1/chat/completions",
-     {"messages": USER, "tools": [{"type": "function", "function": each} for each in FUNCTIONS]},
-     chat, streamed_chat),
+    ("/v1/chat/completions", {"tools": NESTED, "max_tokens": 1000}, chat, streamed_chat),
     ("/v1/responses",
-     {"input": "x", "tools": [{"type": "function", **each} for each in FUNCTIONS]},
+     {"tools": [{"type": "function", **each} for each in FUNCTIONS]},
      response, streamed_response),
     ("/v1/messages",
-     {"messages": USER, "tools": [{"name": each["name"], "input_schema": each["parameters"]}
-                                  for each in FUNCTIONS]},
+     {"tools": [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS],
+      "max_tokens": 1000},
      message, streamed_message),
+    ("/api/chat", {"tools": NESTED, "options": {"temperature": 0}}, ollama, streamed_ollama),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_calls_are_the_same_in_each_api(server: Server, parser: str) -> None:
-    written = WRITERS[parser](CALLS)
+    asked: Any = [{"role": "user", "content": f"<{parser}>"}]
     for path, fields, whole, streamed in APIS:
-        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-        body = {"model": parser, limit: 1000, "structured_outputs": {"choice": [written]}, **fields}
-        found = [whole(server.answer(path, **body))]
+        body = {"model": parser, "temperature": 0, **fields}
+        body |= {"input": asked} if path == "/v1/responses" else {"messages": asked}
+        found = [whole(server.answer(path, **body, stream=False))]
         with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
-            found.append(streamed(list(events_of(answer))))
+            if path == "/api/chat":
+                events = list(map(json.loads, answer.iter_lines()))
+            else:
+                events = list(events_of(answer))
+            found.append(streamed(events))
         for calls in found:
             assert [(name, json.loads(text)) for name, text in calls] == CALLS, (path, calls)

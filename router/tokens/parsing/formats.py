@@ -55,7 +55,7 @@ _ALSO_DETECTED = ("minimax_m3", "mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
-class Messages(NamedTuple):
+class MessageFormat(NamedTuple):
     """The messages of an answer that may be restricted to calls of tools."""
 
     tools: str
@@ -78,7 +78,7 @@ class ReplyFormat:
     # For answers with several messages: the markers in each state, and the first state.
     transitions: Mapping[ReplyState, tuple[Marker, ...]] | None = None
     initial_state: ReplyState = ReplyState.NORMAL
-    messages: Messages | None = None  # None: it has one message, or their headers are unknown
+    messages: MessageFormat | None = None  # None: it has one message, or their headers are unknown
 
     @property
     def is_plain(self) -> bool:
@@ -215,7 +215,7 @@ HARMONY = ReplyFormat(
     HARMONY_CALLS,
     _TRANSITIONS,
     ReplyState.HEADER,
-    Messages(
+    MessageFormat(
         "harmony",
         ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
         tuple(f"<|channel|>{each}<|message|>" for each in ("analysis", "commentary", "final")),
@@ -223,7 +223,7 @@ HARMONY = ReplyFormat(
         " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
     ),
 )
-MUSE = Messages(
+MUSE = MessageFormat(
     "muse_spark",
     ReasoningMarkers(" to=self<|message|>", "<|eom|><|start|>assistant"),
     tuple(f" to={each}<|message|>" for each in ("self", "user", "commentary")),

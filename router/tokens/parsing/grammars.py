@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.tokens.parsing.calls import PLAIN_TEMPLATE, CallFormat
-from router.tokens.parsing.formats import CALL_FORMATS, Messages, ReasoningMarkers
+from router.tokens.parsing.formats import CALL_FORMATS, MessageFormat, ReasoningMarkers
 from router.tokens.parsing.input_grammars import input_lark
 from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, function_json
@@ -80,7 +80,7 @@ def calls_grammar(
 
 
 def messages_grammar(
-    messages: Messages,
+    messages: MessageFormat,
     format: CallFormat,
     functions: Sequence[FunctionDefinition],
     tokens: ControlTokens,

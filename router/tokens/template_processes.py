@@ -176,12 +176,18 @@ class TemplateProcesses:
                 self._busy.discard(process)
                 if self._closed:
                     process.close()
-                elif process.pid is None:
-                    process.start_early()
-                    self._idle.insert(0, process)  # used last, because it has to start
                 else:
                     self._idle.append(process)
+                    self._replace_lost()
                 self._changed.notify()
+
+    def _replace_lost(self) -> None:
+        """Start those of the idle processes that have exited. They are used last, because they
+        have to start."""
+        lost = [each for each in self._idle if each.pid is None]
+        for each in lost:
+            each.start_early()
+        self._idle = [*lost, *(each for each in self._idle if each not in lost)]
 
     def _add_spare(self) -> None:
         with self._changed:

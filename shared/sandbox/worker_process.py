@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from shared.environment import sandbox_environment
-from shared.sandbox.pipe_frames import LENGTH
+from shared.sandbox.pipe_frames import LENGTH, framed, write_some
 
 _PIECE_BYTES = 1 << 20
 
@@ -102,9 +102,12 @@ class WorkerProcess:
         """Write ``frames``. Raises TimeoutError at ``deadline``, and BrokenPipeError if the process
         exited."""
         assert self._process is not None and self._process.stdin is not None
-        for frame in frames:
-            _write(self._process.stdin.fileno(), LENGTH.pack(len(frame)), deadline)
-            _write(self._process.stdin.fileno(), frame, deadline)
+        fd, rest = self._process.stdin.fileno(), framed(frames)
+        while rest:
+            try:
+                rest = write_some(fd, rest)
+            except BlockingIOError:
+                _wait(fd, select.POLLOUT, deadline)
 
     def read(self, deadline: float, max_bytes: int) -> memoryview:
         """Return the next frame. Raises TimeoutError at ``deadline``, and EOFError if the process
@@ -146,15 +149,6 @@ def _enlarge(fd: int) -> None:
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         with suppress(OSError):  # its user has many of them
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIECE_BYTES)
-
-
-def _write(fd: int, data: bytes, deadline: float) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(fd, rest[:_PIECE_BYTES]) :]
-        except BlockingIOError:
-            _wait(fd, select.POLLOUT, deadline)
 
 
 def _read(fd: int, length: int, deadline: float) -> memoryview:

@@ -1,15 +1,16 @@
 """`python -m tests.agents`: real coding agents do a task on a real server, without a network.
 
 Each agent is installed from npm or PyPI into a directory of its own, and `mlx-lm-server agent`
-starts it where that knows it. The model acts a script (`tests.agents.model`); all else is real: the
-agent's prompts and tools, the server's templates, parsers and caches, and what the agent does to
-the files of a project.
+starts it where that knows it. The server has no flag but its model, which acts a script
+(`tests.agents.model`). All else is real: the agent's prompts and tools, the server's defaults,
+templates, parsers and caches, and what the agent does to the files of a project.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,16 +27,18 @@ from engine.model.demo import demo_model_path  # noqa: E402
 from tests.agents.compaction import compact  # noqa: E402
 from tests.agents.formats import FORMATS, Format  # noqa: E402
 from tests.agents.installing import binaries, install  # noqa: E402
-from tests.agents.model import make_actor  # noqa: E402
+from tests.agents.model import MODEL, make_actor  # noqa: E402
 from tests.agents.scripts import AGENTS, PLAIN, Agent  # noqa: E402
 from tests.agents.tool_search import TOOL_SEARCHES  # noqa: E402
 from tests.agents.trial import Outcome, Trial  # noqa: E402
 from tests.e2e.installing import NotInstalled  # noqa: E402
-from tests.e2e.server import Server, serving  # noqa: E402
+from tests.e2e.server import Server, serving_alone  # noqa: E402
 from tests.page_tables import write_tables  # noqa: E402
 
 _ALONE = ("unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && "$@"')
 """Runs a command without a network but the loopback interface, where the system lets it."""
+FREE_PORT = ("--port", "0")
+"""The only flag of a server beside which others run."""
 
 
 def main() -> int:
@@ -70,6 +73,11 @@ def _isolation() -> Sequence[str]:
     return () if done.returncode else (*_ALONE, "sh")
 
 
+def _has_own_network() -> bool:
+    """Whether nothing else can use the server's port."""
+    return {name for _, name in socket.if_nameindex()} == {"lo"}
+
+
 class Row(NamedTuple):
     agent: Agent
     format: Format
@@ -87,16 +95,17 @@ def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
     found = binaries(agent, root)
     if not (found / agent.name).exists():
         return
+    flags = () if _has_own_network() else FREE_PORT
     for format in FORMATS:
         searched: str | None = None
         compacted: str | None = None
-        with acting(agent, format, private) as server:
+        with acting(agent, format, private, *flags) as server:
             trial = Trial(agent, found, private, server)
             outcome = trial.run()
             if agent.name in TOOL_SEARCHES:
                 searched = trial.find_tool()
         if agent.name == "codex":
-            compacted = compact(found, Path(tempfile.mkdtemp(dir=private)), format)
+            compacted = compact(found, Path(tempfile.mkdtemp(dir=private)), format, *flags)
         print(
             f"{agent.name} {outcome.version}, {format.name}:"
             f" {outcome.trouble or 'does the task'}; {outcome.requests} requests,"
@@ -110,12 +119,12 @@ def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
 
 @contextmanager
 def acting(agent: Agent, format: Format, private: Path, *flags: str) -> Iterator[Server]:
-    """Serve a model that acts the scripts of ``agent``, whose project is in ``private``."""
+    """Serve a model that acts the scripts of ``agent``, whose project is in ``private``, with
+    nothing but the defaults and ``flags``."""
     scripts = agent.scripts(f"{private}/project")
-    path = private / f"model-{agent.name}-{format.name}"
+    path = private / f"model-{agent.name}-{format.name}" / MODEL
     model = make_actor(path, demo_model_path(), scripts, PLAIN, format)
-    names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names, *flags) as server:
+    with serving_alone(model, *flags) as server:
         yield server
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from engine.model.demo import demo_model_path
 from tests.agents.formats import Call, Format, Step
-from tests.agents.model import Script, make_actor
+from tests.agents.model import MODEL, Script, make_actor
 from tests.agents.recorder import recording
 from tests.agents.scripts import PLAIN
-from tests.e2e.server import serving
+from tests.e2e.server import serving_alone
 
 _READ = Call("exec_command", {"cmd": "cat notes.txt", "max_output_tokens": 6000})
 _SUMMARY = "Goal: read notes.txt. MARK-OF-SUMMARY"
@@ -26,20 +26,20 @@ _SCRIPTS = (
 )
 
 
-def compact(found: Path, private: Path, format: Format) -> str:
-    """Ask Codex, whose command is in the directory ``found``, three questions. Return what went
-    wrong, if anything did."""
+def compact(found: Path, private: Path, format: Format, *server_flags: str) -> str:
+    """Ask Codex, whose command is in the directory ``found``, three questions. The server has
+    ``server_flags`` besides its model. Return what went wrong, if anything did."""
     project, home = private / "long-project", private / "long-home"
     for folder in (project, home):
         folder.mkdir()
     (project / "notes.txt").write_text("an old line with many words in it\n" * 1200)
-    model = make_actor(private / "long-model", demo_model_path(), _SCRIPTS, PLAIN, format)
-    names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names) as server, recording(server.port) as recorder:
+    path = private / "long-model" / MODEL
+    model = make_actor(path, demo_model_path(), _SCRIPTS, PLAIN, format)
+    with serving_alone(model, *server_flags) as server, recording(server.port) as recorder:
         # Codex lets servers compact that it takes for OpenAI.
         provider = {"name": "OpenAI", "base_url": f"{recorder.url}/v1", "env_key": "ANY_KEY"}
         settings: dict[str, Any] = {
-            "model": "actor",
+            "model": MODEL,
             "model_provider": "here",
             "model_context_window": 60_000,
             "model_auto_compact_token_limit": 11_000,  # the prompt of a first call has 9,000

@@ -20,6 +20,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.agents.formats import Format, Step
 
+MODEL = "actor"
+"""The name that agents are given."""
 CONTEXT = 131_072
 _STEP = "<|step_{}_{}|>"
 _PLAIN = "<|step_plain|>"

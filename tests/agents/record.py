@@ -21,7 +21,7 @@ from bench.serving import sessions  # noqa: E402
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.agents.formats import FORMATS, Step  # noqa: E402
 from tests.agents.installing import binaries  # noqa: E402
-from tests.agents.model import Script, make_actor  # noqa: E402
+from tests.agents.model import MODEL, Script, make_actor  # noqa: E402
 from tests.agents.recorder import Request, recording  # noqa: E402
 from tests.agents.scripts import AGENTS, PLAIN, Agent, Tools, aider_edit  # noqa: E402
 from tests.agents.trial import Trial  # noqa: E402
@@ -62,7 +62,7 @@ def _record(agent: Agent, found: Path, private: Path) -> None:
         PLAIN,
         FORMATS[0],
     )
-    names = ("--served-model-name", "actor", "--no-ssd", "--reasoning-key", sessions.REASONING_KEY)
+    names = ("--served-model-name", MODEL, "--no-ssd", "--reasoning-key", sessions.REASONING_KEY)
     with serving(model, *names) as server, recording(server.port) as recorder:
         trial = Trial(agent, found, private, server)
         trial.lay_out("".join(f"{line}\n" for line in _LINES))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.__main__ import acting
+from tests.agents.__main__ import FREE_PORT, acting
 from tests.agents.compaction import compact
 from tests.agents.formats import FORMATS
 from tests.agents.installing import binaries, install
@@ -46,12 +46,12 @@ def installed(root: Path) -> Path:
 
 @pytest.mark.timeout(400)
 def test_codex_goes_on_after_a_compaction(root: Path, tmp_path: Path) -> None:
-    assert not compact(installed(root), tmp_path, FORMATS[0])
+    assert not compact(installed(root), tmp_path, FORMATS[0], *FREE_PORT)
 
 
 @pytest.mark.timeout(300)
 def test_codex_finds_one_of_60_tools(root: Path, tmp_path: Path) -> None:
-    with acting(CODEX, FORMATS[0], tmp_path) as server:
+    with acting(CODEX, FORMATS[0], tmp_path, *FREE_PORT) as server:
         assert not Trial(CODEX, installed(root), tmp_path, server).find_tool()
 
 
@@ -65,7 +65,7 @@ def test_codex_that_was_killed_does_a_task(root: Path, tmp_path: Path) -> None:
 
 
 def check(found: Path, private: Path, *, kills: bool) -> None:
-    with acting(CODEX, FORMATS[0], private) as server:
+    with acting(CODEX, FORMATS[0], private, *FREE_PORT) as server:
         outcome = Trial(CODEX, found, private, server).run(kills=kills)
     assert not outcome.trouble
     # Each turn after the first finds the turns before it.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.installing import binaries, install
+from tests.agents.model import MODEL
 from tests.agents.scripts import AGENTS, BEFORE, Agent
 from tests.agents.trial import Trial
 from tests.e2e.installing import NotInstalled
@@ -46,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = json.loads(path.read_text())
     config["chat_template"] = TEMPLATE.replace("QUESTION", QUESTION)
     path.write_text(json.dumps(config))
-    with serving(model, "--no-ssd", "--served-model-name", "actor") as running:
+    with serving(model, "--no-ssd", "--served-model-name", MODEL) as running:
         yield running
 
 

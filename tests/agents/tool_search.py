@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.agents import many_tools
 from tests.agents.formats import Call, Step
-from tests.agents.model import Script
+from tests.agents.model import MODEL, Script
 from tests.agents.recorder import Request
 
 QUESTION = "How many herons has the lake? One of the tools of the server knows it."
@@ -57,8 +57,8 @@ def _for_codex(question: str, project: Path) -> list[str]:
 
 
 _CATALOG: dict[str, Any] = {
-    "slug": "actor",
-    "display_name": "actor",
+    "slug": MODEL,
+    "display_name": MODEL,
     "description": "",
     "supported_reasoning_levels": [],
     "shell_type": "unified_exec",

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.agents.installing import version
+from tests.agents.model import MODEL
 from tests.agents.recorder import Recorder, Request, recording
 from tests.agents.scripts import AFTER, BEFORE, ENDLESS, FINAL, TASK, Agent
 from tests.agents.tool_search import QUESTION, TOOL_SEARCHES
-from tests.e2e.server import Server
+from tests.e2e.server import ROOT, Server
 
-ROOT = Path(__file__).parents[2]
 _TASK_S = 300
+_LEAST_CONTEXT = 32_768
+"""An agent's second hour has more tokens."""
 _FAILED = re.compile(r"no such file|not found|does not exist|failed to match", re.IGNORECASE)
 _DEAD = "http://127.0.0.1:9"
 """Nothing listens there."""
@@ -106,7 +108,7 @@ class Trial:
 
     def _command(self, url: str, arguments: Sequence[str]) -> list[str]:
         if self.agent.from_pypi:
-            return [str(self._found / self.agent.name), "--model", "openai/actor", *arguments]
+            return [str(self._found / self.agent.name), "--model", f"openai/{MODEL}", *arguments]
         start = [sys.executable, "-m", "services.commands.cli", "agent", self.agent.name]
         return [*start, "--url", url, *arguments]
 
@@ -152,10 +154,20 @@ class Trial:
             return f"notes.txt is not as it should be:\n{tail}"
         if FINAL not in printed:
             return f"no answer:\n{tail}"
+        if not self.agent.from_pypi and not self._was_told(recorder.url, printed):
+            return f"`mlx-lm-server agent` told of another server, model or context:\n{printed}"
         results = tool_results(max((each.body for each in recorder.requests), key=_length))
         if not any(map(_FAILED.search, results)):
             return f"the model was not told of an error: {results}"
         return "; ".join(_refused(self._server))
+
+    def _was_told(self, url: str, printed: str) -> bool:
+        """Return whether the first line printed has the server, its model and the whole context,
+        which nobody has set."""
+        (model,) = self._server.client.get("/v1/models").json()["data"]
+        context = min(model["context_length"], model["max_prompt_tokens"])
+        line = f"{self.agent.name}: {MODEL} at {url}, {context} tokens"
+        return line in printed.splitlines() and context > _LEAST_CONTEXT
 
     def _outcome(self, requests: Sequence[Request], trouble: str) -> Outcome:
         metric, before = self._server.metric, -1.0

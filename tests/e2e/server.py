@@ -22,6 +22,7 @@ import pytest
 from tests.forked.process import FORKS_VARIABLE, ForkedProcess, start_process
 from tests.tiny_models import Kind
 
+ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 240.0
 RANKS_VARIABLE = "TEST_RANKS"
 """Environment variable: the ranks of every engine, where a test does not say."""
@@ -185,27 +186,49 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         environ = {**os.environ, "XDG_RUNTIME_DIR": private, **environment}
         if str(model).startswith("demo"):  # a fork lacks the allocator's settings
             environ[FORKS_VARIABLE] = "0"
-        process = start_process("mlx_lm_server", [*command, *flags], environ)
-        server = Server(process)
-        try:
-            server.wait_ready()
+        with _running(start_process("mlx_lm_server", [*command, *flags], environ)) as server:
             if "--api-key" in flags:
                 key = flags[flags.index("--api-key") + 1]
                 server.client.headers["authorization"] = f"Bearer {key}"
             yield server
+
+
+@contextmanager
+def serving_alone(model: Path, *flags: str) -> Iterator[Server]:
+    """Run ``mlx-lm-server --model NAME`` with nothing but the defaults, in the directory that has
+    ``model`` and with a home of its own. ``flags`` are for tests that run beside others."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLX_LM_SERVER_", "XDG_"))}
+    with private_directory() as home:
+        process = start_process(
+            "mlx_lm_server",
+            ["--model", model.name, *flags],
+            {**kept, "HOME": home, "PYTHONPATH": str(ROOT)},
+            directory=model.parent,
+        )
+        with _running(process) as server:
+            yield server
+
+
+@contextmanager
+def _running(process: subprocess.Popen[str] | ForkedProcess) -> Iterator[Server]:
+    """Yield a server once it is ready. Stop it, and fail if any of its processes is left."""
+    server = Server(process)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        children = server.pids()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
         finally:
-            children = server.pids()
+            left = [pid for pid in children if is_running(pid)]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            finally:
-                left = [pid for pid in children if is_running(pid)]
-                for pid in left:
-                    os.kill(pid, signal.SIGKILL)
-                if process.poll() is None:
-                    process.kill()
-        assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
+                process.kill()
+    assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
 
 
 def llama_server(*flags: str, **environment: str) -> Any:

@@ -51,4 +51,21 @@ await h.run({
     const missing = await h.rejected(() => llm({ model: "nobody" }).chat({ messages }));
     h.check(missing.status === 404, missing);
   },
-}, { cancel: "it reads a stream to its end, although its caller has left it" });
+  // It reads a stream to its end, although its caller has left it, and takes no signal: the fetch
+  // that it is given has one.
+  async cancel() {
+    const before = await h.aborts();
+    const stopping = new AbortController();
+    const stoppable = (url, init) => fetch(url, {
+      ...init, signal: AbortSignal.any([stopping.signal, init.signal].filter(Boolean)),
+    });
+    const asked = [{ role: "user", content: h.LONG }];
+    const leaving = llm({ maxTokens: 1500, additionalSessionOptions: { fetch: stoppable } });
+    const additionalChatOptions = { ignore_eos: true };
+    const parts = await leaving.chat({ messages: asked, stream: true, additionalChatOptions });
+    await h.rejected(async () => {
+      for await (const part of parts) if (part.delta) stopping.abort();
+    });
+    await h.checkAborted(before);
+  },
+});

@@ -12,6 +12,7 @@ import harness as h
 from claude_agent_sdk import (
     AssistantMessage,
     ClaudeAgentOptions,
+    ClaudeSDKClient,
     ResultError,
     ResultMessage,
     StreamEvent,
@@ -91,4 +92,17 @@ def errors() -> None:
     h.check("may not exist" in str(error), error)
 
 
-h.run(chat, stream, tools, structured, errors, cancel="its Claude Code is killed among the agents")
+def cancel() -> None:
+    async def interrupt() -> None:
+        async with ClaudeSDKClient(options(include_partial_messages=True)) as client:
+            await client.query(h.LONG)
+            async for message in client.receive_response():
+                if isinstance(message, StreamEvent) and message.event["type"] == "message_start":
+                    await client.interrupt()
+
+    before = h.aborts()
+    asyncio.run(interrupt())
+    h.check_aborted(before)
+
+
+h.run(chat, stream, tools, structured, errors, cancel)

@@ -34,6 +34,9 @@ else:
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
+_SMALL_PIECE_BYTES = 16 * 1024
+"""A larger piece of a body takes a turn, see `BodyBudget`: connections are read in pieces of up to
+256 KB."""
 _PIECE_BYTES = 256 * 1024
 _AROUND_IMAGES_BYTES = 65536
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
@@ -123,6 +126,7 @@ async def receive_body(
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
+        await counted.turn()  # hundreds may leave at once
         raise ClientDisconnected from None
     return raw, None if encoding == "identity" else encoding
 
@@ -159,6 +163,8 @@ async def _read(
         # connection, and the client would never see the answer.
         elif time.monotonic() - too_large_since > _DISCARD_S or size > 16 * max_bytes:
             break
+        if len(chunk) > _SMALL_PIECE_BYTES:
+            await counted.turn()
     if size > max_bytes:
         raise _too_large(max_bytes)
     return bytes(body)

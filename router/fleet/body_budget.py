@@ -1,7 +1,10 @@
-"""Memory for bodies of requests while they are read and parsed."""
+"""Memory for bodies of requests while they are read and parsed, and the order in which they are
+read."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +21,7 @@ class BodyBudget:
         """``limit_bytes`` follows the limit of one body, which models that load raise."""
         self._limit_bytes = limit_bytes
         self._used = FairShares()
+        self._turns = _Turns()
 
     @property
     def used_bytes(self) -> int:
@@ -44,6 +48,44 @@ class BodyBudget:
     def give_back(self, share: str, count: int) -> None:
         self._used.give_back(share, count)
 
+    async def turn(self, share: str) -> None:
+        await self._turns.wait(share)
+
+
+class _Turns:
+    """Large bodies are read one piece after the other, one at each turn of the event loop.
+
+    Otherwise the loop reads a piece of each connection that has one before it handles anything
+    else: hundreds of connections would take a new client's time four times over, once for each turn
+    that it needs from its connection to its answer. Shares go one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By share, the next one first."""
+        self._is_running = False
+
+    async def wait(self, share: str) -> None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(share, deque()).append(turn)
+        if not self._is_running:
+            self._is_running = True
+            loop.call_soon(self._next, loop)
+        await turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            share, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[share] = queue
+            if not turn.done():  # cancelled: its client has left
+                turn.set_result(None)
+                loop.call_soon(self._next, loop)
+                return
+        self._is_running = False
+
 
 class BodyBytes:
     """The bytes of one body."""
@@ -56,6 +98,10 @@ class BodyBytes:
         """Raises `Unavailable`."""
         self._budget.take(self._share, count)
         self._count += count
+
+    async def turn(self) -> None:
+        """Wait until another piece of this body may be read."""
+        await self._budget.turn(self._share)
 
     def release(self) -> None:
         self._budget.give_back(self._share, self._count)

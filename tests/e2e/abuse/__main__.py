@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import re
-import socket
 import statistics
 import sys
 import tempfile
@@ -40,6 +39,9 @@ from tests.tiny_models import CHAT_TEMPLATE, make_tiny
 
 GOOD, BAD = "192.0.2.1", "192.0.2.2"
 """The keys, and the addresses of clients without keys."""
+GOOD_SOURCE = "127.0.0.3" if sys.platform == "linux" else None
+"""The address of this machine from which the good clients connect: connections of one address have
+a limit. macOS has 127.0.0.1 alone."""
 WITH_KEYS = ("--api-key", GOOD, "--api-key", BAD)
 WITHOUT_KEYS = ("--trusted-proxy", "127.0.0.1")
 FLAGS = (
@@ -145,7 +147,7 @@ class Watch:
             good = Attack(self._port, GOOD)  # it connects as an attack does, and means well
             head = good.head("/v1/completions", len(body), "Connection: close")
             began = time.monotonic()
-            with good.connect() as client:
+            with good.connect(source=GOOD_SOURCE) as client:
                 client.sendall(head + body)
                 found = b""
                 while b"data: " not in found:
@@ -171,7 +173,7 @@ class Watch:
         return count_stalls(self._get("/metrics").decode(), self._stall_s)
 
     def _get(self, path: str) -> bytes:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=60) as client:
+        with Attack(self._port, GOOD).connect(source=GOOD_SOURCE) as client:
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
             found = b""
             while piece := client.recv(65536):

@@ -1,6 +1,4 @@
-"""The short form of `make abuse`: a few of the list, with limits for a machine that is busy. Bodies
-without their last byte are not among them: beside five other processes for each processor, `/livez`
-waits for seconds behind hundreds of connections."""
+"""The short form of `make abuse`: a few of the list, with limits for a machine that is busy."""
 
 from __future__ import annotations
 
@@ -24,10 +22,11 @@ NAMES = (
     "a body after its answer",
     "connections that say little",
     "more connections than an address may have",
+    "bodies without their last byte",
     "a template that runs away",
     "a template that grows",
 )
-NAMES_WITHOUT_KEYS = (GREEDY, "a template that runs away")
+NAMES_WITHOUT_KEYS = (GREEDY, "bodies without their last byte", "a template that runs away")
 SLACK = 10
 STALL_S = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from router.fleet.tenants.rate_windows import MemoryWindows
 from router.http.acceptor import AddressLimit
 from router.http.middleware.addresses import ClientAddresses
 from shared.wire import Submit
+from tests.conftest import in_loop
 from tests.router.conftest import Server, StartServer, begin, error_of, eventually, ok
 
 PROXY = "10.0.0.1"
@@ -94,6 +96,35 @@ def test_no_share_takes_all_memory_of_bodies() -> None:
         other.add(250)
         assert budget.used_bytes == 750
     assert budget.used_bytes == 0
+
+
+@in_loop
+async def test_one_piece_of_a_large_body_is_read_at_each_turn_of_the_loop() -> None:
+    budget, loop = BodyBudget(lambda: 1000), asyncio.get_running_loop()
+    turns, read = 0, list[tuple[int, str]]()
+
+    def count() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(count)
+
+    async def read_body(share: str, pieces: int) -> None:
+        with budget.reading(share) as body:
+            for _ in range(pieces):
+                await body.turn()
+                read.append((turns, share))
+
+    loop.call_soon(count)
+    left = asyncio.create_task(read_body("greedy", 9))
+    greedy = [asyncio.create_task(read_body("greedy", 2)) for _ in range(20)]
+    other = asyncio.create_task(read_body("other", 3))
+    await asyncio.sleep(0)
+    left.cancel()  # holds up nobody
+    await other
+    assert [share for _, share in read][:6].count("other") == 3
+    await asyncio.gather(*greedy)
+    assert len(read) == 43
+    assert len({turn for turn, _ in read}) == 43
 
 
 def test_connections_of_an_address_are_limited_unless_it_is_a_proxy() -> None:

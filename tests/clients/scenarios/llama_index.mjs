@@ -63,9 +63,7 @@ await h.run({
     const leaving = llm({ maxTokens: 1500, additionalSessionOptions: { fetch: stoppable } });
     const additionalChatOptions = { ignore_eos: true };
     const parts = await leaving.chat({ messages: asked, stream: true, additionalChatOptions });
-    await h.rejected(async () => {
-      for await (const part of parts) if (part.delta) stopping.abort();
-    });
+    for await (const part of parts) if (part.delta) stopping.abort();
     await h.checkAborted(before);
   },
 });

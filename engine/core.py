@@ -169,7 +169,7 @@ class EngineCore:
                 self._adapter_queue.abort(item.request_id, item.attempt)
                 self._scheduler.abort(item.request_id, item.attempt)
             elif isinstance(item, BlocksFetched):
-                self._scheduler.on_fetched(item.ticket, item.payloads, item.state)
+                self._scheduler.on_fetched(item.ticket, item.payloads, item.end)
             elif isinstance(item, StoresAnswered):
                 for block_hash, is_state in item.not_stored:
                     self._scheduler.on_not_stored(block_hash, is_snapshot=is_state)

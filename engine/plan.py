@@ -53,6 +53,14 @@ class StateSearch(NamedTuple):
     in_ram: tuple[int, ...] = ()  # counts above `num_ready` that have a state in RAM
 
 
+class PartSearch(NamedTuple):
+    """The part of a page with which a fetch of pages should end: of the page after those that are
+    found, the most blocks that are stored."""
+
+    hashes: list[bytes]  # of the blocks of the pages to fetch, and of those after them
+    page_blocks: int  # blocks of a page
+
+
 class StoreRoom(NamedTuple):
     """The files and bytes that may be sent to the kvstore now."""
 
@@ -81,6 +89,13 @@ class FoundState(NamedTuple):
     payload: Payload
 
 
+class FoundPart(NamedTuple):
+    """A fetched page, of which the last blocks were not computed when it was stored."""
+
+    blocks: int  # its leading blocks that were
+    payload: Payload
+
+
 class PlanOp(msgspec.Struct, frozen=True, array_like=True):
     """Base class of the operations of a plan."""
 
@@ -90,6 +105,8 @@ class Export(PlanOp, frozen=True):
 
     block_id: int  # under which they are returned; of the snapshot if ``page`` is None
     page: int | None = None
+    positions: int | None = None
+    """Of the page, with zeros in place of what it holds behind them. None: all."""
 
 
 class Insert(PlanOp, frozen=True):

@@ -75,10 +75,10 @@ class GraphPages(Pages):
                     own[...] = other
             self._put(number, page, mx.array(words.reshape(-1)))
 
-    def exporter(self, page: int) -> Callable[[], Payload]:
+    def exporter(self, page: int, positions: int | None = None) -> Callable[[], Payload]:
         taken = [self._take(number, page) for number in range(len(self.formats))]
         self._exporting += taken
-        return partial(self._payload, taken)
+        return partial(self._payload, taken, positions)
 
     def take_exporting(self) -> list[mx.array]:
         found, self._exporting = self._exporting, []
@@ -93,14 +93,14 @@ class GraphPages(Pages):
         size = self.formats[number].page_words
         self.arrays[number][page * size : (page + 1) * size] = words.reshape(-1)
 
-    def _payload(self, taken: Sequence[mx.array]) -> Payload:
+    def _payload(self, taken: Sequence[mx.array], positions: int | None) -> Payload:
         buffers = [bytearray(size) for size in self.layout.page_buffers(self.page_tokens)]
         parts = self._parts(buffers)
         for number, (form, array) in enumerate(zip(self.formats, taken, strict=True)):
             words = np.asarray(array).reshape(form.heads, form.head_words)
             for half in (0, 1):
                 for own, other in _pairs(form, words, parts, number, half):
-                    other[...] = own
+                    other[..., :positions, :] = own[..., :positions, :]
         return tuple(memoryview(buffer) for buffer in buffers)
 
     def _parts(self, payload: Sequence[Any]) -> dict[int, list[Bytes]]:

@@ -168,8 +168,12 @@ class HostPages(Pages):
         for target, part in zip(targets, payload, strict=True):
             target[...] = np.frombuffer(part, target.dtype).reshape(target.shape)
 
-    def exporter(self, page: int) -> Callable[[], Payload]:
-        payload = tuple(array[page].tobytes() for g in self._groups for array in g.parts)
+    def exporter(self, page: int, positions: int | None = None) -> Callable[[], Payload]:
+        its = [array[page] for group in self._groups for array in group.parts]
+        copies = [np.zeros_like(array) for array in its]
+        for copy, array in zip(copies, its, strict=True):
+            copy[..., :positions, :] = array[..., :positions, :]
+        payload = tuple(memoryview(copy).cast("B") for copy in copies)
         return lambda: payload
 
     def read(self, number: int, pages: Sequence[int], length: int) -> StoredKV:

@@ -47,9 +47,9 @@ class Pages(ABC):
         """Write a page from its bytes. Raises ValueError if their sizes are wrong."""
 
     @abstractmethod
-    def exporter(self, page: int) -> Callable[[], Payload]:
+    def exporter(self, page: int, positions: int | None = None) -> Callable[[], Payload]:
         """Return a function that returns the bytes that ``page`` has now, even after it is
-        overwritten."""
+        overwritten: of its first ``positions``, then zeros. None: all."""
 
     @abstractmethod
     def read(self, number: int, pages: Sequence[int], length: int) -> StoredKV:

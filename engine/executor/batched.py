@@ -235,7 +235,7 @@ class BatchedExecutor(Executor):
         found = {
             each.block_id: self._snapshots.exporter(each.block_id)
             if each.page is None
-            else self._pages.exporter(each.page)
+            else self._pages.exporter(each.page, each.positions)
             for each in exports
             if each.page is not None or each.block_id in self._snapshots
         }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.adapters.queue import AdapterRead
-from engine.plan import FoundState
+from engine.plan import FoundPart, FoundState
 from shared.wire import Abort, CheckAdapter, ClearCache, Drain, Encode, Grammar, Submit
 
 if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
@@ -35,7 +35,7 @@ class BlocksFetched:
     ticket: int
     payloads: list[tuple[memoryview, ...]]
     """The longest run of blocks from the first hash on; may be empty."""
-    state: FoundState | None = None
+    end: FoundState | FoundPart | None = None
 
 
 @dataclass(frozen=True)

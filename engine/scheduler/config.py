@@ -159,6 +159,12 @@ class SchedulerConfig:
         return self.store_enabled and self.prefix_cache
 
     @property
+    def stores_parts(self) -> bool:
+        """Whether pages that are not full go there too. With recurrent state, prefixes end with
+        pages."""
+        return self.uses_store and self.keeps_kv and not self.state_bytes
+
+    @property
     def writes_through(self) -> bool:
         """Whether they are sent as soon as they are complete, not only when they leave RAM."""
         return self.uses_store and self.store_policy == "write_through"

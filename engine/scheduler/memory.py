@@ -211,6 +211,8 @@ class Memory:
 
     def release(self, seq: Sequence) -> None:
         """Release the pages of ``seq``, and its unpacked row. Its head was used last of all."""
+        if self._config.stores_parts and len(seq.pages) > 1:
+            self._keep_part(seq.pages[-1])
         for page in reversed(seq.pages):
             self.pages.release(page)
         seq.pages.clear()
@@ -220,6 +222,16 @@ class Memory:
         self._sent_bytes.pop(seq, None)
         self._tried.pop(seq, None)
         self.ledger.release(self.unpacked_bytes.pop(seq, 0))
+
+    def _keep_part(self, page: Page) -> None:
+        """Let the kvstore have ``page``, the last one of a sequence that leaves it."""
+        before = page.content
+        content = None if page.refs > 1 else self.pages.name_part(page)
+        if content is not None:
+            if before is not None:
+                self.backlog.discard(before)
+            if self._config.writes_through:
+                self.backlog.add([content])
 
     def reserve_gathers(self, seq: Sequence, tokens: int) -> bool:
         """Reserve memory for gathers once ``seq`` has so many positions. Return False if there is
@@ -593,13 +605,13 @@ class Memory:
             return True
         page = self.pages.pop_oldest()
         if page.content is not None and self._is_exported(page.content, named=True):
-            self._exports_first.append(Export(page.content.id, page.number))
+            self._exports_first.append(page.content.export)
         return True
 
     def _evict_snapshot(self) -> None:
         snapshot = self.snapshots.pop_oldest()
         if self._is_exported(snapshot, named=self.snapshots.is_published(snapshot)):
-            self._exports_first.append(Export(snapshot.id))
+            self._exports_first.append(snapshot.export)
         self._evictions.append(snapshot.id)
         self.ledger.release(self._config.state_bytes)
 

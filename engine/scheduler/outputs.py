@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine.plan import Cancellation, GrammarFault, Payload, StateSearch
+from engine.plan import Cancellation, GrammarFault, PartSearch, Payload, StateSearch
 from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 
@@ -15,7 +15,9 @@ class Fetch(NamedTuple):
 
     ticket: int
     hashes: list[bytes]  # of consecutive blocks
-    states: StateSearch | None  # for models with recurrent state
+    end: StateSearch | PartSearch | None
+    """What follows the last block that is found: a state, for models with recurrent state, or a
+    part of a page. None: nothing."""
     cancellation: Cancellation
 
 

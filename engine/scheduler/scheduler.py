@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
-from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
+from engine.plan import FoundPart, FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity, report
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.failures import discard_failed, without_pictures
@@ -152,14 +152,22 @@ class Scheduler:
         self._draining = True
 
     def on_fetched(
-        self, ticket: int, payloads: SequenceOf[Payload], state: FoundState | None = None
+        self,
+        ticket: int,
+        payloads: SequenceOf[Payload],
+        end: FoundState | FoundPart | None = None,
     ) -> None:
         """Accept the kvstore's answer to a fetch: its pages from the first one on, or none, and
-        the state."""
+        the state or the part of a page at their end."""
         seq = self.sequences.loading.pop(ticket, None)
         if seq is not None:
             config, size = self.config, self.config.page_bytes
+            state = end if isinstance(end, FoundState) else None
             state_bytes = config.state_bytes if state else 0
+            if isinstance(end, FoundPart):
+                seq.fetch.part_page = seq.fetch.first_page + len(payloads)
+                seq.fetch.part_blocks = end.blocks
+                payloads = [*payloads, end.payload]
             room = self.memory.release_fetch(seq, keep=len(payloads) * size + state_bytes)
             if state and room >= state_bytes:
                 blocks = state.end * (config.state_tokens // config.block_size)

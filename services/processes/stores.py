@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from engine.io.inbox import BlocksFetched, Inbox, StoresAnswered
-from engine.io.store.block_fetch import FileKind, Payload
-from engine.plan import FoundState
+from engine.io.store.block_fetch import FileKind
+from engine.io.store.prefix_fetch import OnFetched
 from shared.hashing import rank_namespace, state_namespace
 from shared.network.curve import engine_keys
 from shared.settings import Settings
@@ -92,7 +92,7 @@ def _client(
     context: zmq.Context[zmq.Socket[bytes]],
     kinds: tuple[FileKind, FileKind],
     *,
-    on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+    on_fetched: OnFetched,
     on_stores_answered: Callable[[list[tuple[bytes, bool]]], None],
     wake: Callable[[], None],
 ) -> StoreClient:

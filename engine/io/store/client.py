@@ -26,11 +26,11 @@ from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payloa
 from engine.io.store.block_puts import BlockPuts
 from engine.io.store.block_reader import BlockReader
 from engine.io.store.cache_clear import CacheClear
+from engine.io.store.prefix_fetch import OnFetched, start_of
 from engine.io.store.questions import Question, Questions
-from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats, StoreCounters
 from engine.io.store.store_socket import StoreSocket
-from engine.plan import Cancellation, FoundState, StateSearch, StoreRoom
+from engine.plan import Cancellation, PartSearch, StateSearch, StoreRoom
 from shared import wire
 from shared.logs import RateLimitedLogger
 from shared.network.curve import EngineKeyFiles
@@ -43,7 +43,7 @@ PROBE_INTERVAL_S, IDLE_PROBE_INTERVAL_S = 1.0, 3.0  # the second while nothing i
 class StoreClient:
     """Fetches and stores ``blocks``, and for models with recurrent state ``states``.
 
-    ``on_fetched(ticket, payloads, state)`` is called on the IO thread once per `fetch`, and
+    ``on_fetched(ticket, payloads, end)`` is called on the IO thread once per `fetch`, and
     ``on_stores_answered`` when there is room for more, with everything passed to `store` that was
     not stored. ``wake`` makes the IO thread call `tick` soon, which it does at least once per
     second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent."""
@@ -54,7 +54,7 @@ class StoreClient:
         endpoint: str,
         blocks: FileKind,
         pool: ThreadPoolExecutor,
-        on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+        on_fetched: OnFetched,
         wake: Callable[[], None],
         timeout_s: float = 2.0,
         states: FileKind | None = None,
@@ -101,24 +101,15 @@ class StoreClient:
         self,
         ticket: int,
         hashes: Sequence[bytes],
-        states: StateSearch | None = None,
+        end: StateSearch | PartSearch | None = None,
         cancellation: Cancellation | None = None,
     ) -> None:
-        """Fetch the longest run of verified blocks starting at the first hash and, with ``states``,
-        the last state that they reach; in that case only the blocks up to a state.
+        """Fetch the longest run of verified blocks starting at the first hash, and what is searched
+        at their ``end``: a part of the next page, or the last state that they reach. With a state,
+        only the blocks up to it.
 
         ``on_fetched`` gets their payloads; there are none if the kvstore is unavailable."""
-        if states is not None:
-            search = StatePrefixFetch(
-                self, ticket, tuple(hashes), states, self._on_fetched, cancellation
-            )
-            self._post(search.start)
-            return
-
-        def done(payloads: list[Payload]) -> None:
-            self._on_fetched(ticket, payloads, None)
-
-        self._post(lambda: self.get_blocks(hashes, done, cancellation))
+        self._post(start_of(self, ticket, hashes, end, self._on_fetched, cancellation))
 
     def store(
         self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
@@ -301,9 +292,11 @@ class StoreClient:
             on_done,
         )
 
-    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
-        """Ask for the position of the last of ``hashes`` whose state is stored, None if none is."""
-        namespace = self._states.namespace
+    def find_last(
+        self, hashes: Sequence[bytes], on_done: Callable[[int | None], None], *, are_states: bool
+    ) -> None:
+        """Ask for the position of the last of ``hashes`` that is stored, None if none is."""
+        namespace = (self._states if are_states else self._blocks).namespace
         self._ask(
             lambda ticket: wire.FindLast(ticket=ticket, namespace=namespace, hashes=list(hashes)),
             on_done,

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -22,11 +23,11 @@ import zmq
 from engine.io.store import rank_messages
 from engine.io.store.block_fetch import Payload
 from engine.io.store.client import StoreClient
+from engine.io.store.prefix_fetch import OnFetched, start_of
 from engine.io.store.rank_messages import Answer, StoreState, ToRank
-from engine.io.store.state_fetch import StatePrefixFetch
 from engine.io.store.stats import StoreClientStats
 from engine.parallel.plans import StoredName, rank_name
-from engine.plan import Cancellation, FoundState, StateSearch, StoreRoom
+from engine.plan import Cancellation, PartSearch, StateSearch, StoreRoom
 from shared.network.curve import KeyPair
 
 CONNECTING_S = 5.0
@@ -51,7 +52,7 @@ class EngineStore(Protocol):
         self,
         ticket: int,
         hashes: Sequence[bytes],
-        states: StateSearch | None,
+        end: StateSearch | PartSearch | None,
         cancellation: Cancellation,
     ) -> None: ...
     def store(
@@ -73,7 +74,7 @@ class GroupStore:
         others: zmq.Socket[bytes],
         size: int,
         released: Callable[[StoredName], object],
-        on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+        on_fetched: OnFetched,
         on_stores_answered: Callable[[list[tuple[bytes, bool]]], None],
         wake: Callable[[], None],
     ) -> None:
@@ -118,23 +119,18 @@ class GroupStore:
         self,
         ticket: int,
         hashes: Sequence[bytes],
-        states: StateSearch | None = None,
+        end: StateSearch | PartSearch | None = None,
         cancellation: Cancellation | None = None,
     ) -> None:
         """A cancelled fetch is read to its end: each rank reads its own files."""
-
-        def done(payloads: list[Payload]) -> None:
-            self._on_fetched(ticket, payloads, None)
 
         def start() -> None:
             if self._connecting_until is not None:
                 self._early.append(start)
             elif len(self._states) < len(self._names):
-                done([])  # a rank has not connected yet
-            elif states is None:
-                self.get_blocks(hashes, done)
+                self._on_fetched(ticket, [], None)  # a rank has not connected yet
             else:
-                StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched).start()
+                start_of(self, ticket, hashes, end, self._on_fetched)()
 
         self._post(start)
 
@@ -193,7 +189,9 @@ class GroupStore:
         self._send_to_all(rank_messages.CountBlocks(ticket, list(hashes)))
         self._own.count_blocks(hashes, lambda found: self._add_answer(ticket, found))
 
-    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+    def find_last(
+        self, hashes: Sequence[bytes], on_done: Callable[[int | None], None], *, are_states: bool
+    ) -> None:
         """The last one that all ranks have: each answer narrows the search of the next rank."""
 
         def answered(answers: list[int | None]) -> None:
@@ -201,11 +199,12 @@ class GroupStore:
             if last is None or all(answer == last for answer in answers):
                 on_done(last)
             else:
-                self.find_state(hashes[: last + 1], on_done)
+                self.find_last(hashes[: last + 1], on_done, are_states=are_states)
 
         ticket = self._ask(answered)
-        self._send_to_all(rank_messages.FindState(ticket, list(hashes)))
-        self._own.find_state(hashes, lambda found: self._add_answer(ticket, found))
+        self._send_to_all(rank_messages.FindLast(ticket, list(hashes), are_states))
+        answer = partial(self._add_answer, ticket)
+        self._own.find_last(hashes, answer, are_states=are_states)
 
     def get_blocks(
         self,

@@ -22,11 +22,12 @@ class CountBlocks(RankMessage, frozen=True, tag=1):
     hashes: list[bytes]
 
 
-class FindState(RankMessage, frozen=True, tag=2):
-    """At which position in ``hashes`` is the last state?"""
+class FindLast(RankMessage, frozen=True, tag=2):
+    """At which position in ``hashes`` is the last block, or state, that is there?"""
 
     ticket: int
     hashes: list[bytes]
+    are_states: bool
 
 
 class FetchFiles(RankMessage, frozen=True, tag=3):
@@ -70,7 +71,7 @@ class StoreState(RankMessage, frozen=True, tag=8):
     not_stored: list[StoredName]
 
 
-ToRank = CountBlocks | FindState | FetchFiles | KeepFetched | TouchFiles | ClearFiles
+ToRank = CountBlocks | FindLast | FetchFiles | KeepFetched | TouchFiles | ClearFiles
 FromRank = Answer | StoreState
 
 encode = msgspec.msgpack.Encoder().encode

@@ -202,7 +202,7 @@ class PlanBuilder:
         }
         operations |= changes._asdict() | {
             "inserts": tuple(inserts),
-            "exports": tuple(plan.Export(one.id, _page_of(one)) for one in self.exported),
+            "exports": tuple(one.export for one in self.exported),
             "names": (*names, *(one.name for one in self.exported), *changes.names),
         }
         if not any(operations.values()):
@@ -219,7 +219,3 @@ class PlanBuilder:
             inserts.append(plan.Insert(snapshot.id, payload))
             names.append(snapshot.name)
         return inserts, names
-
-
-def _page_of(one: Storable) -> int | None:
-    return one.page.number if isinstance(one, PageContent) else None

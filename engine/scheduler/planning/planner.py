@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.plan import Decode
+from engine.plan import Decode, PartSearch
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Fetch, Outputs
@@ -203,17 +203,20 @@ class Planner:
         if usable >= last * size or len(self._sequences.loading) >= config.completion_batch_size:
             return False
         self._memory.pages.touch(cached)
-        room = self._memory.reserve_fetch(seq, last - first)
+        parts = seq.block_hashes[first * size : reusable] if config.stores_parts else []
+        wanted = -(-len(parts) // size) if parts else last - first
+        room = self._memory.reserve_fetch(seq, wanted)
         if room is None:
             return False
         self._sequences.waiting.pop()
         fetch.requested, fetch.first_page, fetch.first_state = True, first, usable
-        end = (first + room) * size
+        end = min(first + room, last) * size
+        search = self._snapshot_policy.search(seq, usable, first * size, end)
         self._outputs.fetches.append(
             Fetch(
                 self._next_ticket,
                 seq.block_hashes[(first + 1) * size - 1 : end : size],
-                self._snapshot_policy.search(seq, usable, first * size, end),
+                PartSearch(parts[: room * size], size) if parts else search,
                 fetch.cancellation,
             )
         )

@@ -138,14 +138,18 @@ class PrefixCache:
         for page, _, hashes in builder.inserted:
             for number, block_hash in enumerate(hashes, 1):
                 self._name(page, number * self._config.block_size, block_hash, stored=True)
+            self._pages.name_part(page, stored=True)
 
     def _name(
         self, page: Page, end: int, block_hash: bytes, *, stored: bool = False
     ) -> PageContent | None:
         """Name a block. Return the content of the page if it is full with that."""
+        before = page.content
         self._pages.name(page, end, block_hash, stored=stored)
         if end < self._config.page_tokens or page.content is None:
             return None
+        if before is not None and before is not page.content:
+            self._memory.backlog.discard(before)
         if self._config.writes_through:
             self._memory.backlog.add([page.content])
         return page.content
@@ -160,7 +164,10 @@ class PrefixCache:
             if block_hash not in self._pages and block_hash not in inserted:
                 break
             known += 1
-        return self._pages.match(seq.block_hashes[:limit], known).blocks
+        hashes = seq.block_hashes[:limit]
+        blocks = self._pages.match(hashes, known).blocks
+        part = range(known * size, min(len(hashes), (known + 1) * size))
+        return max([blocks, *(number + 1 for number in part if hashes[number] in inserted)])
 
     def _inserted(self, builder: PlanBuilder) -> dict[bytes, Page]:
         return {hashes[-1]: page for page, _, hashes in builder.inserted}
@@ -181,8 +188,12 @@ class PrefixCache:
         if end > reached and has_room:
             part_end = (end - reached) * config.block_size
             found = self._pages.part_of_page(seq.block_hashes[end - 1], part_end)
-            if found is None:  # part of a page that this plan inserts, and copies come before that
-                pass
+            new = inserted.get(seq.block_hashes[end - 1])
+            if found is None:  # in a page that this plan inserts, and copies come before that
+                if new is not None and new.refs == 1:  # nobody else takes it
+                    self._pages.acquire(new)
+                    pages.append(new)
+                    reached = end
             elif not found.refs and found.named_end == part_end:
                 self._pages.acquire(found)
                 pages.append(found)
@@ -205,9 +216,10 @@ class PrefixCache:
         computed = seq.num_computed_tokens // self._config.page_tokens
         inserted = self._inserted(builder)
         for number in sorted(seq.fetch.payloads):
-            hashes = seq.block_hashes[number * size : (number + 1) * size]
+            last = seq.fetch.part_blocks if number == seq.fetch.part_page else size
+            hashes = seq.block_hashes[number * size : number * size + last]
             is_known = not hashes or hashes[-1] in self._pages or hashes[-1] in inserted
-            if number < computed or (number + 1) * size > limit or is_known:
+            if number < computed or number * size + last > limit or is_known:
                 del seq.fetch.payloads[number]
                 self._memory.spend_fetch(seq, self._config.page_bytes)
                 continue
@@ -264,7 +276,8 @@ class PrefixCache:
     def _touch_stored(self, seq: Sequence, first: int, end: int) -> None:
         size = self._config.blocks_per_page
         if self._config.keeps_kv and (pages := seq.block_hashes[size - 1 : end : size]):
-            self._outputs.touches.append(pages[first // size :])
+            part = seq.block_hashes[end - 1 : end] if end % size else []
+            self._outputs.touches.append([*pages[first // size :], *part])
         if self._config.reuses_states:
             self._outputs.state_touches.append(seq.block_hashes[end - 1])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from engine.plan import BlockName
+from engine.plan import BlockName, Export
 
 
 class NetChanges:
@@ -35,7 +35,7 @@ class NetChanges:
 
 @dataclass(eq=False, slots=True)
 class Storable:
-    """Something that the kvstore may keep: the content of a full page, or a snapshot."""
+    """Something that the kvstore may keep: the content of a page, or a snapshot."""
 
     id: int  # never used again
     hash: bytes  # of the last block
@@ -49,6 +49,10 @@ class Storable:
     def name(self) -> BlockName:
         return BlockName(self.id, self.hash, self.is_snapshot)
 
+    @property
+    def export(self) -> Export:
+        return Export(self.id)
+
 
 @dataclass(eq=False, slots=True)
 class Page:
@@ -60,7 +64,9 @@ class Page:
     names: dict[int, bytes] = field(default_factory=dict)
     """The hashes of the prefixes whose last positions it holds, by the position in the page where
     they end. Nothing may be written before the last of these positions."""
-    content: PageContent | None = None  # once it is full
+    content: PageContent | None = None
+    """What the kvstore may keep of it: all, once it is full; before, what it had when a sequence
+    left it."""
     last_used: int = 0  # time of its last use, by the pools' clock
 
     @property
@@ -70,9 +76,14 @@ class Page:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PageContent(Storable):
-    """The content of a full page."""
+    """The content of a page up to ``end``."""
 
     page: Page
+    end: int
+
+    @property
+    def export(self) -> Export:
+        return Export(self.id, self.page.number, self.end)
 
 
 class CachedPrefix(NamedTuple):
@@ -220,11 +231,23 @@ class PagePool:
         page.names[end] = block_hash
         known = self._index.setdefault(block_hash, [])
         known.append(page)
-        if end == self.page_tokens and not any(other.content for other in known):
-            page.content = PageContent(next(self._clock), block_hash, stored, page=page)
+        if end == self.page_tokens and self.content(block_hash) is None:
+            page.content = self._content_of(page, end, stored=stored)
         if len(known) == 1:
             self._changes.record(block_hash, added=True)
         return len(known) == 1
+
+    def name_part(self, page: Page, *, stored: bool = False) -> PageContent | None:
+        """Let the kvstore keep what ``page`` has, although it is not full. Return the content, None
+        if there is none, or another page has the same."""
+        end = page.named_end
+        if end in (0, self.page_tokens) or self.content(page.names[end]) is not None:
+            return None
+        page.content = self._content_of(page, end, stored=stored)
+        return page.content
+
+    def _content_of(self, page: Page, end: int, *, stored: bool) -> PageContent:
+        return PageContent(next(self._clock), page.names[end], stored, page=page, end=end)
 
     def withdraw(self, block_hash: bytes) -> list[PageContent]:
         """Forget what holds the prefix with this hash, because the content is wrong. Return the
@@ -234,7 +257,7 @@ class PagePool:
             end = next(end for end, name in page.names.items() if name == block_hash)
             del page.names[end]
             self._forget(block_hash, page)
-            if end == self.page_tokens and page.content is not None:
+            if page.content is not None and page.content.hash == block_hash:
                 lost.append(page.content)
                 page.content = None
             if not page.refs and not page.names:
@@ -243,9 +266,9 @@ class PagePool:
         return lost
 
     def content(self, block_hash: bytes) -> PageContent | None:
-        """Return the content of a full page whose last block has this hash."""
-        pages = self._index.get(block_hash, ())
-        return next((page.content for page in pages if page.content is not None), None)
+        """Return the content that ends with the block with this hash."""
+        found = (page.content for page in self._index.get(block_hash, ()))
+        return next((one for one in found if one is not None and one.hash == block_hash), None)
 
     def full_page(self, block_hash: bytes) -> Page | None:
         """Return a page that is full and whose last block has this hash."""

@@ -53,6 +53,8 @@ class SequenceFetch:
     first_page: int = 0  # number of the first page that was asked for
     payloads: dict[int, Payload] = field(default_factory=dict)
     """Pages received and not inserted yet, by their number in the table."""
+    part_page: int = -1  # number of the one that is not full, -1 if all are
+    part_blocks: int = 0  # its blocks
     inserted: set[int] = field(default_factory=set)  # numbers of the pages that were inserted
     first_state: int = 0  # number of the first hash after which a state was searched
     state_end: int = 0  # number of blocks before the received state

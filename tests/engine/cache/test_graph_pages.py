@@ -76,6 +76,18 @@ def test_a_page_has_the_same_bytes_on_every_device(bits: int) -> None:
                 assert found.scales is not None and mx.array_equal(found.scales, wanted.scales)
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_part_of_a_page_is_exported_with_zeros_behind_it(bits: int) -> None:
+    slots, _ = written(bits, 3 * PAGE)
+    host = HostPages(slots.pages.layout, PAGE)
+    host.resize(2)
+    host.insert(0, slots.pages.exporter(4)())
+    payload = slots.pages.exporter(4, 20)()
+    assert payload == host.exporter(0, 20)() != host.exporter(0)()
+    host.copy(0, 1, 20)  # to a page of zeros
+    assert payload == host.exporter(1)()
+
+
 def test_a_page_of_another_size_is_refused() -> None:
     slots, _ = written(8)
     payload = slots.pages.exporter(1)()

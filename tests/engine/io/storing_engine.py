@@ -16,7 +16,7 @@ import zmq
 
 from engine.io.store.block_fetch import FileKind, Payload
 from engine.io.store.client import StoreClient
-from engine.plan import FoundState, StateSearch
+from engine.plan import FoundPart, FoundState, PartSearch, StateSearch
 from shared.hashing import HASH_BYTES
 from tests.kvstore.blocks import hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
@@ -48,7 +48,7 @@ class StoringEngine:
     def __init__(self, endpoint: str) -> None:
         self.blocks, self.states = FileKind(new_namespace()), FileKind(new_namespace())
         self.answers: dict[int, list[list[Payload]]] = {}
-        self._found: dict[int, FoundState | None] = {}
+        self._found: dict[int, FoundState | FoundPart | None] = {}
         self.not_stored: list[tuple[bytes, bool]] = []
         self._tickets = iter(range(1_000_000))
         self._woken, self._wake = socket.socketpair()
@@ -97,8 +97,27 @@ class StoringEngine:
             assert payload == payload_of(number)
         if state is None:
             return len(payloads), 0
+        assert isinstance(state, FoundState)
         assert state.payload == payload_of(1000 + numbers[state.end - 1])
         return len(payloads), state.end
+
+    def fetch_part(self, *numbers: int, page_blocks: int) -> tuple[int, int]:
+        """Fetch the pages that end the given blocks, and a part of the one after them. Return the
+        number of pages, and of blocks of the part, that came."""
+        ticket = next(self._tickets)
+        hashes = [hash_of(number) for number in numbers]
+        search = PartSearch(hashes, page_blocks)
+        self.client.fetch(ticket, hashes[page_blocks - 1 :: page_blocks], search)
+        wait_until(lambda: ticket in self.answers)
+        payloads, part = self.answers[ticket][0], self._found[ticket]
+        blocks = part.blocks if isinstance(part, FoundPart) else 0
+        ends = [*range(page_blocks, len(payloads) * page_blocks + 1, page_blocks)]
+        for end, payload in zip(ends, payloads, strict=True):
+            assert payload == payload_of(numbers[end - 1])
+        if part is not None:
+            last = len(payloads) * page_blocks + blocks
+            assert part.payload == payload_of(numbers[last - 1])
+        return len(payloads), blocks
 
     def store_state(self, number: int) -> None:
         writes = self.client.stats.writes + 1
@@ -138,8 +157,10 @@ class StoringEngine:
         self._wake.close()
         assert all(len(answers) == 1 for answers in self.answers.values())
 
-    def _on_fetched(self, ticket: int, payloads: list[Payload], state: FoundState | None) -> None:
-        self._found[ticket] = state
+    def _on_fetched(
+        self, ticket: int, payloads: list[Payload], end: FoundState | FoundPart | None
+    ) -> None:
+        self._found[ticket] = end
         self.answers.setdefault(ticket, []).append(payloads)
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import zmq
@@ -20,7 +21,7 @@ from engine.io.store.group_store import CONNECTING_S, GroupStore, open_channel
 from engine.io.store.rank_store import RankStore, connect_channel
 from engine.parallel.errors import RankFailed
 from engine.parallel.plans import StoredName
-from engine.plan import FoundState, StateSearch
+from engine.plan import FoundPart, FoundState, PartSearch, StateSearch
 from shared.hashing import rank_namespace
 from tests.engine.io.storing_engine import new_namespace, running_kvstore
 from tests.kvstore.blocks import hash_of, payload_of, wait_until
@@ -37,7 +38,7 @@ class Ranks:
         self.blocks, self.states = blocks or new_namespace(), new_namespace()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pool = ThreadPoolExecutor(2)
-        self.fetched: SimpleQueue[tuple[int, list[Payload], FoundState | None]] = SimpleQueue()
+        self.fetched: SimpleQueue[tuple[int, list[Payload], Any]] = SimpleQueue()
         self.not_stored: list[tuple[bytes, bool]] = []
         self.released: deque[StoredName] = deque()
         self.endpoint = endpoint
@@ -180,6 +181,17 @@ def test_the_state_is_the_last_one_that_all_ranks_have(ranks: Ranks) -> None:
     count, state = ranks.fetch([1, 2, 3, 4], states=True)
     assert count == 2 and state is not None and state.end == 2
     assert ranks.other.fetched(StoredName(hash_of(2), True)) == payload_of(102)
+
+
+def test_a_part_of_a_page_is_one_that_all_ranks_have(ranks: Ranks) -> None:
+    ranks.store([3, 4], state=False)
+    ranks.store([5], ranks=(0,), state=False)
+    wait_until(lambda: ranks.own.stats.writes == 3)
+    hashes = [hash_of(number) for number in (1, 2, 3, 4, 5, 6)]
+    ranks.leader.fetch(1, hashes[2::3], PartSearch(hashes, 3))
+    _, payloads, part = ranks.fetched.get(timeout=PATIENCE_S)
+    assert payloads == [payload_of(3)] and part == FoundPart(1, payload_of(4))
+    assert ranks.other.fetched(StoredName(hash_of(4), False)) == payload_of(104)
 
 
 def test_what_rank_0_drops_the_others_drop(ranks: Ranks) -> None:

@@ -62,6 +62,17 @@ def test_a_prefix_ends_with_its_last_state(prefix: StoringEngine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, ready=4) == (0, 4)
 
 
+def test_a_part_of_the_page_after_the_last_one_is_fetched(engine: StoringEngine) -> None:
+    engine.keep(3, 6, 8, 10, 11)
+    assert engine.fetch_part(1, 2, 3, 4, 5, 6, 7, 8, 9, page_blocks=3) == (2, 2)
+    assert engine.fetch_part(1, 2, 3, 10, 11, 7, page_blocks=3) == (1, 2), "the longest"
+    assert engine.fetch_part(1, 2, 3, 10, 7, page_blocks=3) == (1, 1)
+    assert engine.fetch_part(1, 2, 3, 7, 7, 7, page_blocks=3) == (1, 0)
+    assert engine.fetch_part(10, 7, 7, page_blocks=3) == (0, 1)
+    engine.kvstore.corrupt(8, engine.blocks.namespace)
+    assert engine.fetch_part(1, 2, 3, 4, 5, 6, 7, 8, 9, page_blocks=3) == (2, 0)
+
+
 def test_a_later_state_in_ram_is_not_fetched(prefix: StoringEngine) -> None:
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6, in_ram=(5,)) == (5, 0)
     assert prefix.fetch_prefix(1, 2, 3, 4, 5, 6, in_ram=(3,)) == (4, 4)

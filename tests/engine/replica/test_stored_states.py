@@ -12,7 +12,7 @@ import pytest
 from engine.io.inbox import BlocksFetched, Inbox
 from engine.io.store.block_fetch import Payload
 from engine.io.store.client import StoreClient
-from engine.io.store.state_fetch import StatePrefixFetch
+from engine.io.store.prefix_fetch import StatePrefixFetch
 from engine.plan import Cancellation, StateSearch, StoreRoom
 from tests.engine.replica.test_state_prefixes import KINDS, Observed
 from tests.engine.whole import random_tokens
@@ -63,7 +63,10 @@ class MemoryStore:
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
         on_done(len(list(takewhile(self.blocks.__contains__, hashes))))
 
-    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+    def find_last(
+        self, hashes: Sequence[bytes], on_done: Callable[[int | None], None], *, are_states: bool
+    ) -> None:
+        assert are_states
         found = [position for position, hash in enumerate(hashes) if hash in self.states]
         on_done(max(found, default=None))
 

@@ -328,8 +328,9 @@ class FakeExecutor:
                 for token in content:
                     one = one.then(token)
                     prefixes.append(one)
-                assert len(prefixes) % size == 0
-                self._page(insert.page)[:] = prefixes[-size:]
+                first = (len(prefixes) - 1) // size * size
+                held: list[Prefix | None] = [*prefixes[first:]]
+                self._page(insert.page)[:] = held + [None] * (size - len(held))
         for unpack in plan.unpacked:
             assert self.config.unpacked_token_bytes and unpack.slot in self.tables
             if unpack.tokens:
@@ -371,8 +372,9 @@ class FakeExecutor:
     def _export(self, export: Export) -> Exported:
         if export.page is None:
             return Exported(export.block_id, self._payload(self.snapshots[export.block_id]))
-        last = self._page(export.page)[-1]
-        assert last is not None
+        page = self._page(export.page)[: export.positions]
+        last = page[-1]
+        assert last is not None and len(page) == export.positions
         return Exported(export.block_id, self._payload(tuple(last.tokens)))
 
     def row(self, slot: Slot, length: int) -> list[int]:

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from engine.plan import Chunk, FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
+from engine.plan import (
+    Chunk,
+    FoundPart,
+    FoundState,
+    PartSearch,
+    Payload,
+    Plan,
+    StateSearch,
+    StepResult,
+    StoreRoom,
+)
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
 from engine.scheduler.sequences import sequence as sequences
@@ -181,17 +191,27 @@ class Engine:
 
     def answer_store(self) -> None:
         """Answer the oldest fetch with the stored pages up to the first that is missing."""
-        ticket, hashes, states, _ = self.fetches.popleft()
+        ticket, hashes, search, _ = self.fetches.popleft()
         run = list(takewhile(self.stored.__contains__, hashes))
-        state = None if states is None else self._find_state(states, len(run))
-        if states is not None:
+        found: FoundState | FoundPart | None = None
+        if isinstance(search, StateSearch):
+            found = self._find_state(search, len(run))
             end = max(
-                (count for count in states.in_ram if count <= states.num_ready + len(run)),
+                (count for count in search.in_ram if count <= search.num_ready + len(run)),
                 default=0,
             )
-            run = run[: max(0, max(end, state.end if state else 0) - states.num_ready)]
-        self.scheduler.on_fetched(ticket, [self.stored[block_hash] for block_hash in run], state)
+            run = run[: max(0, max(end, found.end if found else 0) - search.num_ready)]
+        elif search is not None:
+            found = self._find_part(search, len(run))
+        self.scheduler.on_fetched(ticket, [self.stored[block_hash] for block_hash in run], found)
         self.check()
+
+    def _find_part(self, search: PartSearch, run: int) -> FoundPart | None:
+        blocks = search.hashes[run * search.page_blocks :][: search.page_blocks - 1]
+        for count in range(len(blocks), 0, -1):
+            if payload := self.stored.get(blocks[count - 1]):
+                return FoundPart(count, payload)
+        return None
 
     def _find_state(self, states: StateSearch, run: int) -> FoundState | None:
         for count in range(states.num_ready + run, 0, -1):

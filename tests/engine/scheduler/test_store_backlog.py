@@ -9,7 +9,7 @@ from engine.scheduler import store_backlog
 from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 PROMPT = list(range(1, 130))
-PAGES = 8  # of 16 tokens in the prompt and the reply
+PAGES = 9  # of 16 tokens in the prompt and the reply: the last one is not full
 
 
 def engine_with(files: int) -> Engine:

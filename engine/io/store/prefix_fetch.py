@@ -1,12 +1,16 @@
-"""Fetching a prefix of a model with recurrent state: blocks, and the state at their end."""
+"""Fetching a prefix: blocks, and the state or the part of a page at their end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from engine.io.store.block_fetch import Payload
-from engine.plan import Cancellation, FoundState, StateSearch
+from engine.plan import Cancellation, FoundPart, FoundState, PartSearch, StateSearch
+
+OnFetched = Callable[[int, list[Payload], FoundState | FoundPart | None], None]
+"""Called with the ticket of a fetch, its blocks, and what was found at their end."""
 
 
 class PrefixSource(Protocol):
@@ -16,8 +20,10 @@ class PrefixSource(Protocol):
     def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
         """Ask how many of ``hashes`` are there without a gap."""
 
-    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
-        """Ask for the position of the last of ``hashes`` whose state is there."""
+    def find_last(
+        self, hashes: Sequence[bytes], on_done: Callable[[int | None], None], *, are_states: bool
+    ) -> None:
+        """Ask for the position of the last of ``hashes`` that is there as a block, or state."""
 
     def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
         """Fetch one state."""
@@ -29,6 +35,62 @@ class PrefixSource(Protocol):
         cancellation: Cancellation | None = None,
     ) -> None:
         """Fetch a run of blocks."""
+
+
+def start_of(
+    source: PrefixSource,
+    ticket: int,
+    hashes: Sequence[bytes],
+    end: StateSearch | PartSearch | None,
+    on_fetched: OnFetched,
+    cancellation: Cancellation | None = None,
+) -> Callable[[], None]:
+    """Return a function that starts a fetch of blocks, and of what is at their ``end``."""
+    if isinstance(end, StateSearch):
+        return StatePrefixFetch(source, ticket, hashes, end, on_fetched, cancellation).start
+    parts = end or PartSearch([], 1)
+    return PartPrefixFetch(source, ticket, hashes, parts, on_fetched, cancellation).start
+
+
+class PartPrefixFetch:
+    """One fetch of pages, and of a part of the page after the last one that is found."""
+
+    def __init__(
+        self,
+        source: PrefixSource,
+        ticket: int,
+        hashes: Sequence[bytes],
+        parts: PartSearch,
+        on_fetched: OnFetched,
+        cancellation: Cancellation | None = None,
+    ) -> None:
+        self._source = source
+        self._ticket = ticket
+        self._hashes = hashes
+        self._parts = parts
+        self._on_fetched = on_fetched
+        self._cancellation = cancellation
+
+    def start(self) -> None:
+        self._source.get_blocks(self._hashes, self._on_pages, self._cancellation)
+
+    def _on_pages(self, payloads: list[Payload]) -> None:
+        size = self._parts.page_blocks
+        blocks = self._parts.hashes[len(payloads) * size :][: size - 1]
+
+        def found(position: int | None) -> None:
+            if position is None or not 0 <= position < len(blocks):
+                self._on_fetched(self._ticket, payloads, None)
+            else:
+                self._source.get_blocks([blocks[position]], partial(done, position + 1))
+
+        def done(count: int, part: list[Payload]) -> None:
+            self._on_fetched(self._ticket, payloads, FoundPart(count, part[0]) if part else None)
+
+        if blocks:
+            self._source.find_last(blocks, found, are_states=False)
+        else:
+            found(None)
 
 
 class StatePrefixFetch:
@@ -45,7 +107,7 @@ class StatePrefixFetch:
         ticket: int,
         hashes: Sequence[bytes],
         states: StateSearch,
-        on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+        on_fetched: OnFetched,
         cancellation: Cancellation | None = None,
     ) -> None:
         self._source = source
@@ -72,7 +134,7 @@ class StatePrefixFetch:
     def _find(self) -> None:
         hashes = self._states.hashes[self._ram_count : self._reach]
         if hashes:
-            self._source.find_state(hashes, self._on_found)
+            self._source.find_last(hashes, self._on_found, are_states=True)
         else:
             self._on_found(None)
 

@@ -160,10 +160,17 @@ class HostBatch(RaggedBatch):
     @cached_property
     def _lanes(self) -> list[list[_Stretch]]:
         """The rows with few tokens that are not unpacked, for each thread in a scratch of its own.
-        It reads a few at a time, and they attend while their values are in the core's cache."""
+        It reads a few at a time, and they attend while their values are in the core's cache. Of a
+        single row, each thread has some heads."""
         rest = [i for i in range(len(self.rows)) if i not in self._unpacked]
         if not rest or not self.by_token:
             return []
+        if len(rest) == 1 and self.given is None:
+            row, pages = self.rows[rest[0]], self._pages
+            parts = min(num_threads(), *(each.kv_heads for each in self.layout.layers))
+            if row.width * row.end < self._worth_threads:
+                parts = 1
+            return [[self._read(rest, pages.scratch(n), (n, parts))] for n in range(parts)]
         worth = sum(self.rows[i].end for i in rest) >= self._worth_threads
         lanes: list[list[int]] = [[] for _ in range(num_threads() if worth else 1)]
         for i in sorted(rest, key=lambda i: -self.rows[i].end):
@@ -189,10 +196,12 @@ class HostBatch(RaggedBatch):
         unit = lcm(FEWEST, self._pages.page_tokens)
         return -(-self.rows[i].end // unit) * unit
 
-    def _read(self, members: list[int], scratch: Scratch) -> _Stretch:
+    def _read(
+        self, members: list[int], scratch: Scratch, part: tuple[int, int] = (0, 1)
+    ) -> _Stretch:
         tables, ends = [self.tables[i] for i in members], [self.rows[i].end for i in members]
         capacity = max(self._capacity(i) for i in members)
-        rows = ScratchRows(self._pages, scratch, tables, ends, capacity)
+        rows = ScratchRows(self._pages, scratch, tables, ends, capacity, part)
         return _Stretch(scratch, members, list(range(len(members))), rows)
 
     def _low(self, layer: int, stretch: _Stretch) -> int:
@@ -371,8 +380,8 @@ class HostBatch(RaggedBatch):
             pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
             run = partial(self._attend_pieces, pieces, kept, asked, out, how)
             in_parallel([run] * work.threads)
-        if self._lanes:
-            lanes = self._lanes
+        lanes = self._lanes
+        if lanes and isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
             in_parallel(
                 [partial(self._attend_lane, lane, layer, asked, out, how) for lane in lanes]
             )
@@ -384,15 +393,18 @@ class HostBatch(RaggedBatch):
             in_parallel([partial(within, head) for head in range(heads)])
 
     def _attend_lane(
-        self, lane: Sequence[_Stretch], layer: int, asked: Arrays, out: Arrays, how: How
+        self, lane: Sequence[_Stretch], layer: int, asked: Array, out: Array, how: How
     ) -> None:
         """Read the rows of a lane and write their attention. May be called on any thread."""
         for stretch in lane:
             assert stretch.rows is not None
             kept = stretch.rows.both(layer)
             stretch.rows.read(layer, self._low(layer, stretch))
-            work = self._work(stretch, *asked[0].shape[:2])
-            self._attend_pieces(iter(work.pieces), kept, asked, out, how)
+            heads = stretch.rows.heads(layer)
+            work = self._work(stretch, heads.stop - heads.start, asked.shape[2])
+            sinks = None if how.sinks is None else how.sinks[heads]
+            its = how._replace(sinks=sinks)
+            self._attend_pieces(iter(work.pieces), kept, asked[:, heads], out[:, heads], its)
 
     def _attend_pieces(
         self, pieces: Iterator[Piece], kept: Kept, asked: Arrays, out: Arrays, how: How

@@ -33,9 +33,12 @@ class ScratchRows:
         tables: Sequence[Sequence[int]],
         ends: Sequence[int],
         capacity: int,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
-        """``capacity`` is a number of whole pages, enough for the ``ends``."""
+        """``capacity`` is a number of whole pages, enough for the ``ends``. ``part``: the number of
+        the part of all heads that is read, and how many parts there are."""
         self._pages, self._scratch = pages, scratch
+        self._part = part
         self._ends, self._capacity = ends, capacity
         self._tables = np.zeros((len(ends), capacity // pages.page_tokens), np.int64)
         for to, table, end in zip(self._tables, tables, ends, strict=True):
@@ -43,10 +46,16 @@ class ScratchRows:
             to[:count] = table[:count]
         self._arguments: dict[Group, tuple[NDArray[np.int64], NDArray[np.bool]]] = {}
 
+    def heads(self, layer: int) -> slice:
+        """Return which heads of keys of a layer are read."""
+        number, parts = self._part
+        count = self._pages.layout.layers[layer].kv_heads
+        return slice(count * number // parts, count * (number + 1) // parts)
+
     def both(self, layer: int) -> list[Array]:
-        """Return keys and values (rows, kv_heads, capacity, dim) of a layer, for `read`."""
-        its = self._pages.layout.layers[layer]
-        shape = len(self._ends), its.kv_heads, self._capacity
+        """Return keys and values (rows, heads, capacity, dim) of a layer, for `read`."""
+        its, heads = self._pages.layout.layers[layer], self.heads(layer)
+        shape = len(self._ends), heads.stop - heads.start, self._capacity
         return self._scratch.both(shape, (its.key_dim, its.value_dim))
 
     def read(self, layer: int, low: int) -> None:
@@ -65,12 +74,13 @@ class ScratchRows:
 
     def _read(self, layer: int, both: Sequence[Array], lines: slice, low: int) -> None:
         """Write a part of the ``lines`` (row, head) of ``both``."""
-        size, heads = self._pages.page_tokens, both[0].shape[1]
+        size, heads, start = self._pages.page_tokens, both[0].shape[1], self.heads(layer).start
         places = self._pages.places[2 * layer : 2 * layer + 2]
         groups = [place.group for place in places if place is not None]
         coded = all(group.how is not None and group.how.is_symmetric for group in groups)
         if coded and len(groups) == 2 and low < size and not graphs.unusable():
-            firsts = [place.first * heads for place in places if place is not None]
+            every = groups[0].codes.shape[2]
+            firsts = [place.first * every + start for place in places if place is not None]
             outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
             self._call(groups, outs)(self, lines, firsts)
             return
@@ -82,7 +92,8 @@ class ScratchRows:
             stretch = slice(first * size, (first + len(table)) * size)
             for number, array in enumerate(both, 2 * layer):
                 target = array[row, some]
-                self._pages.read_values(number, table, target[:, stretch], some)
+                its = slice(start + some.start, start + some.stop)
+                self._pages.read_values(number, table, target[:, stretch], its)
                 target[:, end:] = 0  # pages may hold NaN there, which times zero is NaN
 
     def _call(self, groups: Sequence[Group], outs: Sequence[Array]) -> _Call:
@@ -102,8 +113,10 @@ class ScratchRows:
         array, and which scales (lines, positions * groups) are those of the row."""
         found = self._arguments.get(group)
         if found is None:
-            _, arrays, heads, *_ = group.codes.shape
-            index = self._tables[:, None] * (arrays * heads) + np.arange(heads)[:, None]
+            _, arrays, every, *_ = group.codes.shape
+            number, parts = self._part
+            heads = every * (number + 1) // parts - every * number // parts
+            index = self._tables[:, None] * (arrays * every) + np.arange(heads)[:, None]
             known = np.arange(self._capacity) < np.array(self._ends)[:, None]
             known = known.repeat(group.scales.shape[-1], axis=-1).repeat(heads, axis=0)
             found = self._arguments[group] = index.reshape(-1, index.shape[-1]), known

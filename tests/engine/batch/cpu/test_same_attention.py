@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.batch.cpu import few_tokens, single_tokens, tiles
+from engine.batch.cpu import few_tokens, host, single_tokens, tiles
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.pieces import How
+from engine.batch.cpu.scratch import ScratchRows
 from engine.batch.ragged import Row
 from engine.cache import unpacked
 from engine.cache.host_pages import HostPages
@@ -132,6 +133,26 @@ class Text:
         return (
             shares @ values[:, None] / (total if self.sinks is None else total + np.exp(self.sinks))
         )
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("precision", [UNQUANTIZED, Precision(8, 16)])
+def test_a_row_whose_heads_threads_share_has_the_same_bits(
+    what: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(CASES[what], (), precision)
+    whole = text.whole(Exact)
+    monkeypatch.setattr(host, "SAME_BITS_WORTH_THREADS", 0)
+    monkeypatch.setattr(host, "num_threads", lambda: 2)
+    used: list[object] = []
+    read = ScratchRows.read
+    monkeypatch.setattr(
+        ScratchRows, "read", lambda rows, *rest: (used.append(rows.heads(0)), read(rows, *rest))[1]
+    )
+    for start, end in ((330, 343), (343, 344), (344, 350)):
+        used.clear()
+        text.check(Exact, {1: (start, end)}, whole)
+        assert sorted(map(str, used)) == ["slice(0, 1, None)", "slice(1, 2, None)"]
 
 
 @pytest.mark.parametrize("what", CASES)

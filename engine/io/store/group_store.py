@@ -202,7 +202,7 @@ class GroupStore:
                 self.find_last(hashes[: last + 1], on_done, are_states=are_states)
 
         ticket = self._ask(answered)
-        self._send_to_all(rank_messages.FindLast(ticket, list(hashes), are_states))
+        self._send_to_all(rank_messages.FindLastFile(ticket, list(hashes), are_states))
         answer = partial(self._add_answer, ticket)
         self._own.find_last(hashes, answer, are_states=are_states)
 

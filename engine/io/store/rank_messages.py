@@ -22,7 +22,7 @@ class CountBlocks(RankMessage, frozen=True, tag=1):
     hashes: list[bytes]
 
 
-class FindLast(RankMessage, frozen=True, tag=2):
+class FindLastFile(RankMessage, frozen=True, tag=2):
     """At which position in ``hashes`` is the last block, or state, that is there?"""
 
     ticket: int
@@ -71,7 +71,7 @@ class StoreState(RankMessage, frozen=True, tag=8):
     not_stored: list[StoredName]
 
 
-ToRank = CountBlocks | FindLast | FetchFiles | KeepFetched | TouchFiles | ClearFiles
+ToRank = CountBlocks | FindLastFile | FetchFiles | KeepFetched | TouchFiles | ClearFiles
 FromRank = Answer | StoreState
 
 encode = msgspec.msgpack.Encoder().encode

@@ -126,7 +126,9 @@ class RankStore(threading.Thread):
             match rank_messages.to_rank.decode(content):
                 case rank_messages.CountBlocks(ticket=ticket, hashes=hashes):
                     self._client.count_blocks(hashes, partial(self._answer, ticket))
-                case rank_messages.FindLast(ticket=ticket, hashes=hashes, are_states=are_states):
+                case rank_messages.FindLastFile(
+                    ticket=ticket, hashes=hashes, are_states=are_states
+                ):
                     answer = partial(self._answer, ticket)
                     self._client.find_last(hashes, answer, are_states=are_states)
                 case rank_messages.FetchFiles(ticket=ticket, hashes=hashes, are_states=True):

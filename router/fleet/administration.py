@@ -13,7 +13,7 @@ from router.fleet.engines.engine import Engine
 from router.fleet.engines.registry import Registry
 from router.fleet.models.supervised import Supervised
 from router.fleet.queue.dispatch import Dispatcher
-from router.fleet.sequences.remote_request import InFlight
+from router.fleet.sequences.remote_request import RemoteRequest
 from shared.wire import ClearCache, Drain, Message
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Administration:
         engines = [engine for engine in self._registry.engines if engine.lost_reason is None]
         return [each.name for each in engines if self._send(each, ClearCache(ssd=ssd))]
 
-    def requests(self, limit: int) -> list[InFlight]:
+    def requests(self, limit: int) -> list[RemoteRequest]:
         """Return the oldest ``limit`` sequences in flight."""
         return list(islice(self._dispatcher.in_flight, limit))
 
@@ -103,14 +103,14 @@ class Administration:
         Raises `RequestNotFound`.
         """
         found = [
-            entry
-            for entry in self._dispatcher.in_flight
-            if request_id in (entry.sequence.request_id, answer_id(entry))
+            request
+            for request in self._dispatcher.in_flight
+            if request_id in (request.request_id, answer_id(request))
         ]
         if not found:
             raise RequestNotFound(f"No request '{request_id}' is running or queued.")
-        for entry in found:
-            self._dispatcher.fail(entry, _cancelled())
+        for request in found:
+            self._dispatcher.fail(request, _cancelled())
         return len(found)
 
     def close(self) -> None:
@@ -159,9 +159,9 @@ class Administration:
         return f"was not ready again within {RESTART_TIMEOUT_S:.0f} s"
 
 
-def answer_id(entry: InFlight) -> str:
+def answer_id(request: RemoteRequest) -> str:
     """Return the id of the answer to which the sequence belongs."""
-    return entry.sequence.request_id.rpartition(":")[0]
+    return request.request_id.rpartition(":")[0]
 
 
 def _cancelled() -> RequestCancelled:

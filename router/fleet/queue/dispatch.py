@@ -19,7 +19,7 @@ from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.queue.model_queue import DepartureRate, ModelQueue
 from router.fleet.queue.placement import choose_engine
-from router.fleet.sequences.remote_request import InFlight, RemoteRequest, RemoteRequestState
+from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 from router.fleet.sequences.remote_sequence import MissingTokensError, RemoteSequence, failure
 from router.fleet.sequences.remote_texts import RemoteTexts
 from router.fleet.sequences.timeouts import engine_lost, overdue
@@ -53,7 +53,7 @@ class Dispatcher:
         self._metrics = metrics
         self._on_generated = on_generated
         self._is_loaded_on_demand = is_loaded_on_demand
-        self._in_flight: dict[str, InFlight] = {}
+        self._in_flight: dict[str, RemoteRequest] = {}
         self._queues: defaultdict[ModelReplicas, ModelQueue] = defaultdict(ModelQueue)
         self.departure_rate = DepartureRate()
 
@@ -68,10 +68,10 @@ class Dispatcher:
     @property
     def models_in_use(self) -> set[str]:
         """The ids of the models that have sequences."""
-        return {entry.model.id for entry in self._in_flight.values()}
+        return {request.model.id for request in self._in_flight.values()}
 
     @property
-    def in_flight(self) -> Iterable[InFlight]:
+    def in_flight(self) -> Iterable[RemoteRequest]:
         """All running and queued sequences, oldest first. Do not keep the result."""
         return self._in_flight.values()
 
@@ -84,71 +84,70 @@ class Dispatcher:
 
     # -- from the HTTP side ----------------------------------------------------
 
-    def admit(self, model: ModelReplicas, sequences: Sequence[RemoteRequest]) -> None:
+    def admit(self, model: ModelReplicas, requests: Sequence[RemoteRequest]) -> None:
         queue = self._queues[model]
-        for sequence in sequences:
-            sequence.is_alone = len(sequences) == 1
-            self._in_flight[sequence.request_id] = InFlight(sequence, model)
-            queue.push(sequence)
+        for request in requests:
+            request.is_alone = len(requests) == 1
+            request.model = model
+            self._in_flight[request.request_id] = request
+            queue.push(request)
         self.place(model)
 
-    def stop(self, sequence: RemoteSequence) -> None:
+    def stop(self, request: RemoteSequence) -> None:
         """End the text of a sequence at a stop string. The engine frees the sequence immediately.
 
         The sequence is done when the engine's usage has arrived or timed out.
         """
-        entry = self._in_flight.get(sequence.request_id)
-        if entry is None or entry.engine is None:
-            self.release(sequence)
+        if request.engine is None:
+            self.release(request)
             return
-        sequence.stop()
-        self._send(entry.engine, sequence.abort_message())
-        if sequence.usage is not None:
-            self._end(entry, sequence.end)
+        request.stop()
+        self._send(request.engine, request.abort_message())
+        if request.usage is not None:
+            self._end(request, request.end)
 
-    def release(self, sequence: RemoteRequest) -> None:
+    def release(self, request: RemoteRequest) -> None:
         """Remove a sequence from the queue or from its engine, because nothing waits for it."""
-        entry = self._in_flight.get(sequence.request_id)
-        if entry is None:
+        if request.request_id not in self._in_flight:
             return
-        if entry.engine is not None:
-            self._send(entry.engine, sequence.abort_message())
+        if request.engine is not None:
+            self._send(request.engine, request.abort_message())
             self._metrics.aborts.inc()
-        self._end(entry, sequence.end)
+        self._end(request, request.end)
 
-    def fail(self, entry: InFlight, error: ApiError) -> None:
+    def fail(self, request: RemoteRequest, error: ApiError) -> None:
         """End a sequence with ``error``."""
-        if entry.engine is not None:
-            self._send(entry.engine, entry.sequence.abort_message())
-        self._end(entry, lambda: entry.sequence.fail(error))
+        if request.engine is not None:
+            self._send(request.engine, request.abort_message())
+        self._end(request, lambda: request.fail(error))
 
     def fail_all(self, error: Callable[[], Unavailable]) -> int:
         """End everything in flight. Return the number of sequences."""
         in_flight = list(self._in_flight.values())
-        for entry in in_flight:
-            self.fail(entry, error())
+        for request in in_flight:
+            self.fail(request, error())
         return len(in_flight)
 
     # -- from engines ----------------------------------------------------------
 
     def on_accepted(self, engine: Engine, message: Accepted) -> None:
-        entry = self._find(engine, message.request_id, message.attempt)
-        if entry is not None:
-            entry.sequence.accept()
+        request = self._find(engine, message.request_id, message.attempt)
+        if request is not None:
+            request.accept()
 
     def on_refused(self, engine: Engine, message: Refused) -> None:
-        entry = self._find(engine, message.request_id, message.attempt)
-        if entry is None:
+        request = self._find(engine, message.request_id, message.attempt)
+        if request is None:
             return
         if message.reason in ("full", "draining"):
             engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
-            entry.sequence.refusal = message.message
-            self._requeue(entry)
+            request.refusal = message.message
+            self._requeue(request)
             return
         kind = NotSupported if message.reason == "unsupported" else InvalidRequest
         code = "request_too_large" if message.reason == "too_large" else None
         error = kind(message.message, param=message.param, code=code)
-        self._end(entry, lambda: entry.sequence.fail(error))
+        self._end(request, lambda: request.fail(error))
 
     def on_tokens(self, engine: Engine, deltas: Sequence[Delta]) -> None:
         """Handle the deltas of a step. Those of older attempts are dropped."""
@@ -156,60 +155,59 @@ class Dispatcher:
         tenants: dict[str, Tenant] = {}
         generated: Counter[str] = Counter()
         for delta in deltas:
-            entry = self._find(engine, delta.request_id, delta.attempt)
-            if entry is not None and (count := self._on_delta(engine, entry, delta, now)):
-                tenant = entry.sequence.tenant
+            request = self._find(engine, delta.request_id, delta.attempt)
+            if request is not None and (count := self._on_delta(engine, request, delta, now)):
+                tenant = request.tenant
                 tenants[tenant.name] = tenant
                 generated[tenant.name] += count
         for name, tenant in tenants.items():
             self._on_generated(tenant, generated[name])
 
-    def _on_delta(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
+    def _on_delta(self, engine: Engine, request: RemoteRequest, delta: Delta, now: float) -> int:
         """Return the number of new tokens of the sequence."""
-        if entry.sequence.state is RemoteRequestState.STOPPING:
+        if request.state is RemoteRequestState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
-                self._end(entry, lambda: entry.sequence.end(delta.usage))
+                self._end(request, lambda: request.end(delta.usage))
         elif delta.finish == "error":
             logger.error("engine %s failed %s: %s", engine.name, delta.request_id, delta.error)
-            self._end(entry, lambda: entry.sequence.fail(failure(delta)))
+            self._end(request, lambda: request.fail(failure(delta)))
         elif delta.finish == "abort":
             planned = engine.phase == "draining"
-            self._retry_or_fail(entry, f"engine {engine.name} aborted it", planned=planned)
+            self._retry_or_fail(request, f"engine {engine.name} aborted it", planned=planned)
         else:
-            return self._apply(engine, entry, delta, now)
+            return self._apply(engine, request, delta, now)
         return 0
 
     def on_encoded(self, engine: Engine, message: Encoded) -> None:
-        entry = self._find(engine, message.request_id, message.attempt)
-        if entry is None or not isinstance(texts := entry.sequence, RemoteTexts):
+        request = self._find(engine, message.request_id, message.attempt)
+        if not isinstance(texts := request, RemoteTexts):
             return
         error = message.error
         if error is None and (rows := texts.rows_in(message)) is None:
             error = f"{len(message.rows)} bytes of rows, which is a wrong size"
         if error is not None:
             logger.error("engine %s failed %s: %s", engine.name, message.request_id, error)
-            self._end(entry, lambda: texts.fail(InternalError()))
+            self._end(texts, lambda: texts.fail(InternalError()))
             return
-        self._metrics.encode_time.labels(entry.model.id).observe(message.compute_s)
-        self._end(entry, lambda: texts.finish(rows))
+        self._metrics.encode_time.labels(texts.model.id).observe(message.compute_s)
+        self._end(texts, lambda: texts.finish(rows))
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
         """Compare the sequences listed by the engine with those placed there."""
         mentioned = {(one.request_id, one.attempt): one for one in live}
         settled = time.monotonic() - _SETTLE_S
-        for entry in self._placed_on(engine):
-            sequence = entry.sequence
-            found = mentioned.get((sequence.request_id, sequence.attempt))
+        for request in self._placed_on(engine):
+            found = mentioned.get((request.request_id, request.attempt))
             if found is not None:
-                sequence.missed_heartbeats = 0
-                sequence.take_progress(found)
+                request.missed_heartbeats = 0
+                request.take_progress(found)
                 if found.accepted:
-                    sequence.accept()
+                    request.accept()
             # An engine's main thread does not see new messages while it computes.
-            elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
-                sequence.missed_heartbeats += 1
-                if sequence.missed_heartbeats >= _MISSED_HEARTBEATS:
-                    self._retry_or_fail(entry, f"engine {engine.name} does not know it")
+            elif request.placed_at < settled and engine.stalled_s < _BUSY_S:
+                request.missed_heartbeats += 1
+                if request.missed_heartbeats >= _MISSED_HEARTBEATS:
+                    self._retry_or_fail(request, f"engine {engine.name} does not know it")
         for request_id, attempt in mentioned:
             if self._find(engine, request_id, attempt) is None:
                 self._send(engine, Abort(request_id=request_id, attempt=attempt))
@@ -217,65 +215,66 @@ class Dispatcher:
     def on_engine_lost(self, engine: Engine, reason: str, *, planned: bool) -> None:
         """Resubmit the sequences of ``engine``. A ``planned`` restart does not count
         against them."""
-        for entry in self._placed_on(engine):
+        for request in self._placed_on(engine):
             gone = engine.hello.incarnation
-            self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned, gone=gone)
+            self._retry_or_fail(
+                request, f"engine {engine.name} {reason}", planned=planned, gone=gone
+            )
 
     def on_engine_back(self, engine: Engine) -> None:
         """Forgive the loss of an engine that was only silent."""
-        for entry in self._in_flight.values():
-            entry.sequence.losses.on_return(engine.hello.incarnation)
+        for request in self._in_flight.values():
+            request.losses.on_return(engine.hello.incarnation)
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
         """Move the queued sequences of ``model`` to its successor, if they can continue there."""
-        for entry in list(self._in_flight.values()):
-            if entry.model is model:
-                self._change_version(entry, entry.next_version(prefer_successor=True))
+        for request in list(self._in_flight.values()):
+            if request.model is model:
+                self._change_version(request, request.next_version(prefer_successor=True))
         if model.successor is not None:
             self.place(model.successor)
 
     # -- time ------------------------------------------------------------------
 
     def forgive(self, asleep_s: float) -> None:
-        for entry in self._in_flight.values():
-            entry.sequence.forgive(asleep_s)
+        for request in self._in_flight.values():
+            request.forgive(asleep_s)
 
     def tick(self) -> None:
         now = time.monotonic()
         for model, queue in list(self._queues.items()):
             if not model.engines and not len(queue):
                 del self._queues[model]  # it may be gone for good, with its tokenizer
-        for entry in list(self._in_flight.values()):
-            self._change_version(entry, entry.next_version())  # if its engines have left
-            self._check_timeouts(entry, now)
+        for request in list(self._in_flight.values()):
+            self._change_version(request, request.next_version())  # if its engines have left
+            self._check_timeouts(request, now)
 
     def place(self, model: ModelReplicas) -> None:
         """Send as many queued sequences to engines as these accept now."""
         queue = self._queues.get(model)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
-            sequence = queue.pop(model, open_engines) if open_engines else None
+            request = queue.pop(model, open_engines) if open_engines else None
             spare = [engine for engine in open_engines if engine.spare_rows]
-            if sequence is None and spare:
-                sequence, open_engines = queue.pop_background(spare), spare
-            if sequence is None:
+            if request is None and spare:
+                request, open_engines = queue.pop_background(spare), spare
+            if request is None:
                 if queue.runs_background:
                     self._take_back(queue, model)
                 return
-            entry = self._in_flight[sequence.request_id]
-            engine = choose_engine(open_engines, sequence)
-            sequence.place()
-            message = sequence.message(queue.engine_priority(sequence))
-            if not self._send(engine, message, *sequence.payload):
+            engine = choose_engine(open_engines, request)
+            request.place()
+            message = request.message(queue.engine_priority(request))
+            if not self._send(engine, message, *request.payload):
                 engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
-                sequence.requeue()
-                queue.push(sequence)
+                request.requeue()
+                queue.push(request)
                 continue
-            entry.engine = engine
-            engine.request_ids[sequence.request_id] = None
-            queue.on_placed(sequence)
-            if not sequence.tenant.background:
-                waited_s = sequence.placed_at - sequence.queued_at
+            request.engine = engine
+            engine.request_ids[request.request_id] = None
+            queue.on_placed(request)
+            if not request.tenant.background:
+                waited_s = request.placed_at - request.queued_at
                 self._metrics.queue_time.labels(model.id).observe(waited_s)
 
     def _take_back(self, queue: ModelQueue, model: ModelReplicas) -> None:
@@ -284,116 +283,113 @@ class Dispatcher:
         full = [engine for engine in model.ready_engines if engine.is_full]
         full = [engine for engine in full if queue.has_next(model, [engine])]
         ids = [request_id for engine in full for request_id in engine.request_ids]
-        entries = [self._in_flight[request_id] for request_id in ids]
-        taken = [one for one in entries if one.sequence.tenant.background]
+        placed = [self._in_flight[request_id] for request_id in ids]
+        taken = [one for one in placed if one.tenant.background]
         if taken:
-            entry = max(taken, key=lambda one: one.sequence.placed_at)
-            assert entry.engine is not None
-            self._send(entry.engine, entry.sequence.abort_message())
+            request = max(taken, key=lambda one: one.placed_at)
+            assert request.engine is not None
+            self._send(request.engine, request.abort_message())
             self._metrics.batch_places_returned.inc()
-            self._requeue(entry)
+            self._requeue(request)
 
     # -- inside ----------------------------------------------------------------
 
-    def _find(self, engine: Engine, request_id: str, attempt: int) -> InFlight | None:
-        entry = self._in_flight.get(request_id)
-        if entry is None or entry.engine is not engine or entry.sequence.attempt != attempt:
+    def _find(self, engine: Engine, request_id: str, attempt: int) -> RemoteRequest | None:
+        request = self._in_flight.get(request_id)
+        if request is None or request.engine is not engine or request.attempt != attempt:
             return None
-        return entry
+        return request
 
-    def _placed_on(self, engine: Engine) -> list[InFlight]:
+    def _placed_on(self, engine: Engine) -> list[RemoteRequest]:
         return [self._in_flight[request_id] for request_id in engine.request_ids]
 
-    def _apply(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
-        sequence = entry.sequence
-        if not isinstance(sequence, RemoteSequence):
+    def _apply(self, engine: Engine, request: RemoteRequest, delta: Delta, now: float) -> int:
+        if not isinstance(request, RemoteSequence):
             return 0
-        previous, model_id = sequence.last_token_at, entry.model.id
+        previous, model_id = request.last_token_at, request.model.id
         try:
-            sequence.apply(delta, now)
+            request.apply(delta, now)
         except MissingTokensError as error:
             logger.warning("%s on engine %s: %s", delta.request_id, engine.name, error)
             self._send(engine, Abort(request_id=delta.request_id, attempt=delta.attempt))
-            self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
+            self._retry_or_fail(request, f"engine {engine.name} lost some of its tokens")
             return 0
-        if delta.token_ids and not sequence.tenant.background:
-            self._metrics.on_tokens(model_id, now, previous, sequence.arrived_at)
+        if delta.token_ids and not request.tenant.background:
+            self._metrics.on_tokens(model_id, now, previous, request.arrived_at)
         if delta.finish is not None:
-            if sequence.usage is not None and not sequence.tenant.background:
-                self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)
-                self._metrics.decode_time.labels(model_id).observe(sequence.usage.decode_s)
-            self._end(entry, lambda: None)
+            if request.usage is not None and not request.tenant.background:
+                self._metrics.prefill_time.labels(model_id).observe(request.usage.prefill_s)
+                self._metrics.decode_time.labels(model_id).observe(request.usage.decode_s)
+            self._end(request, lambda: None)
         return len(delta.token_ids)
 
-    def _check_timeouts(self, entry: InFlight, now: float) -> None:
-        sequence = entry.sequence
-        if sequence.state is RemoteRequestState.STOPPING:
-            if now - sequence.stopping_at > _STOP_WAIT_S:
-                self._end(entry, sequence.end)
+    def _check_timeouts(self, request: RemoteRequest, now: float) -> None:
+        if request.state is RemoteRequestState.STOPPING:
+            if now - request.stopping_at > _STOP_WAIT_S:
+                self._end(request, request.end)
             return
-        error = overdue(entry, now, loaded_on_demand=self._is_loaded_on_demand(entry.model))
+        error = overdue(request, now, loaded_on_demand=self._is_loaded_on_demand(request.model))
         if error is not None:
             self._metrics.timeouts.inc(isinstance(error, GenerationTimeout))
-            self.fail(entry, error)
+            self.fail(request, error)
 
     def _retry_or_fail(
-        self, entry: InFlight, reason: str, *, planned: bool = False, gone: str | None = None
+        self, request: RemoteRequest, reason: str, *, planned: bool = False, gone: str | None = None
     ) -> None:
         """Retry a sequence that the engine did not finish, or end it with an error. ``gone`` is
         the engine's incarnation if it has lost all its sequences."""
-        sequence = entry.sequence
-        if sequence.state is RemoteRequestState.STOPPING:
-            self._requeue(entry)  # which ends it
+        if request.state is RemoteRequestState.STOPPING:
+            self._requeue(request)  # which ends it
             return
-        sequence.losses.add(gone, sequence.num_output_tokens, planned=planned)
-        if sequence.losses.are_too_many:
-            logger.warning("%s failed: %s", sequence.request_id, reason)
+        request.losses.add(gone, request.num_output_tokens, planned=planned)
+        if request.losses.are_too_many:
+            logger.warning("%s failed: %s", request.request_id, reason)
             wait_s = self._settings.restart_wait_s
-            self._end(entry, lambda: sequence.fail(engine_lost(wait_s)))
+            self._end(request, lambda: request.fail(engine_lost(wait_s)))
             return
         logger.info(
             "%s is resubmitted after %d tokens: %s",
-            sequence.request_id,
-            sequence.num_output_tokens,
+            request.request_id,
+            request.num_output_tokens,
             reason,
         )
         self._metrics.resumed.inc()
-        self._requeue(entry)
+        self._requeue(request)
 
-    def _requeue(self, entry: InFlight) -> None:
-        if entry.sequence.state is RemoteRequestState.STOPPING:  # nobody reads on
-            self._end(entry, entry.sequence.end)
+    def _requeue(self, request: RemoteRequest) -> None:
+        if request.state is RemoteRequestState.STOPPING:  # nobody reads on
+            self._end(request, request.end)
             return
-        self._detach(entry)
-        entry.sequence.requeue()
-        entry.model = entry.next_version()
-        self._queues[entry.model].push(entry.sequence)
-        self.place(entry.model)
+        self._detach(request)
+        request.requeue()
+        request.model = request.next_version()
+        self._queues[request.model].push(request)
+        self.place(request.model)
 
-    def _change_version(self, entry: InFlight, version: ModelReplicas) -> None:
-        """Move ``entry`` to the queue of ``version``, if it waits in that of another."""
-        waits = entry.sequence.state is RemoteRequestState.WAITING
-        if waits and entry.model is not version:
-            self._queues[entry.model].discard(entry.sequence)
-            entry.model = version
-            self._queues[version].push(entry.sequence)
+    def _change_version(self, request: RemoteRequest, version: ModelReplicas) -> None:
+        """Move ``request`` to the queue of ``version``, if it waits in that of another."""
+        waits = request.state is RemoteRequestState.WAITING
+        if waits and request.model is not version:
+            self._queues[request.model].discard(request)
+            request.model = version
+            self._queues[version].push(request)
 
-    def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
-        self._in_flight.pop(entry.sequence.request_id, None)
-        self._queues[entry.model].discard(entry.sequence)
-        placed = entry.engine is not None
-        self._detach(entry)
+    def _end(self, request: RemoteRequest, mark: Callable[[], None]) -> None:
+        self._in_flight.pop(request.request_id, None)
+        self._queues[request.model].discard(request)
+        placed = request.engine is not None
+        self._detach(request)
         mark()
         if placed:
-            if not entry.sequence.tenant.background:
+            if not request.tenant.background:
                 self.departure_rate.record()
-                self._queues[entry.model].on_departure()
-            self.place(entry.model)
+                self._queues[request.model].on_departure()
+            self.place(request.model)
         if all(queue.is_idle for queue in self._queues.values()):
             self.departure_rate.clear()  # it would take the idle time for slowness
 
-    def _detach(self, entry: InFlight) -> None:
-        if entry.engine is not None:
-            entry.engine.request_ids.pop(entry.sequence.request_id, None)
-            entry.engine = None
-            self._queues[entry.model].on_removed(entry.sequence)
+    def _detach(self, request: RemoteRequest) -> None:
+        if request.engine is not None:
+            request.engine.request_ids.pop(request.request_id, None)
+            request.engine = None
+            self._queues[request.model].on_removed(request)

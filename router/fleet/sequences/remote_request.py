@@ -6,7 +6,6 @@ import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from router.errors import ApiError
@@ -28,8 +27,12 @@ class RemoteRequestState(enum.Enum):
 
 
 class RemoteRequest(ABC):
-    """The router's side of a sequence or of texts. Its dispatcher keeps its model and engine."""
+    """The router's side of a sequence or of texts, from admission to its end."""
 
+    model: ModelReplicas
+    """The version of the model that it waits for or runs on. Set when it is admitted."""
+    engine: Engine | None = None
+    """The engine that it was sent to; None while it waits."""
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
     """The result of `router.fleet.queue.placement.prompt_blocks`."""
     adapter: AdapterRef | None = None
@@ -92,6 +95,15 @@ class RemoteRequest(ABC):
         """Whether the rest must come from the same weights."""
         return self.num_output_tokens > 0
 
+    def next_version(self, *, prefer_successor: bool = False) -> ModelReplicas:
+        """Return the version of the model that it continues with (`ModelReplicas.version_for`)."""
+        return self.model.version_for(
+            has_output=self.has_output,
+            has_images=bool(self.payload),
+            adapter=self.adapter,
+            prefer_successor=prefer_successor,
+        )
+
     @abstractmethod
     def message(self, priority: int) -> Submit | Encode:
         """Return the message of the current attempt."""
@@ -141,22 +153,3 @@ class RemoteRequest(ABC):
         self.error = error
         self.state = RemoteRequestState.DONE
         self._on_change()
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A sequence, or texts, between admission and end."""
-
-    sequence: RemoteRequest
-    model: ModelReplicas
-    engine: Engine | None = None
-    """The engine that it was sent to; None while it waits."""
-
-    def next_version(self, *, prefer_successor: bool = False) -> ModelReplicas:
-        """Return the version of the model that it continues with (`ModelReplicas.version_for`)."""
-        return self.model.version_for(
-            has_output=self.sequence.has_output,
-            has_images=bool(self.sequence.payload),
-            adapter=self.sequence.adapter,
-            prefer_successor=prefer_successor,
-        )

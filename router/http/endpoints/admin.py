@@ -18,7 +18,7 @@ from router.errors import EngineNotFound, InvalidRequest, InvalidValue, RequestN
 from router.fleet.administration import answer_id
 from router.fleet.engines.engine import Engine
 from router.fleet.router import Router
-from router.fleet.sequences.remote_request import InFlight
+from router.fleet.sequences.remote_request import RemoteRequest
 from router.http.middleware.key_file import KeyFileError
 
 MAX_REQUESTS = 1000
@@ -137,7 +137,7 @@ async def list_requests(http: Request) -> Response:
     found = router.administration.requests(page_limit(http, 100, MAX_REQUESTS))
     return json_response(
         RequestList(
-            total=router.dispatcher.num_in_flight, requests=[_request(entry) for entry in found]
+            total=router.dispatcher.num_in_flight, requests=[_request(each) for each in found]
         )
     )
 
@@ -193,20 +193,19 @@ def _details(engine: Engine) -> EngineDetails:
     )
 
 
-def _request(entry: InFlight) -> RequestDetails:
-    sequence = entry.sequence
+def _request(request: RemoteRequest) -> RequestDetails:
     return RequestDetails(
-        id=answer_id(entry),
-        choice=int(sequence.request_id.rpartition(":")[2] or 0),
-        key=sequence.tenant.name,
-        model=entry.model.id,
-        engine=None if entry.engine is None else entry.engine.name,
-        state=sequence.state.value,
-        age_s=round(time.monotonic() - sequence.arrived_at, 3),
-        prompt_tokens=sequence.num_prompt_tokens,
-        computed_prompt_tokens=sequence.computed_prompt_tokens,
-        output_tokens=sequence.num_output_tokens,
-        attempt=sequence.attempt,
+        id=answer_id(request),
+        choice=int(request.request_id.rpartition(":")[2] or 0),
+        key=request.tenant.name,
+        model=request.model.id,
+        engine=None if request.engine is None else request.engine.name,
+        state=request.state.value,
+        age_s=round(time.monotonic() - request.arrived_at, 3),
+        prompt_tokens=request.num_prompt_tokens,
+        computed_prompt_tokens=request.computed_prompt_tokens,
+        output_tokens=request.num_output_tokens,
+        attempt=request.attempt,
     )
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from router.fleet.engines.engine import Engine
 from router.fleet.metrics.recent import Percentiles
 from router.fleet.router import Router
-from router.fleet.sequences.remote_request import InFlight
+from router.fleet.sequences.remote_request import RemoteRequest
 from router.http.endpoints.health import (
     BatchTotals,
     BlockCounts,
@@ -226,16 +226,16 @@ class StatusSampler:
         )
 
 
-def _long_prompts(in_flight: Iterable[InFlight]) -> dict[Engine, PromptProgress]:
+def _long_prompts(in_flight: Iterable[RemoteRequest]) -> dict[Engine, PromptProgress]:
     """Return the progress of the prompts that engines have had for `_LONG_S`, by engine."""
     found: dict[Engine, PromptProgress] = {}
     placed_before = time.monotonic() - _LONG_S
-    for entry in in_flight:
-        sequence, engine = entry.sequence, entry.engine
-        computed, tokens = sequence.computed_prompt_tokens, sequence.num_prompt_tokens
+    for request in in_flight:
+        engine = request.engine
+        computed, tokens = request.computed_prompt_tokens, request.num_prompt_tokens
         if engine is None or computed is None or computed == tokens:
             continue
-        if sequence.placed_at < placed_before:
+        if request.placed_at < placed_before:
             others = found.get(engine, _NO_PROMPTS)
             found[engine] = PromptProgress(
                 prompts=others.prompts + 1,

@@ -16,7 +16,7 @@ from router.encoding.encoding import PIECE_TOKENS, Caller, _rows_of
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.queue.dispatch import Dispatcher
-from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
+from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
@@ -81,33 +81,33 @@ class Fleet:
         self.sequences.append(RemoteSequence(submit, tenant, lambda: None))
         self.dispatcher.admit(self.model, self.sequences[-1:])
 
-    def _placed(self) -> InFlight | None:
+    def _placed(self) -> RemoteRequest | None:
         found = [one for one in self.dispatcher.in_flight if one.engine is not None]
         return self.random.choice(found) if found else None
 
-    def _named(self, entry: InFlight) -> dict[str, Any]:
+    def _named(self, request: RemoteRequest) -> dict[str, Any]:
         """Return the id, and the attempt, now and then that before."""
-        attempt = entry.sequence.attempt - (self.random.random() < 0.1)
-        return {"request_id": entry.sequence.request_id, "attempt": attempt}
+        attempt = request.attempt - (self.random.random() < 0.1)
+        return {"request_id": request.request_id, "attempt": attempt}
 
     def _accept(self) -> None:
-        if (entry := self._placed()) is not None and entry.engine is not None:
-            self.dispatcher.on_accepted(entry.engine, Accepted(**self._named(entry)))
+        if (request := self._placed()) is not None and request.engine is not None:
+            self.dispatcher.on_accepted(request.engine, Accepted(**self._named(request)))
 
     def _refuse(self) -> None:
-        if (entry := self._placed()) is not None and entry.engine is not None:
+        if (request := self._placed()) is not None and request.engine is not None:
             reason: Any = self.random.choice(["full", "draining", "invalid"])
-            refused = Refused(**self._named(entry), reason=reason, message="no")
-            self.dispatcher.on_refused(entry.engine, refused)
+            refused = Refused(**self._named(request), reason=reason, message="no")
+            self.dispatcher.on_refused(request.engine, refused)
 
     def _tokens(self, *, finish: str | None = None) -> None:
-        if (entry := self._placed()) is not None and entry.engine is not None:
+        if (request := self._placed()) is not None and request.engine is not None:
             finish = finish or self.random.choice([None] * 6 + ["length", "stop", "abort", "error"])
-            index = entry.sequence.num_output_tokens + (self.random.random() < 0.05)
+            index = request.num_output_tokens + (self.random.random() < 0.05)
             ids, usage = [] if finish in ("abort", "error") else [5], _USAGE if finish else None
             told: dict[str, Any] = {"index": index, "finish": finish, "usage": usage}
-            delta = Delta(**self._named(entry), token_ids=ids, **told)
-            self.dispatcher.on_tokens(entry.engine, [delta])
+            delta = Delta(**self._named(request), token_ids=ids, **told)
+            self.dispatcher.on_tokens(request.engine, [delta])
 
     def _stop(self) -> None:
         able = [one for one in self.sequences if one.has_output and not one.done]
@@ -153,23 +153,21 @@ class Fleet:
 
     def check(self) -> None:
         entries = list(self.dispatcher.in_flight)
-        assert [one.sequence for one in entries] == [one for one in self.sequences if not one.done]
+        assert entries == [one for one in self.sequences if not one.done]
         placed = [one for one in entries if one.engine is not None]
         for one in entries:
-            waits = one.sequence.state is STATE.WAITING
-            assert waits == (one.engine is None), one.sequence.state
-            assert not one.sequence.names_adapter or one.engine in (None, self.model.engines[0])
+            waits = one.state is STATE.WAITING
+            assert waits == (one.engine is None), one.state
+            assert not one.names_adapter or one.engine in (None, self.model.engines[0])
         for engine in self.model.engines:
-            own = {one.sequence.request_id for one in placed if one.engine is engine}
+            own = {one.request_id for one in placed if one.engine is engine}
             assert own == set(engine.request_ids) and len(own) <= ROWS
         queue = self.dispatcher.queue_of(self.model)
         assert len(queue) == len(entries) - len(placed)
         for background, counted in ((False, queue._running), (True, queue._running_background)):
-            keys = (
-                one.sequence.key for one in placed if one.sequence.tenant.background == background
-            )
+            keys = (one.key for one in placed if one.tenant.background == background)
             assert counted == Counter(keys)
-        if all(one.sequence.tenant.background for one in entries):  # idle times are not slow ones
+        if all(one.tenant.background for one in entries):  # idle times are not slow ones
             assert self.dispatcher.departure_rate.estimate_s(0) is None
         for sequence, tokens in self.stopped.items():
             assert sequence.state in (STATE.STOPPING, STATE.DONE), "its text is complete"

@@ -25,16 +25,23 @@ from router.api.images import with_images
 from router.api.streaming import EventStream, StreamOpening
 from router.api.translation import without_billing
 from router.api.writer import OutputWriter
-from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
+from router.errors import (
+    ApiError,
+    ClientDisconnected,
+    ContextLengthExceeded,
+    ErrorResponse,
+    InvalidRequest,
+)
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tasks import check_task
 from router.fleet.tenants.tenant import Tenant
 from router.generation.cache_debug import explain
-from router.generation.choice import Echo, OutputDelta
+from router.generation.choice import Choice, Echo, OutputDelta
 from router.generation.generation import Generation
 from router.generation.sampling import (
-    SequenceSpec,
+    MAX_SEQUENCES,
+    answer_limits,
     check_prediction_length,
     check_prompt_length,
 )
@@ -164,8 +171,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             return self.translate(body), shown
 
         request, left_out = await router.work.run_large(tenant.share, translate, size)
-        name = request.model or self._default_name(tenant)
-        writer = self.writer(body, name)
+        name = request.model or router.model_names.wanted(None, tenant)
+        writer = self.writer(body, name or "")  # without any name, no model is found below
         opening = StreamOpening(
             writer,
             send,
@@ -185,11 +192,6 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             async with router.admit(tenant, model, state["limits_left"]):
                 with generation:
                     await self._answer(generation, request, opening, http, left_out)
-
-    def _default_name(self, tenant: Tenant) -> str:
-        """Return the name of the model of requests that name none. Raises as `loaded_model`."""
-        unloaded = self._router.unloaded_model(None, tenant)
-        return (unloaded or self._router.model_for(None, tenant)).names[0]
 
     async def _answer(
         self,
@@ -221,33 +223,50 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     async def _submit(
         self, generation: Generation, request: _Request, size: int, state: State
     ) -> None:
-        """Prepare the sequences of ``request``, whose body has ``size`` bytes, and admit them."""
-        model = generation.model
-        generation.check_places(self.num_prompts(request))
+        """Prepare the sequences of ``request``, whose body has ``size`` bytes, and put them into
+        the queue."""
+        model, tenant = generation.model, state.tenant
+        self._check_places(request, model, tenant)
         request, size = await self.prepare_images(request, generation, size, state)
 
-        def prepare() -> list[SequenceSpec]:
+        def prepare() -> list[Choice]:
             check_length = partial(check_prompt_length, model)
             prompts = self.tokenize_prompts(request, model, generation.cache_scope, check_length)
-            max_tokens = self.max_tokens(request, model)
-            limits = generation.check_lengths([each.token_ids for each in prompts], max_tokens)
-            return list(self._sequence_specs(request, generation, prompts, limits))
+            limits = answer_limits(request, model, prompts, self.max_tokens(request, model))
+            return list(self._choices(request, generation, prompts, limits))
 
         try:
-            specs = await generation.run(prepare, size)
+            choices = await generation.run(prepare, size)
         except ContextLengthExceeded as error:
             if error.param != "prediction":
                 error.param = self.prompt_field
             raise
-        generation.check_places(self.num_prompts(request))  # others may have taken the place
-        prompts = [spec.prompt.token_ids for spec in specs if spec.choice == 0]
-        await generation.admit_prompts(prompts, state.limits_left)
-        generation.submit(specs)
+        self._check_places(request, model, tenant)  # others may have taken the place
+        firsts = {choice.prompt_logprobs_source for choice in choices}
+        num_tokens = sum(sequence.num_prompt_tokens for sequence in firsts)
+        await self._router.rate_limits.admit_prompt(tenant, num_tokens, state.limits_left)
+        generation.submit(choices)
 
-    def _sequence_specs(
+    def _check_places(self, request: _Request, model: Model, tenant: Tenant) -> None:
+        """Raise `ApiError` if the queue cannot accept the prompts of ``request``."""
+        router, num_prompts, n = self._router, self.num_prompts(request), request.n or 1
+        if num_prompts * n > MAX_SEQUENCES:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n={n} need more than {MAX_SEQUENCES} sequences.",
+                param="n" if n > 1 else "prompt",
+            )
+        router.admission.check_queue(
+            model.replicas,
+            router.dispatcher.queue_of(model.replicas),
+            tenant,
+            priority=tenant.priority(request.priority),
+            new=num_prompts * n,
+        )
+
+    def _choices(
         self, request: _Request, generation: Generation, prompts: list[Prompt], limits: list[int]
-    ) -> Iterator[SequenceSpec]:
-        """Yield a spec for each choice of each prompt. Raises `InvalidRequest`."""
+    ) -> Iterator[Choice]:
+        """Yield each choice of each prompt. Raises `InvalidRequest`."""
         model = generation.model
         prediction = self.prediction(request, model)
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
@@ -256,16 +275,16 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             tokens = prompt.token_ids
             earlier, n = seen[tuple(tokens)], request.n or 1
             seen[tuple(tokens)] += n
-            grammar = self.grammar(request, model, tokens)
-            thinking = self.thinking(request, model, tokens)
-            echo = None if echoed is None else Echo.of(echoed, tokens, model.renderer)
-            blocks = generation.prompt_blocks(prompt)
-            for choice in range(n):
-                parser = self.reply_parser(request, model, tokens)
-                yield SequenceSpec(
-                    *(prompt, limit, choice, parser, grammar, thinking, echo, blocks, prediction),
-                    seed_number=earlier + choice,
-                )
+            yield from generation.choices_of(
+                prompt,
+                [self.reply_parser(request, model, tokens) for _ in range(n)],
+                None if echoed is None else Echo.of(echoed, tokens, model.renderer),
+                first_seed=earlier,
+                max_tokens=limit,
+                grammar=self.grammar(request, model, tokens),
+                thinking=self.thinking(request, model, tokens),
+                prediction=prediction,
+            )
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):

@@ -6,25 +6,21 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from router.errors import ApiError, ClientDisconnected, InvalidRequest
+from router.errors import ApiError, ClientDisconnected
 from router.fleet.engines.engine import Model
-from router.fleet.queue.placement import PromptBlocks, prompt_blocks
+from router.fleet.queue.placement import prompt_blocks
 from router.fleet.router import Router
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
-from router.generation.choice import Choice, OutputDelta
+from router.generation.choice import Choice, Echo, OutputDelta
 from router.generation.sampling import (
-    MAX_SEQUENCES,
-    SequenceSpec,
     cache_salt,
-    check_lengths,
-    check_num_entries,
-    check_vocabulary,
     image_frames,
     num_entries,
+    numbered_seed,
     submit_message,
 )
 from router.generation.signal import Signal
@@ -37,7 +33,9 @@ from router.schemas.requests import GenerationRequest
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.image_prompts import Prompt
 from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
+from router.tokens.reply_parser import ReplyParser
 from router.tokens.work_pool import INLINE_SIZE, SMALL_SIZE
+from shared.wire import Grammar, ThinkingBudget
 
 _TAIL_TOKENS = 64
 """Length of the end of a prompt that is searched for text."""
@@ -74,6 +72,7 @@ class Generation:
         (`router.tokens.tokenization_cache`)."""
         self.has_cache_salt = bool(request.cache_salt)
         self.choices: list[Choice] = []
+        self._num_choices = 0
         self.seed = request.seed if request.seed is not None else secrets.randbits(53)
         self._changed = Signal()
         self._client_gone = False
@@ -122,107 +121,91 @@ class Generation:
             return work()
         return await self.run(work, num_entries * _CHARS_PER_ENTRY)
 
-    def check_places(self, num_prompts: int) -> None:
-        """Raise `ApiError` if the queue cannot accept so many prompts."""
-        router, replicas, n = self._router, self.model.replicas, self._request.n or 1
-        if num_prompts * n > MAX_SEQUENCES:
-            raise InvalidRequest(
-                f"{num_prompts} prompts with n={n} need more than {MAX_SEQUENCES} sequences.",
-                param="n" if n > 1 else "prompt",
-            )
-        router.admission.check_queue(
-            replicas,
-            router.dispatcher.queue_of(replicas),
-            self._tenant,
-            priority=self._tenant.priority(self._request.priority),
-            new=num_prompts * n,
-        )
-
-    def check_lengths(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[int]:
-        """Return the max_tokens of each prompt.
-
-        Raises `InvalidRequest` if the model cannot process the request, or the answer would be too
-        large.
-        """
-        check_vocabulary(self._request, self.model)
-        bound = self._request.max_context
-        reasons = self._request.may_reason and "reasoning" in self.model.renderer.capabilities
-        limits = [
-            check_lengths(self.model, each, max_tokens, bound, reasons=reasons) for each in prompts
-        ]
-        check_num_entries(self._request, prompts, limits)
-        return limits
-
     @property
     def cache_salt(self) -> str:
         """The scope that separates its cached blocks and prepared images from those of other
         tenants."""
         return cache_salt(self._request, self._router.settings, self._tenant)
 
-    def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
-        """Return the hashes that decide which engine gets ``prompt``. For the threads of a
-        `WorkPool`."""
-        engines, adapter = list(self.model.replicas.engines), self.model.adapter_digest
-        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.pictures, adapter)
+    def choices_of(
+        self,
+        prompt: Prompt,
+        parsers: Sequence[ReplyParser],
+        echo: Echo | None,
+        *,
+        first_seed: int,
+        max_tokens: int,
+        grammar: Grammar | None,
+        thinking: ThinkingBudget | None,
+        prediction: tuple[int, ...],
+    ) -> Iterator[Choice]:
+        """Yield a choice for each of ``parsers``. They have no text until `submit`; this may run on
+        any thread.
 
-    async def admit_prompts(
-        self, prompts: Sequence[list[int]], limits_left: dict[str, str]
-    ) -> None:
-        """Count the tokens of ``prompts`` against the tenant's limit, and put the rest into
-        ``limits_left``. Raises `TooManyRequests` or `InvalidRequest`."""
-        num_tokens = sum(map(len, prompts))
-        await self._router.rate_limits.admit_prompt(self._tenant, num_tokens, limits_left)
-
-    def submit(self, specs: Sequence[SequenceSpec]) -> None:
-        """Admit a sequence for each of ``specs``."""
-        router, request, renderer = self._router, self._request, self.model.renderer
-        for index, spec in enumerate(specs):
+        ``first_seed`` tells their seeds from those of other choices of the same prompt, also if the
+        request repeats the prompt.
+        """
+        model, request, renderer = self.model, self._request, self.model.renderer
+        engines = list(model.replicas.engines)
+        blocks = prompt_blocks(
+            engines, prompt.token_ids, self.cache_salt, prompt.pictures, model.adapter_digest
+        )
+        continued: list[int] = []
+        if request.continues_prompt:
+            before = renderer.without_bos("", prompt.token_ids[-_TAIL_TOKENS:])
+            continued = renderer.vocabulary.last_text(before)
+        source: RemoteSequence | None = None
+        for number, parser in enumerate(parsers, first_seed):
             message = submit_message(
-                f"{self.request_id}:{index}",
-                spec,
                 request,
-                self.model,
-                self.model.settings,
+                model,
                 self._tenant,
-                self.seed,
-                self._traceparent,
+                prompt,
+                request_id=f"{self.request_id}:{self._num_choices}",
+                seed=numbered_seed(self.seed, number),
+                is_first=source is None,
+                traceparent=self._traceparent,
+                max_tokens=max_tokens,
+                grammar=grammar,
+                thinking=thinking,
+                prediction=prediction,
             )
-            frames = image_frames(spec.prompt)
             sequence = RemoteSequence(
-                message, self._tenant, self.notify, spec.prompt_blocks, frames
+                message, self._tenant, self.notify, blocks, image_frames(prompt)
             )
+            source = source or sequence
             detokenizer = IncrementalDetokenizer(
                 renderer.vocabulary.decoder(), request.stop_strings, request.min_tokens or 0
             )
-            before = renderer.without_bos("", spec.prompt.token_ids[-_TAIL_TOKENS:])
-            continued = renderer.vocabulary.last_text(before) if request.continues_prompt else []
             detokenizer.prime(continued)
-            source = self.choices[-1].prompt_logprobs_source if spec.choice else sequence
-            aligned = request.num_logprobs is not None
-            self.choices.append(
-                Choice(
-                    index,
-                    sequence,
-                    detokenizer,
-                    spec.reply_parser,
-                    prompt_text_tokens=spec.prompt.text_token_ids,
-                    stop=self._stop,
-                    prompt_logprobs_source=source,
-                    aligner=TokenAligner(renderer.vocabulary, bool(continued)) if aligned else None,
-                    echo=spec.echo,
-                    reports_progress=request.reports_progress,
-                )
+            scored = request.num_logprobs is not None
+            yield Choice(
+                self._num_choices,
+                sequence,
+                detokenizer,
+                parser,
+                prompt_text_tokens=prompt.text_token_ids,
+                stop=self._stop,
+                prompt_logprobs_source=source,
+                aligner=TokenAligner(renderer.vocabulary, bool(continued)) if scored else None,
+                echo=echo,
+                reports_progress=request.reports_progress,
             )
+            self._num_choices += 1
+
+    def submit(self, choices: list[Choice]) -> None:
+        """Put the sequences of ``choices`` into the queue."""
+        router, self.choices = self._router, choices
         if (adapter := self.model.adapter) is not None:
             labels = self.model.replicas.id, adapter.name
             router.metrics.adapter_requests.labels(*labels).inc()
         # While the prompt was prepared, a new version of the model may have become the current one.
         replicas = self.model.replicas.version_for(
             has_output=False,
-            has_images=any(spec.prompt.images for spec in specs),
+            has_images=any(choice.sequence.submit.images for choice in choices),
             adapter=self.model.adapter,
         )
-        router.dispatcher.admit(replicas, [choice.sequence for choice in self.choices])
+        router.dispatcher.admit(replicas, [choice.sequence for choice in choices])
 
     async def accepted(self) -> None:
         """Return once an engine has accepted one of the sequences. Raises the error if all are

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 from router.errors import ContextLengthExceeded, InvalidRequest, InvalidValue
 from router.fleet.engines.engine import Model
-from router.fleet.queue.placement import PromptBlocks
 from router.fleet.tenants.tenant import Tenant
-from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
 from router.tokens.image_prompts import Prompt
-from router.tokens.reply_parser import ReplyParser
 from shared.settings import Settings
-from shared.wire import Grammar, ImagePart, SamplingParams, Submit, ThinkingBudget
+from shared.wire import ImagePart, SamplingParams, Submit
 
 MAX_SEQUENCES = 128
 DEFAULT_MAX_TOKENS = 512
@@ -25,27 +21,13 @@ MAX_ENTRIES = 500_000
 about a hundred bytes here and as many in the answer."""
 
 
-class SequenceSpec(NamedTuple):
-    """One sequence of a request."""
+def answer_limits(
+    request: GenerationRequest, model: Model, prompts: Sequence[Prompt], max_tokens: int | None
+) -> list[int]:
+    """Return the max_tokens of the answer to each of ``prompts``; ``max_tokens`` is the request's.
 
-    prompt: Prompt
-    max_tokens: int
-    choice: int
-    """The index among the sequences of the same prompt."""
-    reply_parser: ReplyParser
-    grammar: Grammar | None = None
-    thinking: ThinkingBudget | None = None
-    echo: Echo | None = None
-    prompt_blocks: PromptBlocks = MappingProxyType({})
-    prediction: tuple[int, ...] = ()
-    seed_number: int = 0
-    """Tells its seed from those of other sequences of the same prompt, also if the request repeats
-    the prompt."""
-
-
-def check_vocabulary(request: GenerationRequest, model: Model) -> None:
-    """Raise `InvalidRequest` if the request contains a token id that is not in the vocabulary of
-    ``model``."""
+    Raises `InvalidRequest` if the model cannot process the request, or the answer would be too
+    large."""
     most = model.hello.vocab_size - 1
     for token in request.logit_bias or ():
         if token > most:
@@ -53,20 +35,28 @@ def check_vocabulary(request: GenerationRequest, model: Model) -> None:
                 f"'logit_bias' contains the token id {token}; the maximum is {most}.",
                 param="logit_bias",
             )
+    reasons = request.may_reason and "reasoning" in model.renderer.capabilities
+    lengths = [len(each.token_ids) for each in prompts]
+    limits = [
+        _answer_limit(model, each, max_tokens, request.max_context, reasons=reasons)
+        for each in lengths
+    ]
+    _check_num_entries(request, lengths, limits)
+    return limits
 
 
-def check_num_entries(
-    request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+def _check_num_entries(
+    request: GenerationRequest, lengths: Sequence[int], limits: Sequence[int]
 ) -> None:
-    """Raise `InvalidRequest` if the answers to ``prompts``, of at most ``limits`` tokens, would
-    have more than `MAX_ENTRIES`."""
+    """Raise `InvalidRequest` if answers of at most ``limits`` tokens, to prompts of ``lengths``,
+    would have more than `MAX_ENTRIES`."""
     scored = request.num_logprobs is not None or request.prompt_logprobs is not None
     if not scored and not request.echoes:
         return
     n = request.n or 1
     entries = num_entries(
         request,
-        [len(prompt) for prompt in prompts for _ in range(n)],
+        [length for length in lengths for _ in range(n)],
         [limit for limit in limits for _ in range(n)],
     )
     if entries > MAX_ENTRIES:
@@ -116,16 +106,11 @@ def check_prediction_length(model: Model, num_tokens: int) -> None:
         )
 
 
-def check_lengths(
-    model: Model,
-    prompt: Sequence[int],
-    max_tokens: int | None,
-    max_context: int | None = None,
-    *,
-    reasons: bool = False,
+def _answer_limit(
+    model: Model, length: int, max_tokens: int | None, max_context: int | None, *, reasons: bool
 ) -> int:
-    """Return the max_tokens of ``prompt``: ``max_tokens``, reduced to the room left in the context
-    and to the server's limit. Agents ask for more than any model's context.
+    """Return the max_tokens for a prompt of ``length``: ``max_tokens``, reduced to the room left in
+    the context and to the server's limit. Agents ask for more than any model's context.
 
     ``max_context``, if given, is an upper limit for the context. If the answer may have reasoning
     (``reasons``), a request without ``max_tokens`` has no small limit: the reasoning alone could
@@ -134,54 +119,53 @@ def check_lengths(
     Raises `ContextLengthExceeded` or `InvalidRequest`.
     """
     context, settings = model.hello.context_length, model.settings
-    if not prompt:
+    if not length:
         raise InvalidRequest("The prompt is empty.", param="prompt")
-    check_prompt_length(model, len(prompt))
+    check_prompt_length(model, length)
     if max_context is not None and max_context < context:
         context = max_context
-        if len(prompt) >= context:
+        if length >= context:
             raise ContextLengthExceeded(
-                f"The prompt has {len(prompt)} tokens, which leaves no room to generate in the "
+                f"The prompt has {length} tokens, which leaves no room to generate in the "
                 f"{context} tokens that the request allows.",
                 param="prompt",
             )
     default = settings.default_max_tokens
     if default is None:
         default = settings.max_generation_tokens if reasons else DEFAULT_MAX_TOKENS
-    return min(max_tokens or default, settings.max_generation_tokens, context - len(prompt))
+    return min(max_tokens or default, settings.max_generation_tokens, context - length)
 
 
 def submit_message(
-    request_id: str,
-    spec: SequenceSpec,
     request: GenerationRequest,
     model: Model,
-    settings: Settings,
     tenant: Tenant,
+    prompt: Prompt,
+    *,
     seed: int,
-    traceparent: str = "",
+    max_tokens: int,
+    is_first: bool,
+    **fields: Any,
 ) -> Submit:
-    """Return the message for the first attempt of a sequence; ``seed`` is the request's."""
+    """Return the message for the first attempt of a sequence. ``is_first``: of those with the same
+    prompt. ``fields`` are further fields of the message."""
+    settings = model.settings
     return Submit(
-        request_id=request_id,
         attempt=0,
-        token_ids=spec.prompt.token_ids,
-        images=_image_parts(spec.prompt),
-        sampling=_sampling(request, model, settings, _numbered_seed(seed, spec.seed_number)),
-        max_tokens=spec.max_tokens,
+        token_ids=prompt.token_ids,
+        images=_image_parts(prompt),
+        sampling=_sampling(request, model, settings, seed),
+        max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
-        min_tokens=min(request.min_tokens or 0, spec.max_tokens),
+        min_tokens=min(request.min_tokens or 0, max_tokens),
         cache_salt=cache_salt(request, settings, tenant),
         priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
         # All choices share the prompt.
-        prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
-        grammar=spec.grammar,
-        thinking=spec.thinking,
-        prediction=spec.prediction,
-        traceparent=traceparent,
+        prompt_logprobs=_prompt_logprobs(request) if is_first else None,
         adapter=model.adapter,
         group=tenant.group,
+        **fields,
     )
 
 
@@ -260,7 +244,7 @@ def _sampling(
     )
 
 
-def _numbered_seed(seed: int, number: int) -> int:
+def numbered_seed(seed: int, number: int) -> int:
     """Return 63 bits. The first choice keeps a small seed, so that increasing ``n`` only adds
     choices."""
     if number == 0:

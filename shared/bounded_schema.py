@@ -18,6 +18,12 @@ _VALUES = ("items", "additionalProperties", "additionalItems", "not")
 _MAX = 10**18
 _STEP = 1e-9
 """Numbers without limits have up to 18 digits before the point and 9 after it, and no exponent."""
+_NAME = r"\S"
+"""The names of the members of an object without a schema: a small model may write member after
+member whose names are blank."""
+_OF_MEMBERS = {"properties", "additionalProperties", "patternProperties", "propertyNames",
+               "minProperties", "maxProperties", "unevaluatedProperties", "dependentRequired",
+               "dependentSchemas", "dependencies"}  # fmt: skip
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 
@@ -78,12 +84,13 @@ class _Bounds:
             while self._name in definitions:
                 self._name += "_"
             self._any = {"$ref": f"#/$defs/{self._name}"}
+            self._others = {"patternProperties": {_NAME: self._any}, "additionalProperties": False}
 
     def root(self) -> Any:
         out = self._bounded(self._schema)
         if self._any is None:
             return out
-        value = {**self._limits, "items": self._any, "additionalProperties": self._any}
+        value = {**self._limits, "items": self._any, **self._others}
         return {**out, "$defs": {**out.get("$defs", {}), self._name: value}}
 
     def _bounded(self, schema: Any) -> Any:
@@ -105,6 +112,8 @@ class _Bounds:
         if "array" in kinds and "prefixItems" not in out and self._any is not None:
             out.setdefault("items", self._any)
         if "object" in kinds and self._any is not None:
+            if not _OF_MEMBERS & out.keys():
+                out |= self._others
             out.setdefault("additionalProperties", self._any)
         return out
 

@@ -77,6 +77,19 @@ def test_what_a_schema_names_is_possible(tokenizer: LLTokenizer, schema: Any, te
     assert accepts(tokenizer, schema, text)
 
 
+@pytest.mark.parametrize(
+    ("schema", "around"),
+    [(ANY_OBJECT, "{}"), ({"type": "array"}, "[{}]"), (of(a={}), '{{"a": {}}}')],
+)
+def test_members_of_any_object_have_names(tokenizer: LLTokenizer, schema: Any, around: str) -> None:
+    for text in ('{"é b": 1}', '{"a": {"b\\"": [{"c": {}}]}}'):
+        assert accepts(tokenizer, schema, around.format(text))
+    for text in ('{"": 1}', '{"b": 1, "  ": 2}', '{"b": [{"\\n": 1}]}'):
+        assert not accepts(tokenizer, schema, around.format(text))
+    needed = {**ANY_OBJECT, "required": ["b"]}
+    assert accepts(tokenizer, needed, '{"b": 1}') and not accepts(tokenizer, needed, "{}")
+
+
 @pytest.mark.parametrize("schema", [ANY_OBJECT, of(a={"type": "array", "items": INTEGER})])
 def test_whitespace_is_what_a_person_would_write(tokenizer: LLTokenizer, schema: Any) -> None:
     for text in ('{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\n    1,\n    2\n  ]\n}'):

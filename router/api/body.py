@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from starlette.datastructures import State
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from router.api.held import held_memory
 from router.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -24,6 +24,7 @@ from router.errors import (
 )
 from router.fleet.body_budget import BodyBytes
 from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
 from router.images.memory import HeldMemory
 from router.schemas.body import RequestBody, parse_body
 
@@ -80,6 +81,17 @@ async def _parsed(
         return parsed, len(body)
 
     return await router.work.run_large(share, parse, len(raw) if encoding is None else max_bytes)
+
+
+def held_memory(router: Router, state: State) -> HeldMemory:
+    """Return the object that counts the request's image memory. The middleware closes it."""
+    found: HeldMemory | None = getattr(state, "image_memory", None)
+    if found is None:
+        tenant: Tenant = state.tenant
+        found = state.image_memory = HeldMemory(
+            router.images.memory, tenant.share, alone=tenant.alone
+        )
+    return found
 
 
 class ImageRoom(NamedTuple):

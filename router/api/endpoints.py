@@ -9,7 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -202,7 +202,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         left_out: Mapping[str, list[str]],
     ) -> None:
         size, writer = opening.request_bytes, opening.writer
-        async with _abort_on_disconnect(http.receive, generation):
+        async with watching_client(http.receive, generation.abort):
             await self._submit(generation, request, size, http.state)
             await generation.accepted()
             headers = [(b"x-seed", str(generation.seed).encode())]
@@ -371,24 +371,6 @@ async def _full_response(generation: Generation, writer: OutputWriter, size: int
     return await generation.format(write, generation.num_entries)
 
 
-@asynccontextmanager
-async def _abort_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Abort ``generation`` when the client closes the connection."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.abort()
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
 async def loaded_model(router: Router, name: str | None, http: Request) -> Model:
     """Return the model called ``name`` once it is loaded. Raises what `Router.loaded_model` raises,
     and `ClientDisconnected`."""
@@ -405,21 +387,33 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     waiting = asyncio.current_task()
     gone = False
 
-    async def watch() -> None:
+    def cancel() -> None:
         nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
         gone = True
         if waiting is not None:
             waiting.cancel()
 
-    task = asyncio.create_task(watch())
     try:
-        yield
+        async with watching_client(receive, cancel):
+            yield
     except asyncio.CancelledError:
         if gone and waiting is not None and not waiting.uncancel():
             raise ClientDisconnected from None
         raise
+
+
+@asynccontextmanager
+async def watching_client(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Call ``on_gone`` when the client closes the connection."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec.structs import replace
 from starlette.datastructures import State
 
-from router.api.held import held_memory
+from router.api.body import held_memory
 from router.api.translation import content_note
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router

@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from router.api.sse import encode_event
-from router.api.whitespace import WhitespaceBuffer
 from router.generation.choice import OutputDelta
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 
@@ -61,7 +60,6 @@ class OutputBuilder(Generic[_Block, _Event]):
         self._open_reasoning = open_reasoning
         self._open_text = open_text
         self._open_call = open_call
-        self._whitespace = WhitespaceBuffer()
         self._open: OpenBlock[_Block, _Event] | None = None
         self._open_key: str | int = ""
         """The kind of the open block, or the number of its tool call."""
@@ -73,19 +71,15 @@ class OutputBuilder(Generic[_Block, _Event]):
     def finish(self, last_status: BlockStatus = "completed") -> list[_Event]:
         """End the answer and return the closing events. ``last_status`` is the status of the last
         block."""
-        rest = self._whitespace.finish()
-        events = self._extend("text", self._open_text, rest) if rest else []
-        return events + self._close(last_status)
+        return self._close(last_status)
 
     def _add(self, part: ReplyDelta) -> list[_Event]:
         events: list[_Event] = []
         if part.reasoning:
-            self._whitespace.interrupt(call=False)
             events += self._extend("reasoning", self._open_reasoning, part.reasoning)
-        if text := self._whitespace.feed(part.text):
-            events += self._extend("text", self._open_text, text)
+        if part.text:
+            events += self._extend("text", self._open_text, part.text)
         for call in part.calls:
-            self._whitespace.interrupt(call=True)
             events += self._extend(call.number, partial(self._open_call, call), call.arguments)
         return events
 

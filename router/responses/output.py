@@ -64,10 +64,7 @@ class OutputItemBuilder(OutputBuilder[OutputItem, SequencedEvent]):
     def _add(self, part: ReplyDelta) -> list[SequencedEvent]:
         for start, end in part.spans:
             self._pending_logprobs += self._logprobs_of(start, end)
-        events = super()._add(part)
-        if not self._whitespace.holds:
-            self._pending_logprobs.clear()  # of whitespace that is no text
-        return events
+        return super()._add(part)
 
     def _logprobs_of(self, start: int, end: int) -> Iterator[ChatCompletionTokenLogprob]:
         """Return those of the tokens between ``start`` and ``end``, also in part. Earlier ones are

@@ -142,21 +142,18 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         return request.max_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
         try:
-            await self._respond(scope, receive, send)
+            body, size = await read_body(http, self._router, self.body_type)
+            try:
+                await self.respond_to(body, size, http, send)
+            except ApiError as error:
+                error.rename_fields(self.field_names)
+                raise
         finally:
             # Requests of batches do not pass through the middleware.
             if (held := scope["state"].get("image_memory")) is not None:
                 held.close()
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        http = Request(scope, receive)
-        body, size = await read_body(http, self._router, self.body_type)
-        try:
-            await self.respond_to(body, size, http, send)
-        except ApiError as error:
-            error.rename_fields(self.field_names)
-            raise
 
     async def respond_to(self, body: _Body, size: int, http: Request, send: Send) -> None:
         """Answer ``body``, which has ``size`` bytes. Raises `ApiError` and `ClientDisconnected`."""
@@ -191,34 +188,19 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             state["generation"] = generation  # for logs and traces
             async with router.admit(tenant, model, state["limits_left"]):
                 with generation:
-                    await self._answer(generation, request, opening, http, left_out)
-
-    async def _answer(
-        self,
-        generation: Generation,
-        request: _Request,
-        opening: StreamOpening,
-        http: Request,
-        left_out: Mapping[str, list[str]],
-    ) -> None:
-        size, writer = opening.request_bytes, opening.writer
-        async with watching_client(http.receive, generation.abort):
-            await self._submit(generation, request, size, http.state)
-            await generation.accepted()
-            headers = [(b"x-seed", str(generation.seed).encode())]
-            for kind, types in left_out.items():
-                if types:
-                    named = ", ".join(types[:_MAX_NAMED])
-                    logger.info("ignored %s that this server cannot run: %s", kind, named)
-                    headers.append((f"x-left-out-{kind}".encode(), named.encode()))
-            if http.headers.get("x-debug-cache", "") not in ("", "0"):
-                explanation = await generation.run(lambda: explain(generation), size)
-                headers.append((b"x-debug-cache", explanation))
-            if request.stream:
-                await EventStream(generation, opening).run(headers)
-                return
-            answer = await _full_response(generation, writer, size)
-        await send_json(opening.send, answer, headers)
+                    async with watching_client(http.receive, generation.abort):
+                        await self._submit(generation, request, size, http.state)
+                        await generation.accepted()
+                        headers = _left_out_headers(left_out)
+                        headers.append((b"x-seed", str(generation.seed).encode()))
+                        if http.headers.get("x-debug-cache", "") not in ("", "0"):
+                            explanation = await generation.run(lambda: explain(generation), size)
+                            headers.append((b"x-debug-cache", explanation))
+                        if request.stream:
+                            await EventStream(generation, opening).run(headers)
+                            return
+                        answer = await _full_response(generation, writer, size)
+                    await send_json(send, answer, headers)
 
     async def _submit(
         self, generation: Generation, request: _Request, size: int, state: State
@@ -342,6 +324,17 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         text = request.prediction.joined
         tokens = model.renderer.encode(text, add_special_tokens=False, check_length=check_length)
         return tuple(tokens)
+
+
+def _left_out_headers(left_out: Mapping[str, list[str]]) -> list[tuple[bytes, bytes]]:
+    """Return headers that name the types of what was ``left_out``, by kind, and log them."""
+    headers = []
+    for kind, types in left_out.items():
+        if types:
+            named = ", ".join(types[:_MAX_NAMED])
+            logger.info("ignored %s that this server cannot run: %s", kind, named)
+            headers.append((f"x-left-out-{kind}".encode(), named.encode()))
+    return headers
 
 
 def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shared.locks import try_lock
 from shared.watched_file import OpenedFile
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED, _MAX_QUEUED_BYTES = 10_000, 64 * 2**20
 _AGAIN_S = 5.0
-_Change = tuple[str, tuple[object, ...]]
 _TABLE = """
 CREATE TABLE IF NOT EXISTS turns (
     number INTEGER PRIMARY KEY, key TEXT NOT NULL, response_id TEXT, previous INTEGER,
     input_items BLOB NOT NULL, response BLOB NOT NULL
 )
 """
+
+
+_INSERT = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
+_STATEMENTS = {
+    "forget id": "UPDATE turns SET response_id = NULL WHERE number = ?",
+    "remove": "DELETE FROM turns WHERE number = ?",
+}
 
 
 class ArchiveError(Exception):
@@ -48,9 +51,12 @@ class ArchivedTurn(NamedTuple):
     response: bytes
 
 
+_Change = ArchivedTurn | Literal["forget id", "remove"]
+
+
 class ResponseArchive:
-    """The turns of a `ResponseStore`, by number. Changes are queued for a thread. If the disk falls
-    too far behind, new turns are dropped and logged; removals never are."""
+    """The turns of a `ResponseStore`, by number. A thread writes the changes, and tries again where
+    that fails. What waits is in the store's memory anyway, or as small as a number."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `ArchiveError`."""
@@ -60,8 +66,11 @@ class ResponseArchive:
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise ArchiveError(f"{directory} cannot be used: {error}") from None
-        self._changes: queue.Queue[_Change | None] = queue.Queue()
-        self._queued_bytes, self._bytes_lock = 0, threading.Lock()
+        self._changes: dict[int, _Change] = {}
+        """What is not written yet, by number: the last change of each turn."""
+        self._changed = threading.Condition()
+        """Guards the changes."""
+        self._closing = False
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
 
     def _open(self) -> None:
@@ -90,28 +99,30 @@ class ResponseArchive:
         self._thread.start()
 
     def add(self, turn: ArchivedTurn) -> None:
-        behind = self._changes.qsize() >= _MAX_QUEUED or self._queued_bytes >= _MAX_QUEUED_BYTES
-        if behind:
-            logger.error("stored response not written: the disk is too slow")
-            return
-        change = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn
-        self._count(_num_bytes(change))
-        self._changes.put(change)
-
-    def _count(self, more_bytes: int) -> None:
-        with self._bytes_lock:
-            self._queued_bytes += more_bytes
+        self._add(turn.number, turn)
 
     def forget_id(self, number: int) -> None:
         """Keep a turn only for later turns that build on it."""
-        self._changes.put(("UPDATE turns SET response_id = NULL WHERE number = ?", (number,)))
+        with self._changed:
+            change = self._changes.get(number)
+            if isinstance(change, ArchivedTurn):
+                self._add(number, change._replace(response_id=None))
+            elif change is None:
+                self._add(number, "forget id")
 
     def remove(self, number: int) -> None:
-        self._changes.put(("DELETE FROM turns WHERE number = ?", (number,)))
+        self._add(number, "remove")
+
+    def _add(self, number: int, change: _Change) -> None:
+        with self._changed:
+            self._changes[number] = change
+            self._changed.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write the queued changes, as far as possible within ``timeout_s``."""
-        self._changes.put(None)
+        """Write all changes, as far as possible within ``timeout_s``."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join(timeout_s)
         self._unlock()
 
@@ -121,44 +132,39 @@ class ResponseArchive:
             self._lock = None
 
     def _write_all(self) -> None:
-        failed: dict[object, _Change] = {}
-        """Removals that failed, by number. A response that a client has deleted must not
-        reappear after a restart."""
-        again_at = 0.0
         while True:
-            if failed and time.monotonic() >= again_at:
-                self._write_again(failed)
-                again_at = time.monotonic() + _AGAIN_S
-            try:
-                wait_s = max(0.0, again_at - time.monotonic()) if failed else None
-                change = self._changes.get(timeout=wait_s)
-            except queue.Empty:
-                continue
-            if change is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._changes or self._closing)
+                closing, changes = self._closing, list(self._changes.items())
+            failed = False
+            for number, change in changes:
+                # A full disk has room for removals, and a response that a client has deleted must
+                # not reappear after a restart.
+                if failed and isinstance(change, ArchivedTurn):
+                    continue
+                if not self._write(number, change):
+                    failed = True
+                    continue
+                with self._changed:
+                    if self._changes[number] is change:
+                        del self._changes[number]
+            if closing:
                 break
-            self._count(-_num_bytes(change))
-            number = change[1][0]
-            failed.pop(number, None)  # a turn that is written again must no longer be removed
-            if not self._write(change) and not change[0].startswith("INSERT"):
-                if not failed:
-                    again_at = time.monotonic() + _AGAIN_S
-                failed[number] = change
-        self._write_again(failed)
+            if failed:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, _AGAIN_S)
         self._database.close()
 
-    def _write_again(self, failed: dict[object, _Change]) -> None:
-        """Write changes until one fails again. Written ones are removed from ``failed``."""
-        for number, change in list(failed.items()):
-            if not self._write(change):
-                return
-            del failed[number]
-
-    def _write(self, change: _Change) -> bool:
+    def _write(self, number: int, change: _Change) -> bool:
+        """Return whether the change was written."""
         try:
             if self._file is None or not self._file.is_there:
                 self._begin_again()
             with self._database:
-                self._database.execute(*change)
+                if isinstance(change, ArchivedTurn):
+                    self._database.execute(_INSERT, change)
+                else:
+                    self._database.execute(_STATEMENTS[change], (number,))
         except Exception as error:  # the disk is full or fails; the thread must continue
             logger.error("a stored response is not written: %s", error)
             return False
@@ -176,7 +182,3 @@ class ResponseArchive:
             "written again",
             self._directory,
         )
-
-
-def _num_bytes(change: _Change) -> int:
-    return sum(len(value) for value in change[1] if isinstance(value, bytes))

@@ -20,7 +20,7 @@ from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
-from router.generation.sampling import cache_salt
+from router.generation.sampling import salt_of
 from router.schemas.requests import ChatRequest
 
 
@@ -83,7 +83,7 @@ class CountTokens:
             request = await router.work.run(
                 tenant.share, lambda: self._messages.chat_request(body), size
             )
-            salt = cache_salt(request, router.settings, tenant)
+            salt = salt_of(request, router.settings, tenant)
             async with cancel_on_disconnect(receive):
                 messages, size = await with_images(
                     router, request.messages, model, http.state, salt, size

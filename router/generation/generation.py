@@ -17,10 +17,10 @@ from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from router.generation.choice import Choice, Echo, OutputDelta
 from router.generation.sampling import (
-    cache_salt,
+    count_entries,
     image_frames,
-    num_entries,
     numbered_seed,
+    salt_of,
     submit_message,
 )
 from router.generation.signal import Signal
@@ -32,7 +32,7 @@ from router.schemas.completions import (
 from router.schemas.requests import GenerationRequest
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.image_prompts import Prompt
-from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
+from router.tokens.logprobs import LogprobsContext, TokenAligner, encoded_prompt_logprobs
 from router.tokens.reply_parser import ReplyParser
 from router.tokens.work_pool import INLINE_SIZE, SMALL_SIZE
 from shared.wire import Grammar, ThinkingBudget
@@ -71,6 +71,9 @@ class Generation:
         """Conversations of one scope may continue each other's tokens
         (`router.tokens.tokenization_cache`)."""
         self.has_cache_salt = bool(request.cache_salt)
+        self.cache_salt = salt_of(request, model.settings, tenant)
+        """The scope that separates its cached blocks and prepared images from those of other
+        tenants."""
         self.choices: list[Choice] = []
         self._num_choices = 0
         self.seed = request.seed if request.seed is not None else secrets.randbits(53)
@@ -121,12 +124,6 @@ class Generation:
             return work()
         return await self.run(work, num_entries * _CHARS_PER_ENTRY)
 
-    @property
-    def cache_salt(self) -> str:
-        """The scope that separates its cached blocks and prepared images from those of other
-        tenants."""
-        return cache_salt(self._request, self._router.settings, self._tenant)
-
     def choices_of(
         self,
         prompt: Prompt,
@@ -165,6 +162,7 @@ class Generation:
                 seed=numbered_seed(self.seed, number),
                 is_first=source is None,
                 traceparent=self._traceparent,
+                cache_salt=self.cache_salt,
                 max_tokens=max_tokens,
                 grammar=grammar,
                 thinking=thinking,
@@ -265,7 +263,7 @@ class Generation:
         for choice in self.choices:
             if choice.echo_is_due:
                 prompt = choice.sequence.submit.token_ids
-                entries = num_entries(self._request, [len(prompt)], [])
+                entries = count_entries(self._request, [len(prompt)], [])
                 await self.format(choice.begin_echo, entries)
 
     def _remember_reply(self, choice: Choice) -> None:
@@ -278,7 +276,7 @@ class Generation:
     @property
     def num_entries(self) -> int:
         """The number of tokens and alternatives in the answer so far."""
-        return num_entries(
+        return count_entries(
             self._request,
             [len(choice.sequence.submit.token_ids) for choice in self.choices],
             [choice.completion_tokens for choice in self.choices],
@@ -301,7 +299,7 @@ class Generation:
             return None
         source = choice.prompt_logprobs_source
         if source not in self._prompt_logprobs:
-            self._prompt_logprobs[source] = prompt_logprobs(
+            self._prompt_logprobs[source] = encoded_prompt_logprobs(
                 source.submit.token_ids, source.prompt_logprobs, self._logprobs_context(count)
             )
         return self._prompt_logprobs[source]

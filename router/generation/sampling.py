@@ -41,20 +41,18 @@ def answer_limits(
         _answer_limit(model, each, max_tokens, request.max_context, reasons=reasons)
         for each in lengths
     ]
-    _check_num_entries(request, lengths, limits)
+    _check_size(request, lengths, limits)
     return limits
 
 
-def _check_num_entries(
-    request: GenerationRequest, lengths: Sequence[int], limits: Sequence[int]
-) -> None:
+def _check_size(request: GenerationRequest, lengths: Sequence[int], limits: Sequence[int]) -> None:
     """Raise `InvalidRequest` if answers of at most ``limits`` tokens, to prompts of ``lengths``,
     would have more than `MAX_ENTRIES`."""
     scored = request.num_logprobs is not None or request.prompt_logprobs is not None
     if not scored and not request.echoes:
         return
     n = request.n or 1
-    entries = num_entries(
+    entries = count_entries(
         request,
         [length for length in lengths for _ in range(n)],
         [limit for limit in limits for _ in range(n)],
@@ -69,7 +67,7 @@ def _check_num_entries(
         )
 
 
-def num_entries(
+def count_entries(
     request: GenerationRequest, prompt_lengths: Sequence[int], output_lengths: Sequence[int]
 ) -> int:
     """Return the number of tokens and alternatives in an answer; the lengths are by choice."""
@@ -158,7 +156,6 @@ def submit_message(
         max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
         min_tokens=min(request.min_tokens or 0, max_tokens),
-        cache_salt=cache_salt(request, settings, tenant),
         priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
         # All choices share the prompt.
@@ -189,7 +186,7 @@ def image_frames(prompt: Prompt) -> list[bytes | memoryview]:
     return [frame for digest in distinct for frame in images[digest].frames]
 
 
-def cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
+def salt_of(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
     """Return the scope that separates the blocks of ``request`` from those of other tenants."""
     salt = request.cache_salt or ""
     # Names contain no slash, so that no client's salt can equal another tenant's scope.

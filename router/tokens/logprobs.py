@@ -137,7 +137,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
     )
 
 
-def prompt_logprobs(
+def encoded_prompt_logprobs(
     prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], context: LogprobsContext
 ) -> bytes:
     """Return log-probabilities of a prompt in vLLM's format, `PromptLogprobs`, as JSON."""

@@ -20,7 +20,7 @@ from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
 from router.generation.generation import Generation
-from router.generation.sampling import num_entries
+from router.generation.sampling import count_entries
 from router.images.preparing import ImagePreparer
 from router.openai import embeddings
 from router.openai.embeddings import EmbeddingRequest
@@ -61,8 +61,8 @@ def test_an_echo_is_not_copied_for_each_token() -> None:
 
     assert shortest_s(step) < 1e-3
     lengths = [MANY]
-    assert num_entries(generation._request, lengths, [1]) == MANY + 1
-    assert shortest_s(lambda: num_entries(generation._request, lengths, [1])) < 1e-3
+    assert count_entries(generation._request, lengths, [1]) == MANY + 1
+    assert shortest_s(lambda: count_entries(generation._request, lengths, [1])) < 1e-3
 
 
 def test_token_ids_to_embed_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,8 @@ KeepAlive = Annotated[
     float | Annotated[str, Meta(max_length=64)],
     Meta(description="Seconds, or a duration such as `5m`; negative: forever."),
 ]
-
-
 MAX_IMAGES = 256
-"""Roles of a message."""
+"""Of a message, or of a prompt."""
 _MAX = 2**31 - 1
 # Some clients send integers as floats (4096.0).
 Natural = Annotated[int, Meta(ge=0, le=_MAX)] | Annotated[float, Meta(ge=0, le=_MAX)]

@@ -33,7 +33,7 @@ from router.responses.objects import (
 from router.responses.schemas import CommandOutcome, InputItem, ItemContentPart
 from router.responses.tools import ClientTool, function_name
 from router.schemas.conversation import ContentPart, FunctionCall, ToolCall
-from router.tokens.parsing.json_texts import decoded_json
+from router.tokens.json_texts import decoded_json
 from router.tokens.reply_parser import CallDelta
 
 _Action = TypeVar("_Action")

@@ -26,9 +26,9 @@ from router.tokens.conversations.calls import with_named_ids, written_calls
 from router.tokens.conversations.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.conversations.tools import ToolsPlace, tool_schema, tools_place, with_tools
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
+from router.tokens.json_texts import decoded_json
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
-from router.tokens.parsing.json_texts import decoded_json
 
 logger = logging.getLogger(__name__)
 

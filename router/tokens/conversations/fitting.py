@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.schemas.conversation import PARAGRAPH_BREAK
-from router.tokens.parsing.json_texts import decoded_json
+from router.tokens.json_texts import decoded_json
 
 _Json = dict[str, Any]
 Renders = Callable[[list[_Json], bool], str]

@@ -4,13 +4,11 @@ The baseline is the JSON format. Text arrives in pieces of four characters, as t
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from router.tokens.parsing.calls import CallFormat
+from router.tokens.parsing.calls import written_calls
 from router.tokens.parsing.formats import CALL_FORMATS, HARMONY, REASONING, ReplyFormat
 from router.tokens.parsing.marked import MarkedReplyParser
 
@@ -56,28 +54,8 @@ def seconds(name: str, text: str) -> float:
 
 def written(name: str, calls: list[dict[str, Any]]) -> str:
     """Return ``calls`` of the tool as the model writes them."""
-    format = CALL_FORMATS[name]
-    template = format.template
-    between = "<|start|>assistant" if name == "harmony" else template.between
-    ends = template.end + ("<|call|>" if name == "harmony" else "")
-    each = [
-        template.begin.replace("{name}", "f").replace("{number}", str(number))
-        + arguments_of(format, call)
-        + ends
-        for number, call in enumerate(calls)
-    ]
-    return template.before + between.join(each) + template.after
-
-
-def arguments_of(format: CallFormat, arguments: Mapping[str, Any]) -> str:
-    opening, closing = format.template.argument, format.template.argument_end
-    if not opening:
-        return json.dumps(arguments)
-    pieces = []
-    for key, value in arguments.items():
-        is_text = isinstance(value, str)
-        quote = "" if format.tags or not is_text else format.style.quotes[0]
-        text = json.dumps(value) if quote == '"' or not is_text else quote + value + quote
-        tag = opening.replace("{is_text}", json.dumps(is_text)) + text + closing
-        pieces.append(tag.replace("{key}", key))
-    return format.template.separator.join(pieces)
+    functions = [{"name": "f", "arguments": each} for each in calls]
+    if name != "harmony":
+        return written_calls(CALL_FORMATS[name], functions)
+    each = (written_calls(CALL_FORMATS[name], [function]) for function in functions)
+    return "<|call|><|start|>assistant".join(each) + "<|call|>"

@@ -22,13 +22,14 @@ from router.schemas.conversation import (
     unsupported_content,
 )
 from router.schemas.images import ImageContent, ModelImage
-from router.tokens.conversations.calls import with_named_ids, written_calls
+from router.tokens.conversations.calls import with_named_ids
 from router.tokens.conversations.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.conversations.tools import ToolsPlace, tool_schema, tools_place, with_tools
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.json_texts import decoded_json
 from router.tokens.literals import literal_pattern
-from router.tokens.parsing.calls import JSON
+from router.tokens.parsing.calls import JSON, written_calls
+from router.tokens.parsing.formats import CALL_FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class ChatTemplate:
         content = message["content"]
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
         functions = [each["function"] for each in message["tool_calls"]]
-        written = written_calls(self._call_syntax, functions)
+        written = written_calls(CALL_FORMATS.get(self._call_syntax, JSON), functions)
         if isinstance(content, str):
             return {**kept, "content": content + written}
         return {**kept, "content": [*content, {"type": "text", "text": written}]}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from router.tokens.parsing.calls import JSON
-from router.tokens.parsing.formats import CALL_FORMATS
 
 _Json = dict[str, Any]
 
@@ -58,47 +54,3 @@ def _named(call: _Json, number: int) -> _Json:
 def _first_of(name: str | None, waiting: Sequence[str]) -> str | None:
     starts = (f"{name}:", f"{_FUNCTIONS}{name}:")
     return next((each for each in waiting if name is None or each.startswith(starts)), None)
-
-
-# -- calls as text ---------------------------------------------------------------
-
-
-def written_calls(parser: str, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``calls``, each with ``name`` and ``arguments``, in the format of the tool parser
-    ``parser``; as plain JSON if that format is unknown."""
-    if parser == "pythonic":
-        return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
-    template = CALL_FORMATS.get(parser, JSON).template
-    if template.argument:
-        template = JSON.template
-    calls = [
-        template.begin.replace("{number}", str(number)).replace("{name}", function["name"])
-        + _json(function["arguments"])
-        + template.end
-        for number, function in enumerate(functions)
-    ]
-    return template.before + template.between.join(calls) + template.after
-
-
-def _json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _pythonic(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    if not isinstance(arguments, dict):
-        return f"{function['name']}({arguments})"
-    shown = (f"{key}={_literal(value)}" for key, value in arguments.items())
-    return f"{function['name']}({', '.join(shown)})"
-
-
-def _literal(value: Any) -> str:
-    """Write ``value`` for Python. `repr` would escape unusual characters of strings."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, dict):
-        members = (f"{_literal(key)}: {_literal(each)}" for key, each in value.items())
-        return f"{{{', '.join(members)}}}"
-    return repr(value)

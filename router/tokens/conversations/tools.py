@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from router.schemas.conversation import PARAGRAPH_BREAK, Tool
-from router.tokens.conversations.calls import written_calls
 from router.tokens.conversations.fitting import TemplateLimits, fitted
-from router.tokens.parsing.calls import JSON
+from router.tokens.parsing.calls import JSON, written_calls
+from router.tokens.parsing.formats import CALL_FORMATS
 
 _Json = dict[str, Any]
 Applies = Callable[[list[_Json], list[_Json] | None, _Json], str]
@@ -102,10 +102,17 @@ def _described(tools: Sequence[_Json], call_syntax: str) -> str:
         parameters = json.dumps(function["parameters"], ensure_ascii=False)
         lines += [f"### {function['name']}", f"Description: {function.get('description', '')}", ""]
         lines += [f"Parameters: {parameters}", ""]
-    example = {"name": "tool_call_name", "arguments": "tool_call_arguments"}
-    lines += ["To call a tool, write exactly in this format:"]
-    lines += [written_calls(call_syntax, [example]), ""]
+    format = CALL_FORMATS.get(call_syntax, JSON)
+    arguments: Any = "tool_call_arguments"
     rule = "`tool_call_name` is the name of a tool, `tool_call_arguments` is JSON as it takes it."
+    if format.template.argument:
+        arguments = {"argument_name": "argument_value"}
+        rule = (
+            "`tool_call_name` is the name of a tool. Write the name and the value of each argument "
+            "like `argument_name` and `argument_value`."
+        )
+    lines += ["To call a tool, write exactly in this format:"]
+    lines += [written_calls(format, [{"name": "tool_call_name", "arguments": arguments}]), ""]
     if call_syntax == JSON.name:
         rule += " Write nothing else."  # plain JSON is only a call where an answer begins with it
     return "\n".join([*lines, rule])

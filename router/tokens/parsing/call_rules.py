@@ -63,7 +63,7 @@ class CallRules:
     def __init__(
         self, rule: str, format: CallFormat, function: FunctionDefinition, tokens: ControlTokens
     ) -> None:
-        self._rule, self._template = rule, format.template
+        self._rule, self._format, self._template = rule, format, format.template
         self._function, self._tokens = function, tokens
         self._rules: list[str] = []
         self._texts: dict[str, str] = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import regex
 
 from router.tokens.parsing.json_reader import JSON_STYLE, Style
 from router.tokens.parsing.tagged import Tags
@@ -59,8 +62,76 @@ class CallFormat(NamedTuple):
         return tuple(filter(None, (self.start, self.opener)))
 
 
+PLAIN_NAME = regex.compile(r"[\w$@][\w$@./-]*")
+"""A name that needs no quotes."""
 PLAIN_TEMPLATE = CallTemplate('{"name": "{name}", "arguments": ', "}")
 JSON = CallFormat("json", "", "", PLAIN_TEMPLATE._replace(between="\n"))
+
+
+# -- writing calls ---------------------------------------------------------------
+
+
+def written_calls(format: CallFormat, functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls of ``functions``, each with ``name`` and ``arguments``, as the model writes
+    them. Arguments may be text, which is written as it is."""
+    template = format.template
+    calls = [
+        template.begin.replace("{number}", str(number)).replace("{name}", function["name"])
+        + _written_arguments(format, function["arguments"])
+        + template.end
+        for number, function in enumerate(functions)
+    ]
+    return template.before + template.between.join(calls) + template.after
+
+
+def _written_arguments(format: CallFormat, arguments: Any) -> str:
+    template = format.template
+    if isinstance(arguments, str):
+        return arguments
+    if not template.argument or not isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    members = []
+    for key, value in arguments.items():
+        is_text = isinstance(value, str)
+        name = key if format.tags is not None else written_key(format, key)
+        around = template.argument.replace("{is_text}", json.dumps(is_text)), template.argument_end
+        before, after = (text.replace("{key}", name) for text in around)
+        text = value if is_text and format.tags is not None else written_value(format, value)
+        members.append(before + text + after)
+    return template.separator.join(members)
+
+
+def written_value(format: CallFormat, value: Any) -> str:
+    """Return a value in the notation of a format: JSON, unless it lists its arguments in
+    brackets."""
+    separator, style = format.template.separator, format.style
+    if format.tags is not None or not separator:
+        return json.dumps(value, ensure_ascii=False)
+    match value:
+        case str() if style.python:  # `repr` would escape unusual characters
+            return json.dumps(value, ensure_ascii=False)
+        case str():
+            return style.quotes[0] + value + style.quotes[0]
+        case list():
+            return f"[{separator.join(written_value(format, each) for each in value)}]"
+        case dict():
+            members = (
+                f"{written_value(format, key)}: {written_value(format, each)}"
+                if style.python
+                else f"{written_key(format, key)}:{written_value(format, each)}"
+                for key, each in value.items()
+            )
+            return f"{{{separator.join(members)}}}"
+    return repr(value) if style.python else json.dumps(value)
+
+
+def written_key(format: CallFormat, key: str) -> str:
+    """Return the name of an argument, or of a member of an object, in brackets."""
+    quote = format.style.quotes[0]
+    return key if PLAIN_NAME.fullmatch(key) else quote + key + quote
+
+
+# -- schemas ---------------------------------------------------------------------
 
 
 def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:

@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import regex
-
 from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.schemas.value_schema import ValueSchema
 from router.tokens.parsing.call_rules import (
@@ -20,14 +18,12 @@ from router.tokens.parsing.call_rules import (
     choices,
     variants,
 )
-from router.tokens.parsing.calls import CallFormat
+from router.tokens.parsing.calls import PLAIN_NAME, CallFormat, written_key, written_value
 from router.tokens.parsing.input_grammars import input_lark
 from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
 from shared.bounded_schema import BOUNDS
 
-_NAME = regex.compile(r"[\w$@][\w$@./-]*")
-"""A name that needs no quotes."""
 _OTHER_NAME = r"/[A-Za-z_$@][A-Za-z0-9_$@.-]{0,63}/"
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", "definitions"}
 _OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
@@ -59,7 +55,7 @@ class ListedCall(CallRules):
             names = self._members(parameters).properties
             if self._is_json:
                 ways.append(f'"{{" {self._object(f"{self._rule}v{number}_", parameters)} "}}"')
-            elif self._python and not all(map(_NAME.fullmatch, names)):
+            elif self._python and not all(map(PLAIN_NAME.fullmatch, names)):
                 ways.append(f'"**" {self._json({"type": "object", **parameters})}')
             else:
                 ways.append(self._object(f"{self._rule}v{number}_", parameters))
@@ -95,7 +91,7 @@ class ListedCall(CallRules):
     def _key(self, name: str) -> str:
         if self._is_json:
             return json.dumps(name, ensure_ascii=False)
-        return name if _NAME.fullmatch(name) else self._quote + name + self._quote
+        return written_key(self._format, name)
 
     # -- values --------------------------------------------------------------------
 
@@ -128,7 +124,9 @@ class ListedCall(CallRules):
         """Return an expression for a value in the model's notation."""
         plain = self._plain(schema)
         if (listed := choices(plain)) is not None:
-            return " | ".join(self._tokens.to_lark(self._written(each)) for each in listed)
+            return " | ".join(
+                self._tokens.to_lark(written_value(self._format, each)) for each in listed
+            )
         ways = [
             way
             for number, each in enumerate(alternatives(plain))
@@ -206,19 +204,6 @@ class ListedCall(CallRules):
         if self._tokens.occur_in(self._quote):
             return f"{quote} {input_lark(text, quoted=False)} {quote}"
         return f"{quote} {input_lark(text, quoted=False, end=self._quote)}"
-
-    def _written(self, value: Any) -> str:
-        """Return ``value`` in the model's notation."""
-        quote, separator = self._quote, self._template.separator
-        match value:
-            case str():
-                return quote + value + quote
-            case list():
-                return f"[{separator.join(map(self._written, value))}]"
-            case dict():
-                members = (f"{self._key(key)}:{self._written(each)}" for key, each in value.items())
-                return f"{{{separator.join(members)}}}"
-        return json.dumps(value)
 
 
 def has_free_numbers(function: FunctionDefinition) -> bool:

@@ -14,10 +14,15 @@ from router.schemas.conversation import (
     Tool,
     ToolCall,
 )
-from router.tokens.conversations.calls import written_calls
 from router.tokens.literals import literal_pattern
-from router.tokens.parsing.calls import JSON
-from router.tokens.parsing.formats import HARMONY_CALLS, REASONING, ReplyState, detect_format
+from router.tokens.parsing.calls import JSON, written_calls
+from router.tokens.parsing.formats import (
+    CALL_FORMATS,
+    HARMONY_CALLS,
+    REASONING,
+    ReplyState,
+    detect_format,
+)
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
 from tests.router.chat_tokenizer import TEMPLATE, chat_tokenizer
 
@@ -181,6 +186,8 @@ def test_thinking_is_switched_by_the_name_that_the_template_has(tmp_path: Path) 
         ("deepseek_v31", "Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
          '{"a": "x"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
          "<｜tool▁calls▁end｜>"),
+        ("glm47", "Hm<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n"
+         "<tool_call>g\n</tool_call>"),
     ],
 )  # fmt: skip
 def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
@@ -197,7 +204,7 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them(
 def test_text_in_lists_of_pythonic_calls_is_written_as_it_is() -> None:
     """Escaped, a break in a control token would not be found again."""
     arguments = {"a": [f"<{TOKEN_BREAK}|im_end|>", {"b\u200b": None}, True]}
-    written = written_calls("pythonic", [{"name": "f", "arguments": arguments}])
+    written = written_calls(CALL_FORMATS["pythonic"], [{"name": "f", "arguments": arguments}])
     assert f'(a=["<{TOKEN_BREAK}|im_end|>", {{"b\u200b": None}}, True])' in written
 
 

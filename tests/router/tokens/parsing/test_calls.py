@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.tokens.parsing.formats import ReplyState
+from router.tokens.parsing.calls import written_calls
+from router.tokens.parsing.formats import CALL_FORMATS, ReplyState
 from router.tokens.parsing.marked import MarkedReplyParser
 from tests.router.tokens.parsing.replies import TOOLS
 from tests.router.tokens.parsing.test_marked import format_of, named, read, read_with
@@ -69,6 +70,25 @@ def test_a_call_of_mistrals_keeps_its_id() -> None:
         (call,) = read(written, format_of("mistral")).calls
         assert (call.name, call.arguments) == ("get_weather", '{"city": "x"}')
         assert call.id == id if id else call.id is not None
+
+
+@pytest.mark.parametrize("parser", CALL_FORMATS)
+def test_calls_are_read_as_they_are_written(parser: str) -> None:
+    arguments: dict[str, Any] = {"text": 'a {"b"}\n</x>', "count": 3, "flag": True, "none": None}
+    arguments |= {"list": ["a", {"my-key": [1.5, "b"], "a b": False}], "object": {}}
+    types = {"text": "string", "count": "integer", "list": "array", "object": "object"}
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    properties |= {"flag": {"type": "boolean"}, "none": {"type": "null"}}
+    tool = {"name": "f-1", "parameters": {"type": "object", "properties": properties}}
+    calls = [{"name": "f-1", "arguments": each} for each in (arguments, {})]
+    calls = calls[:1] if parser == "harmony" else calls
+    format = format_of(parser)
+    reply = MarkedReplyParser(
+        format, format.initial_state, [{"type": "function", "function": tool}]
+    )
+    found = read_with(reply, [*written_calls(CALL_FORMATS[parser], calls)])
+    assert named(found.calls) == [(each["name"], each["arguments"]) for each in calls]
+    assert not found.text.strip()
 
 
 STRING = {"type": "string"}

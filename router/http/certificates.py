@@ -25,10 +25,9 @@ async def follow_certificate(
     def look() -> list[object]:
         return [stamp(path) for path in paths]
 
-    def load() -> None:
-        # First elsewhere: a certificate without its key would leave `context` without either.
+    def check() -> None:
+        # A certificate without its key would leave `context` without either.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
-        context.load_cert_chain(certfile, keyfile)
 
     used = seen = await asyncio.to_thread(look)
     while True:
@@ -39,7 +38,9 @@ async def follow_certificate(
             continue
         used = found
         try:
-            await asyncio.to_thread(load)
+            await asyncio.to_thread(check)
+            # Not on a thread: a handshake meanwhile would find a certificate without its key.
+            context.load_cert_chain(certfile, keyfile)
         except (ssl.SSLError, OSError) as error:
             logger.error("the TLS certificate stays as it was: %s", error)
         else:

@@ -45,7 +45,7 @@ def is_ended(client: socket.socket) -> bool:
 
 def test_a_flood_of_connections_leaves_descriptors_for_engines(start_server: StartServer) -> None:
     """An engine that joins when there is no descriptor left would be the end of the router."""
-    server = start_server(max_descriptors=LIMIT)
+    server = start_server("--max-connections-per-address=0", max_descriptors=LIMIT)
     engine = server.join("hello world", hold_tokens_after=1)
     streamed = server.begin("x", stream=True)
     eventually(lambda: len(engine.running) == 1)
@@ -61,6 +61,7 @@ def test_a_flood_of_connections_leaves_descriptors_for_engines(start_server: Sta
     eventually(lambda: text_of(server.chat("x")) == "hello world")
     assert server.metric("connections_refused_total ") > 50
     assert server.log.read_text().count("closed a new connection") == 1
+    assert "the others are reserved for engines" in server.log.read_text()
     assert server.stop() == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -136,7 +137,10 @@ def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
 def test_an_image_of_too_much_memory_is_refused(real: DecoderProcess, job: DecodeJob) -> None:
     allowed = msgspec.structs.replace(job, max_pixels=2**40)
     answer, _ = real.prepare(allowed, png_header(60_000, 60_000))
-    assert answer.reason in ("memory", "damaged")
+    if sys.platform == "linux":
+        assert answer.reason == "memory"
+    else:  # which refuses no allocation: this image is short, and is found to be damaged first
+        assert answer.reason in ("memory", "damaged")
     assert real.prepare(job, IMAGE).answer.reason is None
 
 

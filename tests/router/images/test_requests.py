@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from tests.router.conftest import Server, StartServer, error_of, eventually, ok
 from tests.router.images.conftest import Ask
 from tests.router.images.pictures import (
     IMAGE_TOKEN,
+    VISION,
     bad_pictures,
     data_url,
     encoded,
@@ -237,6 +239,23 @@ def test_each_bad_image_is_refused_with_a_reason(server: Server, ask: Ask) -> No
 def test_too_many_images_are_refused(ask: Ask) -> None:
     error = ask(*[RED_URL] * 100).json()["error"]
     assert error["code"] == "too_many_images" and "more than 32 images" in error["message"]
+
+
+def test_images_of_too_many_bytes_are_refused(start_server: StartServer, vision_dir: Path) -> None:
+    server = start_server(f"--max-image-bytes={2 * len(RED_URL)}")
+    engine = ScriptedEngine(
+        server.address, vision_dir, vision=VISION, vocab_size=512, context_length=2048
+    )
+    server.wait_ready()
+    try:
+        for count, status in ((2, 200), (3, 400)):
+            turn = {"role": "user", "content": [IMAGE_URL] * count}
+            answer = server.post(CHAT, messages=[turn], max_tokens=1)
+            assert answer.status_code == status, answer.text
+        error = error_of(answer)
+        assert (error["code"], error["param"]) == ("image_too_large", "messages[0].content[2]")
+    finally:
+        engine.leave()
 
 
 def test_nothing_is_fetched(ask: Ask) -> None:

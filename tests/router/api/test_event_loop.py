@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from router.api import images
-from router.errors import InvalidRequest
+from router.errors import ContextLengthExceeded, InvalidRequest
 from router.fleet.body_budget import BodyBudget
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
@@ -28,6 +28,8 @@ from router.openai.endpoints import Completions
 from router.schemas.conversation import ChatMessage
 from router.schemas.images import SentImage
 from router.schemas.requests import CompletionRequest
+from router.tokens.rendering import _Encoder
+from tests.conftest import in_loop
 
 MANY = 300_000
 
@@ -63,6 +65,39 @@ def test_an_echo_is_not_copied_for_each_token() -> None:
     lengths = [MANY]
     assert count_entries(generation._request, lengths, [1]) == MANY + 1
     assert shortest_s(lambda: count_entries(generation._request, lengths, [1])) < 1e-3
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_tokens_are_copied() -> None:
+    class Found:
+        ids = property(lambda _: pytest.fail("they were copied"))
+
+        def __len__(self) -> int:
+            return MANY
+
+    encoder: Any = object.__new__(_Encoder)
+    encoder._fast = SimpleNamespace(encode_batch_fast=lambda *_, **__: [Found()])
+
+    def refuse(num_tokens: int) -> None:
+        raise ContextLengthExceeded(f"{num_tokens} tokens")
+
+    with pytest.raises(ContextLengthExceeded, match=str(MANY)):
+        encoder.encode(["a"], False, refuse)
+
+
+@in_loop
+async def test_what_takes_long_to_parse_is_read_on_a_thread() -> None:
+    on_threads, on_the_loop = list[Any](), list[Any]()
+    generation: Any = object.__new__(Generation)
+
+    async def run(work: Any, size: int) -> None:
+        on_threads.append(work)
+
+    generation.run = run
+    for is_slow in (True, False):
+        choice: Any = SimpleNamespace(is_slow=is_slow, behind=False, finish_reason=None)
+        choice.advance = partial(on_the_loop.append, choice)
+        await generation.advance(choice)
+        assert (len(on_threads), len(on_the_loop)) == ((1, 0) if is_slow else (1, 1))
 
 
 def test_token_ids_to_embed_are_copied_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

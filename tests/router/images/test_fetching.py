@@ -48,7 +48,7 @@ def fetched(
     url: str,
     *,
     addresses: Sequence[str] = ("127.0.0.1",),
-    is_public: Callable[[str], bool] = lambda address: True,
+    is_public: Callable[[str], bool] | None = lambda address: True,
     trusted: bool = True,
     hosts: Sequence[str] = (HOST, f".{HOST}"),
 ) -> tuple[bytes | str, list[str]]:
@@ -127,7 +127,7 @@ def test_other_urls_are_not_asked(certificate: Path, url: str) -> None:
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["93.184.215.14", "10.0.0.1"], []])
 def test_a_private_address_is_not_asked(certificate: Path, addresses: list[str]) -> None:
-    options: dict[str, Any] = {"addresses": addresses, "is_public": is_public_address}
+    options: dict[str, Any] = {"addresses": addresses, "is_public": None}  # the fetcher's own
     reason, asked = fetched(certificate, {"/a": ok(b"x")}, f"https://{HOST}/a", **options)
     assert "not public" in str(reason) and not asked
 

@@ -198,17 +198,37 @@ def test_a_large_file_is_refused_and_nothing_is_left(batches: BatchClient, batch
     assert batches.upload(b"x" * 2_000_000)
 
 
+def begin_upload(server: Server) -> socket.socket:
+    """Send the first part of a file."""
+    at = urlsplit(server.url)
+    client = socket.create_connection((at.hostname or "", at.port or 0))
+    client.sendall(
+        b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
+        b"content-type: multipart/form-data; boundary=x\r\n\r\n"
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n%s'
+        % (b"x" * 600_000)
+    )
+    return client
+
+
 def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Path) -> None:
-    new, at = batch_dir / "new", urlsplit(server.url)
-    with socket.create_connection((at.hostname or "", at.port or 0)) as client:
-        client.sendall(
-            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
-            b"content-type: multipart/form-data; boundary=x\r\n\r\n"
-            b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n%s'
-            % (b"x" * 600_000)
-        )
+    new = batch_dir / "new"
+    with begin_upload(server):
         eventually(lambda: bool(list(new.iterdir())))
     eventually(lambda: not list(new.iterdir()))
+
+
+def test_few_files_are_uploaded_at_once(
+    batches: BatchClient, server: Server, batch_dir: Path
+) -> None:
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(begin_upload(server))
+        eventually(lambda: len(list((batch_dir / "new").iterdir())) == 4)
+        with pytest.raises(openai.RateLimitError, match="at once"):
+            batches.upload(b"x")
+    eventually(lambda: not list((batch_dir / "new").iterdir()))
+    assert batches.upload(b"x")
 
 
 def refused(call: Callable[..., Any], *args: Any) -> str | None:

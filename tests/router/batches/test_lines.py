@@ -40,6 +40,20 @@ def test_a_file_has_a_limited_number_of_blank_lines(tmp_path: Path, blank: bytes
     assert (error.code, error.line) == ("too_many_lines", MAX_BLANK_LINES + 1)
 
 
+def test_a_file_has_a_limited_number_of_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.jobs.lines.MAX_LINES", 3)
+    path = tmp_path / "in.jsonl"
+    for count in (3, 4):
+        lines = (json.dumps(line(str(number))) for number in range(count))
+        path.write_text("\n".join(lines))
+        checked = check_file(path, "/v1/completions", 10_000, threading.Event())
+        assert checked is not None
+        found = [(error.code, error.line) for error in checked.errors]
+        assert found == ([] if count == 3 else [("too_many_lines", 4)])
+
+
 def test_large_lines_are_answered(served: BatchClient) -> None:
     lines = [json.dumps(line(name)).replace("{", "{" + " " * 20_000, 1) for name in ("a", "b")]
     done = served.run("\n".join(lines).encode())

@@ -124,6 +124,24 @@ def test_a_call_comes_whole(served: Server) -> None:
     assert f"{START}tool\n[add] 3{END}" in engine.last_prompt
 
 
+@pytest.mark.parametrize("step", [1, 200])
+def test_a_line_has_one_kind_of_thing(served: Server, step: int) -> None:
+    engine = served.engine
+    engine.says("<think>\nhm\n</think>\n\nI add.\n" + CALL + "\n" + CALL)
+    engine.behaviour.tokens_per_step = step
+    parts = lines(post(served, "chat", messages=HI, tools=[ADD], think=True))
+    engine.behaviour.tokens_per_step = 1
+    kinds = list[str]()
+    for part in parts:
+        found = [
+            kind for kind in ("thinking", "content", "tool_calls") if part["message"].get(kind)
+        ]
+        assert len(found) <= 1 and len(part["message"].get("tool_calls", ())) <= 1
+        kinds += found
+    assert list(dict.fromkeys(kinds)) == ["thinking", "content", "tool_calls"]
+    assert kinds.count("tool_calls") == 2
+
+
 def test_thinking_is_apart_and_may_be_turned_off(served: Server) -> None:
     engine = served.engine
     engine.says("<think>\nhm\n</think>\n\nyes")

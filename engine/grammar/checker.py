@@ -12,8 +12,6 @@ import os
 import queue
 import random
 import resource
-import select
-import subprocess
 import sys
 import threading
 import time
@@ -35,15 +33,13 @@ from engine.grammar.compiled import (
 )
 from engine.grammar.locate import locate
 from shared.sandbox.memory_limit import MemoryLimit
-from shared.sandbox.pipe_frames import LENGTH, read_frame, write_frames
-from shared.sandbox.worker_process import running_pid, start_worker
+from shared.sandbox.pipe_frames import read_frame, write_frames
+from shared.sandbox.worker_process import WorkerLost, WorkerProcess
 from shared.wire import Grammar
 
 TIME_LIMIT_S = 10.0
 START_LIMIT_S = 60.0
-ABANDON_EVERY_S = 0.5
-"""Interval for checking whether anyone still wants the grammar. Not immediately: restarting a
-killed process takes longer than compiling most grammars."""
+MAX_ANSWER_BYTES = 1 << 20
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Memory limit in addition to what the process uses when it is ready."""
 PROCESSES_LOST = 2
@@ -52,6 +48,7 @@ been killed for another reason."""
 TRIED_TOKENS = 16
 HEAVY_TOKENS, HEAVY_WALK_S = 128, 0.25
 """A grammar is heavy if it exceeds `LIGHT` within so many random tokens, or these take longer."""
+_CANNOT_START = "cannot start the process that checks grammars"
 
 
 class CheckerUnavailable(Exception):
@@ -64,21 +61,27 @@ class GrammarChecker:
     def __init__(self, tokenizer_spec: TokenizerSpec, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._tokenizer_spec = tokenizer_spec
         self._time_limit_s = time_limit_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._worker = WorkerProcess("engine.grammar.checker")
 
     @property
     def pid(self) -> int | None:
         """The process id; None if it is not running."""
-        return running_pid(self._process)
+        return self._worker.pid
 
     def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Return whether ``grammar`` is heavy. Raise `GrammarError` if it is invalid or exceeds the
         limits, or once it is not wanted any more; `CheckerUnavailable`."""
         for _ in range(PROCESSES_LOST):
-            answer = self._try(grammar, is_wanted)
-            if answer is not None:
+            self._start()
+            try:
+                answer = self._ask(msgspec.msgpack.encode(grammar), self._time_limit_s, is_wanted)
                 break
+            except WorkerLost as lost:
+                if lost.is_late:
+                    why = f"compiling it takes longer than {self._time_limit_s:g} s"
+                    raise GrammarError(why, transient=True) from None
+            except OSError as error:  # closed in the meantime
+                raise CheckerUnavailable(str(error)) from error
         else:
             raise GrammarError("it is too deep or too large to compile")
         message, number, heavy = msgspec.msgpack.decode(answer, type=tuple[str, int, bool])
@@ -86,79 +89,27 @@ class GrammarChecker:
             raise GrammarError(message, source=(*grammar.parts, grammar)[number].source)
         return heavy
 
-    def _try(self, grammar: Grammar, is_wanted: Callable[[], bool]) -> bytes | None:
-        """Return the reply, None if the process exited."""
-        process = self._running_process()
-        try:
-            assert process.stdin is not None
-            write_frames(process.stdin, msgspec.msgpack.encode(grammar))
-            answer = self._answer(process, self._time_limit_s, is_wanted)
-        except BrokenPipeError:
-            answer = None
-        except TimeoutError:
-            self._kill()
-            why = f"compiling it takes longer than {self._time_limit_s:g} s"
-            raise GrammarError(why, transient=True) from None
-        if answer is None:
-            self._kill()
-        return answer
-
     def close(self) -> None:
         """Stop the process permanently, even while it compiles. Any thread may call it."""
-        self._closed = True
-        self._kill()
+        self._worker.close()
 
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    def _running_process(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self.pid is not None:
-            return self._process
-        self._kill()
-        if self._closed:
-            raise CheckerUnavailable("the engine is shutting down")
+    def _start(self) -> None:
         try:
-            process = self._process = start_worker("engine.grammar.checker")
-            assert process.stdin is not None
-            write_frames(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
-            if self._answer(process, START_LIMIT_S) is None:
-                raise OSError("it exited")
-        except (OSError, TimeoutError) as error:
-            self._kill()
-            raise CheckerUnavailable(
-                f"cannot start the process that checks grammars: {error}"
-            ) from error
-        return process
+            if self._worker.start():
+                self._ask(msgspec.msgpack.encode(self._tokenizer_spec), START_LIMIT_S)
+        except WorkerLost as lost:
+            why = f"no answer within {START_LIMIT_S:g} s" if lost.is_late else "it exited"
+            raise CheckerUnavailable(f"{_CANNOT_START}: {why}") from None
+        except OSError as error:
+            raise CheckerUnavailable(f"{_CANNOT_START}: {error}") from error
 
-    def _answer(
-        self,
-        process: subprocess.Popen[bytes],
-        limit_s: float,
-        is_wanted: Callable[[], bool] = lambda: True,
-    ) -> bytes | None:
-        """Return the next reply, None if the process exited. Raises TimeoutError."""
-        assert process.stdout is not None
-        left, last = limit_s, time.monotonic()
-        data = b""
-        while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-            ready = select.select([process.stdout], [], [], max(0, min(left, ABANDON_EVERY_S)))[0]
-            now = time.monotonic()
-            # A longer wait is a machine that slept, on which the process did not run either.
-            left, last = left - min(now - last, 2 * ABANDON_EVERY_S), now
-            if not ready:
-                if left <= 0:
-                    raise TimeoutError(f"no answer within {limit_s:g} s")
-                if not is_wanted():
-                    raise TimeoutError("no request waits for it")
-                continue
-            more = os.read(process.stdout.fileno(), 65536)
-            if not more:
-                return None
-            data += more
-        return data[LENGTH.size :]
+    def _ask(
+        self, frame: bytes, limit_s: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> memoryview:
+        deadline = time.monotonic() + limit_s
+        with self._worker.working():
+            self._worker.write(deadline, frame)
+            return self._worker.read(deadline, MAX_ANSWER_BYTES, is_wanted)
 
 
 def main() -> None:

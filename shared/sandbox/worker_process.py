@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -17,26 +17,10 @@ import msgspec
 from shared.environment import sandbox_environment
 from shared.sandbox.pipe_frames import LENGTH, framed, write_some
 
+ABANDON_EVERY_S = 0.5
+"""Interval for checking whether anyone still wants an answer. Not immediately: restarting a killed
+process takes longer than most jobs."""
 _PIECE_BYTES = 1 << 20
-
-
-def start_worker(module: str) -> subprocess.Popen[bytes]:
-    """Start a process that runs ``module`` without secrets (`shared.environment`), with unbuffered
-    pipes. Raises OSError."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module],
-        env=sandbox_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Rust writes its panics there
-        start_new_session=True,  # ^C is meant for the supervisor
-        bufsize=0,
-    )
-
-
-def running_pid(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Return the id of ``process``; None if it is not running."""
-    return None if process is None or process.poll() is not None else process.pid
 
 
 class WorkerLost(Exception):
@@ -49,7 +33,8 @@ class WorkerLost(Exception):
 
 
 class WorkerProcess:
-    """Runs a module that handles untrusted input, started on demand and after it was lost.
+    """Runs a module that handles untrusted input, without secrets (`shared.environment`). It is
+    started on demand and after it was lost.
 
     Only one thread at a time may use it; any thread may call `close`.
     """
@@ -64,7 +49,8 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         """The process id; None if it is not running."""
-        return running_pid(self._process)
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
 
     def start(self) -> bool:
         """Start the process unless it runs. Return whether it was started. Raises OSError."""
@@ -73,7 +59,15 @@ class WorkerProcess:
         self.end()
         if self._closed:
             raise OSError("the server is shutting down")
-        self._process = start_worker(self._module)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module],
+            env=sandbox_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # Rust writes its panics there
+            start_new_session=True,  # ^C is meant for the supervisor
+            bufsize=0,
+        )
         self.processor_s = 0.0
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -109,11 +103,20 @@ class WorkerProcess:
             except BlockingIOError:
                 _wait(fd, select.POLLOUT, deadline)
 
-    def read(self, deadline: float, max_bytes: int) -> memoryview:
-        """Return the next frame. Raises TimeoutError at ``deadline``, and EOFError if the process
-        exited or the frame is larger than ``max_bytes``."""
+    def read(
+        self, deadline: float, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> memoryview:
+        """Return the next frame. Raises TimeoutError at ``deadline``, or soon after it is not
+        wanted any more, and EOFError if the process exited or the frame is larger than
+        ``max_bytes``."""
         assert self._process is not None and self._process.stdout is not None
         fd = self._process.stdout.fileno()
+        while time.monotonic() < deadline - ABANDON_EVERY_S:
+            with suppress(TimeoutError):
+                _wait(fd, select.POLLIN, time.monotonic() + ABANDON_EVERY_S)
+                break
+            if not is_wanted():
+                raise TimeoutError
         (length,) = LENGTH.unpack(_read(fd, LENGTH.size, deadline))
         if length > max_bytes:
             raise EOFError("its reply is too large")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from typing import Any
 
 import jsonschema
@@ -14,6 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from router.schemas.conversation import FunctionDefinition
+from router.tokens.parsing.calls import written_calls
 from router.tokens.parsing.formats import CALL_FORMATS
 from router.tokens.parsing.grammars import calls_grammar
 from router.tokens.parsing.marked import MarkedReplyParser
@@ -37,31 +37,13 @@ def checker(request: pytest.FixtureRequest) -> Checker:
     return Checker(markers=request.param)
 
 
-def braced(value: Any, quote: str) -> str:
-    match value:
-        case str():
-            return quote + value + quote
-        case dict():
-            members = (
-                (key if re.fullmatch(r"[\w$@][\w$@./-]*", key) else quote + key + quote)
-                + ":"
-                + braced(each, quote)
-                for key, each in value.items()
-            )
-            return "{" + ",".join(members) + "}"
-        case list():
-            return "[" + ",".join(braced(each, quote) for each in value) + "]"
-    return json.dumps(value)
-
-
 def written(parser: str, arguments: dict[str, Any]) -> list[str]:
     """Return the ways of writing a call."""
     if parser == "pythonic":
         flat = [lambda value: json.dumps(value, ensure_ascii=False), repr]
         found = [pythonic(each)([("f", arguments)]) for each in flat]
         return [*found, f"<|tool_call_start|>[f(**{json.dumps(arguments)})]<|tool_call_end|>"]
-    format = CALL_FORMATS[parser]
-    return [f"{format.start}call:f{braced(arguments, QUOTES[parser])}{format.end}"]
+    return [written_calls(CALL_FORMATS[parser], [{"name": "f", "arguments": arguments}])]
 
 
 def grammar_of(parser: str, parameters: Any, checker: Checker) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.tokens.parsing.calls import written_calls
 from router.tokens.parsing.formats import CALL_FORMATS, ReplyState
 from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.marked import MarkedReplyParser
@@ -31,14 +32,9 @@ PARSERS = [
 
 def written(parser: str) -> str:
     """Return a call of each tool."""
-    template = CALL_FORMATS[parser].template
-    calls = [
-        template.begin.replace("{name}", tool["function"]["name"]).replace("{number}", str(number))
-        + ARGUMENTS[number]
-        + template.end
-        for number, tool in enumerate(TOOLS)
-    ]
-    return template.before + template.between.join(calls) + template.after
+    pairs = zip(("add", "add_all"), ARGUMENTS, strict=True)
+    functions = [{"name": name, "arguments": each} for name, each in pairs]
+    return written_calls(CALL_FORMATS[parser], functions)
 
 
 def reply_of(
@@ -104,10 +100,8 @@ def test_with_single_call_a_reply_is_complete_after_the_first(parser: str) -> No
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_call_that_repeats_an_earlier_one_ends_the_calls(parser: str, size: int) -> None:
-    template = CALL_FORMATS[parser].template
-    begin = template.begin.replace("{name}", "add").replace("{number}", "0")
-    calls = [f'{begin}{{"a": {value}}}{template.end}' for value in (1, 12, 1, 3)]
-    reply, text = reply_of(parser), template.before + template.between.join(calls) + template.after
+    functions = [{"name": "add", "arguments": {"a": value}} for value in (1, 12, 1, 3)]
+    reply, text = reply_of(parser), written_calls(CALL_FORMATS[parser], functions)
     part = read_with(reply, pieces_of(text, size))
     assert calls_of(part) == [("add", '{"a": 1}'), ("add", '{"a": 12}')]
     assert reply.complete and reply.called

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from router.tokens.parsing.calls import CallFormat
+from router.tokens.parsing.calls import CallFormat, written_calls
 from router.tokens.parsing.formats import CALL_FORMATS
 
 Call = tuple[str, dict[str, Any]]
+MARK = "]<]minimax[>["
 
 
 def dumped(value: Any) -> str:
@@ -40,7 +41,7 @@ def element(tag: str, value: Any) -> str:
             inner = value
         case _:
             inner = dumped(value)
-    return f"]<]minimax[>[<{tag}>{inner}]<]minimax[>[</{tag}>"
+    return f"{MARK}<{tag}>{inner}{MARK}</{tag}>"
 
 
 def gemma(start: str, quote: str, end: str) -> Callable[[Sequence[Call]], str]:
@@ -61,31 +62,33 @@ def pythonic(value_of: Callable[[Any], str]) -> Callable[[Sequence[Call]], str]:
     )
 
 
+def minimax(calls: Sequence[Call]) -> str:
+    written = ""
+    for name, arguments in calls:
+        inner = "".join(element(*each) for each in arguments.items())
+        written += f'{MARK}<invoke name="{name}">{inner}{MARK}</invoke>\n'
+    return f"{MARK}<tool_call>\n{written}{MARK}</tool_call>"
+
+
+def minicpm(value: Any) -> Any:
+    """Write text in a CDATA section, where that is needed."""
+    if any(each in str(value) for each in "<&\n"):
+        return f"<![CDATA[{value if isinstance(value, str) else dumped(value)}]]>"
+    return value
+
+
 def templated(format: CallFormat) -> Callable[[Sequence[Call]], str]:
-    template = format.template
-
-    def argument(key: str, value: Any) -> str:
-        is_text = isinstance(value, str)
-        if format.name == "minimax_m3":
-            return element(key, value)
-        if format.name == "minicpm5" and any(each in str(value) for each in "<&\n"):
-            value, is_text = f"<![CDATA[{value if is_text else dumped(value)}]]>", True
-        opening = template.argument.replace("{key}", key)
-        opening = opening.replace("{is_text}", dumped(isinstance(value, str)))
-        return opening + (value if is_text else dumped(value)) + template.argument_end
-
-    def one(number: int, name: str, arguments: Mapping[str, Any]) -> str:
-        begin = template.begin.replace("{name}", name).replace("{number}", str(number))
-        if not template.argument:
-            return begin + dumped(arguments) + template.end
-        return begin + "".join(argument(*each) for each in arguments.items()) + template.end
+    own = minicpm if format.name == "minicpm5" else lambda value: value
 
     def write(calls: Sequence[Call]) -> str:
-        between = "<|start|>assistant" if format.name == "harmony" else template.between
-        written = [one(number, *call) for number, call in enumerate(calls)]
+        functions = [
+            {"name": name, "arguments": {key: own(value) for key, value in arguments.items()}}
+            for name, arguments in calls
+        ]
         if format.name == "harmony":
-            written = [each + "<|call|>" for each in written]
-        return template.before + between.join(written) + template.after
+            messages = (written_calls(format, [each]) + "<|call|>" for each in functions)
+            return "<|start|>assistant".join(messages)
+        return written_calls(format, functions)
 
     return write
 
@@ -94,6 +97,7 @@ WRITERS = {name: templated(format) for name, format in CALL_FORMATS.items()} | {
     "gemma4": gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
     "function_gemma": gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "pythonic": pythonic(repr),
+    "minimax_m3": minimax,
 }
 """By the name of the parser."""
 

@@ -104,40 +104,48 @@ class JsonReader:
         self._ended = False  # whether no more text follows
         self.complete = False
         self.broken = False
+        self.out: list[str] = []
+        """The text that is final, until the user takes it."""
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """Return the text that is final now, and the text after the end of the value."""
+    def feed(self, text: str) -> str | None:
+        """Add ``text``. Return the text after the value, or None if it continues."""
         text, self._held = self._held + text, ""
-        out: list[str] = []
         position = 0
         while position < len(text) and not (self.complete or self.broken or self._held):
-            position = self._read(text, position, out)
+            position = self._read(text, position)
         if self.broken:
-            return self._pass_on(text[position:], out)
-        return "".join(out), text[position:] if self.complete else ""
+            return self._pass_on(text[position:])
+        return text[position:] if self.complete else None
 
-    def finish(self) -> tuple[str, str]:
-        """Return the rest at the end of the text, with open brackets closed if possible, and the
-        text after the end of the value."""
+    def finish(self, *, cut: bool = False) -> str:
+        """End the value at the end of the text, with open brackets closed if possible, unless the
+        text was ``cut``. Return the text after it."""
+        if cut:
+            return ""
         self._ended = True
-        passed, rest = self.feed("")
-        out = [passed]
+        rest = self.feed("")
         if not (self.complete or self.broken):
-            self._mend(out)
+            self._mend()
             if self.broken:
-                self._pass_on(self._held, out)
-        return "".join(out), rest
+                self._pass_on(self._held)
+        return rest or ""
 
-    def _read(self, text: str, position: int, out: list[str]) -> int:
+    def take(self) -> str:
+        """Return the text that became final since the last call."""
+        taken = "".join(self.out)
+        self.out.clear()
+        return taken
+
+    def _read(self, text: str, position: int) -> int:
         if not self._quote:
-            return self._step(text, position, out)
+            return self._step(text, position)
         if len(self._quote) > 1:
-            return self._raw_step(text, position, out)
-        return self._string_step(text, position, out)
+            return self._raw_step(text, position)
+        return self._string_step(text, position)
 
-    def _pass_on(self, text: str, out: list[str]) -> tuple[str, str]:
+    def _pass_on(self, text: str) -> str | None:
         """Pass on invalid text up to a stop, without the brackets of what surrounds it."""
-        out.append(self._comma)
+        self.out.append(self._comma)
         self._comma = self._held = ""
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         end = min(places, default=len(text))
@@ -149,44 +157,44 @@ class JsonReader:
             end -= partial_match_length(text, self._stops)
             end = len(text[:end].rstrip(" \t\r\n}]"))
             self._held = text[end:]
-        out.append(text[:end])
-        return "".join(out), text[end:] if stopped else ""
+        self.out.append(text[:end])
+        return text[end:] if stopped else None
 
-    def _mend(self, out: list[str]) -> None:
+    def _mend(self) -> None:
         """Close what is open, or be broken."""
         if self._quote and len(self._quote) > 1:
-            out.append('"')
+            self.out.append('"')
             self._quote = ""
             self._expected, self._may_close = "comma", True
         if self._quote or not (self._frames and self._may_close):
             self.broken = True
             return
-        out += [frame.shown for frame in reversed(self._frames)]
+        self.out += [frame.shown for frame in reversed(self._frames)]
         self._frames.clear()
         self._comma = self._held = ""
         self.complete = True
 
     # -- text ----------------------------------------------------------------------
 
-    def _string_step(self, text: str, position: int, out: list[str]) -> int:
+    def _string_step(self, text: str, position: int) -> int:
         if found := _PLAIN[self._quote].match(text, position) or _ESCAPE.match(text, position):
-            out.append(found[0])
+            self.out.append(found[0])
             return int(found.end())
         char = text[position]
         if char == "\\":
-            return self._escape(text, position, out)
+            return self._escape(text, position)
         if char == self._quote:
-            self._end_text(out)
+            self._end_text()
         else:
-            out.append(json.dumps(char)[1:-1])
+            self.out.append(json.dumps(char)[1:-1])
         return position + 1
 
-    def _end_text(self, out: list[str]) -> None:
+    def _end_text(self) -> None:
         self._quote = ""
         self.complete = not self._frames
-        out.append('"')
+        self.out.append('"')
 
-    def _escape(self, text: str, position: int, out: list[str]) -> int:
+    def _escape(self, text: str, position: int) -> int:
         """Read an escape that JSON does not have, or the start of one."""
         longest = 66 if self._style.python else 6
         if len(text) - position < longest and not self._ended:
@@ -196,33 +204,35 @@ class JsonReader:
                 return position
         if self._style.python and (found := _PYTHON_ESCAPE.match(text, position)):
             try:
-                out.append(json.dumps(ast.literal_eval(f'"{found[0]}"'), ensure_ascii=False)[1:-1])
+                self.out.append(
+                    json.dumps(ast.literal_eval(f'"{found[0]}"'), ensure_ascii=False)[1:-1]
+                )
                 return int(found.end())
             except (ValueError, SyntaxError):
                 pass
         if text[position + 1 : position + 2] == "'":
-            out.append("'")
+            self.out.append("'")
             return position + 2
-        out.append("\\\\")
+        self.out.append("\\\\")
         return position + 1
 
-    def _raw_step(self, text: str, position: int, out: list[str]) -> int:
+    def _raw_step(self, text: str, position: int) -> int:
         place = text.find(self._quote, position)
         if place < 0:
             end = len(text) - partial_match_length(text[position:], [self._quote])
-            out.append(quoted_string(text[position:end]))
+            self.out.append(quoted_string(text[position:end]))
             self._held = text[end:]
             return end
-        out.append(quoted_string(text[position:place]))
+        self.out.append(quoted_string(text[position:place]))
         after = place + len(self._quote)
         follows = self._follows(text, after)
         if follows is None and not self._ended:
             self._held = text[place:]
             return place
         if follows is False:
-            out.append(quoted_string(self._quote))
+            self.out.append(quoted_string(self._quote))
             return after
-        self._end_text(out)
+        self._end_text()
         return after
 
     def _follows(self, text: str, position: int) -> bool | None:
@@ -244,51 +254,51 @@ class JsonReader:
 
     # -- everything else -----------------------------------------------------------
 
-    def _step(self, text: str, position: int, out: list[str]) -> int:
+    def _step(self, text: str, position: int) -> int:
         if found := _SPACE.match(text, position):
             if self._style is JSON_STYLE:
                 if self._comma:
                     self._comma += found[0]
                 else:
-                    out.append(found[0])
+                    self.out.append(found[0])
             return int(found.end())
         char = text[position]
         if self._stops and self._frames and self._may_close:
             if any(text.startswith(stop, position) for stop in self._stops):
-                self._mend(out)
+                self._mend()
                 return position
             rest = text[position : position + max(map(len, self._stops))]
             if not self._ended and any(stop.startswith(rest) for stop in self._stops):
                 self._held = text[position:]
                 return position
         if char in ")]}":
-            return self._close(char, position, out)
+            return self._close(char, position)
         if char == "," and self._expected == "comma":
             self._comma = char
             self._expected = "key" if self._frames[-1].is_object else "value"
             return position + 1
         if char == ":" and self._expected == "colon":
             self._expected = "value"
-            out.append(":" if self._style is JSON_STYLE else ": ")
+            self.out.append(":" if self._style is JSON_STYLE else ": ")
             return position + 1
         if self._expected == "key":
-            return self._key(char, text, position, out)
+            return self._key(char, text, position)
         if self._expected == "value":
-            return self._value(char, text, position, out)
+            return self._value(char, text, position)
         self.broken = True
         return position
 
-    def _close(self, char: str, position: int, out: list[str]) -> int:
+    def _close(self, char: str, position: int) -> int:
         frame = self._frames[-1] if self._frames else None
         if frame is not None and self._expected == "value" and self._style.bare and frame.is_object:
-            out.append('""')  # a key without a value
+            self.out.append('""')  # a key without a value
             self._after_value()
         if frame is None or not self._may_close or frame.closer != char:
             self.broken = True
             return position
         if self._style is JSON_STYLE:
-            out.append(self._comma[1:])
-        out.append(frame.shown)
+            self.out.append(self._comma[1:])
+        self.out.append(frame.shown)
         self._comma = ""
         self._frames.pop()
         if not frame.shown:
@@ -296,11 +306,11 @@ class JsonReader:
         self._after_value()
         return position + 1
 
-    def _key(self, char: str, text: str, position: int, out: list[str]) -> int:
+    def _key(self, char: str, text: str, position: int) -> int:
         frame = self._frames[-1]
         if (end := self._opening_quote(char, text, position)) is not None and frame.closer == "}":
             if end > position:
-                self._begin(out, '"')
+                self._begin('"')
                 self._quote, self._expected = text[position:end], "colon"
                 self._may_close = False
             return end
@@ -323,7 +333,7 @@ class JsonReader:
         if end == position and not name:
             self.broken = True
             return position
-        self._begin(out, json.dumps(name, ensure_ascii=False) + ": ")
+        self._begin(json.dumps(name, ensure_ascii=False) + ": ")
         self._expected, self._may_close = "value", False
         return end
 
@@ -350,17 +360,17 @@ class JsonReader:
             self._names.remove(key)
         return key, found.end()
 
-    def _value(self, char: str, text: str, position: int, out: list[str]) -> int:
+    def _value(self, char: str, text: str, position: int) -> int:
         if (end := self._opening_quote(char, text, position)) is not None:
             if end > position:
-                self._begin(out, '"')
+                self._begin('"')
                 self._quote = text[position:end]
                 self._after_value()
             return end
         if char in "{[" or (char == "(" and self._style.python):
             is_call = char == "(" and not self._frames
             is_object = is_call or char == "{"
-            self._begin(out, "{" if is_object else "[")
+            self._begin("{" if is_object else "[")
             closer = {"{": "}", "[": "]", "(": ")"}[char]
             self._frames.append(_Frame(closer, "}" if is_object else "]", is_object))
             self._expected = "key" if is_object else "value"
@@ -380,10 +390,10 @@ class JsonReader:
         if end == position or end - position > _MAX_SCALAR_CHARS:
             self.broken = True
             return position
-        self.broken = not self._scalar(text[position:end].strip(), out)
+        self.broken = not self._scalar(text[position:end].strip())
         return position if self.broken else end
 
-    def _scalar(self, text: str, out: list[str]) -> bool:
+    def _scalar(self, text: str) -> bool:
         """Add a number, a literal, or text without quotes. Return False if it is none."""
         known = text if _NUMBER.fullmatch(text) else _LITERALS.get(text)
         if known is None and self._style.python:
@@ -392,7 +402,7 @@ class JsonReader:
             known = json.dumps(text, ensure_ascii=False)
         if known is None:
             return False
-        self._begin(out, known)
+        self._begin(known)
         self._after_value()
         return True
 
@@ -407,16 +417,16 @@ class JsonReader:
             return position
         return None
 
-    def _begin(self, out: list[str], text: str) -> None:
+    def _begin(self, text: str) -> None:
         """Add the start of a member or value, after the comma that was held back."""
         if self._style is JSON_STYLE:
-            out.append(self._comma)
+            self.out.append(self._comma)
         elif self._comma and self._frames and self._frames[-1].filled:
-            out.append(", ")
+            self.out.append(", ")
         self._comma = ""
         if self._frames:
             self._frames[-1].filled = True
-        out.append(text)
+        self.out.append(text)
 
     def _after_value(self) -> None:
         self._expected, self._may_close = "comma", True
@@ -435,6 +445,7 @@ def _python_number(text: str) -> str | None:
 def repaired(text: str) -> str | None:
     """Return ``text``, an object or array, as valid JSON; None if it cannot be repaired."""
     reader = JsonReader()
-    passed, rest = reader.feed(text)
-    passed += reader.finish()[0]
+    rest = reader.feed(text)
+    rest = reader.finish() if rest is None else rest
+    passed = reader.take()
     return None if reader.broken or rest.strip() or passed[:1] not in ("{", "[") else passed

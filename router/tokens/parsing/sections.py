@@ -46,27 +46,6 @@ class _Arguments(Protocol):
         """End the call at the end of the answer, and return the text after it."""
 
 
-class ObjectArguments:
-    """Reads arguments that are one object, in JSON or another notation."""
-
-    def __init__(self, reader: JsonReader) -> None:
-        self._reader = reader
-        self.complete = False
-        self.out: list[str] = []
-
-    def feed(self, text: str) -> str | None:
-        passed, rest = self._reader.feed(text)
-        self.out.append(passed)
-        return rest if self._reader.complete else None
-
-    def finish(self, *, cut: bool) -> str:
-        if cut:
-            return ""
-        passed, rest = self._reader.finish()
-        self.out.append(passed)
-        return rest
-
-
 class CallObject:
     """Reads a call that is a JSON object with a name and arguments. It is a call as soon as both
     the name of a tool and the start of arguments are there (`name`), or turns out to be none
@@ -103,8 +82,8 @@ class CallObject:
 
     def finish(self, *, cut: bool) -> str:
         if self._streams and self._reader is not None and not cut:
-            passed, self._buffer = self._reader.finish()
-            self.out.append(passed)
+            self._buffer = self._reader.finish()
+            self.out.append(self._reader.take())
         elif self.name is None:
             self.failed = True
         return "" if self._reader is not None and not self._streams else self._buffer
@@ -198,9 +177,8 @@ class CallObject:
 
     def _read_value(self, reader: JsonReader) -> bool:
         """Return whether the value ended."""
-        passed, rest = reader.feed(self._buffer)
-        self._buffer = rest
-        (self.out if self._streams else self._collected).append(passed)
+        self._buffer = reader.feed(self._buffer) or ""
+        (self.out if self._streams else self._collected).append(reader.take())
         if reader.broken and not self._streams and self.name is None:
             self.failed = True
         if not reader.complete:
@@ -417,7 +395,7 @@ class SectionReader:
             return TaggedArguments(format.tags, ValueSchema(schema), self._ends)
         names = list((schema or {}).get("properties") or {})
         stops = (*format.call_ends, *self._ends)
-        return ObjectArguments(JsonReader(format.style, stops=stops, names=names))
+        return JsonReader(format.style, stops=stops, names=names)
 
 
 def _start_of(text: str, targets: Sequence[str]) -> str | None:

@@ -189,8 +189,8 @@ class TaggedArguments:
             if self._mode == "json":
                 self._json = JsonReader(PYTHON_VALUES, stops=[self._close])
         if self._mode == "json":
-            passed, self._buffer = self._json.feed(self._buffer)
-            self.out.append(passed)
+            self._buffer = self._json.feed(self._buffer) or ""
+            self.out.append(self._json.take())
             if not self._json.complete:
                 return False
             self._mode = "read"
@@ -329,7 +329,8 @@ class TaggedArguments:
         if mode == "text":
             self.out.append(_quoted(value) + '"')
         elif mode == "json":
-            self.out.append(self._json.finish()[0])
+            self._json.finish()
+            self.out.append(self._json.take())
         elif mode != "read":
             self.out.append(_json(self._read(value)))
 

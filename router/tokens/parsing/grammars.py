@@ -114,56 +114,42 @@ def _calls(
     """Return an expression for calls, and its rules. ``firsts`` are the texts before the arguments
     of the first one."""
     template = format.template
-    rules = _alternatives("call", format, functions, tokens)
+    bodies, rules = [], ["number: /[0-9]{1,3}/"] if "{number}" in template.begin else []
+    for number, function in enumerate(functions):
+        body, own = _arguments(f"call{number}", format, function, tokens)
+        bodies.append(body)
+        rules += own
+
+    def any_call(begin: str) -> str:
+        named = (begin.replace("{name}", function.name) for function in functions)
+        heads = (" number ".join(map(tokens.to_lark, each.split("{number}"))) for each in named)
+        return " | ".join(map(" ".join, zip(heads, bodies, strict=True)))
+
+    rules.append(f"call: {any_call(template.begin)}")
     between, before, after = (
         tokens.to_lark(part) for part in (template.between, template.before, template.after)
     )
-    ways = []
-    for number, first in enumerate(filter(None, firsts)):
-        if first == template.before + template.begin:
-            ways.append(f"{before} call")
-        else:
-            opened = format._replace(template=template._replace(begin=first))
-            rules += _alternatives(f"first{number}_", opened, functions, tokens)
-            ways.append(f"first{number}_")
+    usual = template.before + template.begin
+    ways = [f"{before} call" if each == usual else any_call(each) for each in firsts if each]
     more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
     return f"({' | '.join(ways)}){more} {after}".strip(), rules
 
 
-def _alternatives(
-    rule: str,
-    format: CallFormat,
-    functions: Sequence[FunctionDefinition],
-    tokens: ControlTokens,
-) -> list[str]:
-    """Return rules in which ``rule`` is a call of any of ``functions``."""
-    rules = []
-    for number, function in enumerate(functions):
-        rules += _call_rules(f"{rule}{number}", format, function, tokens)
-    return [*rules, f"{rule}: " + " | ".join(f"{rule}{n}" for n in range(len(functions)))]
-
-
-def _call_rules(
+def _arguments(
     rule: str, format: CallFormat, function: FunctionDefinition, tokens: ControlTokens
-) -> list[str]:
-    """Return rules in which ``rule`` is a call of ``function``."""
+) -> tuple[str, list[str]]:
+    """Return an expression for a call of ``function`` after its name, and its rules, whose names
+    begin with ``rule``."""
     template = format.template
-    begin = template.begin.replace("{name}", function.name)
-    head = f" {rule}_number ".join(tokens.to_lark(part) for part in begin.split("{number}"))
-    rules = []
-    if "{number}" in begin:
-        rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
     if template.argument and format.tags is not None:
-        tagged = TaggedCall(rule, format, function, tokens).rules()
-        return [f"{rule}: {head} {rule}_more", *rules, *tagged]
+        return f"{rule}_more", TaggedCall(rule, format, function, tokens).rules()
     if format.style is not JSON_STYLE or has_free_numbers(function):
-        rules += ListedCall(rule, format, function, tokens).rules()
+        rules = ListedCall(rule, format, function, tokens).rules()
     elif isinstance(function, TextFunction):
         opening, closing = json.dumps('{"input": "'), json.dumps('"}')
         text = input_lark(function.input_grammar, quoted=True)
-        rules.append(f"{rule}_arguments: {opening} {text} {closing}")
+        rules = [f"{rule}_arguments: {opening} {text} {closing}"]
     else:
         parameters = function.parameters or {"type": "object", "properties": {}}
-        rules.append(f"{rule}_arguments: {function_json(parameters, function)}")
-    end = tokens.to_lark(template.end)
-    return [f"{rule}: {head} {rule}_arguments {end}".rstrip(), *rules]
+        rules = [f"{rule}_arguments: {function_json(parameters, function)}"]
+    return f"{rule}_arguments {tokens.to_lark(template.end)}".rstrip(), rules

@@ -29,15 +29,6 @@ _JSON_TEXT = r'\s*"([^"\\]|\\.)*"\s*'
 """Not written as text: quotes around a value would become part of it."""
 
 
-class _Value(NamedTuple):
-    """How a value is written: as text, one of some texts, or JSON."""
-
-    is_text: bool
-    text: str = ""  # a terminal
-    written: str = ""  # an expression for the whole value
-    has_end: bool = False  # whether that includes the text after the value
-
-
 class TaggedCall(CallRules):
     """The rules of a call after its head."""
 
@@ -52,7 +43,6 @@ class TaggedCall(CallRules):
         self._after_end = self._template.end.partition(self._end)[2]
         self._close = self._template.argument_end.rstrip()
         self._ended: dict[tuple[str, str], str] = {}
-        self._used: set[str] = set()  # rules for what follows a value
         closing = [self._close, self._prefix, self._end]
         self._looks_ahead = not any(map(tokens.occur_in, closing))
 
@@ -72,59 +62,44 @@ class TaggedCall(CallRules):
         keys = list(properties)
         needed = [keys.index(name) for name in required]
         last = len(keys) + (MAX_OTHERS if others is not False else 0)
+        prefix = self._tokens.to_lark(self._prefix)
+        end = self._tokens.to_lark(self._end + self._after_end)
         for number in range(last + 1):
-            may_end = not any(each >= number for each in needed)
-            arguments = [f"{rule}_key{number}"] if number < last else []
-            if number < len(keys) and number not in needed and number + 1 < last:
-                arguments.append(f"{rule}_keys{number + 1}")  # this one is left out
-            self._add_more(f"{rule}_more{number}", f"{rule}_keys{number}", arguments, may_end)
+            ways = [f"{prefix} {rule}_keys{number}"] if number < last else []
+            ways += [end] if not any(each >= number for each in needed) else []
+            self._rules.append(f"{rule}_more{number}: {' | '.join(ways)}")
             if number == last:
                 break
+            may_go_on = number + 1 < last
+            is_optional = number < len(keys) and number not in needed and may_go_on
+            left_out = f" | {rule}_keys{number + 1}" if is_optional else ""
+            self._rules.append(f"{rule}_keys{number}: {rule}_key{number}{left_out}")
             key = keys[number] if number < len(keys) else None
-            schema = others if key is None else properties[key]
             after = _After(
                 f"{rule}_more{number + 1}",
-                f"{rule}_keys{number + 1}" if number + 1 < last else "",
+                f"{rule}_keys{number + 1}" if may_go_on else "",
                 not any(each > number for each in needed),
             )
+            schema = others if key is None else properties[key]
             self._add_argument(f"{rule}_key{number}", key, schema, keys, after)
-
-    def _add_more(self, more: str, keys: str, arguments: Sequence[str], may_end: bool) -> None:
-        ways = []
-        if arguments:
-            self._rules.append(f"{keys}: {' | '.join(arguments)}")
-            ways.append(f"{self._tokens.to_lark(self._prefix)} {keys}")
-        if may_end:
-            ways.append(self._tokens.to_lark(self._end + self._after_end))
-        if more in self._used or more.endswith("_more0"):
-            self._rules.append(f"{more}: {' | '.join(ways)}")
 
     def _add_argument(
         self, rule: str, name: str | None, schema: Any, keys: Sequence[str], after: _After
     ) -> None:
         """Add the rule of an argument, from its key to the end of the call."""
-        to_lark, template = self._tokens.to_lark, self._template
-        ways = []
+        to_lark = self._tokens.to_lark
         if name is None:
             listed = "|".join(map(escaped_regex, keys))
             excluded = f" & ~/({listed})/" if keys else ""
             self._rules.append(f"{rule.upper()}_NAME: {_OTHER_KEY}{excluded}")
-        for number, value in enumerate(self._values(name, schema)):
-            opening = template.argument.removeprefix(self._prefix)
-            opening = opening.replace("{is_text}", json.dumps(value.is_text))
+        ways = []
+        for is_text, rest in self._values(rule, name, schema, after):
+            opening = self._template.argument.removeprefix(self._prefix)
+            opening = opening.replace("{is_text}", json.dumps(is_text))
             key = to_lark(opening.replace("{key}", name or ""))
             if name is None:
                 key = f"{rule.upper()}_NAME {to_lark(opening.removeprefix('{key}'))}"
-            own = f"{rule}_{number}"
-            if not value.text or not self._looks_ahead:
-                self._used.add(after.more)
-            end = to_lark(template.argument_end.replace("{key}", name or ""))
-            if value.has_end:
-                ways.append(f"{key} {value.written} {after.more}")
-            elif not value.text:
-                ways.append(f"{key} {value.written} {end} {after.more}")
-            else:
-                ways += [f"{key} {each}" for each in self._text(own, value.text, name, after)]
+            ways.append(f"{key} {rest}")
         self._rules.append(f"{rule}: {' | '.join(ways)}")
 
     def _text(self, own: str, text: str, name: str | None, after: _After) -> Iterator[str]:
@@ -163,41 +138,42 @@ class TaggedCall(CallRules):
 
     # -- values --------------------------------------------------------------------
 
-    def _values(self, name: str | None, schema: Any) -> list[_Value]:
-        """Return the ways in which a value that ``schema`` allows is written."""
-        function = self._function
+    def _values(
+        self, rule: str, name: str | None, schema: Any, after: _After
+    ) -> Iterator[tuple[bool, str]]:
+        """Yield the ways in which a value that ``schema`` allows is written, with what follows it,
+        and whether it is text."""
+        function, spelled_end = self._function, self._template.argument_end
+        is_told = "{is_text}" in self._template.argument
         own: dict[str, Any] = schema if isinstance(schema, dict) else {}
+        following = f"{self._tokens.to_lark(spelled_end.replace('{key}', name or ''))} {after.more}"
         if isinstance(function, TextFunction):
-            end = self._template.argument_end
-            if self._tokens.occur_in(end):
+            if self._tokens.occur_in(spelled_end):
                 text = input_lark(function.input_grammar, quoted=False)
-                written = f"{text} {self._tokens.to_lark(end.lstrip())}"
+                text += f" {self._tokens.to_lark(spelled_end.lstrip())}"
             else:
-                written = input_lark(function.input_grammar, quoted=False, end=end)
-            return [_Value(True, written=written, has_end=True)]
+                text = input_lark(function.input_grammar, quoted=False, end=spelled_end)
+            yield True, f"{text} {after.more}"
+            return
         plain = self._plain(own)
         if (listed := choices(plain)) is not None:
             texts = [each for each in listed if isinstance(each, str)]
             rest = [each for each in listed if not isinstance(each, str)]
-            found = []
-            if texts:
-                found.append(_Value(True, written=_one_of(texts)))
-            if rest:
-                as_json = [json.dumps(each, ensure_ascii=False) for each in rest]
-                found.append(_Value(False, written=_one_of(as_json)))
-            return found
+            as_json = [json.dumps(each, ensure_ascii=False) for each in rest]
+            for is_text, written in ((True, texts), (False, as_json)):
+                if written:
+                    yield is_text, f"{_one_of(written)} {following}"
+            return
         types = ValueSchema(plain).types
         if types and "string" not in types:
-            return [_Value(False, written=self._json(own))]
+            yield False, f"{self._json(own)} {following}"
+            return
         constraints = _text_schema(plain)
-        as_text = _Value(True, text=self._terminal(name, constraints, self._not_text(name)))
-        others = types - {"string"} or (not types and "{is_text}" in self._template.argument)
-        if others and ("{is_text}" in self._template.argument or constraints):
-            return [
-                as_text,
-                _Value(False, written=self._json(_without_text(plain) if types else own)),
-            ]
-        return [as_text]
+        terminal = self._terminal(name, constraints, self._not_text(name))
+        yield from ((True, each) for each in self._text(f"{rule}_text", terminal, name, after))
+        others = types - {"string"} or (not types and is_told)
+        if others and (is_told or constraints):
+            yield False, f"{self._json(_without_text(plain) if types else own)} {following}"
 
     def _not_text(self, name: str | None) -> list[str]:
         """Return expressions for text that would not be read as it is written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from router.tokens.detokenizer import partial_match_length
 from router.tokens.parsing.calls import JSON, ToolSchemas, with_plain_properties
@@ -83,8 +84,10 @@ class MarkedReplyParser:
         return self._calls.repeated or (self._single_call and self._calls.num_complete > 0)
 
     def parse_work(self, chars: int) -> int:
-        held = len(self._pending) if self._section is None else self._section.num_held
-        return chars + held
+        section = self._section
+        if section is None:
+            return chars + len(self._pending)
+        return chars + max(section.reader.num_held, section.num_chars)
 
     def feed(self, text: str) -> list[ReplyDelta]:
         self._pending += text
@@ -230,17 +233,14 @@ class MarkedReplyParser:
         """Return whether ``marker`` in text is not only a mention."""
         tools, think = self._format.tools, self._format.think
         if think is not None and marker.text == think.end:
-            first = self._text.blank and self._ends_no_reasoning(marker)
+            given = (self._format.transitions or {}).get(ReplyState.NORMAL, ())
+            # An answer without reasoning may begin with its end.
+            first = self._text.blank and any(each.text == marker.text for each in given)
             return first or self._reasoning_ended
         if tools is not None and marker.text == tools.end and after is ReplyState.NORMAL:
             return self._section_is_open
         # The start of reasoning in the middle of text.
         return after is not ReplyState.REASONING or self._text.blank
-
-    def _ends_no_reasoning(self, marker: Marker) -> bool:
-        """Return whether an answer without reasoning begins with its end."""
-        given = (self._format.transitions or {}).get(ReplyState.NORMAL, ())
-        return any(each.text == marker.text for each in given)
 
     def _at_marker(self) -> None:
         self._text.at_marker()
@@ -263,7 +263,9 @@ class MarkedReplyParser:
         section = self._section
         assert section is not None
         text, self._pending = self._pending, ""
-        section.add(text)
+        if not section.committed:
+            section.text.append(text)
+            section.num_chars += len(text)
         self._take(section, section.reader.feed(text), out)
         if section.reader.ended and not self.complete:
             self._end_section(section, out)
@@ -289,7 +291,8 @@ class MarkedReplyParser:
             done = any(each.is_last for each in section.fragments)
             if not section.fragments or (section.state is ReplyState.REASONING and not done):
                 return
-            section.commit()
+            section.committed, section.num_chars = True, 0
+            section.text.clear()
             self._may_be_plain = False
             self._state = ReplyState.NORMAL
         for fragment in section.fragments:
@@ -327,33 +330,17 @@ class MarkedReplyParser:
         self._emit(whole[:end], out)
 
 
+@dataclass
 class _Section:
     """A part of an answer that may be calls."""
 
-    def __init__(self, reader: SectionReader, opening: str, state: ReplyState) -> None:
-        self.reader = reader
-        self.opening = opening
-        self.state = state  # before the section
-        self.text: list[str] = []  # of the section, until it is certain to be calls
-        self._num_chars = 0  # of that text
-        self.fragments: list[CallFragment] = []  # not reported yet
-        self.committed = False  # whether it is certain
-
-    def add(self, text: str) -> None:
-        """Note text of the section."""
-        if not self.committed:
-            self.text.append(text)
-            self._num_chars += len(text)
-
-    def commit(self) -> None:
-        self.committed = True
-        self.text.clear()
-        self._num_chars = 0
-
-    @property
-    def num_held(self) -> int:
-        """The number of characters that may be read again."""
-        return max(self.reader.num_held, self._num_chars)
+    reader: SectionReader
+    opening: str
+    state: ReplyState  # before the section
+    committed: bool = False  # whether it is certain
+    text: list[str] = field(default_factory=list)  # of the section, until it is certain
+    num_chars: int = 0  # of that text, which may be read again
+    fragments: list[CallFragment] = field(default_factory=list)  # not reported yet
 
 
 class _Calls:

@@ -11,7 +11,7 @@ import pytest
 from router.tokens.parsing.calls import written_calls
 from router.tokens.parsing.formats import CALL_FORMATS, ReplyState
 from router.tokens.parsing.marked import MarkedReplyParser
-from tests.router.tokens.parsing.replies import TOOLS
+from tests.router.tokens.parsing.replies import REPLIES, TOOLS
 from tests.router.tokens.parsing.test_marked import format_of, named, read, read_with
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
@@ -72,6 +72,45 @@ def test_a_call_of_mistrals_keeps_its_id() -> None:
         assert call.id == id if id else call.id is not None
 
 
+TAG = "]<]minimax[>["
+"""Before each tag of MiniMax M3."""
+OBJECT = '{"name": "f", "arguments": {"city": "B<", "days": 3}}'
+PAIRS = (
+    "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+WRITTEN = {
+    "granite": f"<|tool_call|>[{OBJECT}]",
+    "jamba": f"<tool_calls>[{OBJECT}]</tool_calls>",
+    "phi4_mini": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="f" index="0"<|sep|><|open|>json '
+    'type="object"<|sep|>{"city": "B<", "days": 3}<|close|>json<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+    "glm47": PAIRS,
+    "longcat": PAIRS.replace("tool_call", "longcat_tool_call").replace("arg_", "longcat_arg_"),
+    "minicpm5": '<function name="f"><param name="city">B<</param><param name="days">3</param>'
+    "</function>",
+    "minimax_m3": f'{TAG}<tool_call>\n{TAG}<invoke name="f">{TAG}<city>B<{TAG}</city>{TAG}<days>3'
+    f"{TAG}</days>{TAG}</invoke>\n{TAG}</tool_call>",
+    "pythonic": '<|tool_call_start|>[f(city="B<", days=3)]<|tool_call_end|>',
+}
+"""A call as each family's template writes it, of those whose `REPLIES` differ from it."""
+
+
+@pytest.mark.parametrize("parser", CALL_FORMATS)
+def test_calls_are_written_as_each_family_does(parser: str) -> None:
+    format = CALL_FORMATS[parser]
+    if parser in WRITTEN:
+        arguments = {"city": "B<", "days": 3}
+        written = written_calls(format, [{"name": "f", "arguments": arguments}])
+        assert written == WRITTEN[parser]
+        return
+    replies = [reply for reply in REPLIES if reply.parser == parser and reply.calls]
+    functions = [[{"name": n, "arguments": each} for n, each in reply.calls] for reply in replies]
+    pairs = zip(functions, replies, strict=True)
+    assert any(written_calls(format, each) in reply.written for each, reply in pairs)
+
+
 @pytest.mark.parametrize("parser", CALL_FORMATS)
 def test_calls_are_read_as_they_are_written(parser: str) -> None:
     arguments: dict[str, Any] = {"text": 'a {"b"}\n</x>', "count": 3, "flag": True, "none": None}
@@ -94,8 +133,6 @@ def test_calls_are_read_as_they_are_written(parser: str) -> None:
 STRING = {"type": "string"}
 OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}
 POINTS = {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "string"}}}}
-TAG = "]<]minimax[>["
-"""Before each tag of MiniMax M3."""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from router.schemas.conversation import FunctionDefinition
+from router.tokens.parsing.calls import written_calls
 from router.tokens.parsing.formats import CALL_FORMATS, MUSE, ReasoningMarkers
 from router.tokens.parsing.grammars import call_format, calls_grammar, messages_grammar
 from router.tokens.parsing.lark_parts import ControlTokens
@@ -36,59 +37,9 @@ FUNCTIONS = [WEATHER, NOTHING]
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
          for f in FUNCTIONS]  # fmt: skip
 
-ARGUMENTS = '{"city": "B<", "days": 3}'
-OBJECT = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
-PAIRS = (
-    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-)
-
-
-def dsml(block: str) -> str:
-    return (
-        f'<｜DSML｜{block}>\n<｜DSML｜invoke name="get_weather">\n'
-        '<｜DSML｜parameter name="city" string="true">B<</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
-        f"</｜DSML｜invoke>\n</｜DSML｜{block}>"
-    )
-
-
 CALLS = {
-    "json": OBJECT,
-    "json_tools": f"<tool_call>\n{OBJECT}\n</tool_call>",
-    "mistral": f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}",
-    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-    + ARGUMENTS,
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json'
-    f' type="object"<|sep|>{ARGUMENTS}<|close|>json<|sep|><|close|>call<|sep|>'
-    "<|close|>tools<|sep|>",
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nB<\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-    "glm47": PAIRS,
-    "laguna": PAIRS,
-    "longcat": PAIRS.replace("tool_call", "longcat_tool_call").replace("arg_", "longcat_arg_"),
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">B<'
-    '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
-    "minicpm5": '<function name="get_weather"><param name="city">B<</param>'
-    '<param name="days">3</param></function>',
-    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>B<</parameter>\n"
-    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v32": dsml("function_calls"),
-    "deepseek_v4": dsml("tool_calls"),
-    "granite": f"<|tool_call|>[{OBJECT}]",
-    "jamba": f"<tool_calls>[{OBJECT}]</tool_calls>",
-    "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
-    "phi4_mini": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
-    "gemma4": '<|tool_call>call:get_weather{city:<|"|>B<<|"|>,days:3}<tool_call|>',
-    "function_gemma": "<start_function_call>call:get_weather{city:<escape>B<<escape>,days:3}"
-    "<end_function_call>",
-    "pythonic": '<|tool_call_start|>[get_weather(city="B<", days=3)]<|tool_call_end|>',
+    name: written_calls(each, [{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}])
+    for name, each in CALL_FORMATS.items()
 }
 
 
@@ -120,12 +71,6 @@ def checker() -> Checker:
 def grammar_for(parser: str, checker: Checker, **options: Any) -> str:
     format = CALL_FORMATS[parser]
     return calls_grammar(format, FUNCTIONS, checker.tokens, **{"parallel": True, **options})
-
-
-def test_most_formats_have_an_example_call() -> None:
-    """The others need a namespace of their own: see `test_tagged_grammars`."""
-    others = {"minimax_m3", "muse_spark"}
-    assert CALL_FORMATS.keys() - CALLS.keys() == others, "add one to CALLS in this file"
 
 
 @pytest.mark.parametrize("parser", CALLS)
@@ -269,13 +214,6 @@ def test_numbers_have_no_digits_without_end(checker: Checker) -> None:
     assert not takes(checker, {**parameters, "required": ["i"]}, '{"x": 1e5}')
 
 
-MUSE_CALL = (
-    '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">B<'
-    '</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n'
-    "</atem:function_calls>"
-)
-
-
 @pytest.mark.parametrize("required", [True, False])
 def test_messages_of_muse_end_with_text_or_calls(required: bool) -> None:
     tokens = Checker(markers=("<|message|>", "<|eom|>", "<|start|>"))
@@ -292,6 +230,6 @@ def test_messages_of_muse_end_with_text_or_calls(required: bool) -> None:
         " to=get_weather<|message|>",
         thought + " to=get_weather<|message|>",
     ):
-        assert tokens.accepts(grammar, before + MUSE_CALL)
-        assert not tokens.accepts(grammar, before + MUSE_CALL.replace("3", "three"))
+        assert tokens.accepts(grammar, before + CALLS["muse_spark"])
+        assert not tokens.accepts(grammar, before + CALLS["muse_spark"].replace("3", "three"))
     assert tokens.accepts(grammar, thought + " to=user<|message|>Hi <b>.") is not required

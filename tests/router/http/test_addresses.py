@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from router.errors import Unavailable
-from router.fleet.body_budget import BodyBudget
+from router.api.body import receive_body
+from router.errors import ClientDisconnected, Unavailable
+from router.fleet.body_budget import BodyBudget, BodyBytes
 from router.fleet.tenants.rate_windows import MemoryWindows
 from router.http.acceptor import AddressLimit
 from router.http.middleware.addresses import ClientAddresses
@@ -125,6 +127,36 @@ async def test_one_piece_of_a_large_body_is_read_at_each_turn_of_the_loop() -> N
     await asyncio.gather(*greedy)
     assert len(read) == 43
     assert len({turn for turn, _ in read}) == 43
+
+
+@in_loop
+async def test_each_large_piece_of_a_body_and_its_end_take_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = list[BodyBytes]()
+
+    async def turn(body: BodyBytes) -> None:
+        turns.append(body)
+
+    async def received(*messages: Any) -> bytes:
+        turns.clear()
+        left = iter(messages)
+
+        async def receive() -> Any:
+            return next(left)
+
+        with BodyBudget(lambda: 10**9).reading("a") as counted:
+            request = Request({"type": "http", "headers": []}, receive)
+            return (await receive_body(request, 10**9, counted))[0]
+
+    monkeypatch.setattr(BodyBytes, "turn", turn)
+    large = {"type": "http.request", "body": bytes(100_000), "more_body": True}
+    last = {"type": "http.request", "body": b"x"}
+    assert len(await received(large, large, last)) == 200_001
+    assert len(turns) == 2
+    with pytest.raises(ClientDisconnected):
+        await received({"type": "http.disconnect"})
+    assert len(turns) == 1, "hundreds may leave at once"
 
 
 def test_connections_of_an_address_are_limited_unless_it_is_a_proxy() -> None:

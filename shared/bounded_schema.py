@@ -6,6 +6,7 @@ within limits, and a multiple of a small one, only with as many digits as it nee
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,7 +89,7 @@ class _Bounds:
 
     def root(self) -> Any:
         out = self._bounded(self._schema)
-        if self._any is None:
+        if self._any is None or f'"{self._any["$ref"]}"' not in json.dumps(out):
             return out
         value = {**self._limits, "items": self._any, **self._others}
         return {**out, "$defs": {**out.get("$defs", {}), self._name: value}}

@@ -3,6 +3,7 @@ alternatives, and the text that it allows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import regex
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import FunctionDefinition, TextFunction
+from router.schemas.structured import check_grammar_size
 from router.schemas.value_schema import with_alternatives
 from router.tokens.parsing.calls import CallFormat, resolved
 from router.tokens.parsing.lark_parts import ControlTokens, function_json, within_slashes
@@ -66,6 +68,7 @@ class CallRules:
         self._rule, self._format, self._template = rule, format, format.template
         self._function, self._tokens = function, tokens
         self._rules: list[str] = []
+        self._num_chars = 0  # of the JSON in the rules
         self._texts: dict[str, str] = {}
 
     def _members(self, schema: Mapping[str, Any]) -> Members:
@@ -87,11 +90,15 @@ class CallRules:
     def _json(self, schema: Mapping[str, Any]) -> str:
         """Return a rule for JSON that is valid under ``schema``."""
         root: Mapping[str, Any] = self._function.parameters or {}
-        shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        shared: dict[str, Any] = {}
+        if '"$ref"' in json.dumps(schema):  # each of many arguments may refer to large ones
+            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         rule = f"{self._rule}_json{len(self._rules)}"
         ways = [_NUMBER] if allows_any_number(schema) else []
         if schema.get("type") != "number" or not ways:
             ways.append(function_json({**shared, **schema}, self._function))
+        self._num_chars += sum(map(len, ways))
+        check_grammar_size(self._num_chars, "tools")
         self._rules.append(f"{rule}: {' | '.join(ways)}")
         return rule
 

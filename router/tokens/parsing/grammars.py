@@ -19,6 +19,8 @@ from router.tokens.parsing.listed_grammars import ListedCall, has_free_numbers
 from router.tokens.parsing.tagged_grammars import TaggedCall
 
 _MAX_CALLS = 16
+_MAX_LISTED = 64
+"""Max number of tools whose arguments in JSON are listed: that takes a kilobyte for each."""
 
 
 def call_format(name: str, tokens: ControlTokens) -> CallFormat:
@@ -116,7 +118,8 @@ def _calls(
     template = format.template
     bodies, rules = [], ["number: /[0-9]{1,3}/"] if "{number}" in template.begin else []
     for number, function in enumerate(functions):
-        body, own = _arguments(f"call{number}", format, function, tokens)
+        listed = len(functions) <= _MAX_LISTED and has_free_numbers(function)
+        body, own = _arguments(f"call{number}", format, function, tokens, listed=listed)
         bodies.append(body)
         rules += own
 
@@ -136,14 +139,19 @@ def _calls(
 
 
 def _arguments(
-    rule: str, format: CallFormat, function: FunctionDefinition, tokens: ControlTokens
+    rule: str,
+    format: CallFormat,
+    function: FunctionDefinition,
+    tokens: ControlTokens,
+    *,
+    listed: bool,
 ) -> tuple[str, list[str]]:
     """Return an expression for a call of ``function`` after its name, and its rules, whose names
-    begin with ``rule``."""
+    begin with ``rule``. ``listed``: arguments in JSON have rules of their own."""
     template = format.template
     if template.argument and format.tags is not None:
         return f"{rule}_more", TaggedCall(rule, format, function, tokens).rules()
-    if format.style is not JSON_STYLE or has_free_numbers(function):
+    if format.style is not JSON_STYLE or listed:
         rules = ListedCall(rule, format, function, tokens).rules()
     elif isinstance(function, TextFunction):
         opening, closing = json.dumps('{"input": "'), json.dumps('"}')

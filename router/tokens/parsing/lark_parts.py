@@ -13,6 +13,8 @@ from shared.bounded_schema import bounded
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON formatted as templates format earlier calls, so that it has the same tokens."""
+_WITHOUT_SPACE = ("string", "integer", "number", "boolean", "null")
+"""Types to which this does not apply."""
 _OTHER_PROPERTIES = (
     "additionalProperties patternProperties propertyNames unevaluatedProperties minProperties"
     " dependentRequired dependentSchemas dependencies".split()
@@ -60,7 +62,9 @@ def _quoted(text: str) -> str:
 def function_json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
     """Return the rule of a schema. Keywords unknown to llguidance are an error if the function is
     strict, and ignored otherwise."""
-    style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
+    style: dict[str, Any] = {} if schema.get("type") in _WITHOUT_SPACE else {**_JSON_STYLE}
+    if not function.strict:
+        style["lenient"] = True
     kind = {"type": "object"} if "properties" in schema else {}
     return json_rule(_closed({**kind, **schema}), style)
 
@@ -89,7 +93,8 @@ def _names_all(properties: Mapping[str, Any], required: object) -> bool:
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
     """Return the expression of JSON that is valid under ``schema``, with bounds for numbers."""
-    return "%json " + json.dumps({**bounded(schema), "x-guidance": style}, ensure_ascii=False)
+    guidance = {"x-guidance": style} if style else {}
+    return "%json " + json.dumps({**bounded(schema), **guidance}, ensure_ascii=False)
 
 
 def escaped_regex(text: str) -> str:

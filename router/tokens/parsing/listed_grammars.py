@@ -24,6 +24,7 @@ from router.tokens.parsing.json_reader import JSON_STYLE
 from router.tokens.parsing.lark_parts import ControlTokens, escaped_regex
 from shared.bounded_schema import BOUNDS
 
+_MAX_LISTED = 16
 _OTHER_NAME = r"/[A-Za-z_$@][A-Za-z0-9_$@.-]{0,63}/"
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "$defs", "definitions"}
 _OF_OBJECTS = _ANNOTATIONS | {"properties", "required", "additionalProperties"}
@@ -207,10 +208,12 @@ class ListedCall(CallRules):
 
 
 def has_free_numbers(function: FunctionDefinition) -> bool:
-    """Return whether arguments in JSON, listed one by one, may be numbers without limits."""
+    """Return whether arguments in JSON may be listed one by one, because some are numbers without
+    limits. Each takes some hundred bytes of the grammar."""
     schema = function.parameters or {}
     return (
         "additionalProperties" not in schema
+        and len(schema.get("properties", ())) <= _MAX_LISTED
         and _has_only(schema, _OF_OBJECTS)
         and set(schema.get("required", ())) <= schema.get("properties", {}).keys()
         and any(

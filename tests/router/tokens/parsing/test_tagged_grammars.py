@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -150,6 +152,22 @@ def test_alternatives_at_the_root_are_allowed_one_by_one(checker: Checker, parse
     for arguments in ({"city": "x"}, {"t": "x"}):
         assert readings(checker, parser, either, arguments) == [arguments]
     assert not readings(checker, parser, either, {})
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4", "pythonic", "json_tools"])
+def test_definitions_that_many_arguments_refer_to_are_bounded(
+    checker: Checker, parser: str
+) -> None:
+    named = {f"p{number}": {"type": "string", "description": "x" * 40} for number in range(1200)}
+    definitions = {"Large": {"type": "object", "properties": named}}
+    for schema in ({"type": "array", "items": {"$ref": "#/$defs/Large"}}, {"type": "integer"}):
+        properties = {f"a{number}": schema for number in range(800)} | {"n": {"type": "number"}}
+        parameters = {"type": "object", "properties": properties, "$defs": definitions}
+        function = FunctionDefinition(name="f", parameters=parameters)
+        started = time.process_time()
+        with contextlib.suppress(InvalidRequest):
+            calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
+        assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

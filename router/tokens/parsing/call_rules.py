@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import regex
@@ -25,6 +26,8 @@ _NOT_SUPPORTED = (
     " dependentRequired dependentSchemas dependencies not if".split()
 )
 _LOOKS_AROUND = regex.compile(r"\\[1-9]|\(\?(?:[=!]|<[=!])")
+_MAX_ALTERNATIVES = 64
+COMBINED = ("allOf", "anyOf", "oneOf")
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"
 """Any number of bounded length. In JSON schemas, bounded numbers have no exponents."""
 _NOT_ANY = {*BOUNDS, "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "not", "if"}
@@ -84,7 +87,8 @@ class CallRules:
     def _plain(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schema of a value without references, except recursive ones."""
         root = self._function.parameters or {}
-        plain: dict[str, Any] = resolved({**root, "properties": {"value": schema}})
+        own = {key: value for key, value in root.items() if key not in COMBINED}
+        plain: dict[str, Any] = resolved({**own, "properties": {"value": schema}})
         return dict(plain["properties"]["value"])
 
     def _json(self, schema: Mapping[str, Any]) -> str:
@@ -159,8 +163,13 @@ def variants(function: FunctionDefinition) -> Iterator[Mapping[str, Any]]:
 
 
 def alternatives(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield schemas without combinations at their root."""
-    for keyword in ("allOf", "anyOf", "oneOf"):
+    """Yield schemas without combinations at their root: the first of them, if combinations of
+    combinations have very many."""
+    return islice(_alternatives(schema), _MAX_ALTERNATIVES)
+
+
+def _alternatives(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for keyword in COMBINED:
         others = schema.get(keyword)
         if not isinstance(others, list):
             continue
@@ -169,10 +178,10 @@ def alternatives(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if keyword == "allOf":
             for each in parts:
                 rest = _both(rest, each)
-            yield from alternatives(rest)
+            yield from _alternatives(rest)
         else:
             for each in parts[:MAX_OTHERS]:
-                yield from alternatives(_both(rest, each))
+                yield from _alternatives(_both(rest, each))
         return
     yield schema
 

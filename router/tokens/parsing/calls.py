@@ -146,7 +146,9 @@ def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
 
 def resolved(schema: Any) -> Any:
     """Return ``schema`` with each reference in a property, or in alternatives of schemas, replaced
-    by the schema it names. Recursive references stay."""
+    by the schema it names. Recursive references stay, and those beyond what any person writes: a
+    few that refer to each other could stand for billions of schemas."""
+    left = _MAX_REFERRED
 
     def target_of(reference: str) -> Any:
         target: Any = schema
@@ -156,9 +158,11 @@ def resolved(schema: Any) -> Any:
         return target
 
     def plain(own: Any, within: tuple[str, ...]) -> Any:
+        nonlocal left
         if not isinstance(own, dict):
             return own
-        reference = own.get("$ref")
+        left -= bool(within)
+        reference = own.get("$ref") if left > 0 else None
         if isinstance(reference, str) and reference[:1] == "#" and reference not in within:
             target = target_of(reference)
             if isinstance(target, dict) and len(within) < _MAX_REFERENCES:
@@ -177,3 +181,6 @@ def resolved(schema: Any) -> Any:
 
 
 _MAX_REFERENCES = 8
+"""Max depth of references within each other."""
+_MAX_REFERRED = 2000
+"""Max number of schemas that take the place of references."""

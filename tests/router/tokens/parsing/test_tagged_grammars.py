@@ -12,7 +12,7 @@ import pytest
 from router.errors import InvalidRequest
 from router.schemas.conversation import FunctionDefinition
 from router.tokens.parsing.calls import CallTemplate
-from router.tokens.parsing.formats import CALL_FORMATS
+from router.tokens.parsing.formats import CALL_FORMATS, ReplyState
 from router.tokens.parsing.grammars import calls_grammar
 from router.tokens.parsing.marked import MarkedReplyParser
 from tests.router.tokens.parsing.test_grammars import Checker
@@ -168,6 +168,24 @@ def test_definitions_that_many_arguments_refer_to_are_bounded(
         with contextlib.suppress(InvalidRequest):
             calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
         assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4", "pythonic", "json_tools"])
+def test_references_that_stand_for_billions_of_schemas_take_no_time(
+    checker: Checker, parser: str
+) -> None:
+    definitions: dict[str, Any] = {"d9": STRING}
+    for number in range(9):
+        definitions[f"d{number}"] = {"anyOf": [{"$ref": f"#/$defs/d{number + 1}"}] * 20}
+    properties = {f"a{number}": {"$ref": "#/$defs/d0"} for number in range(20)}
+    parameters = {"type": "object", "properties": properties, "$defs": definitions}
+    function = FunctionDefinition(name="f", parameters=parameters)
+    started = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    MarkedReplyParser(format_of(parser), ReplyState.NORMAL, tools)
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ summarized in parts, each with the summary of those before it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import ValidationError, json
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from router.responses.objects import (
     SequencedEvent,
 )
 from router.responses.schemas import InputItem, ItemContentPart
+from router.responses.sealing import ReasoningSeal
 from router.schemas.conversation import ChatMessage, Tool
 from router.schemas.requests import ChatRequest
 
@@ -146,16 +147,11 @@ def num_system(messages: Sequence[ChatMessage]) -> int:
 class Capsule:
     """Seals summaries for one API key and model."""
 
-    def __init__(
-        self,
-        seal: Callable[[str], str],
-        unseal: Callable[[str], str | None],
-        owner: Sequence[str],
-    ) -> None:
-        self._seal, self._unseal, self._owner = seal, unseal, list(owner)
+    def __init__(self, seal: ReasoningSeal, owner: Sequence[str]) -> None:
+        self._seal, self._owner = seal, list(owner)
 
     def close(self, summary: str) -> CompactionItem:
-        sealed = self._seal(json.encode([*self._owner, summary]).decode())
+        sealed = self._seal.seal(json.encode([*self._owner, summary]).decode())
         return CompactionItem(id=f"cmp_{uuid.uuid4().hex}", encrypted_content=sealed)
 
     def expanded(self, items: Sequence[InputItem], num_earlier: int) -> list[InputItem]:
@@ -175,7 +171,7 @@ class Capsule:
         return found
 
     def _open(self, sealed: str, path: str) -> str:
-        opened = self._unseal(sealed)
+        opened = self._seal.unseal(sealed)
         try:
             *owner, summary = json.decode(opened or "[]", type=list[str])
         except (ValidationError, ValueError):

@@ -185,7 +185,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         self._input_json = b""
         self._tools: list[ClientTool] = []
         self._may_truncate = False
-        self._capsule = Capsule(seal.seal, seal.unseal, ())
+        self._capsule = Capsule(seal, ())
         self._compacts = False
         """Whether the answer is a summary of the conversation."""
         self._threshold: int | None = None
@@ -238,7 +238,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         names = self._router.model_names
         wanted = names.wanted(body.model, tenant) or ""
         model_id = next((own for own, known in names.all.items() if wanted in known), wanted)
-        self._capsule = Capsule(self._seal.seal, self._seal.unseal, (self._key, model_id))
+        self._capsule = Capsule(self._seal, (self._key, model_id))
         previous_id = body.previous_response_id
         if previous_id is not None:
             self._previous = self._store.find(self._key, previous_id, "previous_response_id")

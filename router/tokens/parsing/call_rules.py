@@ -71,7 +71,7 @@ class CallRules:
         self._rule, self._format, self._template = rule, format, format.template
         self._function, self._tokens = function, tokens
         self._rules: list[str] = []
-        self._num_chars = 0  # of the JSON in the rules
+        self._num_chars = self._num_counted = 0  # of the rules so far, and how many these are
         self._texts: dict[str, str] = {}
 
     def _members(self, schema: Mapping[str, Any]) -> Members:
@@ -101,10 +101,15 @@ class CallRules:
         ways = [_NUMBER] if allows_any_number(schema) else []
         if schema.get("type") != "number" or not ways:
             ways.append(function_json({**shared, **schema}, self._function))
-        self._num_chars += sum(map(len, ways))
-        check_grammar_size(self._num_chars, "tools")
         self._rules.append(f"{rule}: {' | '.join(ways)}")
+        self._check_size()
         return rule
+
+    def _check_size(self) -> None:
+        """Raise `InvalidRequest` for rules larger than a grammar may be, before all are written."""
+        self._num_chars += sum(map(len, self._rules[self._num_counted :]))
+        self._num_counted = len(self._rules)
+        check_grammar_size(self._num_chars, "tools")
 
     def _terminal(
         self, name: str | None, schema: Mapping[str, Any], excluded: Sequence[str]

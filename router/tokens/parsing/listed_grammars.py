@@ -53,6 +53,7 @@ class ListedCall(CallRules):
         keywords that cannot be enforced."""
         ways = []
         for number, parameters in enumerate(variants(self._function)):
+            self._check_size()
             names = self._members(parameters).properties
             if self._is_json:
                 ways.append(f'"{{" {self._object(f"{self._rule}v{number}_", parameters)} "}}"')

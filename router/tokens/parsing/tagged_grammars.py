@@ -52,6 +52,7 @@ class TaggedCall(CallRules):
         starts = []
         for number, parameters in enumerate(variants(self._function)):
             self._add_variant(f"{self._rule}v{number}", parameters)
+            self._check_size()
             starts.append(f"{self._rule}v{number}_more0")
         return [f"{self._rule}_more: {' | '.join(starts)}", *self._rules]
 
@@ -60,13 +61,14 @@ class TaggedCall(CallRules):
         argument from the n-th on follows, or the end; in those named ``keys{n}``, the argument."""
         properties, required, others = self._members(parameters)
         keys = list(properties)
-        needed = [keys.index(name) for name in required]
+        needed = {number for number, key in enumerate(keys) if key in required}
+        last_needed = max(needed, default=-1)
         last = len(keys) + (MAX_OTHERS if others is not False else 0)
         prefix = self._tokens.to_lark(self._prefix)
         end = self._tokens.to_lark(self._end + self._after_end)
         for number in range(last + 1):
             ways = [f"{prefix} {rule}_keys{number}"] if number < last else []
-            ways += [end] if not any(each >= number for each in needed) else []
+            ways += [end] if last_needed < number else []
             self._rules.append(f"{rule}_more{number}: {' | '.join(ways)}")
             if number == last:
                 break
@@ -78,7 +80,7 @@ class TaggedCall(CallRules):
             after = _After(
                 f"{rule}_more{number + 1}",
                 f"{rule}_keys{number + 1}" if may_go_on else "",
-                not any(each > number for each in needed),
+                last_needed <= number,
             )
             schema = others if key is None else properties[key]
             self._add_argument(f"{rule}_key{number}", key, schema, keys, after)

@@ -171,6 +171,19 @@ def test_definitions_that_many_arguments_refer_to_are_bounded(
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4", "pythonic", "json_tools"])
+def test_many_arguments_with_many_alternatives_take_little_time(
+    checker: Checker, parser: str
+) -> None:
+    properties = {f"a{number}": STRING for number in range(6000)}
+    parameters = {"type": "object", "properties": properties, "required": [*properties][:3000]}
+    function = FunctionDefinition(name="f", parameters={**parameters, "anyOf": [{}] * 64})
+    started = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        calls_grammar(CALL_FORMATS[parser], [function], checker.tokens, parallel=False)
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4", "pythonic", "json_tools"])
 def test_references_that_stand_for_billions_of_schemas_take_no_time(
     checker: Checker, parser: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backend.threads import in_parallel, num_threads
 from engine.cache.host_memory import HostMemory
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.pages import Pages, StoredKV
@@ -21,12 +19,8 @@ from engine.plan import Payload, Slot
 
 Numbers = NDArray[np.intp]
 
-PAGES_AT_ONCE = 16
-"""This many pages are read at once, so that their codes stay in a core's cache."""
 MAX_IDLE_SCRATCH_BYTES = 64 << 20
 """More memory is given back when a sequence ends."""
-WORTH_THREADS = 200_000
-"""Number of values above which threads pay off."""
 
 
 class TokenPlaces(NamedTuple):
@@ -34,13 +28,6 @@ class TokenPlaces(NamedTuple):
 
     pages: Numbers  # the page of each token
     indices: Numbers  # its index in the page
-
-
-class Reading(NamedTuple):
-    """Pages to read, and where their keys and values go: (kv_heads, positions, dim)."""
-
-    pages: Numbers
-    targets: Sequence[Array]
 
 
 class Scratch:
@@ -64,15 +51,6 @@ class Scratch:
             self._memory = np.empty(last, np.float32)
         parts = self._memory[:first], self._memory[first:last]
         return [part.reshape(*shape, dim) for part, dim in zip(parts, dims, strict=True)]
-
-
-class Gap(NamedTuple):
-    """Positions of an unpacked slot whose values are only in its pages."""
-
-    slot: Slot
-    table: Sequence[int]
-    start: int
-    end: int
 
 
 class Group:
@@ -209,25 +187,6 @@ class HostPages(Pages):
             scales = group.scales[table, :, first, heads].transpose(1, 2, 0, 3, 4)
             values_of(codes, scales, group.how, target)
 
-    def read_layer(self, layer: int, rows: Sequence[Reading]) -> None:
-        """Write the values of a layer to the targets of ``rows``, on several threads if they are
-        many."""
-        size, parts = self.page_tokens, []
-        for pages, targets in rows:
-            for number, target in enumerate(targets, 2 * layer):
-                for first in range(0, len(pages), PAGES_AT_ONCE):
-                    some = pages[first : first + PAGES_AT_ONCE]
-                    to = target[:, first * size : (first + len(some)) * size]
-                    parts.append(partial(self.read_values, number, some, to))
-        left = iter(parts)  # shared: the first free thread takes the next part
-
-        def run() -> None:
-            for part in left:
-                part()
-
-        values = sum(target.size for _, targets in rows for target in targets)
-        in_parallel([run] * (num_threads() if values >= WORTH_THREADS else 1))
-
     # -- writing ----------------------------------------------------------------------
 
     def write_tokens(
@@ -293,9 +252,9 @@ class HostPages(Pages):
 
     def unpack(self, slot: Slot, tokens: int) -> None:
         """Keep the values of ``slot`` unpacked from now on, with room for so many positions; 0:
-        drop them. Passes fill what is missing before their new tokens."""
+        drop them. Passes copy what is missing before their new tokens."""
         if tokens:
-            self.unpacked.keep(slot, tokens)
+            self.unpacked.unpack(slot, tokens)
         else:
             self.unpacked.give_back(slot)
 
@@ -309,20 +268,6 @@ class HostPages(Pages):
         self.unpacked.free(slot)
         if sum(each.nbytes for each in self._scratches) > MAX_IDLE_SCRATCH_BYTES:
             self._scratches.clear()  # a longer row than others may have ended
-
-    def fill(self, layer: int, rows: Sequence[Gap]) -> None:
-        """Unpack the positions of a layer that are missing in unpacked slots."""
-        size, both, readings = self.page_tokens, self.unpacked.both(layer), []
-        for slot, table, start, end in rows:
-            self.unpacked.clear(layer, slot)
-            first, last = start // size, -(-end // size)
-            targets = [array[slot, :, first * size : last * size] for array in both]
-            readings.append(Reading(np.array(table[first:last], np.intp), targets))
-        self.read_layer(layer, readings)
-        for slot, _, _, end in rows:
-            self.unpacked.ends[layer][slot] = end
-            for array in both:  # pages may hold NaN there, which times zero is NaN
-                array[slot, :, end : -(-end // size) * size] = 0
 
 
 def write_one(

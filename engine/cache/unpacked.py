@@ -16,14 +16,15 @@ from engine.plan import Slot
 
 FEWEST_SLOTS, FEWEST_TOKENS = 16, 1_024
 """The first arrays have room for so many. Memory that is never written is not taken."""
-FILLED_AT_ONCE = 512
-"""Max positions that a pass unpacks in addition to its new ones, so that other rows hardly wait."""
-FIRST_PASSES = 4
-"""A row with a cached prefix is unpacked from its next pass on. Until then it takes as long as
-several passes that read the pages, and the first token has priority."""
 IDLE_BYTES = 256 << 20
 """Max memory of slots that were freed, for the next sequences in them: it takes the system several
 times as long to provide memory as to write values."""
+NEW_AT_ONCE = 512
+"""Max positions of prefixes that a pass copies to memory that nothing was written to before, so
+that other rows hardly wait."""
+FIRST_PASSES = 4
+"""A row with more of these is copied in parts, from its next pass on. Until then that takes as long
+as several passes that read the pages, and the first token has priority."""
 
 
 class UnpackedRows:
@@ -66,65 +67,78 @@ class UnpackedRows:
             self._made[layer] = memory, [memory.array((*shape, dims[0]), np.float32), values]
         return self._made[layer][1]
 
-    def keep(self, slot: Slot, tokens: int) -> None:
+    def unpack(self, slot: Slot, tokens: int) -> None:
         """Keep values of ``slot`` from now on, with room for so many positions."""
         if slot >= self.slots or tokens > self.capacity:
             units = -(-max(self.capacity, tokens) // self._unit)
             slots = max(self.slots, 1 << slot.bit_length())
             self._reserve(slots, self._unit << (units - 1).bit_length())
         if slot not in self._rows:
-            self._rows[slot] = _Row()
-            if end := self._idle.pop(slot, 0):
-                for layer in self._made:
-                    self.stale[layer][slot] = end
+            end = self._idle.pop(slot, 0)
+            self._rows[slot] = _Row(written=end)
+            for layer in self._made if end else ():
+                self.stale[layer][slot] = end
 
     def begin(self, rows: Iterable[Sequence[int]]) -> Began:
         """Decide which ``rows`` of a pass, (slot, first new position, end, ...), are unpacked in
         it."""
         members: list[int] = []
-        ahead, fills = None, False
+        copied: dict[int, int] = {}
+        most_new = NEW_AT_ONCE
         for i, (slot, start, end, *_) in enumerate(rows):
             row = self._rows.get(slot)
             if row is None:
                 continue
-            if row.end < start:
+            if row.end >= start:
+                members.append(i)
+                row.end = end
+            else:
                 row.passes += 1
-                if row.passes <= FIRST_PASSES or fills:
+                known = max(row.end, min(end, row.written))
+                new = end - known
+                if new > most_new and (row.passes <= FIRST_PASSES or not most_new):
                     continue
-                fills, row.end = True, min(start, row.end + FILLED_AT_ONCE)
-                if row.end < start:
-                    ahead, row.written = Ahead(i, row.end), max(row.written, row.end)
-                    continue
-            members.append(i)
-            row.end, row.written = end, max(row.written, end)
-        return Began(members, ahead)
+                new = min(new, most_new)
+                most_new -= new
+                row.end = copied[i] = known + new
+            row.written = max(row.written, row.end)
+        return Began(members, copied)
 
     def going_on(self, began: Began, rows: Sequence[Sequence[int]]) -> Began:
         """Return how the ``rows`` of a pass that ``began`` earlier are unpacked from here on: as
         before, unless their values are gone."""
         members = [i for i in began.members if self._has_values(rows[i][0], rows[i][2])]
-        ahead = began.ahead
-        if ahead is not None and not self._has_values(rows[ahead.member][0], ahead.end):
-            ahead = None
-        return Began(members, ahead)
+        copied = {i: end for i, end in began.copied.items() if self._has_values(rows[i][0], end)}
+        return Began(members, copied)
 
     def _has_values(self, slot: Slot, end: int) -> bool:
         return slot in self._rows and self._rows[slot].end == end
 
-    def clear(self, layer: int, slot: Slot) -> None:
-        """Remove from a layer what an earlier sequence has left in ``slot``."""
-        if end := self.stale[layer].pop(slot, 0):
+    def copy(
+        self, layer: int, slot: Slot, heads: slice, both: Iterable[Array], low: int, end: int
+    ) -> None:
+        """Copy positions up to ``end`` that are missing in some ``heads`` of a layer from keys and
+        values (heads, positions, dim), which have those from ``low`` on: nobody will attend to
+        others. `filled` follows. May be called on any thread after `both`."""
+        start = max(low, self.ends[layer].get(slot, 0))
+        for array, values in zip(self.both(layer), both, strict=True):
+            array[slot, heads, start:end] = values[:, start:end]
+
+    def filled(self, layer: int, slot: Slot, end: int) -> None:
+        """Record that a layer has the values of ``slot`` up to ``end``, and remove what an earlier
+        sequence has left behind them."""
+        self.ends[layer][slot] = end
+        if (last := self.stale[layer].pop(slot, 0)) > end:
             for array in self.both(layer):
-                array[slot, :, :end] = 0
+                array[slot, :, end:last] = 0
 
     def free(self, slot: Slot) -> None:
         """Keep no values of ``slot`` any more. Its memory may stay for the next sequence in it."""
         row = self._rows.pop(slot, None)
         if row is None:
             return
-        for ends, stale in zip(self.ends, self.stale, strict=True):
-            ends.pop(slot, None)
-            row.written = max(row.written, stale.pop(slot, 0))
+        for of_slots in (*self.ends, *self.stale):
+            of_slots.pop(slot, None)
         self._idle[slot] = row.written
         while self.idle_bytes > IDLE_BYTES:
             self.give_back(next(iter(self._idle)))
@@ -158,19 +172,13 @@ class UnpackedRows:
 class _Row:
     passes: int = 0  # in which values were missing
     end: int = 0  # of the leading positions that have values
-    written: int = 0  # the largest of these
-
-
-class Ahead(NamedTuple):
-    """A row for which a pass unpacks positions up to ``end``, in addition to new ones."""
-
-    member: int  # index in the batch
-    end: int
+    written: int = 0  # of the leading positions that have memory
 
 
 class Began(NamedTuple):
-    """How the rows of a pass are unpacked."""
+    """How the rows of a pass, by their indices in the batch, are unpacked."""
 
     members: list[int]
-    """Indices of the rows whose new values are unpacked, and which attend to unpacked values."""
-    ahead: Ahead | None
+    """Those whose new values are unpacked, and which attend to unpacked values."""
+    copied: dict[int, int]
+    """Others, which are read from pages: positions up to these are then copied to their place."""

@@ -38,7 +38,7 @@ from engine.batch.cpu.scratch import ScratchRows
 from engine.batch.cpu.tiles import FEWEST, tiled
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
-from engine.cache.host_pages import Gap, HostPages, Numbers, Scratch, TokenPlaces
+from engine.cache.host_pages import HostPages, Numbers, Scratch, TokenPlaces
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.slots import Slots
@@ -318,42 +318,21 @@ class HostBatch(RaggedBatch):
         pages = self._pages
         if self.by_token and isinstance(keys, np.ndarray) and isinstance(values, np.ndarray):
             new = pages.write_tokens(layer, keys[:, :, 0], values[:, :, 0], self._new_tokens)
-            self._fill(layer)
             if self._unpacked:
                 tokens, slots, positions = self._new_unpacked
                 for target, each in zip(pages.unpacked.both(layer), new, strict=True):
                     target[slots, :, positions] = each[tokens]
-            return
-        rounded = [
-            pages.write_row(layer, k[:, : row.width], v[:, : row.width], table, row.start)
-            for k, v, row, table in zip(keys, values, self.rows, self.tables, strict=True)
-        ]
-        self._fill(layer)
+        else:
+            rounded = [
+                pages.write_row(layer, k[:, : row.width], v[:, : row.width], table, row.start)
+                for k, v, row, table in zip(keys, values, self.rows, self.tables, strict=True)
+            ]
+            for i in self._unpacked:
+                row = self.rows[i]
+                for target, each in zip(pages.unpacked.both(layer), rounded[i], strict=True):
+                    target[row.slot, :, row.start : row.end] = each
         for i in self._unpacked:
-            row = self.rows[i]
-            for target, each in zip(pages.unpacked.both(layer), rounded[i], strict=True):
-                target[row.slot, :, row.start : row.end] = each
-
-    def _fill(self, layer: int) -> None:
-        """Unpack what is missing before the new tokens of unpacked rows, which follow at once, and
-        positions ahead of another row."""
-        unpacked, rows = self._pages.unpacked, self.rows
-        ends, stale = unpacked.ends[layer], unpacked.stale[layer]
-        wanted = [(i, rows[i].start) for i in self._unpacked]
-        if self._began.ahead is not None:
-            wanted.append(self._began.ahead)
-        missing = [
-            Gap(rows[i].slot, self.tables[i], ends.get(rows[i].slot, 0), end)
-            for i, end in wanted
-            if ends.get(rows[i].slot, 0) < end
-        ]
-        if missing:
-            self._pages.fill(layer, missing)
-        for i in self._unpacked:
-            slot, _, end, *_ = rows[i]
-            if slot in stale:
-                unpacked.clear(layer, slot)
-            ends[slot] = end
+            pages.unpacked.filled(layer, self.rows[i].slot, self.rows[i].end)
 
     def attend_to(
         self,
@@ -370,6 +349,9 @@ class HostBatch(RaggedBatch):
         row."""
         how = How(window, sinks, softcap)
         heads, group = asked[0].shape[:2]
+        copied, unpacked = self._began.copied, self._pages.unpacked
+        if copied:
+            unpacked.both(layer)  # before several threads want it
         for stretch in self._stretches:
             rows, work = stretch.rows, self._work(stretch, heads, group)
             if rows is None:
@@ -380,11 +362,14 @@ class HostBatch(RaggedBatch):
             pieces = iter(work.pieces)  # shared: the first free thread takes the next piece
             run = partial(self._attend_pieces, pieces, kept, asked, out, how)
             in_parallel([run] * work.threads)
+            self._copy(layer, stretch, kept)
         lanes = self._lanes
         if lanes and isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
             in_parallel(
                 [partial(self._attend_lane, lane, layer, asked, out, how) for lane in lanes]
             )
+        for i, end in copied.items():
+            unpacked.filled(layer, self.rows[i].slot, end)
         for span in () if self.given is None else self.given.spans:
             (stretch,) = self._stretches or self._lanes[0]
             both = stretch.rows or self._pages.unpacked
@@ -405,6 +390,18 @@ class HostBatch(RaggedBatch):
             sinks = None if how.sinks is None else how.sinks[heads]
             its = how._replace(sinks=sinks)
             self._attend_pieces(iter(work.pieces), kept, asked[:, heads], out[:, heads], its)
+            self._copy(layer, stretch, kept)
+
+    def _copy(self, layer: int, stretch: _Stretch, kept: Kept) -> None:
+        """Copy values that were read from pages to the unpacked rows in which they are missing. May
+        be called on any thread."""
+        if stretch.rows is None:
+            return
+        heads, low = stretch.rows.heads(layer), self._low(layer, stretch)
+        for i, place in zip(stretch.members, stretch.places, strict=True):
+            if (end := self._began.copied.get(i, 0)) and end > low:
+                both = [array[place] for array in kept]
+                self._pages.unpacked.copy(layer, self.rows[i].slot, heads, both, low, end)
 
     def _attend_pieces(
         self, pieces: Iterator[Piece], kept: Kept, asked: Arrays, out: Arrays, how: How

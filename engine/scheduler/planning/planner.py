@@ -339,7 +339,9 @@ class Planner:
             if seq.drafts is not None:
                 ahead = min(seq.next_position + 1 + DRAFT_TOKENS, seq.max_positions)
                 self._memory.grow(seq, ahead, evicts=False)
-            self._memory.unpack(seq, min(seq.capacity, seq.max_positions))
+            is_last = seq.next_position + 1 >= seq.max_positions
+            if not is_last or seq in self._memory.unpacked_bytes:  # else nothing reads it again
+                self._memory.unpack(seq, min(seq.capacity, seq.max_positions))
         return found
 
     def _take_rows_back(self, ready: list[Sequence]) -> None:

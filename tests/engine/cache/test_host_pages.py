@@ -11,7 +11,7 @@ from engine.backend import graphs
 from engine.batch.cpu import scratch
 from engine.batch.cpu.scratch import ScratchRows
 from engine.cache import host_memory, unpacked
-from engine.cache.host_pages import Gap, HostPages, TokenPlaces
+from engine.cache.host_pages import HostPages, Scratch, TokenPlaces
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize
 from engine.cache.rounding import Array
@@ -66,6 +66,15 @@ def filled(
     both = new(pages)
     pages.write_row(1, *both, TABLE, 0)
     return pages, [rounded(pages, number, x) for number, x in enumerate(both, 2)]
+
+
+def unpack(pages: HostPages, slot: int, end: int = LENGTH) -> None:
+    """Copy values of the sequence in `TABLE` to an unpacked slot, as its passes do."""
+    rows = ScratchRows(pages, Scratch(), [TABLE], [end], 256)
+    rows.read(1, 0)
+    both = [array[0] for array in rows.both(1)]
+    pages.unpacked.copy(1, slot, slice(None), both, 0, end)
+    pages.unpacked.filled(1, slot, end)
 
 
 def check(pages: HostPages, expected: list[Array], table: tuple[int, ...] = TABLE) -> None:
@@ -169,7 +178,7 @@ def test_pages_that_were_read_grow_in_place() -> None:
     rows = ScratchRows(pages, pages.scratch(0), [TABLE], [LENGTH], 256)
     rows.read(1, 0)
     pages.unpack(0, LENGTH)
-    pages.fill(1, [Gap(0, TABLE, 0, LENGTH)])
+    unpack(pages, 0)
     exporter = pages.exporter(0)
     before = list(place.group._memory)
     pages.resize(50_000)
@@ -192,8 +201,8 @@ def test_unpacked_values_and_those_in_the_scratch_have_the_same_bits(
     pages, expected = filled(precision, what)
     pages.unpack(3, LENGTH)
     pages.unpacked.begin([(3, 0, LENGTH)])
-    pages.fill(1, [Gap(3, TABLE, 0, 70)])
-    pages.fill(1, [Gap(3, TABLE, 70, LENGTH)])
+    unpack(pages, 3, 70)
+    unpack(pages, 3)
     rows = ScratchRows(pages, pages.scratch(0), [TABLE, TABLE[:2]], [LENGTH, 70], 256)
     ways: list[Callable[[], None]] = [
         lambda: rows.read(1, 0),
@@ -234,13 +243,13 @@ def test_nan_behind_a_row_or_left_by_another_never_reaches_it(precision: Precisi
     pages.write_row(1, keys, values, TABLE, 0)
     pages.unpack(1, LENGTH)
     pages.unpacked.begin([(1, 0, LENGTH)])
-    pages.fill(1, [Gap(1, TABLE, 0, LENGTH)])
+    unpack(pages, 1)
     assert all(np.isnan(array[1, :, :LENGTH]).all() for array in pages.unpacked.both(1))
     pages.drop(1)
     both = new(pages, 70)
     pages.write_row(1, *both, TABLE, 0)
     pages.unpack(1, LENGTH)
-    pages.fill(1, [Gap(1, TABLE, 0, 70)])
+    unpack(pages, 1, 70)
     rows = ScratchRows(pages, pages.scratch(0), [TABLE], [70], 256)
     rows.both(1)[0][...] = np.nan
     rows.both(1)[1][...] = np.nan
@@ -254,7 +263,7 @@ def test_unpacked_rows_take_memory_for_their_values_and_stay_in_place() -> None:
     before = pages.nbytes
     pages.unpack(2, 100)
     arrays = pages.unpacked.both(1)
-    pages.fill(1, [Gap(2, TABLE, 0, LENGTH)])
+    unpack(pages, 2)
     assert pages.nbytes == before + LENGTH * pages.layout.value_bytes // 2
     pages.unpack(5, pages.unpacked.capacity)
     assert pages.unpacked.both(1)[0] is arrays[0]
@@ -269,22 +278,37 @@ def test_unpacked_rows_take_memory_for_their_values_and_stay_in_place() -> None:
     check(pages, expected)
 
 
-def test_a_row_with_a_cached_prefix_is_unpacked_after_a_few_passes_and_bit_by_bit() -> None:
+def test_long_rows_with_a_cached_prefix_are_unpacked_in_parts_after_a_few_passes() -> None:
+    """Memory that nothing was written to before takes time. A short row is unpacked at once."""
     pages = made(Precision(8), num_pages=40)
     rows = pages.unpacked
     for slot in (0, 1, 2):
         pages.unpack(slot, 2_000)
-    assert rows.begin([(0, 0, 10), (1, 1_200, 1_201), (5, 0, 1)]).members == [0]
+    began = rows.begin([(0, 0, 10), (1, 1_200, 1_201), (2, 300, 301), (5, 0, 1)])
+    assert began == ([0], {2: 301})
     for step in range(1, FIRST_PASSES):
         began = rows.begin([(0, 9 + step, 10 + step), (1, 1_200 + step, 1_201 + step)])
-        assert began == ([0], None)
-    found = [rows.begin([(1, 1_210 + i, 1_211 + i), (2, 100 + i, 101 + i)]) for i in range(7)]
-    assert [began.ahead for began in found] == [(0, 512), (0, 1024), *[None] * 5]
-    assert [began.members for began in found] == [[], [], [0], [0], [0, 1], [0, 1], [0, 1]]
-    pages.unpack(0, rows.capacity + 1)  # the arrays are others: rows are filled one by one
-    found = [rows.begin([(1, 1_220 + i, 1_221 + i), (2, 110 + i, 111 + i)]) for i in range(5)]
-    assert [began.ahead for began in found] == [(0, 512), (0, 1024), None, None, None]
-    assert [began.members for began in found] == [[], [], [0], [0, 1], [0, 1]]
+        assert began == ([0], {})
+    found = [rows.begin([(1, 1_210 + i, 1_211 + i), (2, 301 + i, 302 + i)]) for i in range(4)]
+    assert [began.copied for began in found] == [{0: 512}, {0: 1024}, {0: 1_213}, {}]
+    assert [began.members for began in found] == [[1], [1], [1], [0, 1]]
+    pages.unpack(0, rows.capacity + 1)  # the arrays are others
+    found = [rows.begin([(1, 1_220 + i, 1_221 + i), (2, 310 + i, 311 + i)]) for i in range(5)]
+    assert [began.copied for began in found] == [{0: 512}, {0: 1024}, {0: 1_223, 1: 313}, {}, {}]
+    assert [began.members for began in found] == [[], [], [], [0, 1], [0, 1]]
+
+
+def test_rows_are_unpacked_at_once_where_earlier_ones_had_their_memory() -> None:
+    pages = made(Precision(8), num_pages=40)
+    for slot in (0, 1):
+        pages.unpack(slot, 2_000)
+    pages.unpacked.begin([(0, 0, 1_500), (1, 0, 900)])
+    for slot in (0, 1):
+        pages.drop(slot)
+        pages.unpack(slot, 2_000)
+    began = pages.unpacked.begin([(0, 1_499, 1_500), (1, 1_450, 1_451)])
+    assert began == ([], {0: 1_500}), "551 positions of the other have no memory"
+    assert pages.unpacked.begin([(1, 1_411, 1_412)]) == ([], {0: 1_412})
 
 
 def test_memory_of_freed_slots_is_kept_for_the_next_ones_up_to_a_limit(
@@ -295,11 +319,11 @@ def test_memory_of_freed_slots_is_kept_for_the_next_ones_up_to_a_limit(
     for slot in (0, 1, 2):
         pages.unpack(slot, LENGTH)
         pages.unpacked.begin([(slot, 0, LENGTH)])
-        pages.fill(1, [Gap(slot, TABLE, 0, LENGTH)])
+        unpack(pages, slot)
     for slot in (0, 1, 2):
         pages.drop(slot)
     keys, _ = pages.unpacked.both(1)
     assert [keys[slot].any() for slot in (0, 1, 2)] == [False, True, True]
     pages.unpack(1, LENGTH)
-    pages.fill(1, [Gap(1, TABLE, 0, 10)])
+    unpack(pages, 1, 10)
     assert keys[1, :, :10].any() and not keys[1, :, 10:].any()

@@ -273,20 +273,23 @@ def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(
     assert text.pages.unpacked.ends[0] == ({} if tokens else {0: 160})
 
 
-def test_a_row_with_a_cached_prefix_is_not_unpacked_in_its_first_pass() -> None:
-    """In however many stretches that is computed: the first token would wait for new memory."""
+def test_a_pass_counts_once_in_however_many_stretches_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long row with a cached prefix is unpacked after a few passes."""
+    monkeypatch.setattr(unpacked, "NEW_AT_ONCE", 100)
     text = Text(CASES["three"], (), Precision(8))
     text.whole(Exact)
     text.pages.unpack(0, LENGTH)
     batch = Exact(text.layout, text.slots, [Row(0, 100, 160)])
     for _ in range(2 * unpacked.FIRST_PASSES):
-        assert not batch._unpacked
+        assert not batch._began.copied
         batch.pause()
         batch.resume()
     for _ in range(unpacked.FIRST_PASSES):
         batch = Exact(text.layout, text.slots, [Row(0, 100, 160)])
-        found = batch._unpacked
-    assert found == [0]
+        found = batch._began
+    assert found == ([], {0: 100})
 
 
 def test_arguments_are_kept_for_few_groups_of_rows_and_not_beyond_their_arrays(

@@ -129,7 +129,7 @@ def build_replica(
         kept_costs=_kept_costs(own_record, speculator, config, None if leader else executor),
         vision=served,
         namespace=config.namespace,
-        num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
+        num_blocks=config.total_blocks,
         uses_store=config.uses_store,
         capabilities=("batching", "prefix-cache") if config.prefix_cache else (),
     )
@@ -282,6 +282,7 @@ def _scheduler_config(
         max_snapshots=sizes.max_snapshots,
         keeps_kv=spec.keeps_kv,
         limit_bytes=sizes.limit_bytes,
+        num_blocks=sizes.num_blocks if spec.keeps_kv else sizes.num_slots + sizes.max_snapshots,
         draft_bytes=draft_bytes,
         context_length=loaded.context_length,
         max_batch_size=sizes.decode_rows,

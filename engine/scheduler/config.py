@@ -22,6 +22,9 @@ class SchedulerConfig:
     block_bytes: int  # as many positions of pages
     page_tokens: int = 0  # a multiple of block_size; 0: `engine.plan.page_tokens`
     limit_bytes: int  # pages, unpacked rows, states and snapshots together never exceed this
+    num_blocks: int = 0
+    """How many blocks that is for display; the rest is for states, and for what passes gather.
+    0: as many as fit."""
     draft_bytes: int = 0  # the slots of a draft model, in addition to that
     context_length: int  # tokens
     max_batch_size: int  # max sequences that decode in one plan
@@ -93,6 +96,11 @@ class SchedulerConfig:
         return self.blocks_per_page * self.block_bytes
 
     @property
+    def max_inserts(self) -> int:
+        """Max pages from the kvstore that one plan inserts."""
+        return max(1, self.max_insert_bytes // self.page_bytes)
+
+    @property
     def states_bytes(self) -> int:
         """Recurrent state of a sequence, and its snapshots from which its next turn goes on: at the
         end of its prompt, and of its answer."""
@@ -147,6 +155,13 @@ class SchedulerConfig:
         """The size of a "block" in figures for display: for models without KV, the size of a
         sequence's state."""
         return self.block_bytes if self.keeps_kv else self.state_bytes
+
+    @property
+    def total_blocks(self) -> int:
+        """The number of "blocks" for display."""
+        own_bytes = self.state_bytes if self.keeps_kv else 0
+        fit = (self.limit_bytes - own_bytes) // self.unit_bytes
+        return min(self.num_blocks, fit) if self.num_blocks else fit
 
     @property
     def reuses_states(self) -> bool:

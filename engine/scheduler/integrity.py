@@ -96,7 +96,8 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
         if seq not in sequences.loading.values() and not has_come:
             yield f"{seq.request.request_id} has room for pages that are not on their way"
     for seq in sequences.live.values():
-        fetched_bytes = len(seq.fetch.payloads) * config.page_bytes
+        fetched = len(seq.fetch.payloads) - memory.pages_ahead(seq)
+        fetched_bytes = fetched * config.page_bytes
         if fetched_bytes > memory.fetch_reservations.get(seq, 0):
             yield f"{seq.request.request_id} has {len(seq.fetch.payloads)} pages in no ledger"
         name = f"{seq.request.request_id} ({seq.status.name})"

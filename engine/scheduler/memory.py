@@ -23,6 +23,9 @@ GROWTH = 1 / 2
 a prompt needs more, as many as it needs."""
 RESERVED_TOKENS = 512
 """Positions that are kept for the answer of each running sequence when another one is admitted."""
+INSERTS_AHEAD = 4
+"""Max pages that take the memory of fetched ones before these are inserted, in plans' inserts. So
+much is in memory twice for a moment; otherwise each plan would change the number of pages."""
 UNPACKED_SHARE = 1 / 4
 """Max fraction of the memory for unpacked rows."""
 UNPACKED_TOKENS = 512
@@ -60,6 +63,8 @@ class Memory:
         self.fetch_reservations: dict[Sequence, int] = {}
         """Bytes that are fetched from the kvstore, or fetched and not inserted yet, by sequence."""
         self.unpacked_bytes: dict[Sequence, int] = {}  # of their unpacked rows
+        self._ahead: tuple[Sequence, int] | None = None
+        """A sequence with such pages, and how many. One at a time."""
         self.gather_bytes = 0  # temporary arrays while passes gather pages
         self.pass_bytes = 0  # activations of passes in progress
         self._largest_pass_bytes = 0
@@ -331,8 +336,21 @@ class Memory:
         """Release up to ``size_bytes`` of what `reserve_fetch` reserved for ``seq``."""
         self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - size_bytes)
 
+    def pages_ahead(self, seq: Sequence) -> int:
+        """Return how many pages have the memory of what was fetched for ``seq`` already."""
+        return self._ahead[1] if self._ahead is not None and self._ahead[0] is seq else 0
+
+    def spend_page(self, seq: Sequence) -> None:
+        """Release the memory of a page that was fetched for ``seq``."""
+        if ahead := self.pages_ahead(seq):
+            self._ahead = (seq, ahead - 1) if ahead > 1 else None
+        else:
+            self.spend_fetch(seq, self._config.page_bytes)
+
     def drop_fetch(self, seq: Sequence) -> None:
         """Drop what was fetched for ``seq``, and release its memory."""
+        if self.pages_ahead(seq):
+            self._ahead = None
         seq.fetch.drop()
         self.release_fetch(seq)
 
@@ -340,17 +358,25 @@ class Memory:
         """Return a page for page ``number`` of the prompt of ``seq``, which was fetched for it, in
         the memory reserved for it.
 
-        Each page spends its own memory only. While that is too little for the others too, cached
-        pages are evicted instead: otherwise the number of pages would change in every plan. The
-        prefix of ``seq``, which was used last, may be among those that are cached."""
+        Each page spends its own memory. While that is too little for the others too, cached pages
+        are evicted instead: otherwise the number of pages would change in every plan. The prefix of
+        ``seq``, which was used last, may be among those that are cached. Where there are none, the
+        pages of the next plans are made at once."""
         config = self._config
-        self.spend_fetch(seq, config.page_bytes)
+        self.spend_page(seq)
         ahead = self.pages_for(len(seq.token_ids)) - number
-        while not self.pages.num_free and self.pages.num_cached > number:
-            if self.ledger.shortfall(ahead * config.page_bytes) <= 0:
-                break
+        while self.pages.num_cached > number and self._lacks_pages(ahead):
             self._evict_oldest()
+        more = min(len(seq.fetch.payloads), INSERTS_AHEAD * config.max_inserts)
+        if more and self._ahead is None and self._lacks_pages(ahead):
+            self.spend_fetch(seq, more * config.page_bytes)
+            self._ahead = seq, more
         return self.pages.take() if self._make_pages(1, ahead=ahead) else None
+
+    def _lacks_pages(self, number: int) -> bool:
+        """Return whether no page is free, nor memory for so many."""
+        short_bytes = self.ledger.shortfall(number * self._config.page_bytes)
+        return not self.pages.num_free and short_bytes > 0
 
     # -- snapshots -----------------------------------------------------------------
 
@@ -509,6 +535,7 @@ class Memory:
         self._sent_bytes.clear()
         self._tried.clear()
         self._free_slots = list(range(self._config.completion_batch_size))
+        self._ahead = None
         self.withdrawn_bytes = self.gather_bytes = self._sent_pages = 0
         self._largest_pass_bytes = 0
         self.ledger.used_bytes = self._config.beside_bytes

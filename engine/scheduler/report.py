@@ -49,13 +49,19 @@ def engine_stats(
     drafts: wire.DraftStats | None,
 ) -> wire.EngineStats:
     """Return gauges and counters. Used blocks are all bytes in use, in blocks, including cached
-    pages."""
+    pages. Of states and of what passes gather, only what has no memory beside the blocks counts."""
     totals = {f"{name}_total": total for name, total in asdict(counters).items()}
     # The memory of pictures is separate: nothing else waits for it.
     limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
-    total = (limit_bytes - config.state_bytes) // config.unit_bytes
+    unit = config.unit_bytes
+    lost_bytes = config.limit_bytes + config.draft_bytes - limit_bytes  # when memory ran out
+    total = max(0, config.total_blocks - -(-lost_bytes // unit))
     free_bytes = memory.pages.num_free * config.page_bytes + config.picture_bytes
-    used = min(total, -(-(memory.ledger.used_bytes - free_bytes) // config.unit_bytes))
+    if config.num_blocks:
+        beside_bytes = config.limit_bytes - config.total_blocks * unit
+        states_bytes = len(memory.used_slots) * config.state_bytes
+        free_bytes += min(memory.gather_bytes + states_bytes, beside_bytes)
+    used = min(total, -(-(memory.ledger.used_bytes - free_bytes) // unit))
     return wire.EngineStats(
         running=sequences.num_running,
         waiting=len(sequences.waiting) + len(sequences.loading),

@@ -29,7 +29,6 @@ class PrefixCache:
         self._pages = memory.pages
         self._outputs = outputs
         self._counters = counters
-        self._max_inserts = max(1, config.max_insert_bytes // config.page_bytes)
         self.snapshot_policy = SnapshotPolicy(config, memory)
         self._whole_pictures = WholePictures(config)
 
@@ -221,9 +220,9 @@ class PrefixCache:
             is_known = not hashes or hashes[-1] in self._pages or hashes[-1] in inserted
             if number < computed or number * size + last > limit or is_known:
                 del seq.fetch.payloads[number]
-                self._memory.spend_fetch(seq, self._config.page_bytes)
+                self._memory.spend_page(seq)
                 continue
-            if len(builder.inserted) >= self._max_inserts:
+            if len(builder.inserted) >= self._config.max_inserts:
                 return
             payload = seq.fetch.payloads.pop(number)
             page = self._memory.page_for_fetched(seq, number)

@@ -342,6 +342,23 @@ def test_a_gpu_decodes_as_many_sequences_as_memory_holds(
     assert sizes_of(settings, max_sequences=1).decode_rows == 1
 
 
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 16), ("qwen3_next", 8)])
+def test_as_many_blocks_as_were_asked_for_are_shown(
+    tiny_model: Callable[..., Path], kind: str, kv_bits: int
+) -> None:
+    """Passes that gather pages, and states, have memory beside them."""
+    whole = Whole(tiny_model(kind), num_blocks=40, block_size=16, kv_bits=kv_bits)
+    stats = whole.scheduler.stats
+    assert (stats().total_blocks, stats().used_blocks) == (whole.replica.num_blocks, 0) == (40, 0)
+    used = []
+    whole.after_step = lambda: used.append((stats().used_blocks, stats().free_blocks))
+    whole.submit("a", list(range(3, 130)), 30)
+    whole.run()
+    assert max(used)[0] in range(8, 41) and all(sum(each) == 40 for each in used)
+    whole.scheduler.clear_cache()
+    assert stats().used_blocks == 0 or kind == "qwen3_next"
+
+
 def test_as_many_positions_as_were_asked_for_are_not_reduced_by_gathers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

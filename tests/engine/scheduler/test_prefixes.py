@@ -266,6 +266,22 @@ def test_a_fetch_changes_the_number_of_pages_once_or_twice(
     assert sum(bool(plan.num_pages) for plan in fetching) == resized
 
 
+def test_a_fetch_into_full_memory_with_nothing_cached_changes_the_number_of_pages_in_few_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Running sequences have all other pages: what is inserted takes the memory of the fetch."""
+    monkeypatch.setattr("engine.scheduler.memory.FIRST_TOKENS", 16)
+    engine = with_stored(100, max_insert_bytes=4 * BLOCK_BYTES, blocks=52)
+    stream = engine.stream(request("stream", [7] * 81, max_tokens=14))
+    before = len(engine.plans)
+    long = engine.submit(request("long", SHARED, max_tokens=1))
+    engine.run_until(lambda: long.tokens)
+    fetching = engine.plans[before:]
+    assert sum(bool(plan.inserts) for plan in fetching) == 6
+    assert sum(bool(plan.num_pages) for plan in fetching) == 2
+    engine.finish(stream, long)
+
+
 def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 

@@ -171,6 +171,7 @@ class Decoder:
         keys, values = (new[:tokens].reshape(tokens, heads, -1) for new in (keys, values))
         batch.store(number, batch.unpacked(keys), batch.unpacked(values))
         if last and number + 1 == len(self._layers):
+            batch.attend_to_nothing(number)
             return None
         grouped = queries[:tokens].reshape(tokens, heads, layer.heads // heads, -1)
         found: Array = np.empty((padded, *grouped.shape[1:-1], kept.value_dim), np.float32)

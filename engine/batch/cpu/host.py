@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import lcm
 from typing import NamedTuple, TypeVar
 
@@ -170,7 +170,7 @@ class HostBatch(RaggedBatch):
             parts = min(num_threads(), *(each.kv_heads for each in self.layout.layers))
             if row.width * row.end < self._worth_threads:
                 parts = 1
-            return [[self._read(rest, pages.scratch(n), (n, parts))] for n in range(parts)]
+            return [[self._read(rest, pages.scratch(0), (n, parts))] for n in range(parts)]
         worth = sum(self.rows[i].end for i in rest) >= self._worth_threads
         lanes: list[list[int]] = [[] for _ in range(num_threads() if worth else 1)]
         for i in sorted(rest, key=lambda i: -self.rows[i].end):
@@ -349,9 +349,8 @@ class HostBatch(RaggedBatch):
         row."""
         how = How(window, sinks, softcap)
         heads, group = asked[0].shape[:2]
-        copied, unpacked = self._began.copied, self._pages.unpacked
-        if copied:
-            unpacked.both(layer)  # before several threads want it
+        if self._began.copied:
+            self._pages.unpacked.both(layer)  # before several threads want it
         for stretch in self._stretches:
             rows, work = stretch.rows, self._work(stretch, heads, group)
             if rows is None:
@@ -365,17 +364,34 @@ class HostBatch(RaggedBatch):
             self._copy(layer, stretch, kept)
         lanes = self._lanes
         if lanes and isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+            for stretch in chain.from_iterable(lanes):
+                if stretch.rows is not None:
+                    stretch.rows.both(layer)  # lanes may share the memory
             in_parallel(
                 [partial(self._attend_lane, lane, layer, asked, out, how) for lane in lanes]
             )
-        for i, end in copied.items():
-            unpacked.filled(layer, self.rows[i].slot, end)
+        self._end_copies(layer)
         for span in () if self.given is None else self.given.spans:
             (stretch,) = self._stretches or self._lanes[0]
             both = stretch.rows or self._pages.unpacked
             kept = [array[stretch.places[0]] for array in both.both(layer)]
             within = partial(self._attend_within, span, kept, asked, out, how)
             in_parallel([partial(within, head) for head in range(heads)])
+
+    def attend_to_nothing(self, layer: int) -> None:
+        """Do what `attend_to` does beside that, for a layer whose attention nobody needs."""
+        its = chain(self._stretches, *self._lanes)
+        for stretch in its if self._began.copied else ():
+            if stretch.rows is not None and not self._began.copied.keys().isdisjoint(
+                stretch.members
+            ):
+                stretch.rows.read_together(layer, self._low(layer, stretch))
+                self._copy(layer, stretch, stretch.rows.both(layer))
+        self._end_copies(layer)
+
+    def _end_copies(self, layer: int) -> None:
+        for i, end in self._began.copied.items():
+            self._pages.unpacked.filled(layer, self.rows[i].slot, end)
 
     def _attend_lane(
         self, lane: Sequence[_Stretch], layer: int, asked: Array, out: Array, how: How

@@ -36,7 +36,7 @@ class ScratchRows:
         part: tuple[int, int] = (0, 1),
     ) -> None:
         """``capacity`` is a number of whole pages, enough for the ``ends``. ``part``: the number of
-        the part of all heads that is read, and how many parts there are."""
+        the part of all heads that is read, and how many parts there are, of a single row."""
         self._pages, self._scratch = pages, scratch
         self._part = part
         self._ends, self._capacity = ends, capacity
@@ -55,8 +55,9 @@ class ScratchRows:
     def both(self, layer: int) -> list[Array]:
         """Return keys and values (rows, heads, capacity, dim) of a layer, for `read`."""
         its, heads = self._pages.layout.layers[layer], self.heads(layer)
-        shape = len(self._ends), heads.stop - heads.start, self._capacity
-        return self._scratch.both(shape, (its.key_dim, its.value_dim))
+        shape = len(self._ends), its.kv_heads, self._capacity
+        both = self._scratch.both(shape, (its.key_dim, its.value_dim))
+        return [array[:, heads] for array in both]
 
     def read(self, layer: int, low: int) -> None:
         """Write positions from ``low`` on of keys and values to `both`. Behind a row's end is zero.
@@ -81,7 +82,8 @@ class ScratchRows:
         if coded and len(groups) == 2 and low < size and not graphs.unusable():
             every = groups[0].codes.shape[2]
             firsts = [place.first * every + start for place in places if place is not None]
-            outs = [a.reshape(a.shape[0] * heads, *a.shape[2:])[lines] for a in both]
+            every_line = (len(self._ends) * heads, self._capacity, -1)
+            outs = [array.reshape(every_line, copy=False)[lines] for array in both]
             self._call(groups, outs)(self, lines, firsts)
             return
         first = low // size

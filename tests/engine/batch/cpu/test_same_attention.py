@@ -273,6 +273,22 @@ def test_rows_are_unpacked_or_dropped_in_the_middle_of_a_pass(
     assert text.pages.unpacked.ends[0] == ({} if tokens else {0: 160})
 
 
+def test_a_layer_that_nobody_attends_to_is_unpacked_too() -> None:
+    """A chunk stores the keys and values of the last layer, and attends in the layers before it."""
+    text = Text(CASES["three"], (), Precision(8))
+    whole = text.whole(Exact)
+    text.pages.unpack(1, LENGTH)
+    for start, end in ((300, 340), (340, 341)):
+        batch = Exact(text.layout, text.slots, [Row(1, start, end)])
+        both = [array[1:2, :, start:end] for array in (text.keys, text.values)]
+        if batch.by_token:
+            both = [np.moveaxis(array[0], 1, 0)[:, :, None] for array in both]
+        batch.store(0, *both)
+        batch.attend_to_nothing(0)
+    assert batch._unpacked == [0]
+    text.check(Exact, {1: (341, LENGTH)}, whole)
+
+
 def test_a_pass_counts_once_in_however_many_stretches_it_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -380,11 +380,9 @@ class HostBatch(RaggedBatch):
 
     def attend_to_nothing(self, layer: int) -> None:
         """Do what `attend_to` does beside that, for a layer whose attention nobody needs."""
-        its = chain(self._stretches, *self._lanes)
-        for stretch in its if self._began.copied else ():
-            if stretch.rows is not None and not self._began.copied.keys().isdisjoint(
-                stretch.members
-            ):
+        copied = self._began.copied.keys()
+        for stretch in chain(self._stretches, *self._lanes) if copied else ():
+            if stretch.rows is not None and not copied.isdisjoint(stretch.members):
                 stretch.rows.read_together(layer, self._low(layer, stretch))
                 self._copy(layer, stretch, stretch.rows.both(layer))
         self._end_copies(layer)

@@ -29,6 +29,8 @@ COMPARISONS = {
     "replies": "router.replies",
     "agents": "serving.agents",
     "agents-in-budget": "serving.agents",
+    "joined": "serving.crowds",
+    "crowded": "serving.crowds",
     "batches": "serving.batches",
     "growth": "serving.growth",
     "profile": "serving.host_time",

@@ -37,9 +37,9 @@ class StallWatch:
         self._progress = -1
         self._since = time.monotonic()
 
-    def forgive(self, asleep_s: float) -> None:
+    def exclude(self, suspended_s: float) -> None:
         """Exclude a time in which the whole process was suspended."""
-        self._since += asleep_s
+        self._since += suspended_s
 
     def stalled_s(self, status: EngineStatus, waiting: bool, now: float) -> float:
         """Return the seconds without progress; 0 without work, and while loading or warming up.

@@ -41,7 +41,7 @@ HEARTBEAT_INTERVAL_S, IDLE_HEARTBEAT_INTERVAL_S = 0.5, 1.0
 ROUTER_GONE_S = 10.0
 """A router without a connection for this long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
-ASLEEP_S = 2.0
+SUSPENDED_S = 2.0
 """The thread wakes up at least once per second. If it is later than this, the process was
 suspended."""
 
@@ -164,7 +164,7 @@ class IOThread(threading.Thread):
         try:
             while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
-                self._forgive(now - self._wakes_at)
+                self._exclude(now - self._wakes_at)
                 if now >= self._next_heartbeat:
                     self._heartbeat(now)
                     self._next_heartbeat = now + self._heartbeat_interval_s
@@ -355,17 +355,17 @@ class IOThread(threading.Thread):
             store_written_bytes_total=figures.written_bytes,
         )
 
-    def _forgive(self, asleep_s: float) -> None:
-        """Exclude a time in which this thread, and so the main thread, was suspended, as on a
-        machine that slept."""
-        if asleep_s > ASLEEP_S:
+    def _exclude(self, suspended_s: float) -> None:
+        """Exclude a time in which this thread, and so the main thread, was suspended: by a signal,
+        or with its container."""
+        if suspended_s > SUSPENDED_S:
             level = logging.DEBUG if self._hello is None else logging.WARNING  # loading does it too
             logger.log(
-                level, "this process was suspended for %.0f s, which is not counted", asleep_s
+                level, "this process was suspended for %.0f s, which is not counted", suspended_s
             )
-            self._stall.forgive(asleep_s)
+            self._stall.exclude(suspended_s)
             if self._drain_until is not None:
-                self._drain_until += asleep_s
+                self._drain_until += suspended_s
 
     def _check_deadlines(self, now: float) -> None:
         if self._drain_until is not None and now > self._drain_until:

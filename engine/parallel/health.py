@@ -32,7 +32,7 @@ LAG_S = 10.0
 """Max time that a rank may lag behind a plan that rank 0 has begun, or whose result it has."""
 HANGING_UP_S = 0.05
 """A process that exits closes its link first; its exit code is more informative."""
-ASLEEP_S = 1.0
+SUSPENDED_S = 1.0
 """A watch that runs this much too late was suspended itself, and the others perhaps too. That time
 does not count."""
 
@@ -102,9 +102,9 @@ class GroupWatch(threading.Thread):
                     if not key.data.receive():
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
-                if (asleep_s := now - looked_at - HEARTBEAT_INTERVAL_S) > ASLEEP_S:
+                if (suspended_s := now - looked_at - HEARTBEAT_INTERVAL_S) > SUSPENDED_S:
                     for each in self._ranks:
-                        each.forgive(asleep_s)
+                        each.exclude(suspended_s)
                 looked_at = now
                 if now >= next_heartbeat:
                     next_heartbeat = now + HEARTBEAT_INTERVAL_S
@@ -154,9 +154,9 @@ class _WatchedRank:
     def heartbeat(self) -> None:
         self._writer.write({"alive": True})
 
-    def forgive(self, asleep_s: float) -> None:
-        self._heard_at += asleep_s
-        self._goal_since += asleep_s
+    def exclude(self, suspended_s: float) -> None:
+        self._heard_at += suspended_s
+        self._goal_since += suspended_s
 
     def failure(self, now: float) -> tuple[str, int] | None:
         """Return the reason why the group must end, and the exit code."""
@@ -203,8 +203,8 @@ class LeaderWatch(threading.Thread):
             self.heartbeat()
             time.sleep(HEARTBEAT_INTERVAL_S)
             now = time.monotonic()
-            if (asleep_s := now - started - HEARTBEAT_INTERVAL_S) > ASLEEP_S:
-                self._heard_at += asleep_s
+            if (suspended_s := now - started - HEARTBEAT_INTERVAL_S) > SUSPENDED_S:
+                self._heard_at += suspended_s
             limit_s = SILENCE_S if self.phase == "ready" else LOADING_SILENCE_S
             if now - self._heard_at > limit_s:
                 here = os.getppid() == self._leader

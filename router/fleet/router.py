@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _TICK_S, _IDLE_TICK_S = 0.5, 2.0
 """While there are requests, and while there are none."""
 _LOOK_AGAIN_S = 0.05
-_ASLEEP_S = 2.0
+_SUSPENDED_S = 2.0
 
 _BYTES_PER_TOKEN = 16
 _UNKNOWN_CONTEXT = 262_144
@@ -438,9 +438,9 @@ class Router:
             tick_s = _TICK_S if self.dispatcher.num_in_flight else _IDLE_TICK_S
             await asyncio.sleep(tick_s)
             try:
-                stood_still_s = time.monotonic() - before - tick_s
-                if stood_still_s > _ASLEEP_S:
-                    self._forgive(stood_still_s)
+                suspended_s = time.monotonic() - before - tick_s
+                if suspended_s > _SUSPENDED_S:
+                    self._exclude(suspended_s)
                 # First: heartbeats may wait in the socket after the loop was blocked.
                 self.engine_sockets.receive_pending()
                 self.registry.expel(
@@ -452,12 +452,12 @@ class Router:
                 logger.exception("housekeeping")
             self.supervised.heartbeat_due.set()
 
-    def _forgive(self, asleep_s: float) -> None:
-        """Ignore a time in which this process was suspended, as on a machine that slept: engines
-        could not be heard."""
+    def _exclude(self, suspended_s: float) -> None:
+        """Ignore a time in which this process was suspended, by a signal or with its container:
+        engines could not be heard."""
         logger.warning(
             "this process was suspended for %.0f s; engines' silence is not counted",
-            asleep_s,
+            suspended_s,
         )
-        self.registry.forgive(asleep_s)
-        self.dispatcher.forgive(asleep_s)
+        self.registry.exclude(suspended_s)
+        self.dispatcher.exclude(suspended_s)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-_STOOD_STILL_S = 1.0
+_SUSPENDED_S = 1.0
 
 
 class ClientTimer:
     """Calls ``on_timeout`` once a client has had ``seconds``.
 
-    If this process stood still meanwhile (a stopped process, a machine that slept), it has not seen
-    what the client has done: the client gets the whole time again.
+    If this process was suspended meanwhile (by a signal, or with its container), it has not seen
+    what the client has done: the client gets the whole time again. While the machine sleeps, the
+    loop's clock stands still.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class ClientTimer:
         self._handle = self._loop.call_later(self._seconds, self._fire)
 
     def _fire(self) -> None:
-        if self._loop.time() - self._due > _STOOD_STILL_S:
+        if self._loop.time() - self._due > _SUSPENDED_S:
             self._start()
         else:
             self._on_timeout()

@@ -43,7 +43,7 @@ class ManagedChild:
         self.was_ready = False
         self.ready_at: float | None = None
         """When this process became ready."""
-        self.excused_at = 0.0  # silence is measured from here
+        self.silence_from = 0.0  # silence is measured from here
         self.retired_until: float | None = None
         """The time at which it will be killed, after a request to exit permanently."""
         self.gave_up: str | None = None
@@ -68,12 +68,12 @@ class ManagedChild:
     def is_ready(self) -> bool:
         return self.process is not None and self.process.state.phase == "ready"
 
-    def forgive(self, limits: Limits, now: float) -> None:
+    def forget_failures(self, limits: Limits, now: float) -> None:
         """Forget failures before a useful run. A child that fails as soon as it is ready waits
         longer each time; a child that is lost after a while does not."""
         if self.ready_at is not None:
-            forgiven = int((now - self.ready_at) / limits.forgiving_s)
-            self.failures = max(0, self.failures - forgiven)
+            forgotten = int((now - self.ready_at) / limits.forgiving_s)
+            self.failures = max(0, self.failures - forgotten)
             self.ready_at = None
 
     def silent_too_long_s(self, limits: Limits, now: float) -> float | None:
@@ -85,7 +85,7 @@ class ManagedChild:
         else:
             since = state.last_heartbeat_at
             limit_s = limits.silence_s if state.phase == "ready" else limits.loading_s
-        return limit_s if now - max(since, self.excused_at) > limit_s else None
+        return limit_s if now - max(since, self.silence_from) > limit_s else None
 
 
 def describe_exit(code: int) -> str:

@@ -178,7 +178,7 @@ class Supervisor:
         after = time.monotonic()
         if after - now > max(self._limits.silence_s / 2, _SUSPENDED_S):
             for child in self.children:
-                child.excused_at = after  # the supervisor itself was suspended, not the child
+                child.silence_from = after  # the supervisor itself was suspended, not the child
                 if child.retired_until is not None:
                     child.retired_until += after - now
 
@@ -199,7 +199,7 @@ class Supervisor:
         if not child.was_ready and code in PERMANENT:
             reason = process.state.reason or describe_exit(code)
             return self._give_up(child, "cannot start", reason, code, now)
-        child.forgive(self._limits, now)
+        child.forget_failures(self._limits, now)
         if code == EXIT_OK and process.state.phase in ("ready", "draining"):  # it was told to
             logger.info("%s has exited; restarting it", child.name)
             child.start_at = now
@@ -249,7 +249,7 @@ class Supervisor:
             child.retired_until = now + _KILL_AGAIN_S
             process.stop(at_once=True)
         elif limit_s := child.silent_too_long_s(self._limits, now):
-            child.excused_at = now  # do not kill it twice
+            child.silence_from = now  # do not kill it twice
             logger.error("%s sent no heartbeat for %.0f s: killed", child.name, limit_s)
             process.stop(at_once=True)
 

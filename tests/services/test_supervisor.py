@@ -146,13 +146,13 @@ def test_time_that_a_child_was_ready_forgives_earlier_failures() -> None:
     child = ManagedChild(ChildSpec(name="a", command=()))
     limits = Limits(forgiving_s=2.0)
     child.failures = 5
-    child.forgive(limits, 1000.0)  # it was never ready
+    child.forget_failures(limits, 1000.0)  # it was never ready
     assert child.failures == 5
     child.ready_at = 1000.0
-    child.forgive(limits, 1005.0)
+    child.forget_failures(limits, 1005.0)
     assert child.failures == 3 and child.ready_at is None
     child.ready_at = 2000.0
-    child.forgive(limits, 2600.0)
+    child.forget_failures(limits, 2600.0)
     assert child.failures == 0
 
 

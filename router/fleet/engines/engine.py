@@ -216,12 +216,12 @@ class ModelReplicas:
             self._last_ready_for_adapters = self._last_ready
         return True
 
-    def forgive(self, asleep_s: float) -> None:
+    def exclude(self, suspended_s: float) -> None:
         """Exclude a time during which readiness could not be observed."""
-        self._last_ready += asleep_s
-        self._last_ready_for_adapters += asleep_s
+        self._last_ready += suspended_s
+        self._last_ready_for_adapters += suspended_s
         if self.adapters_left_at is not None:
-            self.adapters_left_at += asleep_s
+            self.adapters_left_at += suspended_s
 
     def unready_for_s(self, now: float, *, for_adapters: bool = False) -> float:
         """Return how long no engine has been ready, or none that takes adapters."""

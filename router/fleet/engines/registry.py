@@ -271,12 +271,12 @@ class Registry:
 
     # -- time ------------------------------------------------------------------
 
-    def forgive(self, asleep_s: float) -> None:
+    def exclude(self, suspended_s: float) -> None:
         """Exclude a time in which no engine could be heard from its silence."""
         for engine in self._engines.values():
-            engine.last_heartbeat += asleep_s
+            engine.last_heartbeat += suspended_s
         for model in self.versions:
-            model.forgive(asleep_s)
+            model.exclude(suspended_s)
 
     def tick(self) -> None:
         now = time.monotonic()

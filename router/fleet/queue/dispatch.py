@@ -236,9 +236,9 @@ class Dispatcher:
 
     # -- time ------------------------------------------------------------------
 
-    def forgive(self, asleep_s: float) -> None:
+    def exclude(self, suspended_s: float) -> None:
         for request in self._in_flight.values():
-            request.forgive(asleep_s)
+            request.exclude(suspended_s)
 
     def tick(self) -> None:
         now = time.monotonic()

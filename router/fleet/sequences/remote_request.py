@@ -125,13 +125,13 @@ class RemoteRequest(ABC):
         self.attempt += 1
         self.queued_at = time.monotonic()
 
-    def forgive(self, asleep_s: float) -> None:
+    def exclude(self, suspended_s: float) -> None:
         """Exclude a time in which nothing could arrive."""
-        self.arrived_at += asleep_s
-        self.queued_at += asleep_s
+        self.arrived_at += suspended_s
+        self.queued_at += suspended_s
         for name in ("placed_at", "first_placed_at", "stopping_at", "last_token_at"):
             if at := getattr(self, name):  # 0: not yet
-                setattr(self, name, at + asleep_s)
+                setattr(self, name, at + suspended_s)
 
     def accept(self) -> None:
         if self.state is RemoteRequestState.PLACED:

@@ -96,7 +96,9 @@ RECIPES = {
     "stop behind a load balancer": (
         test_a_server_goes_on_after_the_signal_until_load_balancers_have_gone_elsewhere
     ),
-    "let a Mac sleep": test_rolling.test_a_machine_that_slept_is_forgiven,
+    "let a Mac sleep, or suspend the server (Ctrl-Z, `docker pause`)": (
+        test_rolling.test_time_while_suspended_does_not_count
+    ),
 }
 """What a recipe is for -> the test that runs it."""
 

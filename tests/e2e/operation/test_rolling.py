@@ -120,8 +120,10 @@ def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
         print(f"longest pause: {max(pauses):.2f} s")  # noqa: T201
 
 
-def test_a_machine_that_slept_is_forgiven(tiny_model: Callable[..., Path]) -> None:
-    """All processes stand still for longer than any of them may be silent, stalled or late."""
+def test_time_while_suspended_does_not_count(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Suspended as by Ctrl-Z, for longer than any of them may be silent, stalled or late."""
     limits = ("--stall-timeout-s", "5", "--request-timeout-s", "5")
     with serving(tiny_model("llama"), *limits) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(stream, server, "abc", 1900)

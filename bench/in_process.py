@@ -60,7 +60,7 @@ class InProcessEngine:
     def use_grammars(self) -> None:
         """Accept requests with grammars from now on."""
         from engine.grammar.cache import GrammarCache
-        from engine.replica.grammars import tokenizer_spec_of
+        from engine.replica.intake import tokenizer_spec_of
         from engine.sampling.masks import GrammarMasker
 
         self._grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())

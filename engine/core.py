@@ -10,12 +10,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import msgspec
 
-from engine.adapters.queue import AdapterQueue, AdapterRead, PlacedOrRefused, PlacedRequest
+from engine.adapters.queue import AdapterRead
 from engine.backend.file_rows import FilesChanged
 from engine.backend.settling import is_lost_device, takes_too_long
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
-from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
+from engine.intake import Intake
 from engine.io.inbox import (
     BlocksFetched,
     GrammarCompiled,
@@ -76,8 +76,7 @@ class EngineCore:
         io_thread: IOThread,
         status: EngineStatus,
         store: EngineStore | None,
-        grammar_queue: GrammarQueue,
-        adapter_queue: AdapterQueue,
+        intake: Intake,
         pixels: PixelStore | None = None,
         check_integrity: bool = False,
         on_idle: Callable[[], None] = lambda: None,
@@ -87,9 +86,9 @@ class EngineCore:
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
-        self._grammar_queue, self._adapter_queue = grammar_queue, adapter_queue
+        self._intake = intake
         self._pixels = pixels
-        self._refused: list[wire.Refused | wire.AdapterChecked] = []
+        self._answers: list[wire.Refused | wire.AdapterChecked] = []
         self._check_integrity = check_integrity
         self._on_idle = on_idle
         self._draining = False
@@ -132,41 +131,28 @@ class EngineCore:
             self._on_idle()
         return worked
 
-    def _place_adapters(self) -> set[int]:
-        """Submit the requests whose adapters have places now. Requests of batches give a place
-        back if another request needs it. Return the places that are in use then."""
-        queue, scheduler = self._adapter_queue, self._scheduler
-        for placed in queue.take(*scheduler.sequences.adapters):
-            self._submit_placed(placed)
-        if queue.wanted_place is not None:
-            for request, grammar in scheduler.withdraw(queue.wanted_place):
-                self._submit_placed(queue.add(request, grammar))
-        return scheduler.sequences.adapters[0]
-
     def _handle_messages(self, items: list[InboxMessage]) -> None:
         for item in items:
             if isinstance(item, wire.Submit):
-                self._submit(self._grammar_queue.add(item))
+                self._intake.submit(item)
             elif isinstance(item, PicturedSubmit):
                 taken = take_pictures(item.request, item.frames, self._pixels)
                 if isinstance(taken, wire.Submit):
-                    self._submit(self._grammar_queue.add(taken))
+                    self._intake.submit(taken)
                 else:
-                    self._refused.append(taken)
+                    self._answers.append(taken)
             elif isinstance(item, wire.Encode):
                 why = "this model generates text; it does not embed or rank"
-                self._refused.append(wire.Refused.of(item, "unsupported", why))
+                self._answers.append(wire.Refused.of(item, "unsupported", why))
             elif isinstance(item, GrammarCompiled):
-                for answer in self._grammar_queue.on_compiled(item.grammar, item.outcome):
-                    self._submit(answer)
+                self._intake.on_compiled(item.grammar, item.outcome)
             elif isinstance(item, AdapterRead):
-                self._refused += self._adapter_queue.on_read(item)
+                if (checked := self._intake.on_read(item)) is not None:
+                    self._answers.append(checked)
             elif isinstance(item, wire.CheckAdapter):
-                if (checked := self._adapter_queue.check(item)) is not None:
-                    self._refused.append(checked)
+                if (checked := self._intake.adapters.check(item)) is not None:
+                    self._answers.append(checked)
             elif isinstance(item, wire.Abort):
-                self._grammar_queue.abort(item.request_id, item.attempt)
-                self._adapter_queue.abort(item.request_id, item.attempt)
                 self._scheduler.abort(item.request_id, item.attempt)
             elif isinstance(item, BlocksFetched):
                 self._scheduler.on_fetched(item.ticket, item.payloads, item.end)
@@ -174,11 +160,9 @@ class EngineCore:
                 for block_hash, is_state in item.not_stored:
                     self._scheduler.on_not_stored(block_hash, is_snapshot=is_state)
             elif isinstance(item, NewRouter):
-                for request_id, attempt in item.requests:
-                    self._grammar_queue.abort(request_id, attempt)
-                    self._adapter_queue.abort(request_id, attempt)
                 self._scheduler.drop(item.requests)
-                self._send_all_hashes()
+                hashes = self._scheduler.cached_hashes()
+                self._io_thread.send([self._cache_event(hashes, [], snapshot=True)])
             elif isinstance(item, wire.ClearCache):
                 self._scheduler.clear_cache()
                 if item.ssd and self._store is not None:
@@ -186,30 +170,16 @@ class EngineCore:
             elif isinstance(item, wire.Drain):
                 self._draining = True
                 self._status.enter_phase("draining")
-                self._refused += self._grammar_queue.refuse_all()
-                self._refused += self._adapter_queue.refuse_all()
                 self._scheduler.drain()
         # Not only after a step: the router gives up on a request that heartbeats omit for long.
         if items:
+            self._intake.grammars.cancel_abandoned()
             self._report_live()
 
     def _report_live(self) -> None:
-        waiting = *self._grammar_queue.live(), *self._adapter_queue.live()
-        live = self._status.live = [*self._scheduler.live(), *waiting]
+        live = self._status.live = self._scheduler.live()
         if self._pixels is not None and not self._pixels.is_empty:
             self._pixels.keep_only({(one.request_id, one.attempt) for one in live})
-
-    def _submit(self, answer: ReadyOrRefused | None) -> None:
-        if isinstance(answer, ReadyRequest):
-            self._submit_placed(self._adapter_queue.add(answer.request, answer.grammar))
-        elif answer is not None:
-            self._refused.append(answer)
-
-    def _submit_placed(self, answer: PlacedOrRefused | None) -> None:
-        if isinstance(answer, PlacedRequest):
-            self._scheduler.submit(answer.request, answer.grammar, answer.place)
-        elif answer is not None:
-            self._refused.append(answer)
 
     def _step(self) -> bool:
         """Place adapters and run the next plan. Return False if there was nothing to run."""
@@ -237,7 +207,7 @@ class EngineCore:
         nothing to run.
 
         Whatever uses the device may raise the error of the step in flight."""
-        used = self._place_adapters() if self._adapter_queue.is_waiting else None
+        used = self._intake.place_adapters() if self._intake.adapters.is_waiting else None
         started = time.perf_counter()
         plan = self._scheduler.schedule(self._store.room() if self._store is not None else None)
         self._schedule_s += time.perf_counter() - started
@@ -273,8 +243,8 @@ class EngineCore:
     def _send_outputs(self) -> None:
         started = time.perf_counter()
         outputs = self._scheduler.take_outputs()
-        messages: list[wire.Message] = [*outputs.messages, *self._refused]
-        self._refused.clear()
+        messages: list[wire.Message] = [*outputs.messages, *self._answers]
+        self._answers.clear()
         if outputs.deltas:
             has_ended = any(delta.finish for delta in outputs.deltas)
             used_bytes = self._scheduler.memory.used_bytes
@@ -304,10 +274,6 @@ class EngineCore:
             number=self._event_number, added=added, removed=removed, snapshot=snapshot
         )
 
-    def _send_all_hashes(self) -> None:
-        hashes = self._scheduler.cached_hashes()
-        self._io_thread.send([self._cache_event(hashes, [], snapshot=True)])
-
     def _report_stats(self, busy: bool) -> None:
         """Update the next heartbeat: live requests every time, statistics from time to time."""
         self._report_live()
@@ -319,8 +285,8 @@ class EngineCore:
         self._status.stats = msgspec.structs.replace(
             self._scheduler.stats(),
             active_memory_bytes=mx.get_active_memory() + self._steps.executor.host_bytes,
-            adapters_loaded=self._adapter_queue.num_loaded,
-            adapter_swaps_total=self._adapter_queue.swaps,
+            adapters_loaded=self._intake.adapters.num_loaded,
+            adapter_swaps_total=self._intake.adapters.swaps,
             step_seconds_total=self._step_s,
             schedule_seconds_total=self._schedule_s,
             build_seconds_total=self._build_s,

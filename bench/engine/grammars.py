@@ -29,7 +29,7 @@ from bench.engine.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.in_process import InProcessEngine  # noqa: E402
 from bench.servers import ours  # noqa: E402
 from engine.grammar.cache import GrammarCache  # noqa: E402
-from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
+from engine.replica.intake import tokenizer_spec_of  # noqa: E402
 from engine.sampling.masks import GrammarMasker, TokenMasks  # noqa: E402
 from shared.wire import Grammar, SamplingParams  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The queue of requests whose adapters are not loaded yet."""
+"""Finds places for the adapters of requests, and those that wait for one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.adapters.checkpoint import AdapterError, AdapterWeights, Shape, read
 from engine.adapters.places import MAX_AHEAD, AdapterPlaces
@@ -59,20 +58,21 @@ class AdapterReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class PlacedRequest:
-    """A request whose adapter stays in ``place`` until the request ends."""
+class Waiter(Protocol):
+    """What waits for an adapter: a sequence."""
 
-    request: wire.Submit
-    grammar: object
-    place: int
+    @property
+    def request(self) -> wire.Submit: ...
 
-
-PlacedOrRefused = PlacedRequest | wire.Refused
+    @property
+    def is_finished(self) -> bool: ...
 
 
-class AdapterQueue:
-    """Holds requests until their adapters have a place.
+W = TypeVar("W", bound=Waiter)
+
+
+class AdapterQueue(Generic[W]):
+    """Those whose adapters have no place yet.
 
     Requests without an adapter, or with a loaded one, pass at once. If no place is free, an
     adapter replaces the least recently used one as soon as no request uses it; new requests for
@@ -87,7 +87,7 @@ class AdapterQueue:
     ) -> None:
         """If ``places`` or ``reader`` is None, every request for an adapter is refused."""
         self._places, self._reader, self._clock = places, reader, clock
-        self._waiting: list[tuple[wire.Submit, object]] = []
+        self._waiting: list[W] = []
         self._reading: dict[str, str] = {}  # the expected digest, by path
         self._ready: dict[str, AdapterRead] = {}  # adapters waiting for a place, by digest
         self._closing: str | None = None
@@ -109,62 +109,61 @@ class AdapterQueue:
     def swaps(self) -> int:
         return 0 if self._places is None else self._places.swaps
 
-    def add(self, request: wire.Submit, grammar: object) -> PlacedOrRefused | None:
-        """Return the request or its refusal; None if it has to wait, and `take` will return it."""
-        self._drop(request.request_id, None)
+    def find(self, waiter: W) -> int | wire.Refused | None:
+        """Return the place of the adapter of a request, 0 without one, or its refusal; None if it
+        waits for `take`."""
+        request = waiter.request
         if request.adapter is None:
-            return PlacedRequest(request, grammar, 0)
+            return 0
         if self._places is None or self._reader is None:
             why = "this engine was started without --adapter and --max-adapters"
             return _refused(request, "unsupported", why)
         digest = request.adapter.digest
         if digest != self._closing and (place := self._places.find(digest)) is not None:
-            return PlacedRequest(request, grammar, place)
-        self._waiting.append((request, grammar))
+            return place
+        self._waiting.append(waiter)
         self._read_ahead()
         return None
 
     def take(
         self, used: Collection[int], withdrawable: Set[int] = frozenset()
-    ) -> Iterator[PlacedOrRefused]:
-        """Yield the requests that no longer have to wait. ``used`` are the places of running
-        requests, of which those in ``withdrawable`` have requests of batches only. Afterwards
-        `wanted_place` is one of these if a request needs it."""
+    ) -> Iterator[tuple[W, int | wire.Refused]]:
+        """Yield those that no longer have to wait, with the places of their adapters. ``used`` are
+        the places of running requests, of which those in ``withdrawable`` have requests of batches
+        only. Afterwards `wanted_place` is one of these if a request needs it."""
         self._closing = self.wanted_place = None
         taken = {*used}
-        left: list[tuple[wire.Submit, object]] = []
-        self._waiting.sort(key=lambda pair: pair[0].is_background)
+        left: list[W] = []
+        self._waiting = [waiter for waiter in self._waiting if not waiter.is_finished]
+        self._waiting.sort(key=lambda waiter: waiter.request.is_background)
         while self._waiting:
-            request, grammar = self._waiting[0]
+            waiter = self._waiting[0]
             try:
-                place = self._place_for(request, taken, withdrawable)
+                place = self._place_for(waiter.request, taken, withdrawable)
             except AdapterError as error:
                 del self._waiting[0]
                 logger.warning("%s", error)
-                yield _refused(request, "full", str(error))
+                yield waiter, _refused(waiter.request, "full", str(error))
                 continue
             except Exception:  # the step in flight failed: the request waits on
                 self._waiting = left + self._waiting
                 raise
             del self._waiting[0]
             if place is None:
-                left.append((request, grammar))
+                left.append(waiter)
             else:
                 taken.add(place)
                 withdrawable = withdrawable - {place}
-                yield PlacedRequest(request, grammar, place)
+                yield waiter, place
         self._waiting = left
-        first = [*dict.fromkeys(request.adapter_digest for request, _ in left)][:MAX_AHEAD]
+        first = [*dict.fromkeys(each.request.adapter_digest for each in left)][:MAX_AHEAD]
         self._ready = {digest: one for digest, one in self._ready.items() if digest in first}
         self._read_ahead()
 
-    def on_read(self, done: AdapterRead) -> list[wire.Refused | wire.AdapterChecked]:
-        """Accept an adapter that was read. Return the answer to the router's question, or, if
-        the adapter is unusable, the refusals of the requests that waited for it."""
+    def on_read(self, done: AdapterRead) -> list[tuple[W, wire.Refused]]:
+        """Accept an adapter that was read for requests. If it is unusable, return the refusals of
+        those that waited for it."""
         outcome = done.outcome
-        if done.check is not None:
-            self._checks -= 1
-            return [_checked(done.check, outcome)]
         wanted = self._reading.pop(done.path)
         if isinstance(outcome, AdapterWeights) and outcome.digest == wanted:
             self._ready[wanted] = done
@@ -173,13 +172,17 @@ class AdapterQueue:
             why = f"the adapter in {done.path} has changed since it was loaded: load it again"
         else:
             why = str(outcome)
-        refused = [one for one, _ in self._waiting if one.adapter_digest == wanted]
-        self._waiting = [pair for pair in self._waiting if pair[0] not in refused]
+        refused = [each for each in self._waiting if each.request.adapter_digest == wanted]
+        self._waiting = [each for each in self._waiting if each not in refused]
         self._read_ahead()
-        return [_refused(request, "invalid", why) for request in refused]
+        return [
+            (each, _refused(each.request, "invalid", why))
+            for each in refused
+            if not each.is_finished
+        ]
 
     def check(self, asked: wire.CheckAdapter) -> wire.AdapterChecked | None:
-        """Check an adapter for a router. Returns the answer if it is known; otherwise `on_read`
+        """Check an adapter for a router. Returns the answer if it is known; otherwise `checked`
         does."""
         error = None
         if self._reader is None:
@@ -193,16 +196,10 @@ class AdapterQueue:
         self._reader.start(asked.path, asked)
         return None
 
-    def abort(self, request_id: str, attempt: int | None) -> None:
-        self._drop(request_id, attempt)
-
-    def refuse_all(self) -> list[wire.Refused]:
-        """Refuse all waiting requests."""
-        waiting, self._waiting = self._waiting, []
-        return [_refused(one, "draining", "the engine is draining") for one, _ in waiting]
-
-    def live(self) -> Iterator[wire.LiveRequest]:
-        return (request.waiting for request, _ in self._waiting)
+    def checked(self, asked: wire.CheckAdapter, done: AdapterRead) -> wire.AdapterChecked:
+        """Return the answer to a router, after the adapter was read for it."""
+        self._checks -= 1
+        return _checked(asked, done.outcome)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -247,22 +244,15 @@ class AdapterQueue:
     def _read_ahead(self) -> None:
         """Read the adapters of the first waiting requests."""
         assert self._reader is not None
-        for request, _ in self._waiting:
+        for waiter in self._waiting:
             if len(self._reading) + len(self._ready) >= MAX_AHEAD:
                 return
-            adapter = request.adapter
+            adapter = waiter.request.adapter
             assert adapter is not None and self._places is not None
             known = adapter.digest in self._ready or adapter.digest in self._places.digests
             if not known and adapter.path not in self._reading:
                 self._reading[adapter.path] = adapter.digest
                 self._reader.start(adapter.path)
-
-    def _drop(self, request_id: str, attempt: int | None) -> None:
-        self._waiting = [
-            (request, grammar)
-            for request, grammar in self._waiting
-            if request.request_id != request_id or attempt not in (None, request.attempt)
-        ]
 
 
 def _checked(

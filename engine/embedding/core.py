@@ -23,6 +23,7 @@ from engine.embedding.texts import Job, Text, TextQueue
 from engine.io.inbox import Inbox, InboxMessage, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
+from engine.scheduler.timing.time_share import MUCH_SHORTER, Lead
 from shared import wire
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ _FIRST_GUESS_S = 1e-3
 _IDLE_WAIT_S = 5.0
 _MAX_OPEN = 2
 """Passes at once: one, and one between two of its layers."""
-MUCH_SHORTER = 4
-"""A text overtakes a pass that has at least this many times as many tokens."""
-MAX_LEAD_S = 0.5
-"""How much more time overtaking passes get than the overtaken one. After that they alternate."""
 
 Rows = NDArray[np.float32]
 
@@ -89,8 +86,7 @@ class EmbeddingCore:
         self._open: list[_Pass] = []
         self._none_for: tuple[_Pass, int] | None = None
         """A pass that nothing in the queue may overtake, and the queue's `changes` at that time."""
-        self._lead_s = 0.0
-        """Time of overtaking passes, minus the time of the overtaken one since."""
+        self._lead = Lead()
         self._token_s = _FIRST_GUESS_S
         self._draining = False
         self._lost_devices = 0  # passes in a row that a lost device did not compute
@@ -195,12 +191,13 @@ class EmbeddingCore:
                 one.work.close()
                 self._open.remove(one)
                 self._queue.forget(one.texts)
-                self._none_for, self._lead_s = None, 0.0
+                self._none_for = None
+                self._lead.clear()
 
     def _next(self) -> _Pass:
         """Return the open pass to compute next."""
         outer, inner = self._open[0], self._open[-1]
-        has_turn = self._lead_s >= MAX_LEAD_S and inner.priority == outer.priority
+        has_turn = self._lead.is_used_up and inner.priority == outer.priority
         return outer if has_turn else inner
 
     def _pass_of(self, texts: dict[Text, str]) -> _Pass:
@@ -227,13 +224,13 @@ class EmbeddingCore:
         finally:
             took_s = time.perf_counter() - started
             one.seconds += took_s
-            self._lead_s = max(0.0, self._lead_s + (-took_s if is_outer else took_s))
+            self._lead.count(took_s, of_overtaken=is_outer)
         self._status.progress += 1
         if rows is not None:
             self._open.remove(one)
             self._finish(one, rows)
         if is_outer and one not in self._open:
-            self._lead_s = 0.0
+            self._lead.clear()
 
     def _finish(self, one: _Pass, rows: Rows) -> None:
         self._lost_devices = 0

@@ -1,14 +1,13 @@
-"""The queue of requests whose grammars are being compiled."""
+"""Finds the grammars of requests, and those that wait for one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from engine.grammar.cache import GrammarCache, GrammarKey, grammar_key
 from engine.grammar.compiled import CompiledGrammar, GrammarError
 from engine.grammar.compiler import CompileOutcome
+from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 
 
@@ -22,19 +21,8 @@ class CompilerProtocol(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ReadyRequest:
-    """A request ready for the scheduler."""
-
-    request: wire.Submit
-    grammar: CompiledGrammar | None = None  # keeps it alive as long as the request
-
-
-ReadyOrRefused = ReadyRequest | wire.Refused
-
-
 class GrammarQueue:
-    """Passes on requests without a grammar or with a known one immediately; the others wait.
+    """Finds grammars, and compiles those that are not known yet.
 
     Each grammar is compiled once, for all requests that use it. Without ``compiler`` and
     ``grammars`` every grammar is refused, because llguidance does not support the model's
@@ -44,31 +32,32 @@ class GrammarQueue:
     def __init__(self, compiler: CompilerProtocol | None, grammars: GrammarCache | None) -> None:
         self._compiler = compiler
         self._grammars = grammars
-        self._waiting: dict[GrammarKey, list[wire.Submit]] = {}
+        self._waiting: dict[GrammarKey, list[Sequence]] = {}
         self.capabilities = () if compiler is None else ("structured-output",)
 
-    def add(self, request: wire.Submit) -> ReadyOrRefused | None:
-        """Return the request, or its refusal; None if it waits for `on_compiled`."""
-        self._forget(request.request_id, before=request.attempt)
-        grammar = request.grammar
-        if grammar is None:
-            return ReadyRequest(request)
+    def find(self, seq: Sequence) -> CompiledGrammar | wire.Refused | None:
+        """Return the grammar of a request that has one, or its refusal; None if it waits for
+        `on_compiled`."""
+        request, grammar = seq.request, seq.request.grammar
+        assert grammar is not None
         if self._compiler is None or self._grammars is None:
             why = "grammars are not supported with the tokenizer of this model"
-            return _refused(request, "unsupported", why)
+            return wire.Refused.of(request, "unsupported", why, grammar.param)
         if any(len(g.source.encode()) > wire.MAX_GRAMMAR_BYTES for g in (grammar, *grammar.parts)):
-            return _refused(request, "too_large", "the grammar is too large")
+            return wire.Refused.of(request, "too_large", "the grammar is too large", grammar.param)
         found = self._grammars.find(grammar)
         if found is not None:
-            return _ready_or_refused(request, found)
+            return _compiled_or_refused(request, found)
         waiting = self._waiting.setdefault(grammar_key(grammar), [])
-        if all(other.group != request.group for other in waiting):
+        if all(other.request.group != request.group for other in waiting):
             self._compiler.compile(grammar, request.group)
-        waiting.append(request)
+        waiting.append(seq)
         return None
 
-    def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:
-        """Record the outcome of a grammar, and return the requests that waited for it."""
+    def on_compiled(
+        self, grammar: wire.Grammar, outcome: CompileOutcome
+    ) -> list[tuple[Sequence, CompiledGrammar | wire.Refused]]:
+        """Record the outcome of a grammar, and return it for each that waited for it."""
         assert self._grammars is not None
         # A transient error is not cached: other work may have slowed down the compiler.
         if isinstance(outcome, CompiledGrammar) or (
@@ -76,62 +65,37 @@ class GrammarQueue:
         ):
             self._grammars.add(grammar, outcome)
         waiting = self._waiting.pop(grammar_key(grammar), [])
-        return [_ready_or_refused(request, outcome) for request in waiting]
+        return [
+            (seq, _compiled_or_refused(seq.request, outcome))
+            for seq in waiting
+            if not seq.is_finished
+        ]
 
-    def abort(self, request_id: str, attempt: int | None) -> None:
-        self._forget(request_id, only=attempt)
-
-    def clear(self) -> None:
-        """Drop all waiting requests."""
-        self._drop(lambda request: True)
-
-    def refuse_all(self) -> list[wire.Refused]:
-        """Refuse all waiting requests."""
-        waiting = [request for requests in self._waiting.values() for request in requests]
-        self.clear()
-        return [_refused(request, "draining", "the engine is draining") for request in waiting]
-
-    def live(self) -> Iterable[wire.LiveRequest]:
-        return (request.waiting for requests in self._waiting.values() for request in requests)
+    def cancel_abandoned(self) -> None:
+        """Stop compiling what nobody waits for any more: each grammar may occupy its compiler for
+        ten seconds."""
+        for key, waiting in list(self._waiting.items()):
+            if all(seq.is_finished for seq in waiting):
+                grammar = waiting[0].request.grammar
+                assert self._compiler is not None and grammar is not None
+                self._compiler.cancel(grammar)
+                del self._waiting[key]
 
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _forget(self, request_id: str, only: int | None = None, before: int | None = None) -> None:
-        self._drop(
-            lambda request: (
-                request.request_id == request_id
-                and (only is None or request.attempt == only)
-                and (before is None or request.attempt < before)
-            )
-        )
 
-    def _drop(self, is_dropped: Callable[[wire.Submit], bool]) -> None:
-        """Drop queued requests, and the grammars for which no other request waits: each may occupy
-        its compiler for ten seconds."""
-        for key, waiting in list(self._waiting.items()):
-            grammars = [request.grammar for request in waiting if request.grammar is not None]
-            waiting[:] = [request for request in waiting if not is_dropped(request)]
-            if grammars and not waiting and self._compiler is not None:
-                self._compiler.cancel(grammars[0])
-                del self._waiting[key]
-
-
-def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrRefused:
+def _compiled_or_refused(
+    request: wire.Submit, outcome: CompileOutcome
+) -> CompiledGrammar | wire.Refused:
     if isinstance(outcome, CompiledGrammar):
-        return ReadyRequest(request, outcome)
-    if isinstance(outcome, GrammarError):
-        parts = request.grammar.parts if request.grammar else ()
-        param = next((each.param for each in parts if each.source == outcome.source), None)
-        param = param or (request.grammar.param if request.grammar else None)
-        message = f"Invalid '{param or 'grammar'}': {outcome}"
-        return _refused(request, "invalid", message, param)
-    return _refused(request, "full", str(outcome))
-
-
-def _refused(
-    request: wire.Submit, reason: wire.RefusalReason, message: str, param: str | None = None
-) -> wire.Refused:
-    param = param or (request.grammar.param if request.grammar else None)
-    return wire.Refused.of(request, reason, message, param)
+        return outcome
+    grammar = request.grammar
+    assert grammar is not None
+    if not isinstance(outcome, GrammarError):
+        return wire.Refused.of(request, "full", str(outcome), grammar.param)
+    param = next((each.param for each in grammar.parts if each.source == outcome.source), None)
+    param = param or grammar.param
+    message = f"Invalid '{param or 'grammar'}': {outcome}"
+    return wire.Refused.of(request, "invalid", message, param)

@@ -13,6 +13,7 @@ from engine.adapters.places import AdapterPlaces
 from engine.adapters.queue import AdapterQueue, AdapterRead, AdapterReader
 from engine.executor.base import Executor
 from engine.model.errors import AdapterUnusable
+from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 from shared.settings import Settings, adapters_of
 
@@ -26,7 +27,7 @@ class NamedAdapters:
     def __init__(self, places: AdapterPlaces, of_settings: list[wire.AdapterRef]) -> None:
         self.places, self.of_settings = places, of_settings
 
-    def open_queue(self, done: Callable[[AdapterRead], None]) -> AdapterQueue:
+    def open_queue(self, done: Callable[[AdapterRead], None]) -> AdapterQueue[Sequence]:
         """Return the queue of requests. ``done`` receives what a thread has read."""
         reader = AdapterReader(self.places.shapes, self.places.max_rank, done)
         return AdapterQueue(self.places, reader)

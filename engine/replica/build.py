@@ -298,16 +298,12 @@ def _scheduler_config(
         streams_share=settings.streams_share,
         namespace=namespace,
         prefix_cache=reuses_prefixes,
-        store_enabled=_uses_store(settings),
+        store_enabled=bool(settings.kvstore_socket) and not settings.no_ssd,
         store_policy=settings.ssd_policy,
         look_ahead=spec.look_ahead,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
-
-
-def _uses_store(settings: Settings) -> bool:
-    return bool(settings.kvstore_socket) and not settings.no_ssd
 
 
 def _block_namespace(

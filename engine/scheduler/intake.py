@@ -33,12 +33,10 @@ def make_sequence(
     capacity: int,
     arrival: int,
     now_s: float,
-    grammar: object = None,
-    adapter: int = 0,
 ) -> Sequence:
     """Return the sequence for ``request``. Its ``max_tokens`` is limited by the context, and by
-    ``capacity``: the length in tokens of a sequence that has all memory to itself. ``adapter`` is
-    the place of the request's adapter. Raises: `Refusal`."""
+    ``capacity``: the length in tokens of a sequence that has all memory to itself. Raises:
+    `Refusal`."""
     _check_tokens(request, config.vocab_size)
     if request.max_tokens < 1:
         raise Refusal("invalid", f"max_tokens is {request.max_tokens}", "max_tokens")
@@ -67,8 +65,6 @@ def make_sequence(
         token_ids=[*request.token_ids, *request.generated],
         max_tokens=max_tokens,
         submitted_s=now_s,
-        grammar=grammar,
-        adapter=adapter,
         thinking=ThinkingProgress(request.thinking) if request.thinking else None,
         pictures=pictures,
     )

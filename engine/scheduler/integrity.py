@@ -89,7 +89,8 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
         yield f"{len(running)} sequences hold slots, over {config.completion_batch_size}"
     if sequences.count(Status.DECODING) > config.max_batch_size:
         yield f"{sequences.count(Status.DECODING)} sequences decode, over {config.max_batch_size}"
-    if len(sequences.live) != len(running) + len(sequences.waiting) + len(sequences.loading):
+    others = len(sequences.waiting) + len(sequences.loading) + len(sequences.arriving())
+    if len(sequences.live) != len(running) + others:
         yield f"{len(sequences.live)} sequences are live, another number has a status"
     for seq in memory.fetch_reservations:
         has_come = seq.fetch.payloads or seq.fetch.state

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
 
 from engine.plan import FoundPart, FoundState, Payload, Plan, StepResult, StoreRoom
-from engine.scheduler import integrity, report
+from engine.scheduler import integrity
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.failures import discard_failed, without_pictures
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
@@ -19,7 +19,8 @@ from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.planner import Clock, Planner
 from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
-from engine.scheduler.sequences.sequence import Sequence, Status
+from engine.scheduler.pools.snapshot_pool import Snapshot
+from engine.scheduler.sequences.sequence import ARRIVING, Sequence, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.step_meter import StepMeter
 from engine.scheduler.timing.chunks import ChunkPolicy
@@ -88,9 +89,14 @@ class Scheduler:
     # -- messages ------------------------------------------------------------------
 
     def submit(self, message: wire.Submit, grammar: object = None, adapter: int = 0) -> None:
-        """Accept or refuse a request. `take_outputs` then returns `Accepted` and deltas, or
-        `Refused`. ``grammar`` is its compiled grammar, kept until the request ends. ``adapter``
-        is the place of its adapter, which must stay there until then."""
+        """`receive` and `enqueue` a request with everything that it needs."""
+        if (seq := self.receive(message)) is not None:
+            seq.grammar = grammar
+            self.enqueue(seq, adapter)
+
+    def receive(self, message: wire.Submit) -> Sequence | None:
+        """Return the sequence of a request, which ends an older attempt and waits for `enqueue`;
+        None if it is refused. `take_outputs` then returns `Refused`."""
         try:
             self._end_older_attempt(message)
             seq = make_sequence(
@@ -99,23 +105,35 @@ class Scheduler:
                 capacity=self.memory.capacity,
                 arrival=self._arrivals,
                 now_s=self._clock(),
-                grammar=grammar,
-                adapter=adapter,
             )
         except Refusal as refusal:
             self._outputs.messages.append(refusal.answer(message))
-            return
+            return None
+        self._arrivals += 1
+        self.sequences.live[message.request_id] = seq
+        return seq
+
+    def enqueue(self, seq: Sequence, adapter: int = 0) -> None:
+        """Accept ``seq`` with its grammar, which is kept until it ends: it waits for a slot.
+        `take_outputs` then returns `Accepted` and deltas. ``adapter`` is the place of its adapter,
+        which must stay there until then."""
+        message = seq.request
         accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
         self._outputs.messages.append(accepted)
-        self._arrivals += 1
-        seq.drafts = self._drafting.begin(message, grammar)
+        seq.adapter = adapter
+        seq.submitted_s = self._clock()
+        seq.drafts = self._drafting.begin(message, seq.grammar)
         self._counters.prompt_tokens += seq.num_prompt_tokens
         self._counters.images += len(seq.pictures)
-        self.sequences.live[message.request_id] = seq
         self.sequences.enqueue(seq)
         if message.generated:
             # An earlier attempt may have reached the end, but its last delta was lost.
             self._send(seq, [], [], seq.finish_reason(self.config.eos_token_ids))
+
+    def refuse(self, seq: Sequence, refused: wire.Refused) -> None:
+        """End ``seq``, which is not accepted yet, with this answer."""
+        self._outputs.messages.append(refused)
+        self.sequences.finish(seq)
 
     def abort(self, request_id: str, attempt: int | None = None) -> None:
         """End a request without a delta. Its slot is free in the next plan."""
@@ -124,14 +142,18 @@ class Scheduler:
             self._counters.aborts += 1
             self._end(seq)
 
-    def withdraw(self, adapter: int) -> list[tuple[wire.Submit, object]]:
-        """End the requests with the adapter in this place. Return them with their grammars: if
-        submitted again, they continue after their last token."""
+    def withdraw(self, adapter: int) -> list[Sequence]:
+        """End the sequences with the adapter in this place. Return new ones, which wait for it and
+        continue after the last token."""
         found = [seq for seq in self.sequences.live.values() if seq.adapter == adapter]
+        again = []
         for seq in found:
             self._end(seq)
+            if (new := self.receive(seq.continuation)) is not None:
+                new.grammar = seq.grammar
+                again.append(new)
         self._counters.preemptions += len(found)
-        return [(seq.continuation, seq.grammar) for seq in found]
+        return again
 
     def drop(self, requests: Collection[tuple[str, int]]) -> None:
         """Forget ``requests``, a set of (id, attempt), because their router is gone."""
@@ -148,8 +170,10 @@ class Scheduler:
         self.memory.evict_all()
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse new requests from now on, and those that are not accepted yet."""
         self._draining = True
+        for seq in self.sequences.arriving():
+            self.refuse(seq, _draining().answer(seq.request))
 
     def on_fetched(
         self,
@@ -286,7 +310,27 @@ class Scheduler:
 
     def live(self) -> list[wire.LiveRequest]:
         """Return every request with its progress."""
-        return report.live_requests(self.sequences, self.planner.prefilling.passes, self.config)
+        return [
+            seq.request.waiting
+            if seq.status in ARRIVING
+            else wire.LiveRequest(
+                request_id=seq.request.request_id,
+                attempt=seq.request.attempt,
+                generated=seq.num_output_tokens,
+                computed_prompt_tokens=self._computed_prompt_tokens(seq),
+                cached_prompt_tokens=seq.cached_ram_tokens + seq.cached_ssd_tokens,
+            )
+            for seq in self.sequences.live.values()
+        ]
+
+    def _computed_prompt_tokens(self, seq: Sequence) -> int:
+        """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have
+        run. An open pass counts in proportion to its computed layers."""
+        computed = seq.num_computed_tokens
+        if (one := self.planner.prefilling.passes.of(seq)) is not None:
+            more = seq.pass_end - seq.num_computed_tokens
+            computed += more * one.layers_done // self.config.layers
+        return min(computed, seq.num_prompt_tokens)
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes to this
@@ -294,14 +338,36 @@ class Scheduler:
         return self.memory.findable_hashes()
 
     def stats(self) -> wire.EngineStats:
-        """Return the gauges and counters of the scheduler."""
-        return report.engine_stats(
-            self.config,
-            self.sequences,
-            self.memory,
-            self._counters,
-            self.planner.prefilling,
+        """Return the gauges and counters of the scheduler. Used blocks are all bytes in use, in
+        blocks, including cached pages. Of states and of what passes gather, only what has no memory
+        beside the blocks counts."""
+        config, memory, sequences = self.config, self.memory, self.sequences
+        totals = {f"{name}_total": total for name, total in asdict(self._counters).items()}
+        # The memory of pictures is separate: nothing else waits for it.
+        limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
+        unit = config.unit_bytes
+        lost_bytes = config.limit_bytes + config.draft_bytes - limit_bytes  # when memory ran out
+        total = max(0, config.total_blocks - -(-lost_bytes // unit))
+        free_bytes = memory.pages.num_free * config.page_bytes + config.picture_bytes
+        if config.num_blocks:
+            beside_bytes = config.limit_bytes - config.total_blocks * unit
+            states_bytes = len(memory.used_slots) * config.state_bytes
+            free_bytes += min(memory.gather_bytes + states_bytes, beside_bytes)
+        used = min(total, -(-(memory.ledger.used_bytes - free_bytes) // unit))
+        return wire.EngineStats(
+            running=sequences.num_running,
+            waiting=len(sequences.waiting) + len(sequences.loading),
+            total_blocks=total,
+            used_blocks=used,
+            free_blocks=total - used,
+            limit_bytes=limit_bytes,
+            # Pages of background sequences are given to other sequences on demand.
+            unevictable_bytes=memory.used_bytes(of_background=False),
+            kept_states=len(memory.snapshots),
+            open_passes=len(self.planner.prefilling.passes),
             drafts=self._drafting.stats(),
+            image_bytes=self.planner.prefilling.pictures.used_bytes,
+            **totals,
         )
 
     def check_integrity(self) -> None:
@@ -313,7 +379,7 @@ class Scheduler:
     def _end_older_attempt(self, message: wire.Submit) -> None:
         """End an older attempt of the request. Raises: `Refusal` if there are too many requests."""
         if self._draining:
-            raise Refusal("draining", "the engine is draining")
+            raise _draining()
         live = self.sequences.live
         old = live.get(message.request_id)
         if old is None and len(live) >= self.config.max_sequences:
@@ -365,8 +431,12 @@ class Scheduler:
         capacity = self.memory.capacity
         for seq in list(self.sequences.live.values()):
             seq.max_tokens = min(seq.max_tokens, max(0, capacity - seq.num_prompt_tokens))
-            if seq.num_output_tokens >= seq.max_tokens:
-                error = f"{len(seq.token_ids)} tokens no longer fit in this engine's memory"
+            if seq.num_output_tokens < seq.max_tokens:
+                continue
+            error = f"{len(seq.token_ids)} tokens no longer fit in this engine's memory"
+            if seq.status in ARRIVING:
+                self.refuse(seq, Refusal("too_large", error, "prompt").answer(seq.request))
+            else:
                 self._outputs.add_delta(seq, [], self._clock(), finish="error", error=error)
                 self.sequences.finish(seq)
 
@@ -391,30 +461,43 @@ class Scheduler:
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
         """End the sequences whose part of the step raised, and restart those that share their
         pages."""
-        reasons = without_pictures(result, self.sequences, self.planner.prefilling)
+        passes = self.planner.prefilling.passes
+        reasons = self._drop_failed_pictures(result)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for snapshot in step.invalid:
             self.memory.settle(snapshot)
         failed = reasons.keys() - step.discarded
         for seq in failed:
-            self.planner.prefilling.passes.leave(seq, step.pass_number)
+            passes.leave(seq, step.pass_number)
         later = self._in_flight[0] if self._in_flight else None
-        innocent = discard_failed(failed, step, later, self.memory)
-        for seq in failed | innocent:
+        sharing = discard_failed(failed, step, later, self.memory)
+        for seq in failed | sharing:
             seq.num_computed_tokens = 0
         for seq in failed:
             if seq.status is Status.FINISHED:
                 continue
             self._outputs.add_delta(seq, [], self._clock(), finish="error", error=reasons[seq])
             self._end(seq)
-        for seq in innocent:
-            self.planner.prefilling.passes.drop(seq)
+        for seq in sharing:
+            passes.drop(seq)
             if seq.slot is not None and seq.status is not Status.FINISHED:
                 self.sequences.vacate(seq)
                 self.memory.release(seq)
                 self.memory.drop_fetch(seq)
                 seq.reset()
                 self.sequences.enqueue(seq, Status.PREEMPTED)
+
+    def _drop_failed_pictures(self, result: StepResult) -> dict[Sequence, str]:
+        """Drop the pictures that could not be encoded. Return the sequences that still need one of
+        them, and why they fail. Their passes are dropped: no chunk in them has raised."""
+        found: dict[Sequence, str] = {}
+        for digest, reason in result.failed_pictures:
+            self.planner.prefilling.pictures.drop(digest)
+            for seq in self.sequences.ordered(Status.PREFILLING):
+                if any(one.digest == digest for one in seq.pictures_ahead):
+                    found[seq] = f"a picture cannot be encoded: {reason}"
+                    self.planner.prefilling.passes.drop(seq)
+        return found
 
     def _release_saved(self, step: InFlightStep, result: StepResult) -> None:
         """Unpin the saved snapshots, and send what was exported to the kvstore."""
@@ -431,3 +514,44 @@ class Scheduler:
             store = self.memory.backlog.came_back(block_id, payload)
             if store is not None:
                 self._outputs.stores.append(store)
+
+
+def _draining() -> Refusal:
+    return Refusal("draining", "the engine is draining")
+
+
+def discard_failed(
+    failed: set[Sequence], step: InFlightStep, later: InFlightStep | None, memory: Memory
+) -> set[Sequence]:
+    """Forget the names and snapshots that ``failed`` sequences got in ``step``.
+
+    They could be found since ``step`` was planned. ``later``, the plan after it, may therefore
+    have let others share their pages, and named more on top: these names are forgotten too.
+    Return the other sequences that have wrong KV in this way; they must start again."""
+    bad_names: set[bytes] = set()
+    bad_snapshots: set[Snapshot] = set()
+    for seq in failed:
+        bad_names.update(step.named.pop(seq, ()))
+        bad_names.update(later.named.pop(seq, ()) if later else ())
+        for content in step.filled.pop(seq, ()):
+            memory.forget_stored(content)
+        for snapshot in step.saved.pop(seq, ()):
+            if memory.withdraw(snapshot):
+                memory.settle(snapshot)
+            bad_snapshots.add(snapshot)
+    sharing: set[Sequence] = set()
+    if later is not None:
+        sharing = {s for s, found in later.shared.items() if not bad_names.isdisjoint(found)}
+        sharing |= {s for s, found in later.restored.items() if not bad_snapshots.isdisjoint(found)}
+        sharing -= failed
+        later.discarded |= failed | sharing
+        for seq in later.discarded:
+            bad_names.update(later.named.pop(seq, ()))
+            for content in later.filled.pop(seq, ()):
+                memory.forget_stored(content)
+            for snapshot in later.saved.pop(seq, ()):
+                if memory.withdraw(snapshot):
+                    later.invalid.append(snapshot)
+    for block_hash in bad_names:
+        memory.withdraw_name(block_hash)
+    return sharing

@@ -44,7 +44,7 @@ from shared.wire import TENSOR_PARALLEL
 if TYPE_CHECKING:  # these import mlx
     import mlx.core as mx
 
-    from engine.grammar.queue import GrammarQueue
+    from engine.intake import Intake
     from engine.model.load import LoadedModel
     from engine.replica.build import Replica
 
@@ -175,7 +175,7 @@ def serve_sequences(
         from engine.batch.metal import records
         from engine.core import EngineCore
         from engine.replica.build import build_replica
-        from engine.replica.queues import open_queues
+        from engine.replica.intake import open_intake
 
         times.ended("imports")
         device.prepare()
@@ -188,11 +188,9 @@ def serve_sequences(
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layout and checks")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
-    queues = open_queues(loaded, replica, inbox)
+    intake = open_intake(loaded, replica, inbox)
     times.ended("grammars")
-    hello = _hello(
-        options, loaded, replica, queues.grammars, engine=engine, incarnation=incarnation
-    )
+    hello = _hello(options, loaded, replica, intake, engine=engine, incarnation=incarnation)
     announce(hello, loaded.tokenizer_files, io_thread, status, times)
     EngineCore(
         scheduler=replica.scheduler,
@@ -201,14 +199,13 @@ def serve_sequences(
         io_thread=io_thread,
         status=status,
         store=store,
-        grammar_queue=queues.grammars,
+        intake=intake,
         pixels=None if replica.vision is None else replica.vision.pixels,
-        adapter_queue=queues.adapters,
         check_integrity=CHECK_VARIABLE in os.environ,
         on_idle=replica.keep_costs,
     ).run()
     replica.keep_costs(at_once=True)
-    queues.close()
+    intake.close()
     if others is not None:
         others.close()
 
@@ -256,7 +253,7 @@ def _hello(
     options: Settings,
     loaded: LoadedModel,
     replica: Replica,
-    grammar_queue: GrammarQueue,
+    intake: Intake,
     *,
     engine: str,
     incarnation: str,
@@ -282,7 +279,7 @@ def _hello(
         files=digests(loaded.tokenizer_files),
         capabilities=[
             *replica.capabilities,
-            *grammar_queue.capabilities,
+            *intake.grammars.capabilities,
             *([TENSOR_PARALLEL] if options.ranks > 1 else []),
         ],
         kv_bits=replica.executor.spec.kv_bits,

@@ -22,7 +22,7 @@ from shared.exits import EXIT_OK
 from shared.supervisor_link import LINK_VARIABLE
 
 MODULES = (
-    *("engine.core", "engine.model.load", "engine.replica.build", "engine.replica.grammars"),
+    *("engine.core", "engine.model.load", "engine.replica.build", "engine.replica.intake"),
     *("engine.io.store.client", "onnx", "onnxruntime", "engine.batch.cpu.decoder"),
 )
 

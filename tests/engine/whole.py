@@ -13,11 +13,13 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine.adapters.queue import AdapterQueue, PlacedRequest
+from engine.adapters.queue import AdapterQueue
 from engine.batch import device
 from engine.core import EngineCore
 from engine.grammar.cache import GrammarCache
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import GrammarQueue
+from engine.intake import Intake
 from engine.io.inbox import Inbox, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.store.client import StoreClient
@@ -26,7 +28,7 @@ from engine.model.load import load
 from engine.parallel.leader import LeadingExecutor
 from engine.plan import Cancellation, Payload, Plan, StateSearch, StoreRoom
 from engine.replica.build import build_replica
-from engine.replica.grammars import tokenizer_spec_of
+from engine.replica.intake import tokenizer_spec_of
 from engine.replica.speculation import make_speculator
 from engine.sampling.masks import GrammarMasker
 from engine.scheduler import Scheduler
@@ -67,6 +69,12 @@ class Whole:
         self.executor.use_grammars(GrammarMasker(self.grammars, self.loaded.vocab_size))
         if self.replica.draft_model is not None:
             self.replica.draft_model.use_grammars(self.grammars)
+        self.intake.grammars = self._grammar_queue()
+
+    def _grammar_queue(self) -> GrammarQueue:
+        if self.grammars is None:
+            return GrammarQueue(None, None)
+        return GrammarQueue(cast(GrammarCompiler, self), self.grammars)  # it never compiles any
 
     def renew(self, look_ahead: bool, speculator: Speculator | None = None, **config: Any) -> None:
         """Put the engine in the state of a new one, with changes of the scheduler's ``config``, and
@@ -89,9 +97,10 @@ class Whole:
         self.cached: set[bytes] = set()  # the hashes that a router believes to be in memory
         self.after_step: Callable[[], None] = lambda: None  # called after each turn
         self.inbox, adapters = Inbox(), self.replica.adapters
-        self.adapter_queue = (
+        self.adapters = (
             adapters.open_queue(self.inbox.put) if adapters else AdapterQueue(None, None)
         )
+        self.intake = Intake(self.scheduler, self._grammar_queue(), self.adapters)
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
@@ -99,9 +108,8 @@ class Whole:
             io_thread=cast(IOThread, self),
             status=EngineStatus(),
             store=cast(StoreClient, self),
-            grammar_queue=GrammarQueue(None, None),
+            intake=self.intake,
             pixels=None if self.replica.vision is None else self.replica.vision.pixels,
-            adapter_queue=self.adapter_queue,
             check_integrity=True,
         )
 
@@ -125,17 +133,14 @@ class Whole:
         self.texts[name], self.logprobs[name] = [*fields.get("generated", ())], []
         fields = {"max_tokens": max_tokens, "sampling": wire.SamplingParams(seed=7)} | fields
         sent = submit(name, prompt, **fields)
-        compiled = None
+        known = None  # keeps it alive until the request has it
         if sent.grammar is not None and self.grammars is not None:
-            compiled = self.grammars.get(sent.grammar)
+            known = self.grammars.get(sent.grammar)
         if frames is not None:
             self.inbox.put(PicturedSubmit(sent, frames))
             return
-        placed = self.adapter_queue.add(sent, compiled)
-        if isinstance(placed, PlacedRequest):
-            self.scheduler.submit(sent, compiled, placed.place)
-        elif placed is not None:
-            self.refused[name] = placed
+        self.intake.submit(sent)
+        del known
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 20, **fields: Any) -> list[int]:
         """Submit a request, and run until nothing is left to do. Return its outputs."""
@@ -160,7 +165,7 @@ class Whole:
 
     def run(self) -> None:
         """Run until nothing is left to do."""
-        while self.turn() or self.adapter_queue.is_waiting:
+        while self.turn() or self.adapters.is_waiting:
             pass
         assert self.scheduler.idle
 

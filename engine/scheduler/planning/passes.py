@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from engine.scheduler.memory import Memory
 from engine.scheduler.sequences.sequence import Sequence, Status
-
-MUCH_SHORTER = 4
-"""A prompt overtakes one with this many times as many tokens left."""
+from engine.scheduler.timing.time_share import MUCH_SHORTER
 
 
 class PlannedChunk(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 LARGEST_SHARE = 1 / 4
 """Max fraction of the memory for the embeddings of one picture: a block of a prompt may contain
 the end of one picture and the beginning of another."""
+MAX_GROUP_S = 1.0
+"""Max time that a prompt whose pictures are encoded waits for those of others."""
 
 
 class Missing(NamedTuple):
@@ -154,6 +156,63 @@ class PictureTable:
         return len(picture.places) * self._config.picture_token_bytes
 
 
+class WantedPicture(NamedTuple):
+    """A picture to encode next."""
+
+    seq: Sequence
+    picture: SequencePicture
+    kept: set[bytes]  # digests of pictures that have to stay
+
+
+class PictureGroup:
+    """Prompts whose pictures are encoded before the first of them begins, while no stream runs.
+
+    If each began as soon as it could, the average would be no earlier and the last one later: the
+    decodes of the first stream take half of the time, and a decode of one row takes about as long
+    as one of many."""
+
+    def __init__(self, pictures: PictureTable) -> None:
+        self._pictures = pictures
+        self._spent_s = 0.0
+
+    def begun(self) -> None:
+        """Record that a prompt has begun."""
+        self._spent_s = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Add the predicted time of a part of an encoding."""
+        self._spent_s += seconds
+
+    def next(
+        self,
+        first: Sequence,
+        others: Iterable[Sequence],
+        limits: dict[Sequence, int],
+        has_to_compute: Callable[[Sequence], bool],
+    ) -> WantedPicture | None:
+        """Return the next picture of ``others`` to encode before ``first`` begins; None if there is
+        none, or ``first`` has waited long enough.
+
+        ``limits``: as `PictureTable.missing` takes them. ``has_to_compute``: whether a prompt's
+        next tokens come from nowhere else."""
+        if not first.has_pictures_ahead:
+            return None
+        waiting = [
+            seq
+            for seq in others
+            if seq.has_pictures_ahead and (first.is_background or not seq.is_background)
+        ]
+        kept = {one.digest for seq in (first, *waiting) for one in seq.pictures_ahead}
+        for seq in waiting:
+            picture = self._pictures.missing(seq, limits[seq]).picture
+            if picture is None or not has_to_compute(seq):
+                continue
+            if not self._pictures.fits_beside(picture, kept, MAX_GROUP_S - self._spent_s):
+                return None
+            return WantedPicture(seq, picture, kept)
+        return None
+
+
 class WholePictures:
     """Limits chunks and prefixes so that no picture is divided."""
 
@@ -196,3 +255,38 @@ def shown_parts(seq: Sequence, start: int, end: int) -> tuple[ShownPart, ...]:
             places = tuple(at - start for at in one.places[first:last])
             found.append(ShownPart(one.digest, first, places))
     return tuple(found)
+
+
+# Positions of models whose pictures have three axes (see `engine.batch.axes`).
+
+
+def position_shift(seq: Sequence, end: int) -> int:
+    """Return the shift of text positions after all pictures that end before ``end``. A picture
+    takes as many positions as its longest side has embeddings."""
+    return sum(
+        max(one.grid) - len(one.places)
+        for one in seq.pictures
+        if one.grid is not None and one.end <= end
+    )
+
+
+def axes_of(seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+    """Return the positions from ``start`` to ``end`` (exclusive) in each axis; empty if no
+    picture is there, or its model uses no axes."""
+    found: list[list[int]] = [[], [], []]
+    at = start
+    for one in seq.pictures:
+        if one.grid is None or one.start >= end or one.end <= start:
+            continue
+        _, rows, columns = one.grid
+        shift = position_shift(seq, one.start)
+        text, base = range(at + shift, one.start + shift), one.start + shift
+        numbers = range(max(start, one.start) - one.start, min(end, one.end) - one.start)
+        found[0] += [*text, *(base + n // (rows * columns) for n in numbers)]
+        found[1] += [*text, *(base + n // columns % rows for n in numbers)]
+        found[2] += [*text, *(base + n % columns for n in numbers)]
+        at = one.end
+    if not found[0]:
+        return ()
+    shift = position_shift(seq, at)
+    return tuple((*axis, *range(at + shift, end + shift)) for axis in found)

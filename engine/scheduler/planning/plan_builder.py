@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from engine import plan
 from engine.scheduler.memory import Memory
-from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, PlannedChunk
-from engine.scheduler.planning.pictures import shown_parts
+from engine.scheduler.planning.pictures import axes_of, position_shift, shown_parts
 from engine.scheduler.pools.page_pool import Page, PageContent, Storable
 from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.sequence import Sequence

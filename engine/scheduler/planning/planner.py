@@ -8,8 +8,8 @@ from engine.plan import Decode, PartSearch
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Fetch, Outputs
-from engine.scheduler.planning.axes import position_shift
 from engine.scheduler.planning.drafting import Drafting
+from engine.scheduler.planning.pictures import position_shift
 from engine.scheduler.planning.plan_builder import PlanBuilder
 from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
@@ -55,7 +55,7 @@ class Planner:
         self._counters = counters
         self._clock = clock
         self._next_ticket = 0
-        self._let_pass = False
+        self._waited_for_first_token = False
         """Whether prompts were due in the last plan, but waited for a sequence's first token."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
         self._retry = AdmissionRetry()
@@ -142,7 +142,7 @@ class Planner:
             used = len(self._memory.used_slots)
             is_full = self._sequences.num_running >= self.backoff.limit
             if is_full or self._retry.skips(seq.request.request_id, used):
-                self._make_way(seq, builder)
+                self._preempt_background_for(seq, builder)
                 return
             cached = CachedPrefix([], None, 0)
             if self._config.prefix_cache:
@@ -160,7 +160,7 @@ class Planner:
             slot = self._memory.take_slot() if self._fits(seq, cached) else None
             if slot is None:
                 self._retry.refused(seq.request.request_id, used)
-                self._make_way(seq, builder)
+                self._preempt_background_for(seq, builder)
                 return
             self._sequences.waiting.pop()
             seq.begin(slot, self._clock())
@@ -180,7 +180,7 @@ class Planner:
         free_bytes = memory.available_bytes() - own_bytes - memory.reserved_bytes()
         return memory.needed_bytes(seq, missing) <= free_bytes
 
-    def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
+    def _preempt_background_for(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Preempt a background sequence, if there is one, for ``seq``. Its slot is free in the next
         plan."""
         if seq.is_background or builder.preempted:
@@ -269,9 +269,9 @@ class Planner:
             if self.prefilling.has_turn or not streaming:
                 self.prefilling.plan(builder, streaming=streaming)
             return
-        prompts_first = self.prefilling.has_turn and not self._lets_first_token_pass()
+        prompts_first = self.prefilling.has_turn and not self._waits_for_first_token()
         is_decoding = table.count(Status.DECODING) > 0
-        if prompts_first or not is_decoding or self.prefilling.owes_nothing:
+        if prompts_first or not is_decoding or self.prefilling.is_within_share:
             joined = self.prefilling.join_decode(builder, streaming=is_decoding)
             prompts_first = prompts_first and not joined
         if not prompts_first:
@@ -281,7 +281,7 @@ class Planner:
         if prompts_first and not builder.has_prompts:
             self._decode(builder)
 
-    def _lets_first_token_pass(self) -> bool:
+    def _waits_for_first_token(self) -> bool:
         """Return whether prompts wait for a sequence whose prompt is complete, and which gets a
         decode row now.
 
@@ -289,8 +289,8 @@ class Planner:
         served from the cache, could starve them."""
         has_row = self._sequences.count(Status.DECODING) < self._config.max_batch_size
         ready = has_row and self._sequences.count(Status.READY) > 0
-        self._let_pass = ready and not self._let_pass
-        return self._let_pass
+        self._waited_for_first_token = ready and not self._waited_for_first_token
+        return self._waited_for_first_token
 
     def _decode(self, builder: PlanBuilder) -> None:
         """Plan a decode for every sequence that has a row, after new sequences took the free

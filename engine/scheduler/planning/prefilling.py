@@ -9,15 +9,14 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
-from engine.scheduler.planning.passes import MUCH_SHORTER, OpenPass, OpenPasses, PlannedChunk
-from engine.scheduler.planning.picture_group import PictureGroup
-from engine.scheduler.planning.pictures import PictureTable, WholePictures
+from engine.scheduler.planning.passes import OpenPass, OpenPasses, PlannedChunk
+from engine.scheduler.planning.pictures import PictureGroup, PictureTable, WholePictures
 from engine.scheduler.planning.plan_builder import PlanBuilder, PlannedEncoding
 from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture, Status
 from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.timing.chunks import MIN_TOKENS, ChunkPolicy
-from engine.scheduler.timing.time_share import TimeShare
+from engine.scheduler.timing.time_share import MUCH_SHORTER, Lead, TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,6 @@ most this long: many are little work, and one after the other each takes a pass 
 MAX_SCORES_SHARE = 1 / 4
 """Max attention scores of a chunk, as a fraction of the memory: cached blocks make room for them.
 Longer chunks would hardly be faster."""
-MAX_LEAD_S = 0.5
-"""Max extra time of overtaking prompts over the overtaken one. Beyond it they alternate."""
 
 
 class Prefilling:
@@ -62,8 +59,7 @@ class Prefilling:
         self._whole_pictures = WholePictures(config)
         self.lacking: tuple[Sequence, int] | None = None
         """A prompt that found no page in the last plan, and the length for which it needs them."""
-        self._lead_s = 0.0
-        """Time given to overtaking prompts, minus the time given since to the overtaken one."""
+        self._lead = Lead()
         self._layer_s = 0.0
         """Predicted time of one layer of the last stretch."""
         self._stretch_s = 0.0
@@ -74,7 +70,7 @@ class Prefilling:
         return self._time_share.is_turn_of_prompts(self._layer_s)
 
     @property
-    def owes_nothing(self) -> bool:
+    def is_within_share(self) -> bool:
         """Whether prompts have taken at most their share of the streams' time. Short ends then join
         the next decode: it takes little longer, and their first tokens come a step sooner."""
         return self._time_share.owed_s >= 0
@@ -102,7 +98,7 @@ class Prefilling:
                 picture, limits[seq] = self.pictures.missing(seq, limits[seq])
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
-                    self._count_lead(is_first=seq is candidates[0])
+                    self._lead.count(self._stretch_s, of_overtaken=seq is candidates[0])
                     return
                 has_room = limits[seq] > seq.num_computed_tokens
                 if has_room and not streaming:
@@ -122,7 +118,8 @@ class Prefilling:
                     )
             if one is not None:
                 self._advance(one, builder, streaming=streaming)
-                self._count_lead(is_first=any(c.seq is candidates[0] for c in one.chunks))
+                has_first = any(chunk.seq is candidates[0] for chunk in one.chunks)
+                self._lead.count(self._stretch_s, of_overtaken=has_first)
                 return
             candidates.remove(seq)
 
@@ -160,7 +157,7 @@ class Prefilling:
         for chunk in joined:
             table.set_status(chunk.seq, Status.READY)
         self._stretch_s = whole_s - left_s
-        self._count_lead(is_first=prefilling[0] is joined[0].seq)
+        self._lead.count(self._stretch_s, of_overtaken=prefilling[0] is joined[0].seq)
         if streaming:
             builder.step.ends_owing_s = self._stretch_s
             self._time_share.planned(self._stretch_s)
@@ -177,7 +174,7 @@ class Prefilling:
         """Return the next of ``candidates``, which are in order: the first one, or a much
         shorter one whose priority is not lower."""
         first = candidates[0]
-        if self._lead_s >= MAX_LEAD_S:
+        if self._lead.is_used_up:
             return first
         chosen = first
         for seq in candidates[1:]:
@@ -185,14 +182,6 @@ class Prefilling:
             if is_shorter and seq.request.priority >= first.request.priority:
                 chosen = seq
         return chosen
-
-    def _count_lead(self, *, is_first: bool) -> None:
-        """Account for the stretch that was just planned. ``is_first``: it includes the oldest
-        prompt."""
-        if is_first:
-            self._lead_s = max(0.0, self._lead_s - self._stretch_s)
-        else:
-            self._lead_s += self._stretch_s
 
     def claimed(self) -> dict[bytes, int]:
         """Return `OpenPasses.claimed`, nothing if blocks are useless without a state."""

@@ -25,8 +25,12 @@ _BEHIND_ALL = 2**60
 
 
 class Status(Enum):
+    AWAITING_GRAMMAR = auto()
+    """Its grammar is being compiled; holds nothing."""
+    AWAITING_ADAPTER = auto()
+    """Its adapter has no place yet; holds nothing."""
     WAITING = auto()
-    """New; holds nothing."""
+    """Waits for a slot; holds nothing."""
     LOADING = auto()
     """Waits for the kvstore; holds nothing."""
     PREFILLING = auto()
@@ -42,6 +46,8 @@ class Status(Enum):
     """Has ended. Its slot, if any, is freed by the next plan."""
 
 
+ARRIVING = (Status.AWAITING_GRAMMAR, Status.AWAITING_ADAPTER)
+"""Not accepted yet."""
 HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 
 
@@ -120,7 +126,7 @@ class Sequence:
     pictures: tuple[SequencePicture, ...] = ()  # in prompt order
     num_encoded: int = 0  # pictures encoded first for this sequence
 
-    status: Status = Status.WAITING
+    status: Status = Status.AWAITING_GRAMMAR
     slot: Slot | None = None
     pages: list[Page] = field(default_factory=list)  # its table
     capacity: int = 0  # positions in its pages

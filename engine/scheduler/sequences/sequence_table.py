@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from engine.plan import Slot
-from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence, Status
+from engine.scheduler.sequences.sequence import ARRIVING, HOLDING_SLOT, Sequence, Status
 
 _QUEUED_STATUSES = (Status.WAITING, Status.PREEMPTED)
 
@@ -72,6 +72,10 @@ class SequenceTable:
             if not seq.is_background or seq.needs_prompt_logprobs
         }
         return used, used - needed - {0}
+
+    def arriving(self) -> list[Sequence]:
+        """Return the sequences that are not accepted yet."""
+        return [seq for seq in self.live.values() if seq.status in ARRIVING]
 
     def has_foreground(self, *statuses: Status) -> bool:
         """Return whether any sequence with one of ``statuses`` is not a background sequence."""

@@ -24,8 +24,6 @@ ALONE_TOKENS = 384
 """Min tokens of a divisible chunk on a CPU while no stream runs. The first steps of a process are
 slow. By their times, chunks would be so short that a prompt takes a quarter longer; and this many
 tokens cost a newcomer little, because a single layer of them is computed without a break."""
-ALONE_UNITS = 1.5
-"""Once times are known, such a chunk takes at most this many of the target time."""
 ENDS_UNITS = 2.0
 """Max time of the ends of prompts in one decode while no stream runs, in units as above."""
 STREAMING_TARGET_S = 0.4
@@ -125,8 +123,6 @@ class ChunkPolicy:
         budget.evens = not streaming
         if self.layers > 1 and not streaming:
             budget.first_tokens = ALONE_TOKENS
-            if self._guess_tokens < MIN_TOKENS / 2:
-                budget.first_s = ALONE_UNITS * target_s
         return budget
 
     def shorten(self) -> bool:
@@ -248,8 +244,7 @@ class ChunkBudget:
         self.evens = False
         """Whether all chunks of a prompt should have about the same length."""
         self.first_tokens = 0
-        """Min tokens of the first chunk, if they take at most `first_s`."""
-        self.first_s = math.inf
+        """Min tokens of the first chunk."""
 
     def take(self, start: int, remaining: int) -> int:
         """Return how many of the ``remaining`` tokens from ``start`` are computed now.
@@ -259,8 +254,6 @@ class ChunkBudget:
         policy = self._policy
         if not self._width:
             least = self._whole_blocks(min(self.first_tokens, self._tokens))
-            if policy.predict_s(start, least) > self.first_s:
-                least = policy.tokens_within(start, self.first_s)
             tokens = int(min(self._tokens, policy.max_kernel_tokens(start)))
             most = min(remaining, max(tokens, self._min_tokens))
             tokens = max(self._fit_to_time(start, most), min(most, least))

@@ -1,4 +1,4 @@
-"""How running streams and prompts share the time of the device."""
+"""How running streams and prompts share the time of the device, and short work and long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ BACKGROUND_PART = 0.25
 """Fraction of other prompts' share of the streams' time that background prompts get."""
 MAX_OWED_S = 2.0
 """Max debt of either side. Anything beyond it is forgotten."""
+MUCH_SHORTER = 4
+"""Work overtakes what is at least this many times as long."""
+MAX_LEAD_S = 0.5
+"""How much more time the overtaking get than the overtaken. After that they alternate."""
 
 
 class TimeShare:
@@ -60,3 +64,22 @@ class TimeShare:
     def forget_planned(self) -> None:
         """Forget stretches in flight, because their times will never be known."""
         self._planned_s = 0.0
+
+
+class Lead:
+    """The time given to overtaking work, minus the time given since to the overtaken."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the overtaken has its turn."""
+        return self._seconds >= MAX_LEAD_S
+
+    def count(self, seconds: float, *, of_overtaken: bool) -> None:
+        self._seconds = max(0.0, self._seconds + (-seconds if of_overtaken else seconds))
+
+    def clear(self) -> None:
+        """Start again, because the overtaken is done."""
+        self._seconds = 0.0

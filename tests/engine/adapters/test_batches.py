@@ -183,7 +183,7 @@ def test_drafts_preemption_and_swaps_change_no_answer(
     run_all(case, asked, 70)  # more than a page each
     check(case, asked)
     if places := settings.get("max_adapters"):
-        assert case.whole.adapter_queue.swaps >= COUNT - places
+        assert case.whole.adapters.swaps >= COUNT - places
     else:
         assert case.whole.drafts["ngram"].accepted
         assert case.whole.scheduler.stats().preemptions_total > 0
@@ -232,7 +232,7 @@ def test_requests_of_batches_give_an_adapters_place_back_and_continue_later(
     assert whole.ends.keys() == {"r2"}
     while len(whole.ends) < 3:
         # All are read by now: the engine would sleep until the next message otherwise.
-        assert whole.turn() or whole.adapter_queue._reading
+        assert whole.turn() or whole.adapters._reading
     assert {name: len(text) for name, text in whole.texts.items()} == {"r0": 60, "r1": 60, "r2": 6}
     check(case, asked)
 
@@ -241,8 +241,9 @@ def test_an_abort_while_an_adapter_is_read_leaves_the_others(llama: Path, tmp_pa
     case, asked = make_case(llama, tmp_path, max_adapters=1), numbered(4)
     for name in asked:
         submit(case, asked, name)
-    case.whole.adapter_queue.abort("r1", 0)
-    assert [live.request_id for live in case.whole.adapter_queue.live()] == ["r2", "r3"]
+    case.whole.scheduler.abort("r1", 0)
+    waiting = [one.request_id for one in case.whole.scheduler.live() if not one.accepted]
+    assert waiting == ["r2", "r3"]
     case.whole.run()
     assert case.whole.texts.pop("r1") == []
     del asked["r1"]

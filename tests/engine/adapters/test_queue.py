@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ from engine.adapters.queue import (
     AdapterQueue,
     AdapterRead,
     AdapterReader,
-    PlacedOrRefused,
-    PlacedRequest,
 )
 from shared import wire
 from shared.wire.parts import BACKGROUND_PRIORITY
@@ -49,6 +48,18 @@ class Store:
         self.places[place] = sum(one.down.size + one.up.size for one in layers.values())
 
 
+@dataclass(eq=False)
+class Waiter:
+    """In place of a sequence."""
+
+    request: wire.Submit
+    is_finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+
 class Queue:
     """A queue with its own thread and ``count`` places."""
 
@@ -59,12 +70,12 @@ class Queue:
         self.places.store = self.store
         self._done: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
         reader = AdapterReader(SHAPES, 4, self._done.put)
-        self.queue = AdapterQueue(self.places, reader, self.clock)
-        self.running: dict[str, tuple[wire.Submit, int]] = {}
+        self.queue = AdapterQueue[Waiter](self.places, reader, self.clock)
+        self.running: dict[str, tuple[Waiter, int]] = {}
         self._folder = folder
         self._paths: dict[str, Path] = {}
 
-    def ask(self, name: str, adapter: str, *, batch: bool = False) -> None:
+    def ask(self, name: str, adapter: str, *, batch: bool = False) -> Waiter:
         if adapter not in self._paths:
             seed = len(self._paths)
             self._paths[adapter] = random_adapter(SHAPES, self._folder / adapter, seed)
@@ -72,29 +83,31 @@ class Queue:
         found = wire.AdapterRef(
             name=adapter, path=str(path), digest=read(path, SHAPES, 4).digest, rank=4
         )
-        request = submit(name, adapter=found, priority=BACKGROUND_PRIORITY if batch else 0)
-        self._note(self.queue.add(request, None))
+        priority = BACKGROUND_PRIORITY if batch else 0
+        waiter = Waiter(submit(name, adapter=found, priority=priority))
+        self._note(waiter, self.queue.find(waiter))
+        return waiter
 
     def turn(self, *, read: int = 0) -> list[wire.Refused]:
         """Take in so many adapters that were read, and run the queue as the engine does."""
         for _ in range(read):
             assert not self.queue.on_read(self._done.get(timeout=20))
         used = {place for _, place in self.running.values()}
-        needed = {place for one, place in self.running.values() if not one.is_background}
+        needed = {place for one, place in self.running.values() if not one.request.is_background}
         refused = []
-        for one in self.queue.take(used, used - needed):
-            refused += self._note(one)
+        for waiter, found in self.queue.take(used, used - needed):
+            refused += self._note(waiter, found)
         if self.queue.wanted_place is not None:
-            for name, (request, place) in list(self.running.items()):
+            for name, (waiter, place) in list(self.running.items()):
                 if place == self.queue.wanted_place:
                     del self.running[name]
-                    self._note(self.queue.add(request, None))
+                    self._note(waiter, self.queue.find(waiter))
         return refused
 
-    def _note(self, answer: PlacedOrRefused | None) -> list[wire.Refused]:
-        if isinstance(answer, PlacedRequest):
-            self.running[answer.request.request_id] = answer.request, answer.place
-        return [answer] if isinstance(answer, wire.Refused) else []
+    def _note(self, waiter: Waiter, found: int | wire.Refused | None) -> list[wire.Refused]:
+        if isinstance(found, int):
+            self.running[waiter.name] = waiter, found
+        return [found] if isinstance(found, wire.Refused) else []
 
 
 def test_requests_of_batches_give_their_place_back_and_wait_for_it_behind_all_others(
@@ -135,7 +148,7 @@ def test_requests_that_run_keep_their_places(tmp_path: Path) -> None:
 def test_swaps_take_a_share_of_the_time_while_other_requests_run(tmp_path: Path) -> None:
     asked = Queue(tmp_path, 2)
     asked.store.put_s = 1.0
-    asked.running["other"] = submit("other"), 0
+    asked.running["other"] = Waiter(submit("other")), 0
     waits = []
     for number, adapter in enumerate("ababcacb"):
         asked.ask(f"r{number}", adapter)
@@ -163,14 +176,14 @@ def test_a_place_that_was_just_given_away_is_not_taken_back(tmp_path: Path) -> N
     asked.ask("line", "a", batch=True)
     asked.turn(read=1)
     asked.clock.now_s += 100  # swaps may go on
-    asked.ask("gone", "b")
+    gone = asked.ask("gone", "b")
     asked.queue.on_read(asked._done.get(timeout=20))
     assert not list(asked.queue.take({1}, {1})) and asked.queue.wanted_place == 1
     asked.ask("same", "a")  # waits behind
-    asked.queue.abort("gone", 0)
+    gone.is_finished = True
     asked.ask("other", "b")
-    (placed,) = asked.queue.take({1}, {1})
-    assert isinstance(placed, PlacedRequest) and placed.request.request_id == "same"
+    ((placed, place),) = asked.queue.take({1}, {1})
+    assert placed.name == "same" and place == 1
     assert asked.queue.wanted_place is None
 
 

@@ -147,7 +147,7 @@ def test_texts_that_wait_are_looked_through_between_layers_only_after_others_cam
 def test_others_who_come_all_the_time_do_not_keep_a_pass_from_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.embedding.core.MAX_LEAD_S", 0.02)
+    monkeypatch.setattr("engine.scheduler.timing.time_share.MAX_LEAD_S", 0.02)
     engine = Engine()
     engine.model.layer_s = 0.002
     engine.run(encode("a", *([n] * 10 for n in range(20))), steps=2)

@@ -13,14 +13,18 @@ import msgspec
 import pytest
 from llguidance import LLTokenizer
 
+from engine.adapters.queue import AdapterQueue
 from engine.grammar import cache as grammar_cache
 from engine.grammar import checker
 from engine.grammar.cache import GrammarCache
 from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import CompiledGrammar, GrammarError, TokenizerSpec, compile_grammar
 from engine.grammar.compiler import CompileOutcome, GrammarCompiler
-from engine.grammar.queue import GrammarQueue, ReadyRequest
+from engine.grammar.queue import GrammarQueue
+from engine.intake import Intake
+from engine.scheduler import Scheduler
 from shared import wire
+from tests.engine.scheduler.harness import config
 from tests.shared import submits
 
 Outcomes = queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
@@ -53,8 +57,12 @@ def recorder() -> RecordingCompiler:
 
 
 @pytest.fixture
-def grammar_queue(recorder: RecordingCompiler, tokenizer: LLTokenizer) -> GrammarQueue:
-    return GrammarQueue(recorder, GrammarCache(tokenizer))
+def intake(recorder: RecordingCompiler, tokenizer: LLTokenizer) -> Intake:
+    return intake_with(GrammarQueue(recorder, GrammarCache(tokenizer)))
+
+
+def intake_with(grammars: GrammarQueue) -> Intake:
+    return Intake(Scheduler(config()), grammars, AdapterQueue(None, None))
 
 
 @pytest.fixture(scope="module")
@@ -62,66 +70,67 @@ def digits(tokenizer: LLTokenizer) -> CompiledGrammar:
     return compile_grammar(tokenizer, DIGITS)
 
 
-def refusal(answer: ReadyRequest | wire.Refused | None) -> tuple[str, str | None]:
+def answers(intake: Intake, *names: str) -> dict[str, wire.Accepted | wire.Refused]:
+    """Submit requests for digits with these names. Return all new answers, by request."""
+    for name in names:
+        intake.submit(submit(name))
+    sent = intake.scheduler.take_outputs().messages
+    return {one.request_id: one for one in sent if isinstance(one, wire.Accepted | wire.Refused)}
+
+
+def refusal(answer: wire.Accepted | wire.Refused) -> tuple[str, str | None]:
     """Return the reason of a refusal, and the field at fault."""
     assert isinstance(answer, wire.Refused)
     return answer.reason, answer.param
 
 
-def names(answers: list[ReadyRequest | wire.Refused]) -> list[str]:
-    return [v.request.request_id if isinstance(v, ReadyRequest) else v.request_id for v in answers]
+def is_accepted(intake: Intake) -> dict[str, bool]:
+    return {one.request_id: one.accepted for one in intake.scheduler.live()}
 
 
-def test_requests_without_a_grammar_pass_while_others_wait(grammar_queue: GrammarQueue) -> None:
-    assert grammar_queue.add(submit("a")) is None
-    passed = grammar_queue.add(submit("b", None))
-    assert isinstance(passed, ReadyRequest) and passed.request.request_id == "b"
-    assert [(live.request_id, live.accepted) for live in grammar_queue.live()] == [("a", False)]
+def test_requests_without_a_grammar_pass_while_others_wait(intake: Intake) -> None:
+    intake.submit(submit("a"))
+    intake.submit(submit("b", None))
+    assert answers(intake).keys() == {"b"}
+    assert is_accepted(intake) == {"a": False, "b": True}
 
 
 def test_a_grammar_is_compiled_once_for_all_its_requests(
-    grammar_queue: GrammarQueue, recorder: RecordingCompiler, digits: CompiledGrammar
+    intake: Intake, recorder: RecordingCompiler, digits: CompiledGrammar
 ) -> None:
-    for name in "abc":
-        assert grammar_queue.add(submit(name)) is None
+    assert not answers(intake, *"abc")
     assert len(recorder.grammars) == 1
-    answers = grammar_queue.on_compiled(recorder.grammars[0], digits)
-    assert names(answers) == ["a", "b", "c"]
-    assert all(isinstance(v, ReadyRequest) and v.grammar is digits for v in answers)
-    assert isinstance(grammar_queue.add(submit("d")), ReadyRequest)
-    assert len(recorder.grammars) == 1
-    assert not list(grammar_queue.live())
+    intake.on_compiled(recorder.grammars[0], digits)
+    assert list(answers(intake)) == ["a", "b", "c"]
+    assert all(seq.grammar is digits for seq in intake.scheduler.sequences.live.values())
+    assert answers(intake, "d").keys() == {"d"}
+    assert len(recorder.grammars) == 1 and all(is_accepted(intake).values())
 
 
 def test_a_bad_grammar_is_refused_by_name_and_remembered(
-    grammar_queue: GrammarQueue, recorder: RecordingCompiler
+    intake: Intake, recorder: RecordingCompiler
 ) -> None:
-    grammar_queue.add(submit("a"))
-    (refused,) = grammar_queue.on_compiled(DIGITS, GrammarError("it is bad"))
-    again = grammar_queue.add(submit("b"))
-    for answer in (refused, again):
+    intake.submit(submit("a"))
+    intake.on_compiled(DIGITS, GrammarError("it is bad"))
+    for answer in answers(intake, "b").values():
         assert refusal(answer) == ("invalid", "guided_regex")
         assert isinstance(answer, wire.Refused) and "it is bad" in answer.message
-    assert len(recorder.grammars) == 1
+    assert len(recorder.grammars) == 1 and not is_accepted(intake)
 
 
-def test_a_bad_grammar_is_refused_with_each_requests_own_field(
-    grammar_queue: GrammarQueue, recorder: RecordingCompiler
-) -> None:
+def test_a_bad_grammar_is_refused_with_each_requests_own_field(intake: Intake) -> None:
     """The same source may be in another field, or be a part there."""
     other = msgspec.structs.replace(DIGITS, param="response_format")
     part = msgspec.structs.replace(DIGITS, param="tools[1]")
     whole = wire.Grammar(kind="lark", source="start: x", param="tools", parts=[part])
-    grammar_queue.add(submit("a"))
-    grammar_queue.add(submit("b", other))
-    grammar_queue.add(submit("c", whole))
+    intake.submit(submit("a"))
+    intake.submit(submit("b", other))
+    intake.submit(submit("c", whole))
     error = GrammarError("it is bad", source=DIGITS.source)
-    found = [
-        *grammar_queue.on_compiled(DIGITS, error),
-        *grammar_queue.on_compiled(whole, error),
-        grammar_queue.add(submit("d", other)),
-    ]
-    fields = {one.request_id: one.param for one in found if isinstance(one, wire.Refused)}
+    intake.on_compiled(DIGITS, error)
+    intake.on_compiled(whole, error)
+    intake.submit(submit("d", other))
+    fields = {name: refusal(answer)[1] for name, answer in answers(intake).items()}
     expected = {"a": "guided_regex", "b": "response_format", "c": "tools[1]"}
     assert fields == expected | {"d": "response_format"}
 
@@ -130,66 +139,95 @@ def test_a_bad_grammar_is_refused_with_each_requests_own_field(
     "outcome", [GrammarError("too slow", transient=True), CheckerUnavailable("no process")]
 )
 def test_transient_errors_are_not_remembered(
-    grammar_queue: GrammarQueue, recorder: RecordingCompiler, outcome: CompileOutcome
+    intake: Intake, recorder: RecordingCompiler, outcome: CompileOutcome
 ) -> None:
-    grammar_queue.add(submit("a"))
-    (refused,) = grammar_queue.on_compiled(DIGITS, outcome)
+    intake.submit(submit("a"))
+    intake.on_compiled(DIGITS, outcome)
+    (refused,) = answers(intake).values()
     assert refusal(refused)[0] == ("invalid" if isinstance(outcome, GrammarError) else "full")
-    assert grammar_queue.add(submit("a", attempt=1)) is None
-    assert len(recorder.grammars) == 2
+    intake.submit(submit("a", attempt=1))
+    assert not answers(intake) and len(recorder.grammars) == 2
 
 
 def test_aborted_and_superseded_requests_do_not_pass(
-    grammar_queue: GrammarQueue, digits: CompiledGrammar
+    intake: Intake, digits: CompiledGrammar
 ) -> None:
-    for name in "abc":
-        grammar_queue.add(submit(name))
-    grammar_queue.abort("a", None)
-    grammar_queue.abort("b", 1)  # another attempt
-    grammar_queue.add(submit("c", attempt=1))
-    answers = grammar_queue.on_compiled(DIGITS, digits)
-    assert names(answers) == ["b", "c"]
-    last = answers[1]
-    assert isinstance(last, ReadyRequest) and last.request.attempt == 1
-    grammar_queue.add(submit("d", wire.Grammar(kind="regex", source="x")))
-    grammar_queue.clear()
-    assert not list(grammar_queue.live())
-    assert grammar_queue.on_compiled(wire.Grammar(kind="regex", source="x"), digits) == []
+    answers(intake, *"abc")
+    scheduler = intake.scheduler
+    scheduler.abort("a")
+    scheduler.abort("b", 1)  # another attempt
+    intake.submit(submit("c", attempt=1))
+    intake.on_compiled(DIGITS, digits)
+    accepted = answers(intake)
+    assert list(accepted) == ["b", "c"] and accepted["c"].attempt == 1
+    other = wire.Grammar(kind="regex", source="x")
+    intake.submit(submit("d", other))
+    scheduler.drop({("b", 0), ("c", 1), ("d", 0)})
+    intake.on_compiled(other, digits)
+    assert not answers(intake) and not is_accepted(intake)
+    scheduler.check_integrity()
 
 
 def test_a_grammar_is_cancelled_with_the_last_request_that_waits_for_it(
-    grammar_queue: GrammarQueue, recorder: RecordingCompiler, digits: CompiledGrammar
+    intake: Intake, recorder: RecordingCompiler, digits: CompiledGrammar
 ) -> None:
-    for name in "ab":
-        grammar_queue.add(submit(name))
-    grammar_queue.abort("a", None)
-    assert recorder.grammars == [DIGITS]
-    grammar_queue.abort("b", None)
-    assert recorder.grammars == []
-    grammar_queue.add(submit("c"))
-    assert recorder.grammars == [DIGITS]
-    grammar_queue.clear()
-    assert recorder.grammars == []
-    assert grammar_queue.on_compiled(DIGITS, digits) == []  # one that was on its way
+    def abort(name: str) -> list[wire.Grammar]:
+        intake.scheduler.abort(name)
+        intake.grammars.cancel_abandoned()
+        return recorder.grammars
+
+    answers(intake, *"ab")
+    assert abort("a") == [DIGITS] and abort("b") == []
+    answers(intake, "c")
+    assert recorder.grammars == [DIGITS] and abort("c") == []
+    intake.on_compiled(DIGITS, digits)  # one that was on its way
+    assert not answers(intake)
 
 
-def test_a_draining_engine_refuses_waiting_requests(grammar_queue: GrammarQueue) -> None:
-    grammar_queue.add(submit("a"))
-    (refused,) = grammar_queue.refuse_all()
-    assert refused.reason == "draining"
-    assert not list(grammar_queue.live())
+def test_a_draining_engine_refuses_waiting_requests(intake: Intake) -> None:
+    answers(intake, "a")
+    intake.scheduler.drain()
+    assert refusal(answers(intake)["a"])[0] == "draining"
+    assert intake.scheduler.idle
+
+
+def test_requests_that_wait_count_among_those_of_the_engine(intake: Intake) -> None:
+    most = intake.scheduler.config.max_sequences
+    waiting = [str(number) for number in range(most)]
+    assert not answers(intake, *waiting)
+    intake.submit(submit("one more", None))
+    assert refusal(answers(intake)["one more"])[0] == "full"
+
+
+def test_a_prompt_that_fits_no_more_once_its_grammar_is_compiled_is_refused(
+    intake: Intake, digits: CompiledGrammar
+) -> None:
+    scheduler = intake.scheduler
+    prompt = [1] * (min(scheduler.config.context_length, scheduler.memory.capacity) - 2)
+    intake.submit(submits.submit("a", prompt, grammar=DIGITS))
+    assert not answers(intake)
+    scheduler.submit(submit("b", None))
+    while scheduler.memory.capacity > len(prompt):
+        scheduler.schedule()
+        scheduler.recover("no memory", out_of_memory=True)
+    assert refusal(answers(intake)["a"])[0] == "too_large"
+    intake.on_compiled(DIGITS, digits)
+    assert "a" not in is_accepted(intake)
 
 
 def test_grammars_are_unsupported_with_a_tokenizer_that_llguidance_cannot_use() -> None:
-    grammar_queue = GrammarQueue(None, None)
-    assert isinstance(grammar_queue.add(submit("a", None)), ReadyRequest)
-    assert refusal(grammar_queue.add(submit("b"))) == ("unsupported", "guided_regex")
-    assert grammar_queue.capabilities == ()
+    intake = intake_with(GrammarQueue(None, None))
+    intake.submit(submit("b", None))
+    found = answers(intake, "a")
+    assert isinstance(found["b"], wire.Accepted)
+    assert refusal(found["a"]) == ("unsupported", "guided_regex")
+    assert intake.grammars.capabilities == ()
 
 
-def test_a_grammar_that_is_too_large_is_refused(grammar_queue: GrammarQueue) -> None:
+def test_a_grammar_that_is_too_large_is_refused(intake: Intake) -> None:
     grammar = wire.Grammar(kind="regex", source="é" * (wire.MAX_GRAMMAR_BYTES // 2 + 1))
-    assert refusal(grammar_queue.add(submit("a", grammar)))[0] == "too_large"
+    intake.submit(submit("a", grammar))
+    assert refusal(answers(intake)["a"])[0] == "too_large"
 
 
 # -- the cache --------------------------------------------------------------------

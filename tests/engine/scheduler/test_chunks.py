@@ -9,7 +9,6 @@ import pytest
 from engine.scheduler.timing.chunks import (
     ALONE_TARGET_S,
     ALONE_TOKENS,
-    ALONE_UNITS,
     MAX_TOKENS,
     MIN_TOKENS,
     MIN_UNIT_S,
@@ -102,18 +101,6 @@ def test_slow_first_steps_do_not_make_chunks_of_a_prompt_alone_short() -> None:
     assert ALONE_TOKENS * 7 // 8 <= alone.take(0, 1000) <= ALONE_TOKENS
     assert policy.budget(streaming=False).take(5000, 2500) >= ALONE_TOKENS * 7 // 8
     assert ChunkPolicy(16, 64, layers=30).budget(streaming=False).take(0, 1000) == 64
-
-
-def test_once_times_are_known_they_limit_the_chunks_of_a_prompt_alone() -> None:
-    policy = ChunkPolicy(16, layers=2)
-    policy.observe_decodes(1e-3)
-    for start in (0, 6000, 12000):
-        assert policy.budget(streaming=False).take(start, 5000) >= ALONE_TOKENS * 7 // 8
-    for start in 10 * [0, 6000, 12000]:
-        policy.observe_chunks([(start, 384)], 1e-3 + 384 * 1e-5 * (1 + start / 2000))
-    tokens = [policy.budget(streaming=False).take(start, 5000) for start in (0, 6000, 12000)]
-    assert tokens[0] >= ALONE_TOKENS * 7 // 8 > tokens[1] > tokens[2]
-    assert policy.predict_layer_s([(12000, tokens[2])]) <= (ALONE_UNITS + 0.5) * MIN_UNIT_S
 
 
 def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
-from engine.scheduler.planning.prefilling import MAX_LEAD_S
+from engine.scheduler.timing.time_share import MAX_LEAD_S
 from shared import wire
 from tests.engine.scheduler.fake_executor import sample
 from tests.engine.scheduler.harness import Engine, config, prompt, request

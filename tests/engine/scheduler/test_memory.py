@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.plan import CopyPage, Table, Unpack
-from engine.scheduler.failures import discard_failed
 from engine.scheduler.memory import FIRST_TOKENS, Memory
 from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.pools.ledger import STEPS_TO_RAISE, Ledger
+from engine.scheduler.scheduler import discard_failed
 from engine.scheduler.sequences.sequence import Sequence
 from tests.engine.scheduler.harness import config, sequence
 

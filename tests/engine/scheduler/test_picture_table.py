@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.scheduler.planning.axes import axes_of, position_shift
-from engine.scheduler.planning.picture_group import MAX_GROUP_S
-from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
+from engine.scheduler.planning.pictures import (
+    MAX_GROUP_S,
+    PictureTable,
+    WholePictures,
+    axes_of,
+    position_shift,
+    shown_parts,
+)
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore, TooLarge
 from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart

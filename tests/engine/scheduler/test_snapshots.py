@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler.failures import discard_failed
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.plan_builder import InFlightStep
 from engine.scheduler.planning.snapshot_policy import (
@@ -15,6 +14,7 @@ from engine.scheduler.planning.snapshot_policy import (
     WORTHWHILE_TOKENS,
 )
 from engine.scheduler.pools.snapshot_pool import SnapshotPool
+from engine.scheduler.scheduler import discard_failed
 from shared import wire
 from tests.engine.scheduler.harness import RECURRENT, Engine, config, request, sequence
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from engine.batch import device
-from engine.scheduler.planning import picture_group
+from engine.scheduler.planning import pictures
 from tests.engine.conftest import Wrap
 from tests.engine.vision_requests import Seeing
 from tests.engine.whole import noted_plans
@@ -29,7 +29,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def seeing(engine: Seeing, monkeypatch: pytest.MonkeyPatch) -> Seeing:
-    monkeypatch.setattr(picture_group, "MAX_GROUP_S", 1000.0)
+    monkeypatch.setattr(pictures, "MAX_GROUP_S", 1000.0)
     engine.renew(**WHOLE)
     return engine
 

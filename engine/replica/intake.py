@@ -1,36 +1,39 @@
-"""The parts of a replica needed for structured output."""
+"""The intake of a replica's requests, and what its structured output needs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from copy import copy
 
+from engine.adapters.queue import AdapterQueue
 from engine.executor.base import Executor
 from engine.executor.draft_model import DraftModel
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiled import TokenizerSpec
-from engine.grammar.compiler import CompileOutcome, GrammarCompiler
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import GrammarQueue
+from engine.intake import Intake
+from engine.io.inbox import GrammarCompiled, Inbox
 from engine.model.load import LoadedModel
+from engine.replica.build import Replica
 from engine.sampling.masks import GrammarMasker
-from shared.wire import Grammar
 
 logger = logging.getLogger(__name__)
 
 
+def open_intake(loaded: LoadedModel, replica: Replica, inbox: Inbox) -> Intake:
+    """Return the intake of ``replica``. Its threads put their results into ``inbox``."""
+    grammars = open_grammar_queue(loaded, replica.executor, replica.draft_model, inbox)
+    adapters = replica.adapters
+    queue = adapters.open_queue(inbox.put) if adapters else AdapterQueue(None, None)
+    return Intake(replica.scheduler, grammars, queue)
+
+
 def open_grammar_queue(
-    loaded: LoadedModel,
-    executor: Executor,
-    draft_model: DraftModel | None,
-    on_done: Callable[[Grammar, CompileOutcome], None],
+    loaded: LoadedModel, executor: Executor, draft_model: DraftModel | None, inbox: Inbox
 ) -> GrammarQueue:
     """Return the queue for requests to ``loaded``; give ``executor`` and ``draft_model`` what makes
-    masks.
-
-    The compiler's threads call ``on_done`` with each grammar and its outcome, which are meant
-    for `GrammarQueue.on_compiled`.
-    """
+    masks."""
     try:
         spec = tokenizer_spec_of(loaded)
         tokenizer = spec.load()
@@ -41,7 +44,8 @@ def open_grammar_queue(
     executor.use_grammars(GrammarMasker(grammars, loaded.vocab_size))
     if draft_model is not None:
         draft_model.use_grammars(grammars)
-    return GrammarQueue(GrammarCompiler(spec, tokenizer, on_done), grammars)
+    compiler = GrammarCompiler(spec, tokenizer, lambda *done: inbox.put(GrammarCompiled(*done)))
+    return GrammarQueue(compiler, grammars)
 
 
 def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:

@@ -30,7 +30,7 @@ from pathlib import Path
 from engine.model.load import resolve
 from tests.e2e.abuse.attack import Attack
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
-from tests.e2e.abuse.connections import MAX_CONNECTIONS
+from tests.e2e.abuse.connections import MAX_CONNECTIONS, RANDOM_FRAMING
 from tests.e2e.abuse.machine import count_stalls, counting_late_wakes, waited_s
 from tests.e2e.server import Server, serving
 from tests.e2e.soak.report import print_line
@@ -272,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(arguments)
     os.environ[FORKS_VARIABLE] = "0"  # stalls are measured
     names = [name for name in abuses() if re.search(options.only, name)]
+    if options.without_keys and RANDOM_FRAMING in names:
+        names.remove(RANDOM_FRAMING)
     clients = WITHOUT_KEYS if options.without_keys else WITH_KEYS
     model = None if options.model is None else resolve(options.model)
     with (

@@ -21,6 +21,8 @@ MAX_CONNECTIONS = 600
 """Those of an address, by a flag of the server."""
 OTHER_ADDRESS = "127.0.0.2"
 SLOW_FOR_S, SILENT_CONNECTIONS = 2.0, 40
+RANDOM_FRAMING = "random framing"
+"""The one whose answers are compared: they are those of a server with keys."""
 DISTURBED = (429, 503)
 """Statuses of a server that is ending or starting."""
 
@@ -141,7 +143,7 @@ def connection_abuses() -> Mapping[str, Callable[[Attack], str]]:
     """Return the list, by name."""
     body = b'{"prompt": "' + b"x" * 5000 + b'"}'
     return {
-        "random framing": _random_framing,
+        RANDOM_FRAMING: _random_framing,
         "trailers without end": _endless(b"0\r\na: ", b"b" * 65536, "a trailer"),
         "extensions of a chunk without end": _endless(b"4;a=", b"b" * 65536, "an extension"),
         "a body after its answer": _after_its_answer,

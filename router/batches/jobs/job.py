@@ -41,8 +41,8 @@ _UNREADABLE_AFTER = 10
 """Number of attempts to read the input of a batch that ends, before it ends without the errors of
 its remaining lines."""
 _LOOK_S = 30.0
-"""Interval for checking whether a batch has expired. The event loop's own clock may stop while
-the machine sleeps."""
+"""Interval for checking whether a batch has expired. The event loop's own clock, time.monotonic,
+stands still while a machine sleeps."""
 _READ_LINES = 64
 _READ_BYTES = 1_000_000
 _WRITE_LINES = 500

@@ -14,10 +14,8 @@ _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 class ExpiryClock:
     """Compares with times that are on disk as wall time, although the wall clock may be wrong.
 
-    While the router runs, wall time counts only as far as time has passed. Thus a clock that is set
-    far ahead ends no batch and deletes no file, unless it stays so for `GRACE_S`: then it was
-    behind before, for instance when the machine started. It may also be wrong when the router
-    starts, so what has expired by then is kept for another `GRACE_S`, in which it may be corrected.
+    It may be wrong when the router starts, and may be set far ahead while it runs. What has expired
+    by then is kept for another `GRACE_S`, in which the clock may be corrected.
     """
 
     def __init__(
@@ -26,34 +24,30 @@ class ExpiryClock:
         elapsed: Callable[[], float] = lambda: time.clock_gettime(_BOOT_CLOCK),
     ) -> None:
         self._wall, self._elapsed = wall, elapsed
-        self._started_at, self._started = wall(), elapsed()
-        self._corrected_s = 0.0
-        self._ahead_since: float | None = None
+        self._last = wall(), elapsed()
+        self._doubted, self._doubted_at = self._last
+        """The wall time at the start or the last jump ahead, and the elapsed time then."""
 
     def now(self) -> float:
-        wall, now = self._wall(), self._elapsed()
-        ahead_s = wall - (self._started_at + self._ran_s + self._corrected_s)
-        if ahead_s < _TOLERANCE_S:
-            self._ahead_since = None
-        elif self._ahead_since is None:
-            self._ahead_since = now
-        elif now - self._ahead_since > GRACE_S:
-            self._corrected_s += ahead_s
-            self._ahead_since, ahead_s = None, 0.0
-        return wall - max(0.0, ahead_s)
+        """Return the wall time. Called about every minute, in order to notice that it was set."""
+        (wall_before, before), (wall, now) = self._last, (self._wall(), self._elapsed())
+        self._last = wall, now
+        if wall - wall_before - (now - before) > _TOLERANCE_S:
+            self._doubted, self._doubted_at = wall, now
+        else:
+            self._doubted = min(self._doubted, wall)  # it was set back
+        return wall
 
     def left_s(self, expires_at: float) -> float:
         """Return the seconds until ``expires_at``; not positive: it has expired."""
         left_s = expires_at - self.now()
-        if expires_at <= self._started_at:
-            return max(left_s, GRACE_S - self._ran_s)
-        return left_s
+        return max(left_s, self._grace_s) if expires_at <= self._doubted else left_s
 
     @property
     def oldest(self) -> float:
-        """The wall time before which nothing expires at present."""
-        return self._started_at if self._ran_s < GRACE_S else 0.0
+        """The wall time before which nothing expires at present, as of the last `now`."""
+        return self._doubted if self._grace_s > 0 else 0.0
 
     @property
-    def _ran_s(self) -> float:
-        return self._elapsed() - self._started
+    def _grace_s(self) -> float:
+        return GRACE_S - (self._last[1] - self._doubted_at)

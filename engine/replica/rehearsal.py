@@ -19,9 +19,8 @@ from engine.executor.runner import StepRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.timing.chunks import ChunkPolicy
 from engine.speculation.batch_costs import BatchCosts
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import MAX_DRAFT_TOKENS, Speculator
+from engine.speculation.speculator import MAX_DRAFT_TOKENS, SpeculationOptions, Speculator
 from shared.wire import SamplingParams, Submit
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from functools import partial
 from engine.executor.base import ExecutorSpec
 from engine.grammar.forced import ForcedSource
 from engine.speculation.ngram import NgramSource
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import BatchSource, DraftSource
 from engine.speculation.speculator import (
     MAX_DRAFT_TOKENS,
     SourceMaker,
+    SpeculationOptions,
     Speculator,
 )
 from shared.settings import Settings

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
-from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.regret import SequenceAccount, SourceAccount
-from engine.speculation.source import DraftRequest, DraftSource, Proposal
+from engine.speculation.source import DraftRequest, DraftSource, ExecutorGuesses, Proposal
 from shared.wire import Submit
 
 ASSUMED_RATE = 0.6

@@ -50,6 +50,28 @@ class DraftSource(ABC):
         return None
 
 
+class ExecutorGuesses(DraftSource):
+    """Proposes the guesses of its sequence's last result, as long as the text continues
+    that way."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is the source's name in metrics."""
+        self._name = name
+        self._after = 0  # tokens of the text before the guesses
+        self._guesses: tuple[int, ...] = ()
+
+    def take(self, after: int, guesses: tuple[int, ...]) -> None:
+        """Record that ``guesses`` may follow the first ``after`` tokens."""
+        self._after, self._guesses = after, guesses
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        known = len(tokens) - self._after
+        if known < 0 or tuple(tokens[self._after :]) != self._guesses[:known]:
+            return None
+        left = self._guesses[known : known + count]
+        return Proposal(left, self._name) if left else None
+
+
 class DraftRequest(NamedTuple):
     """A request to a `BatchSource` for one sequence."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from time import thread_time
 
 from engine.speculation.acceptance import AcceptanceRates
 from engine.speculation.accounts import DraftAccounts
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.batched import BatchDrafting, BatchRow
-from engine.speculation.executor_guesses import ExecutorGuesses
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource, num_common
 from engine.speculation.regret import VerifiedStep
 from engine.speculation.searches import SearchPace
@@ -20,6 +19,7 @@ from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
     DraftSource,
+    ExecutorGuesses,
     Proposal,
     possible_part,
 )
@@ -35,6 +35,18 @@ GUESS_EVERY = 2
 SourceMaker = Callable[[Submit, object], DraftSource | None]
 """Creates the source of one sequence from its request and its compiled grammar; None if it could
 not propose anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """Settings that decide how much is drafted; ``--help`` describes them."""
+
+    tokens: int = 5  # max drafts of one sequence
+    largest_batch: int = 8  # number of decoding sequences above which nothing is drafted
+    min_rate: float = 0.3  # acceptance rate below which a sequence stops
+    adapts: bool = True  # whether rates and costs decide; otherwise the maximum is drafted
+    by_sequence: bool = True  # whether each sequence has its own rates
+    protects: bool = False  # whether drafts of others must not slow down any sequence
 
 
 class Speculator:

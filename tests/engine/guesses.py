@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from shared import wire
 
 

@@ -10,10 +10,9 @@ from llguidance import LLTokenizer
 
 from engine.grammar.compiled import compile_grammar
 from engine.grammar.forced import ForcedSource
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.sequence_drafts import DraftRow
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from shared import wire
 from shared.wire import Grammar
 from tests.shared.submits import submit

@@ -13,8 +13,7 @@ import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.speculation import regret
-from engine.speculation.options import SpeculationOptions
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.replica.test_drafts import start
 from tests.engine.whole import Whole
 from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head, models_with_heads

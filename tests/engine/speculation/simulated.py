@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.shared.submits import submit
 
 PLAIN_S = 0.030

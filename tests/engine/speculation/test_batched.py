@@ -8,9 +8,8 @@ import pytest
 
 from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.batched import CALLS_WITHOUT
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.speculation.simulated import begin
 
 

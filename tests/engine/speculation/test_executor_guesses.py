@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.executor_guesses import ExecutorGuesses
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.sequence_drafts import DraftRow
-from engine.speculation.speculator import Speculator
+from engine.speculation.source import ExecutorGuesses
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.guesses import guessing
 from tests.engine.scheduler.harness import Engine, config, request
 

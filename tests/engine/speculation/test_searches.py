@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.searches import SEARCHES, SearchPace
 from engine.speculation.sequence_drafts import DraftRow
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.speculation.simulated import PLAIN_S, RIGHT, begin
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
 from engine.speculation.costs import StepCosts
-from engine.speculation.options import SpeculationOptions
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.sequence_drafts import DraftRow
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import PROBE_TOKENS, Speculator
+from engine.speculation.speculator import PROBE_TOKENS, SpeculationOptions, Speculator
 from tests.engine.speculation.simulated import begin
 
 

@@ -21,7 +21,7 @@ from shared.network.client_address import TrustedProxies, client_network
 _AT_ONCE = 8
 """Max connections accepted before other events are handled. Each takes up to a millisecond, with
 the begin of its request and up to 256 KB of its body. With 32 at once, turns of the event loop took
-25 ms, and an answer needs several turns."""
+up to 30 ms, and an answer needs several turns."""
 _PAUSE_S = 1.0
 _WARN_INTERVAL_S = 10.0
 

@@ -124,6 +124,7 @@ class Watch:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("gemma3", 16), ("gpt_oss", 8)])
+@pytest.mark.usefixtures("nothing_reserved")
 def test_the_ledger_accounts_for_all_memory(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from engine.parallel.health import GroupWatch
 from engine.parallel.progress import StepProgress
+from engine.plan import FEWEST_PAGE_TOKENS
 from services.processes.rank_keeper import difference
 from services.ranks.group import SOCKETS_VARIABLE
 from services.ranks.remote_rank import (
@@ -92,12 +93,12 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
     hostfile: Path, ssh: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
-    oracle = Oracle(model)
+    oracle, prompt = Oracle(model), 4 * LONG
     flags = ["--distributed-mode", "ring", "--distributed-hostfile", str(hostfile)]
     flags += ("--ssd-cache-dir", str(tmp_path / "ssd"), "--ssd-policy", "write_through")
     with serving(model, *flags, PATH=path_with(ssh)) as server:
-        text = server.text(LONG, 30)
-        oracle.check(oracle.tokenizer.encode(LONG), 30, text)
+        text = server.text(prompt, 30)
+        oracle.check(oracle.tokenizer.encode(prompt), 30, text)
         (call,) = ssh.read_text().splitlines()
         assert "BatchMode=yes" in call and " mac2 exec " in call and "rank_keeper" in call
         for name in ("rank_keeper", "engine"):
@@ -108,9 +109,12 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
     )
     assert theirs and own == sorted(2 * theirs), "each rank's own kvstore has all blocks"
     with serving(model, *flags, PATH=path_with(ssh)) as server:
-        answer = server.complete(LONG, 30)
+        answer = server.complete(prompt, 30)
         assert answer["choices"][0]["text"] == text
-        assert cached_tokens(answer) >= (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+        whole_pages = (
+            (answer["usage"]["prompt_tokens"] - 1) // FEWEST_PAGE_TOKENS * FEWEST_PAGE_TOKENS
+        )
+        assert cached_tokens(answer) >= whole_pages > 0
 
 
 @at_length

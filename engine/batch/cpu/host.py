@@ -12,7 +12,7 @@ unpacked (`engine.cache.unpacked`). Those of other rows are read from their page
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from math import lcm
@@ -170,7 +170,9 @@ class HostBatch(RaggedBatch):
             parts = min(num_threads(), *(each.kv_heads for each in self.layout.layers))
             if row.width * row.end < self._worth_threads:
                 parts = 1
-            return [[self._read(rest, pages.scratch(0), (n, parts))] for n in range(parts)]
+            shares = [self._read(rest, pages.scratch(0), (n, parts)) for n in range(parts)]
+            # Arguments of calls are kept for each memory, and used by one thread at a time.
+            return [[replace(each, memory=pages.scratch(n))] for n, each in enumerate(shares)]
         worth = sum(self.rows[i].end for i in rest) >= self._worth_threads
         lanes: list[list[int]] = [[] for _ in range(num_threads() if worth else 1)]
         for i in sorted(rest, key=lambda i: -self.rows[i].end):

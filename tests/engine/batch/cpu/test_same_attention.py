@@ -152,7 +152,7 @@ def test_a_row_whose_heads_threads_share_has_the_same_bits(
         read(rows, layer, low)
 
     monkeypatch.setattr(ScratchRows, "read", noted)
-    for start, end in ((330, 343), (343, 344), (344, 350)):
+    for start, end in 4 * ((330, 343), (343, 344), (344, 350)):
         used.clear()
         text.check(Exact, {1: (start, end)}, whole)
         assert sorted(used) == ["slice(0, 1, None)", "slice(1, 2, None)"]

@@ -1,8 +1,9 @@
 """The health of a group: a rank that is dead, stopped, stuck or wrong ends all of them.
 
-Each rank has a thread that sends heartbeats over a pair of sockets, undisturbed by computation. A
-collective never returns if a rank is missing, so these threads end the processes. The supervisor
-then restarts the group, and the router resubmits its requests.
+Each rank has a thread that sends heartbeats, undisturbed by computation. A collective never returns
+if a rank is missing, so rank 0's thread, and the keepers of the others
+(`services.processes.rank_keeper`), end the processes. The supervisor then restarts the group, and
+the router resubmits its requests.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from engine.parallel.progress import StepProgress, Steps
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STUCK
@@ -32,25 +35,47 @@ LAG_S = 10.0
 """Max time that a rank may lag behind a plan that rank 0 has begun, or whose result it has."""
 HANGING_UP_S = 0.05
 """A process that exits closes its link first; its exit code is more informative."""
+CLOSING_S = 3.0
+"""Max time for a keeper to end."""
+SSH_FAILED = 255
+"""ssh's exit code if it could not connect."""
 SUSPENDED_S = 1.0
 """A watch that runs this much too late was suspended itself, and the others perhaps too. That time
 does not count."""
 
 
-class RankProcess(Protocol):
-    """The process of another rank, from the view of rank 0."""
+@dataclass(frozen=True)
+class KeptRank:
+    """Another rank, as rank 0 sees it: the connection to its keeper."""
 
     rank: int
     link: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    """The keeper, or ssh; None if the keeper has connected to this process."""
+    host: str = ""
+    """The name of its machine for ssh, empty if it needs none."""
 
-    def exit_code(self) -> int | None:
-        """Return the exit code, None while it runs."""
+    def ended(self, code: int | None) -> str:
+        """Describe the end of the rank. ``code`` is what its keeper has reported."""
+        name = f"rank {self.rank}" + f" on {self.host}" * bool(self.host)
+        if code is None and self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(HANGING_UP_S)
+            if self.host and code == SSH_FAILED:
+                return f"{name} could not be started, or the connection was lost (ssh)"
+        if code is None:
+            return f"{name} has closed its link"
+        return f"{name} has exited ({signal.Signals(-code).name if code < 0 else f'code {code}'})"
 
-    def ended(self, code: int) -> str:
-        """Describe an exit code."""
-
-    def kill(self) -> None:
-        """Kill the process, even if it is stopped, and wait until it has exited."""
+    def end(self) -> None:
+        """Close the connection, whereupon the keeper kills the rank, even if it is stopped."""
+        self.link.close()
+        if self.process is not None:
+            try:
+                self.process.wait(CLOSING_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
 
 
 class GroupWatch(threading.Thread):
@@ -61,7 +86,7 @@ class GroupWatch(threading.Thread):
 
     def __init__(
         self,
-        ranks: Sequence[RankProcess],
+        ranks: Sequence[KeptRank],
         progress: StepProgress,
         on_failed: Callable[[str, int], None],
         *,
@@ -86,7 +111,7 @@ class GroupWatch(threading.Thread):
         except Exception:
             logger.exception("the health check of the ranks failed")
         for each in self._ranks:
-            each.process.kill()
+            each.kept.end()
         if failure is not None:
             self._on_failed(*failure)
 
@@ -95,7 +120,7 @@ class GroupWatch(threading.Thread):
         stop."""
         with selectors.DefaultSelector() as selector:
             for each in self._ranks:
-                selector.register(each.process.link, selectors.EVENT_READ, each)
+                selector.register(each.kept.link, selectors.EVENT_READ, each)
             next_heartbeat = looked_at = time.monotonic()
             while not self._stopping:
                 for key, _ in selector.select(max(0.0, next_heartbeat - time.monotonic())):
@@ -120,12 +145,12 @@ class _WatchedRank:
     """Rank 0's knowledge of another rank. Times are from ``time.monotonic``."""
 
     def __init__(
-        self, process: RankProcess, progress: StepProgress, silence_s: float, lag_s: float
+        self, kept: KeptRank, progress: StepProgress, silence_s: float, lag_s: float
     ) -> None:
-        self.process = process
+        self.kept = kept
         self._progress = progress
         self._silence_s, self._lag_s = silence_s, lag_s
-        self._reader, self._writer = LineReader(), LineWriter(process.link)
+        self._reader, self._writer = LineReader(), LineWriter(kept.link)
         self._heard_at = time.monotonic()
         self._phase, self._reason = "", ""
         self._exit: int | None = None
@@ -136,7 +161,7 @@ class _WatchedRank:
     def receive(self) -> bool:
         """Read the messages of the rank. Return False once it has closed its link."""
         try:
-            data = self.process.link.recv(LineReader.MAX_LINE_BYTES, socket.MSG_DONTWAIT)
+            data = self.kept.link.recv(LineReader.MAX_LINE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -160,17 +185,11 @@ class _WatchedRank:
 
     def failure(self, now: float) -> tuple[str, int] | None:
         """Return the reason why the group must end, and the exit code."""
-        name, code = f"rank {self.process.rank}", self.process.exit_code()
-        if self._hung_up and code is None:
-            time.sleep(HANGING_UP_S)
-            code = self.process.exit_code()
-        if code is None and self._hung_up:
-            code = self._exit  # as reported by its keeper
-        if code is not None or self._hung_up:
-            if code == EXIT_CONFIG and self._reason:
-                return self._reason, EXIT_CONFIG
-            how = "has closed its link" if code is None else self.process.ended(code)
-            return f"{name} {how}", EXIT_FAILED
+        name = f"rank {self.kept.rank}"
+        if self._exit == EXIT_CONFIG and self._reason:
+            return self._reason, EXIT_CONFIG
+        if self._exit is not None or self._hung_up:
+            return self.kept.ended(self._exit), EXIT_FAILED
         limit_s = self._silence_s if self._phase == "ready" else LOADING_SILENCE_S
         if now - self._heard_at > limit_s:
             return f"{name} sent no heartbeat for {limit_s:.0f} s", EXIT_FAILED
@@ -183,40 +202,20 @@ class _WatchedRank:
         return None
 
 
-class LeaderWatch(threading.Thread):
-    """The watch of another rank over rank 0, and its own heartbeats.
+class RankHeartbeats(threading.Thread):
+    """The heartbeats of a rank other than 0. The process exits with its keeper, which watches rank
+    0."""
 
-    When rank 0 is gone, the process exits. A silent rank 0 is killed first: otherwise its
-    supervisor would wait longer before it restarts the group."""
-
-    def __init__(self, link: SupervisorLink, leader: int | None, progress: StepProgress) -> None:
-        """``leader`` is rank 0's process, None if it is on another machine."""
-        super().__init__(name="leader", daemon=True)
-        self._link, self._leader, self._progress = link, leader, progress
-        self._heard_at = time.monotonic()
+    def __init__(self, link: SupervisorLink, progress: StepProgress) -> None:
+        super().__init__(name="heartbeats", daemon=True)
+        self._link, self._progress = link, progress
         self.phase = "loading"
 
     def run(self) -> None:
-        self._link.watch(lambda: os._exit(EXIT_OK), self._on_message)
+        self._link.watch(lambda: os._exit(EXIT_OK))
         while True:
-            started = time.monotonic()
-            self.heartbeat()
+            self.send()
             time.sleep(HEARTBEAT_INTERVAL_S)
-            now = time.monotonic()
-            if (suspended_s := now - started - HEARTBEAT_INTERVAL_S) > SUSPENDED_S:
-                self._heard_at += suspended_s
-            limit_s = SILENCE_S if self.phase == "ready" else LOADING_SILENCE_S
-            if now - self._heard_at > limit_s:
-                here = os.getppid() == self._leader
-                what = "killed" if here else "this rank exits"
-                logger.error("rank 0 sent no heartbeat for %.0f s: %s", limit_s, what)
-                if here:
-                    assert self._leader is not None
-                    os.kill(self._leader, signal.SIGKILL)
-                os._exit(EXIT_STUCK)
 
-    def heartbeat(self, **more: object) -> None:
+    def send(self, **more: object) -> None:
         self._link.heartbeat(self.phase, **self._progress.steps._asdict(), **more)
-
-    def _on_message(self, message: Mapping[str, Any]) -> None:
-        self._heard_at = time.monotonic()

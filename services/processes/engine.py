@@ -214,7 +214,7 @@ def _start_ranks(
     options: Settings,
     context: zmq.Context[zmq.Socket[bytes]],
     on_failed: Callable[[str, int], None],
-) -> tuple[Settings, ranks.LocalRanks | None]:
+) -> tuple[Settings, ranks.OtherRanks | None]:
     """Start the other ranks. Return the settings with the number of ranks, and the ranks."""
     from engine.model import load as models
 

@@ -1,4 +1,4 @@
-"""`python -m services.processes.rank`: a rank of an engine other than rank 0, which starts it."""
+"""`python -m services.processes.rank`: a rank of an engine other than rank 0, run by a keeper."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from engine.batch import device
 from engine.model.errors import ModelUnavailable
 from engine.model.starting import lean_imports
 from engine.parallel.errors import RankFailed
-from engine.parallel.health import LeaderWatch
+from engine.parallel.health import RankHeartbeats
 from engine.parallel.progress import StepProgress
 from services.processes.engine import load_model
 from services.processes.stores import connect_rank_store
-from services.ranks.group import GroupSockets, backend, ignore_signals, prepare_environment
-from services.ranks.remote_rank import RANK_VARIABLE
+from services.ranks.connection import RANK_VARIABLE
+from services.ranks.group import GroupSockets, backend, prepare_environment
+from services.ranks.keepers import ignore_signals
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE
@@ -46,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     sockets = GroupSockets.from_environment()
     if link is None or sockets is None or not 0 < rank < options.ranks:
-        logger.error("this program is started by rank 0 of an engine with --num-local-ranks")
+        logger.error("rank 0 of an engine with --distributed-mode starts this program")
         return EXIT_USAGE
     progress = StepProgress()
-    watch = LeaderWatch(link, os.getppid() if sockets.server_key is None else None, progress)
-    watch.start()
+    heartbeats = RankHeartbeats(link, progress)
+    heartbeats.start()
     try:
-        serve(options, sockets, rank, watch, progress)
+        serve(options, sockets, rank, heartbeats, progress)
     except ModelUnavailable as error:
-        watch.heartbeat(reason=str(error))
+        heartbeats.send(reason=str(error))
         return EXIT_CONFIG
     except RankFailed as error:
         logger.error("%s", error)
@@ -67,7 +68,7 @@ def serve(
     options: Settings,
     sockets: GroupSockets,
     rank: int,
-    watch: LeaderWatch,
+    heartbeats: RankHeartbeats,
     progress: StepProgress,
 ) -> None:
     """Load this rank's part of the model and run plans. Raises: `ModelUnavailable`, `RankFailed`,
@@ -100,7 +101,7 @@ def serve(
         blocks = connect_rank_store(options, context, channel, rank, namespace, executor.spec)
         blocks.start()
     gc.freeze()
-    watch.phase = "ready"
+    heartbeats.phase = "ready"
     follow(executor, plans, progress, blocks)
 
 

@@ -1,9 +1,8 @@
-"""`python -m services.processes.rank_keeper`: keeps a rank on this machine for a rank 0 on
-another one.
+"""`python -m services.processes.rank_keeper`: runs a rank for a rank 0 on this machine or another.
 
 It reads a `RankJob` from standard input, compares models and versions, starts the rank, and
-forwards heartbeats in both directions. The rank never outlives the keeper or its connection: it
-ends if rank 0, its machine or the network fails, even if the rank is stopped."""
+forwards its heartbeats. The rank never outlives the keeper or its connection: it ends if rank 0,
+its machine or the network fails, even if the rank is stopped."""
 
 from __future__ import annotations
 
@@ -15,23 +14,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from engine.model.errors import ModelUnavailable
-from engine.parallel.health import LOADING_SILENCE_S, SILENCE_S
+from engine.parallel.health import (
+    HEARTBEAT_INTERVAL_S,
+    LOADING_SILENCE_S,
+    SILENCE_S,
+    SUSPENDED_S,
+)
+from services.ranks.connection import IBV_VARIABLE, RANK_VARIABLE
+from services.ranks.keepers import RankJob, ignore_signals, model_digest, read_job, versions
 from services.ranks.rdma import lacks_rdma
-from services.ranks.remote_rank import IBV_VARIABLE, RANK_VARIABLE, RankJob, model_digest, versions
 from shared.environment import HUB_TOKENS, environment_without
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import SECRET_VARIABLES
 from shared.supervisor_link import LINK_VARIABLE, LineReader
 
-LONGER_S = 2.0
-"""A rank exits by itself after `SILENCE_S`; a stopped process does not."""
+HANGING_UP_S = 0.5
+"""A rank that exits closes its link first; its exit code is more informative."""
 BYTES = 65536
 ENDING_S = 10.0
 """Max time for a kvstore to write its queued blocks."""
@@ -41,34 +48,25 @@ files open."""
 
 
 def main() -> int:
-    """Return the exit code of the rank."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    """Return the exit code."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # kills the rank
     job = read_job(0)
-    return EXIT_OK if job is None else keep(job, 0, 1)
+    if job is None:
+        return EXIT_OK
+    if job.leader is not None:
+        ignore_signals()
+    return keep(job, 0, 1)
 
 
-def read_job(source: int) -> RankJob | None:
-    """Return the job that rank 0 sends over the descriptor ``source``, None if it is gone. Raises:
-    OSError, msgspec.MsgspecError."""
-    line = bytearray()
-    while not line.endswith(b"\n"):  # byte by byte: anything after it is for the rank
-        data = os.read(source, 1)
-        if not data:
-            return None
-        line += data
-    return msgspec.json.decode(bytes(line), type=RankJob)
-
-
-def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = lambda: True) -> int:
-    """Run the rank of ``job`` while rank 0 is connected and the rank ``is_wanted``. Messages of
-    rank 0 come from ``source``, replies go to ``sink``. Return the rank's exit code. Raises:
-    OSError."""
-    if (reason := difference(job)) is not None:
+def keep(job: RankJob, source: int, sink: int) -> int:
+    """Run the rank of ``job`` while rank 0 is connected. Heartbeats of rank 0 come from ``source``,
+    those of the rank go to ``sink``. Return the rank's exit code. Raises: OSError."""
+    if job.leader is None and (reason := difference(job)) is not None:
         _say(sink, {"phase": "loading", "reason": reason, "exit": EXIT_CONFIG})
         return EXIT_CONFIG
     with tempfile.TemporaryDirectory(prefix="rank-") as folder:
-        environment = {**environment_without(SECRET_VARIABLES), **job.environment}
+        own = environment_without(SECRET_VARIABLES | {RUN_DIR_VARIABLE})  # rank 0 removes that
+        environment = {**own, **job.environment}
         for variable, content in job.files.items():
             path = Path(folder, variable.lower())
             path.write_text(content)
@@ -79,12 +77,13 @@ def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = l
             arguments = [*arguments, address]
             store = KeptStore([*job.kvstore, address])
         try:
-            code = RankKeeper(arguments, environment, source, sink, store, is_wanted).run()
+            code = RankKeeper(arguments, environment, source, sink, store, job.leader).run()
         finally:
             if store is not None:
                 store.end()
-    _say(sink, {"exit": code})
-    return code
+    with suppress(OSError):  # rank 0 is gone
+        _say(sink, {"exit": code})
+    return code if code >= 0 else 128 - code
 
 
 def difference(job: RankJob) -> str | None:
@@ -140,7 +139,7 @@ class KeptStore:
 
 
 class RankKeeper:
-    """Runs a rank, and forwards messages between it and rank 0."""
+    """Runs a rank, forwards its heartbeats to rank 0, and watches rank 0."""
 
     def __init__(
         self,
@@ -149,56 +148,63 @@ class RankKeeper:
         source: int,
         sink: int,
         store: KeptStore | None,
-        is_wanted: Callable[[], bool],
+        leader: int | None,
     ) -> None:
-        self._source, self._sink = source, sink
-        self._store, self._is_wanted = store, is_wanted
+        self._source, self._sink, self._store, self._leader = source, sink, store, leader
         self._link, self._rank = _start("services.processes.rank", arguments, environment)
         self._reader = LineReader()
         self._phase = "loading"
 
     def run(self) -> int:
-        """Forward messages until one side is gone, then kill the rank."""
+        """Forward heartbeats until one side is gone, then kill the rank. Return its exit code."""
         try:
-            self._relay()
+            if self._relay():
+                with suppress(subprocess.TimeoutExpired):
+                    return self._rank.wait(HANGING_UP_S)
+        except OSError:
+            pass  # rank 0 is gone
         finally:
-            if self._rank.poll() is None and not self._hung_up():
-                self._rank.kill()
+            self._rank.kill()
             code = self._rank.wait()
             self._link.close()
-        return code if code >= 0 else 128 - code
+        return code
 
-    def _hung_up(self) -> bool:
-        """Wait a moment for a rank that has closed its link, because its exit code is more
-        informative."""
-        try:
-            self._rank.wait(0.5)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _relay(self) -> None:
-        heard_at = time.monotonic()
+    def _relay(self) -> bool:
+        """Return whether it was the rank that closed its link."""
+        heard_at = looked_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._source, selectors.EVENT_READ)
             selector.register(self._link, selectors.EVENT_READ)
-            while self._is_wanted():
+            while True:
                 if self._store is not None:
                     self._store.update(time.monotonic())
-                for key, _ in selector.select(SILENCE_S / 5):
+                for key, _ in selector.select(HEARTBEAT_INTERVAL_S):
                     data = os.read(key.fd, BYTES)
                     if not data:
-                        return
+                        return key.fd != self._source
                     if key.fd == self._source:
                         heard_at = time.monotonic()
-                        self._link.sendall(data)
                     else:
                         for line in self._reader.lines(data):
                             self._phase = str(line.get("phase", self._phase))
                         _write(self._sink, data)
                 limit_s = SILENCE_S if self._phase == "ready" else LOADING_SILENCE_S
-                if time.monotonic() - heard_at > limit_s + LONGER_S:
-                    return
+                now = time.monotonic()
+                if (suspended_s := now - looked_at - HEARTBEAT_INTERVAL_S) > SUSPENDED_S:
+                    heard_at += suspended_s  # of this process, and of rank 0 perhaps too
+                looked_at = now
+                if now - heard_at > limit_s:
+                    self._end_silent_leader(limit_s)
+                    return False
+
+    def _end_silent_leader(self, limit_s: float) -> None:
+        """Kill rank 0 if it is on this machine: its supervisor would wait longer before it restarts
+        the group."""
+        here = self._leader is not None and os.getppid() == self._leader
+        end = "killed" if here else "this rank exits"
+        sys.stderr.write(f"rank 0 sent no heartbeat for {limit_s:.0f} s: {end}\n")
+        if here:
+            os.kill(os.getppid(), signal.SIGKILL)
 
 
 def _start(

@@ -1,22 +1,15 @@
-"""The other ranks of an engine: rank 0 starts them, as its children or over ssh.
+"""The other ranks of an engine: rank 0 has each of them run by a keeper.
 
 To the supervisor, an engine of several ranks is one process group. Rank 0 exits when any of them
-does, so they are restarted together. MLX finds the ranks through the variables that ``mlx.launch``
-would set; that program itself keeps a core busy, and leaves its ranks running when it is told to
-stop.
+does, so they are restarted together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,29 +21,29 @@ import zmq
 from engine.batch.device import HOST_VARIABLE
 from engine.model import sharding
 from engine.model.errors import ModelUnavailable
-from engine.parallel.health import GroupWatch, RankProcess
+from engine.parallel.health import GroupWatch, KeptRank
 from engine.parallel.progress import StepProgress
-from services.ranks.remote_rank import (
-    HOSTFILE_VARIABLE,
-    RANK_VARIABLE,
-    LaunchedRank,
-    RankJob,
-    RemoteRank,
+from services.ranks.connection import (
     connection_environment,
     connection_files,
     device_matrix,
-    launched_links,
+    rank_hosts,
+)
+from services.ranks.keepers import (
+    RankJob,
+    accept_launched,
     model_digest,
-    remote_hosts,
+    send_job,
+    start_here,
+    start_over_ssh,
     versions,
 )
 from shared import settings
 from shared.network.curve import EngineKeys, KeyPair
 from shared.network.hostfile import RankHost, hostfile_text, read_whole
-from shared.network.ports import free_ports
 from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import Settings
-from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
+from shared.supervisor_link import ENGINE_NAME_VARIABLE
 
 if TYPE_CHECKING:  # these import mlx
     from engine.parallel.leader import Leader
@@ -58,7 +51,6 @@ if TYPE_CHECKING:  # these import mlx
 
 logger = logging.getLogger(__name__)
 
-MODULE = "services.processes.rank"
 SOCKETS_VARIABLE = "_MLX_LM_SERVER_RANK_SOCKETS"
 HOSTS_VARIABLE = "MLX_LM_SERVER_DISTRIBUTED_HOSTFILE"
 JOIN_TIMEOUT_S = 120.0
@@ -66,7 +58,6 @@ OF_THIS_MACHINE = {
     "distributed_hostfile",
     "distributed_ibv_devices",
     "distributed_jaccl_coordinator",
-    "num_local_ranks",
 }
 """Settings whose values are meaningless on other machines, or are in the environment of a
 `RankJob`."""
@@ -100,7 +91,7 @@ def divided(options: Settings, path: Path) -> Settings:
 def _first_hosts(options: Settings, count: int) -> Settings:
     """Return ``options`` with only the first machines of the hostfile. Raises:
     `ModelUnavailable`."""
-    hosts = remote_hosts(options)
+    hosts = rank_hosts(options)
     matrix = device_matrix(options, hosts)
     rows = None if matrix is None else [row[:count] for row in matrix[:count]]
     number, name = tempfile.mkstemp(".json", "hosts-", os.environ.get(RUN_DIR_VARIABLE))
@@ -120,7 +111,7 @@ def check(options: Settings, path: Path) -> None:
     from engine.model import load
 
     load.check_divisible(path, str(options.model), trust=options.trust_remote_code)
-    hosts = remote_hosts(options)
+    hosts = rank_hosts(options)
     if (matrix := device_matrix(options, hosts)) is not None:
         from services.ranks.rdma import lacks_rdma
 
@@ -150,52 +141,24 @@ class GroupSockets(msgspec.Struct, frozen=True, kw_only=True):
         return {SOCKETS_VARIABLE: msgspec.json.encode(self).decode()}
 
 
-class LocalRank:
-    """A `RankProcess` that is a child of this one, in its process group."""
-
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.rank = rank
-        self.link, child_end = socket.socketpair()
-        with child_end:
-            self._process = subprocess.Popen(
-                command,
-                env={**environment, LINK_VARIABLE: str(child_end.fileno())},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(child_end.fileno(),),
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    def ended(self, code: int) -> str:
-        return f"has exited ({signal.Signals(-code).name if code < 0 else f'code {code}'})"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class LocalRanks:
-    """All other ranks of this engine."""
+class OtherRanks:
+    """All ranks of this engine but rank 0, which is this process."""
 
     def __init__(
         self,
         options: Settings,
         context: zmq.Context[zmq.Socket[bytes]],
         on_failed: Callable[[str, int], None],
-        command: Sequence[str] = (),
+        keeper: Sequence[str] = (),
     ) -> None:
-        """Start them, with ``command`` if given. ``on_failed`` as in `GroupWatch`."""
+        """Start them; on this machine by the command ``keeper`` if given. ``on_failed`` as in
+        `GroupWatch`. Raises: `ModelUnavailable`, `RankFailed`."""
         from engine.io.store.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
         self.progress, self._backend = StepProgress(), backend(options)
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=os.environ.get(RUN_DIR_VARIABLE))
-        hosts = remote_hosts(options)
+        hosts = rank_hosts(options)
         keys = KeyPair.fresh() if hosts else None
         # Other machines may not reach this machine by name, only by its address in the hostfile.
         where = f"tcp://{hosts[0].ips[0]}:*" if hosts else f"ipc://{self._folder}/"
@@ -207,65 +170,36 @@ class LocalRanks:
             stores=self._stores.get_string(zmq.LAST_ENDPOINT),
             server_key=None if keys is None else keys.public,
         )
-        self._ranks: list[RankProcess] = []
-        try:
-            if hosts:
-                self._start_remote(options, hosts, sockets)
-            else:
-                self._start_here(options, sockets, command)
-        except BaseException:
-            for started in self._ranks:
-                started.kill()
-            raise
-
-        def failed(reason: str, code: int) -> None:
-            self._remove_folder()
-            on_failed(reason, code)
-
-        self._watch = GroupWatch(self._ranks, self.progress, failed)
-        self._watch.start()
-
-    def _start_here(self, options: Settings, sockets: GroupSockets, command: Sequence[str]) -> None:
-        # If another program takes one in the meantime, the ranks cannot connect and start again.
-        ports = free_ports(options.ranks)
-        hosts = Path(self._folder, "hosts.json")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-        os.environ |= {RANK_VARIABLE: "0", HOSTFILE_VARIABLE: str(hosts)}
-        stores = [f"--kvstore-socket={address}" for address in options.kvstore_socket[:1]]
-        own_command = [sys.executable, "-P", "-m", MODULE, *settings.command_line(options), *stores]
-        for rank in range(1, options.ranks):
-            environment = {**os.environ, RANK_VARIABLE: str(rank), **sockets.to_environment()}
-            environment.pop(RUN_DIR_VARIABLE, None)  # rank 0 removes it
-            self._ranks.append(LocalRank(rank, command or own_command, environment))
-
-    def _start_remote(
-        self, options: Settings, hosts: Sequence[RankHost], sockets: GroupSockets
-    ) -> None:
         files = connection_files(options, hosts)
         for variable, content in files.items():
             path = Path(self._folder, variable.lower())
             path.write_text(content)
             os.environ[variable] = str(path)
         os.environ |= connection_environment(options, hosts, 0)
-        fingerprint = model_digest(options.model)
-        name = os.environ.get(ENGINE_NAME_VARIABLE, "engine")
-        files = {**files, HOSTS_VARIABLE: hostfile_text(hosts, device_matrix(options, hosts))}
-        uses_store = bool(options.kvstore_socket) and not options.no_ssd
-        launched = launched_links(hosts, JOIN_TIMEOUT_S) if hosts[0].address else {}
-        for rank, host in enumerate(hosts[1:], 1):
-            own = connection_environment(options, hosts, rank)
-            job = RankJob(
-                model=options.model,
-                fingerprint=fingerprint,
-                versions=versions(),
-                arguments=rank_arguments(options),
-                environment={**own, **sockets.to_environment(), ENGINE_NAME_VARIABLE: name},
-                files=files,
-                kvstore=store_arguments(options, rank) if uses_store else None,
-            )
-            self._ranks.append(
-                LaunchedRank(rank, launched[rank], job) if launched else RemoteRank(rank, host, job)
-            )
+        jobs = rank_jobs(options, hosts, sockets, files)
+        ranks: list[KeptRank] = []
+        try:
+            if hosts and hosts[0].address:
+                ranks += accept_launched(hosts, JOIN_TIMEOUT_S)
+                for kept in ranks:
+                    send_job(kept, jobs[kept.rank])
+            for rank, job in jobs.items() if not ranks else ():
+                ranks.append(
+                    start_over_ssh(rank, job, hosts[rank])
+                    if hosts
+                    else start_here(rank, job, keeper)
+                )
+        except BaseException:
+            for started in ranks:
+                started.end()
+            raise
+
+        def failed(reason: str, code: int) -> None:
+            self._remove_folder()
+            on_failed(reason, code)
+
+        self._watch = GroupWatch(ranks, self.progress, failed)
+        self._watch.start()
 
     def join(self) -> Leader:
         """Wait for all ranks and connect them. Raises: `RankFailed`."""
@@ -287,20 +221,49 @@ class LocalRanks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def rank_jobs(
+    options: Settings, hosts: Sequence[RankHost], sockets: GroupSockets, files: Mapping[str, str]
+) -> dict[int, RankJob]:
+    """Return the job of each rank but rank 0. ``files`` are those of the connection. Raises:
+    `ModelUnavailable`."""
+    name = os.environ.get(ENGINE_NAME_VARIABLE, "engine")
+    arguments, fingerprint, matrix = rank_arguments(options), "", device_matrix(options, hosts)
+    if hosts:
+        fingerprint = model_digest(options.model)
+        files = {**files, HOSTS_VARIABLE: hostfile_text(hosts, matrix)}
+    else:
+        arguments += [f"--kvstore-socket={address}" for address in options.kvstore_socket[:1]]
+    has_own_store = bool(hosts) and bool(options.kvstore_socket) and not options.no_ssd
+    jobs = {}
+    for rank in range(1, options.ranks):
+        connection = connection_environment(options, hosts, rank)
+        jobs[rank] = RankJob(
+            model=options.model,
+            fingerprint=fingerprint,
+            versions=versions() if hosts else {},
+            arguments=arguments,
+            environment={**connection, **sockets.to_environment(), ENGINE_NAME_VARIABLE: name},
+            files=dict(files),
+            kvstore=store_arguments(options, rank) if has_own_store else None,
+            leader=None if hosts else os.getpid(),
+        )
+    return jobs
+
+
 def start(
     options: Settings,
     path: Path,
     context: zmq.Context[zmq.Socket[bytes]],
     on_failed: Callable[[str, int], None],
-) -> LocalRanks:
+) -> OtherRanks:
     """Start the other ranks for the model in ``path``. ``on_failed`` as in `GroupWatch`.
 
     Local ranks start before `check`, because both spend a second on imports, and load nothing
-    before `LocalRanks.join`. Raises: `ModelUnavailable`."""
-    if remote_hosts(options):
+    before `OtherRanks.join`. Raises: `ModelUnavailable`."""
+    if rank_hosts(options):
         check(options, path)
-        return LocalRanks(options, context, on_failed)
-    others = LocalRanks(options, context, on_failed)
+        return OtherRanks(options, context, on_failed)
+    others = OtherRanks(options, context, on_failed)
     try:
         check(options, path)
     except BaseException:
@@ -310,8 +273,8 @@ def start(
 
 
 def rank_arguments(options: Settings) -> list[str]:
-    """Return the command line of a rank on another machine. Paths to files of this machine are
-    replaced; their content is passed in the environment."""
+    """Return the command line of a rank, which may be on another machine. Paths to files of this
+    machine are left out; the keeper writes their content to files there."""
     given = options.given - OF_THIS_MACHINE | {"distributed_mode"}
     return settings.command_line(dataclasses.replace(options, given=given))
 
@@ -330,9 +293,3 @@ def store_arguments(options: Settings, rank: int) -> list[str]:
 def backend(options: Settings) -> Literal["ring", "jaccl"]:
     """Return MLX's name of the backend that connects the ranks."""
     return "jaccl" if options.distributed_mode == "jaccl" else "ring"
-
-
-def ignore_signals() -> None:
-    """Leave signals to rank 0: they are sent to the whole process group."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)

@@ -11,15 +11,17 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
 
 import msgspec
 
-from services.processes.rank_keeper import keep, read_job
+from services.processes.rank_keeper import keep
+from services.ranks.connection import HOSTFILE_VARIABLE, RANK_VARIABLE
 from services.ranks.group import HOSTS_VARIABLE, SOCKETS_VARIABLE, rank_arguments, store_arguments
-from services.ranks.remote_rank import HOSTFILE_VARIABLE, RANK_VARIABLE, RankJob
+from services.ranks.keepers import RankJob, read_job
 from shared import logs
 from shared.exits import EXIT_FAILED, EXIT_OK
 from shared.network.hostfile import RankHost, read_hostfile
@@ -64,9 +66,11 @@ def keep_rank(options: Settings, hosts: tuple[RankHost, ...], rank: int) -> int:
     logs.setup(f"rank-{rank}", options.log_level, options.log_format)
     ending: list[int] = []  # the group may still finish its streams
     signal.signal(signal.SIGINT, lambda number, _: ending.append(number))
-    parent, code = os.getppid(), EXIT_OK
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # kills the rank
+    end_with_parent()
+    code = EXIT_OK
     left_at: float | None = None  # rank 0, for the last time
-    while os.getppid() == parent and not ending:
+    while not ending:
         if left_at is not None and time.monotonic() - left_at > WITHOUT_LEADER_S:
             logger.info("rank 0 has ended")
             return code
@@ -78,8 +82,7 @@ def keep_rank(options: Settings, hosts: tuple[RankHost, ...], rank: int) -> int:
                 job = read_job(link.fileno())
                 if job is not None:
                     left_at = math.inf
-                    own = own_job(job, options, rank)
-                    code = keep(own, link.fileno(), link.fileno(), lambda: os.getppid() == parent)
+                    code = keep(own_job(job, options, rank), link.fileno(), link.fileno())
         except OSError:  # it is not there yet, or not any more
             pass
         except msgspec.MsgspecError:
@@ -101,6 +104,7 @@ def own_job(job: RankJob, options: Settings, rank: int) -> RankJob:
         environment=environment,
         files=_only(job.files, FILES_FROM_RANK_0),
         kvstore=None if job.kvstore is None else store_arguments(options, rank),
+        leader=None,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.backend import allocation
 from services.processes.listener import ListenError, base_url, inherited, listen, log_access
-from services.ranks.remote_rank import RANK_VARIABLE
+from services.ranks.connection import RANK_VARIABLE
 from services.supervision.bounded_log import BoundedLog
 from services.supervision.fleet.engine_pool import SpecMaker
 from services.supervision.fleet.fleet import ROUTER, EngineFleet

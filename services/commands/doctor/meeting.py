@@ -20,7 +20,7 @@ from router.http.middleware.api_keys import ApiKeys
 from services.commands.admin_client import NoServer, ServerFields, json_object
 from services.commands.doctor.report import Check, bad, good, warning
 from services.processes.listener import ListenError, listen
-from services.ranks.remote_rank import SSH
+from services.ranks.keepers import SSH
 from shared.network.allow_list import AllowListError, read_allow_list
 from shared.network.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
 from shared.network.hostfile import HostfileError, RankHost, read_hostfile

@@ -69,7 +69,7 @@ class RankFaults:
         found: list[int] = []
 
         def there() -> bool:
-            names = ("services.processes.engine", "services.processes.rank")
+            names = ("services.processes.engine", "services.processes.rank ")
             leaders, others = map(self._server.pids, names)
             found[:] = [*leaders, *others]
             return len(leaders) == len(others) == 1

@@ -19,9 +19,10 @@ import zmq
 
 from engine.model.errors import ModelUnavailable
 from engine.parallel.errors import RankFailed
-from services.ranks.group import SOCKETS_VARIABLE, LocalRanks, check, divided
+from services.ranks.connection import rank_hosts
+from services.ranks.group import SOCKETS_VARIABLE, OtherRanks, check, divided
+from services.ranks.keepers import RankJob, accept_launched, versions
 from services.ranks.rdma import missing_devices
-from services.ranks.remote_rank import RankJob, launched_links, remote_hosts, versions
 from services.supervision.launched import own_job
 from shared import settings
 from shared.network.hostfile import RankHost, read_hostfile
@@ -97,6 +98,7 @@ def test_a_rank_takes_of_rank_0_only_what_it_cannot_know() -> None:
         environment={"MLX_RANK": "0", "LD_PRELOAD": "x.so", SOCKETS_VARIABLE: "{}"},
         files={"PYTHONSTARTUP": "boo", "MLX_HOSTFILE": "[]"},
         kvstore=["--config=theirs"],
+        leader=os.getppid(),
     )
     argv = ["--model=ours", "--distributed-mode=ring", "--num-local-ranks=2", "--max-batch-size=3"]
     own = own_job(hostile, settings.parse(argv, {}, "test"), 1)
@@ -104,6 +106,7 @@ def test_a_rank_takes_of_rank_0_only_what_it_cannot_know() -> None:
     assert {"--model=ours", "--max-batch-size=3"} < set(own.arguments)
     assert own.environment == {"MLX_RANK": "1", SOCKETS_VARIABLE: "{}"}
     assert own.files == {"MLX_HOSTFILE": "[]"}
+    assert own.leader is None, "it is killed when rank 0 is silent"
     assert own.kvstore is not None and "--config=theirs" not in own.kvstore
 
 
@@ -124,14 +127,14 @@ def test_rank_0_waits_for_every_rank_that_was_started() -> None:
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    found = launched_links(hosts, PATIENCE_S)
+    found = accept_launched(hosts, PATIENCE_S)
     thread.join(PATIENCE_S)
-    assert sorted(found) == [1, 2]
-    found[2].sendall(b"job")
+    assert [kept.rank for kept in found] == [1, 2]
+    found[1].link.sendall(b"job")
     assert ends[0].recv(3) == b"job"
     with pytest.raises(RankFailed, match="rank 1, rank 2 did not connect within 0 s"):
-        launched_links(hosts, 0.0)
-    for each in (*ends, *found.values()):
+        accept_launched(hosts, 0.0)
+    for each in (*ends, *(kept.link for kept in found)):
         each.close()
 
 
@@ -143,9 +146,9 @@ def test_addresses_alone_are_refused_without_mlx_launch(
     options = settings.Settings(distributed_mode="ring", distributed_hostfile=path)
     monkeypatch.delenv("MLX_RANK", raising=False)
     with pytest.raises(ModelUnavailable, match=r"start the server under mlx\.launch"):
-        remote_hosts(options)
+        rank_hosts(options)
     monkeypatch.setenv("MLX_RANK", "0")
-    assert [host.address for host in remote_hosts(options)] == ["10.0.0.1:5000", "10.0.0.2:5000"]
+    assert [host.address for host in rank_hosts(options)] == ["10.0.0.1:5000", "10.0.0.2:5000"]
     assert options.ranks == 2 and options.ranks_here == 1
     path = path.with_name("one-machine.json")
     path.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
@@ -165,7 +168,7 @@ def test_a_launcher_of_jaccl_gets_all_that_mlx_needs(
     flags = ["--model", str(tiny_model("llama")), "--distributed-mode=jaccl", "--memory-gb=1.5"]
     options = settings.parse([*flags, f"--distributed-hostfile={hosts}"], {}, "test")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    ranks = LocalRanks(options, context, lambda reason, code: None)
+    ranks = OtherRanks(options, context, lambda reason, code: None)
     names = ("MLX_RANK", "MLX_JACCL_COORDINATOR", "MLX_METAL_FAST_SYNCH")
     own = {name: os.environ[name] for name in names}
     matrix = json.loads(Path(os.environ["MLX_IBV_DEVICES"]).read_text())
@@ -214,7 +217,7 @@ def test_fewer_machines_of_a_hostfile_are_started_where_a_model_does_not_divide(
         model="m", distributed_mode="ring", distributed_hostfile=hosts, distributed_strict=False
     )
     fewer = divided(options, tiny_model("llama"))  # of 2 KV heads
-    assert [host.ssh for host in remote_hosts(fewer)] == ["mac0", "mac1"]
+    assert [host.ssh for host in rank_hosts(fewer)] == ["mac0", "mac1"]
     assert fewer.ranks == 2 and fewer.num_local_ranks is None
     assert fewer.distributed_hostfile is not None
     fewer.distributed_hostfile.unlink()

@@ -43,7 +43,9 @@ server = llama_server(*RANKS, **CHECKED)
 
 def pids(server: Server) -> dict[str, int]:
     """Return the process of each rank."""
-    (leader,), (other,) = (server.pids(f"services.processes.{name}") for name in ("engine", "rank"))
+    (leader,), (other,) = (
+        server.pids(f"services.processes.{name}") for name in ("engine", "rank ")
+    )
     return {"rank 0": leader, "rank 1": other}
 
 
@@ -138,7 +140,7 @@ def test_drafts_are_verified_on_all_ranks(tiny_model: Callable[..., Path]) -> No
 def test_the_demo_model_runs_on_three_ranks(demo_model: Path) -> None:
     with serving("demo-fp32", *RANKS[:-1], "3") as server:
         assert "Paris" in content_of(server.chat("What is the capital of France?"))
-        assert len(server.pids("services.processes.rank")) == 2
+        assert len(server.pids("services.processes.rank ")) == 2
 
 
 @at_length

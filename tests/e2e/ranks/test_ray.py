@@ -185,9 +185,11 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
     file.write_text(CONFIG.format(**models))
     with serving_on(nodes, "--config", str(file)) as server:
         wait_ready(server, 2)
-        assert nodes.all_engines("services.processes.rank")
+        assert nodes.all_engines("services.processes.rank ")
         head = nodes.nodes()[0]
-        assert not nodes.engines(head, "services.processes.rank"), "its label says where it may run"
+        assert not nodes.engines(head, "services.processes.rank "), (
+            "its label says where it may run"
+        )
         assert server.complete("a", model="divided")["usage"]["completion_tokens"] == 16
         with ThreadPoolExecutor(8) as pool:
             began = time.monotonic()

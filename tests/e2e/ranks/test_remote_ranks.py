@@ -20,15 +20,9 @@ from engine.parallel.health import GroupWatch
 from engine.parallel.progress import StepProgress
 from engine.plan import FEWEST_PAGE_TOKENS
 from services.processes.rank_keeper import difference
+from services.ranks.connection import connection_environment, connection_files
 from services.ranks.group import SOCKETS_VARIABLE
-from services.ranks.remote_rank import (
-    RankJob,
-    RemoteRank,
-    connection_environment,
-    connection_files,
-    model_digest,
-    versions,
-)
+from services.ranks.keepers import RankJob, model_digest, start_over_ssh, versions
 from shared.network.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
 from shared.settings import Settings
 from tests.e2e.operation.test_faults import PATIENCE_S
@@ -129,7 +123,7 @@ def lose(server: Server, name: str) -> None:
     """Kill a process while it answers; the text goes on, and no process is left."""
     fields = {"temperature": 1.0, "seed": 5}
     expected = text_of(list(server.stream("abc", 150, **fields)))
-    others = server.pids("services.processes.rank")
+    others = server.pids("services.processes.rank ")
     running = server.stream("abc", 150, **fields)
     begun = [next(running) for _ in range(3)]
     lost = server.kill(name)
@@ -217,6 +211,6 @@ def test_a_machine_that_cannot_be_reached_is_named(
     (ssh.parent / "bin" / "ssh").write_text("#!/bin/sh\nexit 255\n")
     monkeypatch.setenv("PATH", path_with(ssh))
     found: SimpleQueue[str] = SimpleQueue()
-    rank = RemoteRank(1, read_hostfile(hostfile)[1], job(tiny_model("llama")))
+    rank = start_over_ssh(1, job(tiny_model("llama")), read_hostfile(hostfile)[1])
     GroupWatch([rank], StepProgress(), lambda reason, code: found.put(reason)).start()
     assert found.get(timeout=PATIENCE_S).startswith("rank 1 on mac2 could not be started")

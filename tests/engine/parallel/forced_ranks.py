@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from unittest.mock import patch
 import zmq
 
 from engine.backend.blas import load_fast_blas
-from services.ranks.group import GroupSockets, LocalRanks
+from services.ranks.group import GroupSockets, OtherRanks
+from services.ranks.keepers import read_job
 from shared.settings import Settings
 from shared.supervisor_link import SupervisorLink
 
@@ -51,10 +53,10 @@ def main(path: Path, kv_bits: int) -> None:
         "prefill_chunk_tokens": 32,
     }
     with forced_gpu_path():
-        if (sockets := GroupSockets.from_environment()) is not None:
-            follow_plans(path, Settings(**settings), sockets)
-        else:
+        if len(sys.argv) == 3:
             lead(path, settings)
+        else:
+            follow_plans(path, Settings(**settings))
 
 
 def lead(path: Path, settings: dict[str, Any]) -> None:
@@ -62,8 +64,8 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
         sys.stderr.write(reason)
         os._exit(code)
 
-    command = [sys.executable, "-m", MODULE, *sys.argv[1:]]
-    others = LocalRanks(Settings(**settings), zmq.Context(), on_failed, command)
+    command = [sys.executable, "-m", MODULE, *sys.argv[1:], "other"]
+    others = OtherRanks(Settings(**settings), zmq.Context(), on_failed, command)
     leader = others.join()
     times: list[float] = []
 
@@ -92,10 +94,15 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(found))
 
 
-def follow_plans(path: Path, settings: Settings, sockets: GroupSockets) -> None:
-    link = SupervisorLink.from_environment()
-    assert link is not None
-    link.watch(lambda: os._exit(0))
+def follow_plans(path: Path, settings: Settings) -> None:
+    """Follow rank 0 as a rank without a keeper."""
+    job = read_job(0)
+    assert job is not None
+    os.environ |= job.environment | {"MLX_HOSTFILE": str(path / "hosts.json")}
+    Path(os.environ["MLX_HOSTFILE"]).write_text(job.files["MLX_HOSTFILE"])
+    sockets = GroupSockets.from_environment()
+    assert sockets is not None
+    SupervisorLink(socket.socket(fileno=0)).watch(lambda: os._exit(0))
     device.prepare()
     plans = PlanReceiver(zmq.Context(), sockets.plans, 1, 1 << 40)
     plans.wait_for_start()

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from engine.parallel.health import GroupWatch
 from engine.parallel.progress import StepProgress
-from services.ranks.group import LocalRank
+from services.ranks.keepers import RankJob, start_here
 from shared.exits import EXIT_FAILED, EXIT_STUCK
 
 PATIENCE_S = 60.0
@@ -30,7 +30,9 @@ class WatchedGroup:
     ) -> None:
         module = "tests.engine.parallel.rank_process"
         command = [sys.executable, "-m", module, json.dumps(other), *then]
-        self.rank = LocalRank(1, command, dict(os.environ))
+        self.rank = start_here(1, RankJob(model="", arguments=[], environment={}), command)
+        assert self.rank.process is not None
+        self.process = self.rank.process
         self.failures: SimpleQueue[tuple[str, int]] = SimpleQueue()
         progress = StepProgress()
         for plan, tokens in own:
@@ -46,15 +48,18 @@ class WatchedGroup:
         )
         self.watch.start()
 
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
     def failure(self) -> tuple[str, int]:
         found = self.failures.get(timeout=2 * PATIENCE_S)
-        assert self.rank.exit_code() is not None, "the rank is left over"
+        assert self.exit_code() is not None, "the rank is left over"
         return found
 
 
 def test_a_killed_rank_ends_the_group() -> None:
     group = WatchedGroup([], [])
-    os.kill(group.rank.pid, signal.SIGKILL)
+    os.kill(group.process.pid, signal.SIGKILL)
     assert group.failure() == ("rank 1 has exited (SIGKILL)", EXIT_FAILED)
 
 
@@ -66,7 +71,7 @@ def test_a_stopped_rank_ends_the_group() -> None:
 def test_a_group_that_ends_as_planned_leaves_no_rank() -> None:
     group = WatchedGroup([("first", [1])], [("first", [1])])
     group.watch.stop()
-    assert group.rank.exit_code() is not None and group.failures.empty()
+    assert group.exit_code() is not None and group.failures.empty()
 
 
 def test_a_rank_that_computed_other_tokens_ends_the_group() -> None:

@@ -65,10 +65,8 @@ def structured_by(way: dict[str, str]) -> None:
 
 
 def errors_by(way: dict[str, str]) -> None:
-    # All errors of Ollama's API become the second kind.
-    kind = litellm.APIConnectionError if way is OLLAMA else litellm.NotFoundError
     missing = way | {"model": way["model"].replace(h.MODEL, "nobody")}
-    error = h.failure(kind, complete, missing)
+    error = h.failure(litellm.NotFoundError, complete, missing)
     h.check("nobody" in str(error), error)
 
 

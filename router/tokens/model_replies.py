@@ -111,9 +111,7 @@ class ModelReplies:
         messages = self.format.messages
         if messages is None or messages.tools != calls.name:
             messages = None
-        in_messages = (
-            False  # whether an answer consists of messages, the last of which may be a call
-        )
+        in_messages = False  # whether the grammar is that of messages, the last perhaps a call
         if not policy.required:
             if bound is not None:
                 alternative = _json_rule_of(bound)

@@ -48,9 +48,11 @@ class ScratchRows:
 
     def heads(self, layer: int) -> slice:
         """Return which heads of keys of a layer are read."""
+        return self._share(self._pages.layout.layers[layer].kv_heads)
+
+    def _share(self, heads: int) -> slice:
         number, parts = self._part
-        count = self._pages.layout.layers[layer].kv_heads
-        return slice(count * number // parts, count * (number + 1) // parts)
+        return slice(heads * number // parts, heads * (number + 1) // parts)
 
     def both(self, layer: int) -> list[Array]:
         """Return keys and values (rows, heads, capacity, dim) of a layer, for `read`."""
@@ -116,8 +118,8 @@ class ScratchRows:
         found = self._arguments.get(group)
         if found is None:
             _, arrays, every, *_ = group.codes.shape
-            number, parts = self._part
-            heads = every * (number + 1) // parts - every * number // parts
+            its = self._share(every)
+            heads = its.stop - its.start
             index = self._tables[:, None] * (arrays * every) + np.arange(heads)[:, None]
             known = np.arange(self._capacity) < np.array(self._ends)[:, None]
             known = known.repeat(group.scales.shape[-1], axis=-1).repeat(heads, axis=0)

@@ -48,49 +48,27 @@ def start_of(
     """Return a function that starts a fetch of blocks, and of what is at their ``end``."""
     if isinstance(end, StateSearch):
         return StatePrefixFetch(source, ticket, hashes, end, on_fetched, cancellation).start
-    parts = end or PartSearch([], 1)
-    return PartPrefixFetch(source, ticket, hashes, parts, on_fetched, cancellation).start
 
-
-class PartPrefixFetch:
-    """One fetch of pages, and of a part of the page after the last one that is found."""
-
-    def __init__(
-        self,
-        source: PrefixSource,
-        ticket: int,
-        hashes: Sequence[bytes],
-        parts: PartSearch,
-        on_fetched: OnFetched,
-        cancellation: Cancellation | None = None,
-    ) -> None:
-        self._source = source
-        self._ticket = ticket
-        self._hashes = hashes
-        self._parts = parts
-        self._on_fetched = on_fetched
-        self._cancellation = cancellation
-
-    def start(self) -> None:
-        self._source.get_blocks(self._hashes, self._on_pages, self._cancellation)
-
-    def _on_pages(self, payloads: list[Payload]) -> None:
-        size = self._parts.page_blocks
-        blocks = self._parts.hashes[len(payloads) * size :][: size - 1]
+    def on_pages(payloads: list[Payload]) -> None:
+        """Fetch the part of the page after the last one that was found, if there is one."""
+        size = end.page_blocks if end else 1
+        blocks = end.hashes[len(payloads) * size :][: size - 1] if end else []
 
         def found(position: int | None) -> None:
             if position is None or not 0 <= position < len(blocks):
-                self._on_fetched(self._ticket, payloads, None)
+                on_fetched(ticket, payloads, None)
             else:
-                self._source.get_blocks([blocks[position]], partial(done, position + 1))
+                source.get_blocks([blocks[position]], partial(done, position + 1))
 
         def done(count: int, part: list[Payload]) -> None:
-            self._on_fetched(self._ticket, payloads, FoundPart(count, part[0]) if part else None)
+            on_fetched(ticket, payloads, FoundPart(count, part[0]) if part else None)
 
         if blocks:
-            self._source.find_last(blocks, found, are_states=False)
+            source.find_last(blocks, found, are_states=False)
         else:
             found(None)
+
+    return partial(source.get_blocks, hashes, on_pages, cancellation)
 
 
 class StatePrefixFetch:

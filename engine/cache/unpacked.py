@@ -16,7 +16,7 @@ from engine.plan import Slot
 
 FEWEST_SLOTS, FEWEST_TOKENS = 16, 1_024
 """The first arrays have room for so many. Memory that is never written is not taken."""
-IDLE_BYTES = 256 << 20
+IDLE_BYTES = 512 << 20
 """Max memory of slots that were freed, for the next sequences in them: it takes the system several
 times as long to provide memory as to write values."""
 NEW_AT_ONCE = 512

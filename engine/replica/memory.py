@@ -21,7 +21,7 @@ FEWEST_BLOCKS = 256
 """So many are used even if they do not fit."""
 HEADROOM_BYTES = 1 << 30
 """Reserved for a step's temporary arrays. MLX dispatches ten command buffers ahead of a GPU, each
-with arrays of about 50 million elements. On a CPU it also has what is kept for reuse: 256 MB of
+with arrays of about 50 million elements. On a CPU it also has what is kept for reuse: 512 MB of
 unpacked rows, and 64 MB into which rows are read."""
 METAL_SHARE = 0.6
 GPU_SHARE = 0.9

@@ -31,7 +31,7 @@ class InProcessEngine:
     ) -> None:
         """``others`` are further settings of the server. By default nothing is drafted."""
         load_fast_blas()
-        from engine.batch import device
+        from engine import device
         from engine.model.load import load, resolve
         from engine.replica.build import build_replica
 

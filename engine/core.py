@@ -11,7 +11,6 @@ import mlx.core as mx
 import msgspec
 
 from engine.adapters.queue import AdapterRead
-from engine.backend.file_rows import FilesChanged
 from engine.backend.settling import is_lost_device, takes_too_long
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
@@ -28,6 +27,7 @@ from engine.io.inbox import (
 from engine.io.status import EngineStatus
 from engine.io.store.group_store import EngineStore
 from engine.io.thread import IOThread
+from engine.model.errors import FilesChanged
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
 from engine.vision.intake import take_pictures

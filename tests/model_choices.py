@@ -17,9 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from engine.batch.gpu import GPUBatch
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
-from engine.executor.spec import GATHERED_LAYERS, GPU_CHUNK_TOKENS
+from engine.executor.spec import GPU_CHUNK_TOKENS
 from engine.model.context import context_length
 from engine.plan import page_tokens
 from engine.replica.memory import BUFFER_CACHE_BYTES, HEADROOM_BYTES, METAL_SHARE, table_bytes
@@ -60,7 +61,7 @@ class Model(NamedTuple):
         other_bytes = self.weights_bytes + states_bytes + table_bytes(slots, self.context)
         room = room_bytes(working_set_bytes(memory_gb), other_bytes)
         page = page_tokens(settings.block_size)
-        gathered = GATHERED_LAYERS * layout.layer_value_bytes
+        gathered = GPUBatch.gathered_layers * layout.layer_value_bytes
         if room < page * (layout.token_bytes + gathered):
             return None
         return SchedulerConfig(

@@ -22,10 +22,10 @@ import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
+from engine import device
 from engine.adapters.checkpoint import LowRank, Shape
 from engine.adapters.layers import adapt, linear_layers, shape_of
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch import device
 from engine.proving.choose import choose_executor
 from engine.proving.oracle import make_reference
 from engine.proving.trial import PAGE_TOKENS, Trial

@@ -10,7 +10,7 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.generate import generate_step, generation_stream
 
-from engine.batch import device
+from engine import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor

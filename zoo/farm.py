@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch.device import HOST_VARIABLE
+from engine.device import HOST_VARIABLE
 from engine.parallel.group import RankGroup
 from shared.network.ports import free_ports
 from shared.paths import python_path

@@ -26,8 +26,8 @@ import numpy as np
 
 from bench.engine.bert import HIDDEN, LAYERS, POSITIONS, WIDE, make_base, write_gguf
 from bench.servers import llama_server, mlx_vlm_server, running
-from engine.backend.graphs import Graph
 from engine.backend.threads import num_threads
+from engine.cpu.onnx.graphs import Graph
 
 TOKENS = 256
 SECONDS = {1: 8.0, 32: 24.0}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from engine.batch.device import HOST_VARIABLE
+from engine.device import HOST_VARIABLE
 from engine.plan import Chunk, Decode, Plan, fixed_tables
 from shared.wire import SamplingParams
 
@@ -66,7 +66,7 @@ def _prompts(name: str, count: int) -> Prompts:
 def _parted(name: str, bits: int, prompts: Prompts) -> int | None:
     """Return how many continuations of ``prompts`` differ between a batch of `ROWS` and a sequence
     alone; None if the architecture has no batches, or no keys and values of so many ``bits``."""
-    from engine.batch import device
+    from engine import device
     from engine.cache.quantization import Precision
     from engine.proving.choose import choose_executor
     from engine.proving.trial import PAGE_TOKENS

@@ -29,7 +29,7 @@ class _Found(NamedTuple):
 def precision(model: str, runs: int) -> None:
     """Compare products with codes, compact and fast ones, with the same weights in fp32."""
     load_fast_blas()
-    from engine.batch import device
+    from engine import device
     from engine.model.load import load, resolve
 
     device.prepare()
@@ -60,7 +60,7 @@ def _prepared(model: Any, name: str) -> Any:
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
-    from engine.batch.cpu.layers import Layers
+    from engine.cpu.layers import Layers
 
     if name == "fp32":
         model.set_dtype(mx.float32)

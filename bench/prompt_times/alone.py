@@ -16,7 +16,7 @@ import numpy as np
 from bench.prompt_times.measuring import FLAGS, Options, first_s, ms
 from bench.servers import ours
 from bench.turns import median_ratio
-from engine.backend.graphs import Graph
+from engine.cpu.onnx.graphs import Graph
 from engine.model.load import resolve
 
 CASES = {

@@ -3,18 +3,20 @@
 mlx-lm's models call ``cache.update_and_fetch(keys, values)`` and pass the result to
 `mlx_lm.models.base.scaled_dot_product_attention`. Here the result is a handle, not an
 array: our attention recognises it and attends directly to the pages. Subclasses implement
-it for a device (`engine.batch.graph`, `engine.batch.cpu.host`). Rows in a batch are
+it for a device (`engine.batch.graph`, `engine.cpu.attention.host_batch`). Rows in a batch are
 ordered by slot.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import ArraysCache
 
@@ -79,6 +81,10 @@ class RaggedBatch(ABC):
     pages_class: type[Pages]
     """The storage that rows are in."""
 
+    gathered_layers = 3
+    """Layers whose values are gathered at once: MLX dispatches operations ahead, and frees a
+    layer's when its command buffer is done."""
+
     deterministic = False
     """Whether a row's logits have the same bits whatever rows and chunks are computed with it."""
 
@@ -127,6 +133,18 @@ class RaggedBatch(ABC):
     def kv_view(self, number: int, layer: AttentionLayout) -> Any:
         """Return the replacement of mlx-lm's cache for layer ``number``."""
         return KVCacheView(self, number, layer)
+
+    @classmethod
+    def gathered_rows(cls) -> int:
+        """Return of how many rows values exist at once. Attention gathers a row, or a few short
+        ones, for each call. A model's own gets all of them."""
+        return 1 if cls.attends or cls.one_row_per_pass else sys.maxsize
+
+    @classmethod
+    def attends_both_ways(cls) -> bool:
+        """Return whether tokens of a picture can attend to later ones: attention must be computed
+        here."""
+        return cls.attends
 
     @classmethod
     def make_deterministic(cls) -> bool:
@@ -238,6 +256,17 @@ def embedding_of(model: Any) -> Any:
     """Return the layer of ``model`` that embeds tokens."""
     inner = getattr(model, "language_model", model)
     return inner.model.embed_tokens
+
+
+def embedding_scale(model: Any) -> np.float32:
+    """Return the factor that embeddings are multiplied by."""
+    size = model.args.hidden_size**0.5
+    match type(model).__module__.rpartition(".")[2]:
+        case "gemma2":
+            return np.float32(size)
+        case "gemma3_text":
+            return np.float32(mx.array(size, mx.bfloat16).item())
+    return np.float32(getattr(model.model, "embedding_multiplier", 1))
 
 
 def effective_window(asked: int | None, kept: int | None) -> int | None:

@@ -12,15 +12,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
-from engine.backend import graphs
-from engine.backend.graphs import Unsupported
+from engine import device
 from engine.backend.settling import compute
-from engine.batch import device
-from engine.batch.cpu import decoder
-from engine.batch.cpu.layers import CPUPrecision
-from engine.cache.layout import UnsupportedLayout, probe_layout
 from engine.embedding.checkpoint import TextCheckpoint, read_checkpoint
-from engine.embedding.encoder import load_encoder
 from engine.embedding.heads import (
     Head,
     HeadedModel,
@@ -29,13 +23,14 @@ from engine.embedding.heads import (
     embedding_head,
     yes_no_head,
 )
-from engine.embedding.packed import packed_decoder, packed_encoder
 from engine.embedding.padded import padded_decoder, padded_encoder
+from engine.model.encoder import load_encoder
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LOAD_ERRORS, fingerprint
 from engine.model.rotation import older_names
 from shared.model_config import config_int
 from shared.safetensors_header import read_header
+from shared.settings import CPUPrecision
 from shared.wire import TOKENIZER_FILES, Task, TextTask
 
 logger = logging.getLogger(__name__)
@@ -90,25 +85,14 @@ def load_text_model(
     )
 
 
-def _on_host() -> bool:
-    """Return whether ONNX Runtime and NumPy compute, in fp32."""
-    if not device.uses_host():
-        return False
-    if why := graphs.unusable():
-        logger.warning("MLX computes the model, which is slower: %s", why)
-        return False
-    return True
-
-
 def _encoder(checkpoint: TextCheckpoint, task: Task) -> tuple[StatesModel, Head, int, int]:
-    on_host = _on_host()
     dtype = mx.float32 if mx.default_device() == mx.cpu else None
     encoder = load_encoder(checkpoint.path, checkpoint.config, dtype)
     if task == "rerank":
         head, size = classifier_head(checkpoint.model_type, checkpoint.config, encoder.rest), 0
     else:
         head, size = embedding_head(checkpoint, encoder.hidden)
-    body: StatesModel = packed_encoder(encoder) if on_host else padded_encoder(encoder)
+    body: StatesModel = device.packed_encoder(encoder) or padded_encoder(encoder)
     return body, head, size, int(encoder.word.shape[0])
 
 
@@ -126,12 +110,7 @@ def _decoder(
     else:
         head, size = embedding_head(checkpoint, hidden)
     vocab_size = config_int(checkpoint.config, "vocab_size")
-    body: StatesModel | None = None
-    if _on_host() and decoder.knows(model):
-        try:
-            body = packed_decoder(model, probe_layout(model), causal=checkpoint.causal)
-        except (Unsupported, UnsupportedLayout) as reason:
-            logger.info("the model is computed in MLX: %s", reason)
+    body: StatesModel | None = device.packed_decoder(model, causal=checkpoint.causal)
     if body is None:
         if not hasattr(model, "model"):
             raise ModelUnavailable(

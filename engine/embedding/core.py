@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backend.settling import is_lost_device
-from engine.embedding.texts import Job, Text, TextQueue
+from engine.embedding.texts import Job, TextQueue
 from engine.io.inbox import Inbox, InboxMessage, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
+from engine.model.encoder import Text
 from engine.scheduler.timing.time_share import MUCH_SHORTER, Lead
 from shared import wire
 

@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.cache.rounding import Array
 from engine.embedding.checkpoint import Pooling, TextCheckpoint
-from engine.embedding.packed import States
-from engine.embedding.texts import Text
+from engine.model.encoder import Text
 from engine.model.errors import ModelUnavailable
 
+Array = NDArray[np.float32]
+States = list[Array]
+"""The hidden states of each text, (tokens, hidden)."""
 Head = Callable[[Array], Array]
 """Computes a row from the states (tokens, hidden) of one text."""
 

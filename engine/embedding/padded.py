@@ -13,11 +13,9 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.backend.settling import compute, settle
-from engine.batch.cpu.decoder import embedding_scale
-from engine.cache.rounding import Array
-from engine.embedding.encoder import Affine, Encoder, EncoderLayer
-from engine.embedding.packed import States
-from engine.embedding.texts import Text
+from engine.batch.ragged import embedding_scale
+from engine.embedding.heads import Array, States
+from engine.model.encoder import Affine, Encoder, EncoderLayer, Text
 
 PIECE_TOKENS = 2048
 """Tokens that a causal decoder computes without interruption."""

@@ -13,20 +13,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from engine.io.inbox import RequestKey
+from engine.model.encoder import Text
 from shared.wire import Encode
 
 _MAX_GROUPS = 1024
-
-
-@dataclass(frozen=True)
-class Text:
-    """Everything on which a row of the answer depends."""
-
-    token_ids: tuple[int, ...]
-    second_start: int = 0  # where the second text of a pair begins; 0: not a pair
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 @dataclass(eq=False)

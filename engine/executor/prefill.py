@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from engine.backend.file_rows import FilesChanged
 from engine.backend.settling import is_device_failure
 from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
@@ -18,6 +17,7 @@ from engine.executor.base import is_allocation_failure
 from engine.executor.line import DeviceLine
 from engine.executor.pictures import PictureEmbeddings, PictureUnusable
 from engine.executor.stopwatch import Stopwatch
+from engine.model.errors import FilesChanged
 from engine.plan import Chunk, Plan, Slot
 from engine.sampling.logprobs import PendingLogprobs, target_logprobs
 

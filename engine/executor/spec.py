@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from engine.backend.threads import num_threads
 from engine.batch.layered import num_layers
 from engine.batch.ragged import RaggedBatch
-from engine.cache.host_pages import HostPages
 from engine.cache.layout import Layout
 from engine.executor.base import ExecutorSpec
 from engine.executor.guessing import Guesser
@@ -26,9 +23,6 @@ EXPERTS_CHUNK_TOKENS = 8192
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
 """Sizes of heads for which Metal has a kernel that attends with many queries and stores no scores
 (`ScaledDotProductAttention::use_fallback` in MLX)."""
-GATHERED_LAYERS = 3
-"""Layers whose values are gathered at once: MLX dispatches operations ahead, and frees a layer's
-when its command buffer is done."""
 SCORE_ARRAYS = 3
 """Arrays of scores that exist at once: masks and biases make others, and MLX dispatches a few
 operations ahead."""
@@ -41,7 +35,6 @@ def spec_of(
 ) -> ExecutorSpec:
     """Return the properties of ``model``, which has ``layout``. Its weights need not be loaded."""
     on_gpu = mx.default_device() == mx.gpu
-    on_host = batch_class.pages_class is HostPages
     has_experts = any(isinstance(module, _EXPERTS) for module in model.modules())
     chunk_tokens = GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS
     return ExecutorSpec(
@@ -63,8 +56,8 @@ def spec_of(
         page_tokens=page_tokens,
         token_bytes=max(1, layout.token_bytes),
         unpacked_token_bytes=batch_class.pages_class.unpacks * layout.value_bytes,
-        gather_token_bytes=(1 if on_host else GATHERED_LAYERS) * layout.layer_value_bytes,
-        gather_rows=gather_rows(batch_class),
+        gather_token_bytes=batch_class.gathered_layers * layout.layer_value_bytes,
+        gather_rows=batch_class.gathered_rows(),
         pads_gathers=not batch_class.attends,
         state_bytes=layout.state_bytes,
         page_buffers=layout.page_buffers(page_tokens),
@@ -76,14 +69,6 @@ def spec_of(
         score_bytes=attention_score_bytes(model, layout, batch_class) if on_gpu else 0,
         max_chunk_tokens=EXPERTS_CHUNK_TOKENS if has_experts else chunk_tokens,
     )
-
-
-def gather_rows(batch_class: type[RaggedBatch]) -> int:
-    """Return of how many rows values exist at once."""
-    if batch_class.pages_class is HostPages:
-        return num_threads()  # each reads a row, or a few short ones
-    # Attention gathers a row, or a few short ones, for each call. A model's own gets all of them.
-    return 1 if batch_class.attends or batch_class.one_row_per_pass else sys.maxsize
 
 
 def pads_chunks(layout: Layout, batch_class: type[RaggedBatch]) -> bool:

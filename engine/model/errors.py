@@ -20,3 +20,7 @@ class AdapterUnusable(ModelUnavailable):
     """The adapter does not exist, or does not belong to this model."""
 
     flag = "--adapter-path"
+
+
+class FilesChanged(Exception):
+    """A model file was modified while the model is served: nothing can be computed any more."""

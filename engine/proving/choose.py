@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from engine.batch import device
+from engine import device
 from engine.batch.dense import DenseBatch, GroupedDenseBatch, RowBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout, UnsupportedLayout, probe_layout

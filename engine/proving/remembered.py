@@ -24,9 +24,9 @@ import engine
 from engine.backend.blas import load_fast_blas
 from engine.backend.kept_files import keep, remove
 from engine.backend.threads import num_threads
-from engine.batch.device import HOST_VARIABLE
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateLayout, StateNode
 from engine.cache.quantization import Precision
+from engine.device import HOST_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from engine import device
 from engine.backend import allocation
-from engine.batch import device
-from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
+from engine.device import OutsideLayers
 from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.draft_model import DraftModel
 from engine.model.load import LoadedModel
@@ -180,7 +180,7 @@ def _drop_leftovers() -> None:
 
 
 def _record(
-    proofs: Path, loaded: LoadedModel, settings: Settings, layers: Layers | None
+    proofs: Path, loaded: LoadedModel, settings: Settings, layers: OutsideLayers | None
 ) -> ProofRecord:
     """Return the file for the proof of ``loaded``. Its name depends on the model, its own code,
     and settings.
@@ -311,7 +311,7 @@ def _block_namespace(
     loaded: LoadedModel,
     settings: Settings,
     head: ServedHead | None,
-    layers: Layers | None,
+    layers: OutsideLayers | None,
 ) -> bytes:
     """Return the root of the block hashes, the same for all ranks of an engine."""
     products: list[str] = []

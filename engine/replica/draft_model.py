@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from engine.batch import device
+from engine import device
 from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import UNQUANTIZED
 from engine.executor.base import Executor

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine.backend import graphs
-from engine.batch import device
-from engine.batch.cpu.host import HostBatch
-from engine.batch.cpu.layers import forecast_packed_bytes
-from engine.batch.gpu import GPUBatch
-from engine.batch.graph import GraphBatch
-from engine.batch.ragged import RaggedBatch
-from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
+from engine import device
+from engine.cache.layout import UnsupportedLayout, probe_layout
 from engine.cache.quantization import Precision
 from engine.executor.base import ExecutorSpec
 from engine.executor.spec import spec_of
@@ -65,9 +58,7 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     try:
         model, config = load_weights(path, lazy=True)
         own = EngineMemory.of(settings)
-        packed = 0
-        if device.uses_host() and not graphs.unusable():
-            packed = forecast_packed_bytes(model, settings.cpu_precision, own.size_bytes)
+        packed = device.forecast_packed_bytes(model, settings.cpu_precision, own.size_bytes)
         probed = probe_layout(model, compute=False)
     except UnsupportedLayout as error:
         raise ModelUnavailable(
@@ -78,7 +69,7 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
     places = places_in(model, settings)
     packed += 0 if places is None else places.reserved_bytes
-    batch_class = _fastest(probed)
+    batch_class = device.expected_batch_class(probed)
     precision = Precision(settings.kv_bits, settings.kv_group_size)
     layout = probed.with_precision(precision)
     context = served_context(model, context_length(config, model), settings.max_kv_size)
@@ -113,14 +104,6 @@ def _of(
             namespace=b"",
         ),
     )
-
-
-def _fastest(layout: Layout) -> type[RaggedBatch]:
-    """Return the kind of batching that is tried first, as far as it affects memory."""
-    if mx.default_device() == mx.gpu:
-        return GPUBatch
-    in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)
-    return HostBatch if device.uses_host() and in_fp32 else GraphBatch
 
 
 def _bytes(model: Any) -> int:

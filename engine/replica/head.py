@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
-from engine.batch import device
+from engine import device
 from engine.cache.layout import PROBE_TOKENS, AttentionLayout, UnsupportedLayout, layout_of
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from engine.backend import graphs
-from engine.batch import device
+from engine import device
 from engine.batch.axes import take_axes
 from engine.batch.embeddings import take_embeddings
 from engine.batch.features import take_features
-from engine.batch.ragged import RaggedBatch, embedding_of
+from engine.batch.ragged import embedding_of
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.executor.pictures import PictureEmbeddings
@@ -81,7 +80,7 @@ def served_vision(
         reason = "its layers are divided between ranks"
     elif not isinstance(executor, BatchedExecutor):
         reason = f"requests are computed {executor.spec.batching}"
-    elif attends_both_ways(loaded.config) and not _attends_both_ways(executor.batch_class):
+    elif attends_both_ways(loaded.config) and not executor.batch_class.attends_both_ways():
         reason = "its pictures are attended to both ways, which this way of computing cannot"
     elif head is not None:
         reason = "drafts come from its own head, which takes none (--spec-decode)"
@@ -107,9 +106,3 @@ def served_vision(
     packs_rows = executor.batch_class.packs_rows
     executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels, packs_rows=packs_rows))
     return served
-
-
-def _attends_both_ways(batch_class: type[RaggedBatch]) -> bool:
-    """Return whether tokens can attend to later ones: attention must be computed here, and on a
-    CPU by ONNX Runtime."""
-    return batch_class.attends and not (batch_class.pages_class.unpacks and graphs.unusable())

@@ -13,8 +13,8 @@ import mlx.core as mx
 from greenlet import greenlet
 from mlx import nn
 
-from engine.backend import graphs
-from engine.vision.host import HostLayers
+from engine import device
+from engine.device import TowerLayers
 
 Arrays = dict[str, mx.array]
 
@@ -44,12 +44,11 @@ class VisionEncoder:
         """Number of parts of a pass that can be computed separately."""
 
     def use_host(self) -> None:
-        """Compute layers outside of MLX from now on, if ONNX Runtime can be used here."""
-        if not graphs.unusable():
-            self._gate.host = HostLayers()
+        """Compute layers outside of MLX from now on, if that is possible here."""
+        self._gate.host = device.tower_layers()
 
     @property
-    def host(self) -> HostLayers | None:
+    def host(self) -> TowerLayers | None:
         return self._gate.host
 
     def begin(self, token_ids: Sequence[int], arrays: Arrays) -> EncoderPass:
@@ -117,7 +116,7 @@ class _Gate:
     """Holds the pass that is being computed, and what computes layers in place of MLX."""
 
     current: EncoderPass | None = None
-    host: HostLayers | None = None
+    host: TowerLayers | None = None
 
 
 class _TowerLayer(nn.Module):  # type: ignore[misc]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from engine import device
 from engine.backend.blas import load_fast_blas
-from engine.batch import device
 from engine.io.inbox import Inbox
 from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus

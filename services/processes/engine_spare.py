@@ -23,7 +23,7 @@ from shared.supervisor_link import LINK_VARIABLE
 
 MODULES = (
     *("engine.core", "engine.model.load", "engine.replica.build", "engine.replica.intake"),
-    *("engine.io.store.client", "onnx", "onnxruntime", "engine.batch.cpu.decoder"),
+    *("engine.io.store.client", "engine.cpu.decoder.decoder", "onnx", "onnxruntime"),
 )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import zmq
 
+from engine import device
 from engine.backend.blas import load_fast_blas
-from engine.batch import device
 from engine.model.errors import ModelUnavailable
 from engine.model.starting import lean_imports
 from engine.parallel.errors import RankFailed

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.batch import device
+from engine import device
 from engine.io.inbox import Inbox
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread

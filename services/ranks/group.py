@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import zmq
 
-from engine.batch.device import HOST_VARIABLE
+from engine.device import HOST_VARIABLE
 from engine.model import sharding
 from engine.model.errors import ModelUnavailable
 from engine.parallel.health import GroupWatch, KeptRank

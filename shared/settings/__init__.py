@@ -16,7 +16,7 @@ from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, argument_parser, flags_of, resolve
 from shared.settings.adapters import adapters_of
 from shared.settings.checks import check
-from shared.settings.groups import Settings
+from shared.settings.groups import CPUPrecision, Settings
 from shared.settings.models import (
     VARIABLES,
     ModelEntry,
@@ -38,6 +38,7 @@ from shared.settings.secrets import (
 from shared.supervisor_link import LINK_VARIABLE
 
 __all__ = [
+    "CPUPrecision",
     "ReasoningParserName",
     "Settings",
     "ToolParserName",

@@ -22,6 +22,7 @@ from shared.settings.parser_names import ReasoningParserName, ToolParserName
 from shared.settings.speculation import SpeculationSettings
 
 _model_flag = partial(flag, None, shown_default="model default")
+CPUPrecision = Literal["exact", "compact", "fast", "auto"]
 _MAX_DISK_GB = 10**9
 """An exabyte, which as a number of bytes has 64 bits."""
 
@@ -140,7 +141,7 @@ class ModelSettings:
     reasoning_parser: ReasoningParserName = flag(
         "auto", "format of the model's reasoning; auto: detected from its tokenizer"
     )
-    cpu_precision: Literal["exact", "compact", "fast", "auto"] = flag(
+    cpu_precision: CPUPrecision = flag(
         "auto",
         "arithmetic for quantized weights on a CPU; exact: weights dequantized to fp32, as many as "
         "fit in a quarter of the memory; compact: quantized weights only; fast: quantized weights "

@@ -67,4 +67,4 @@ class WaitCounter:
 
 
 def _in_operation_for_cpus() -> bool:
-    return any("/batch/cpu/" in frame.filename for frame in traceback.extract_stack(limit=8))
+    return any("/engine/cpu/" in frame.filename for frame in traceback.extract_stack(limit=8))

@@ -13,8 +13,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine import device
 from engine.adapters.queue import AdapterQueue
-from engine.batch import device
 from engine.core import EngineCore
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiler import GrammarCompiler

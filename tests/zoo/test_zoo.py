@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from engine import device
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch import device
 from engine.batch.dense import DenseBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch

@@ -87,7 +87,7 @@ def _chunk_table(chunks: Sequence[dict[str, Any]]) -> str:
 def _executor(server: Settings) -> tuple[Executor, int]:
     """Return the executor that serves with these settings, and the model's context."""
     load_fast_blas()
-    from engine.batch import device
+    from engine import device
     from engine.replica.build import build_replica
     from services.processes.engine import load_model
 

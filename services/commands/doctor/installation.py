@@ -95,9 +95,9 @@ def _blas(library: str | None) -> Check:
 
 
 def _onnx_runtime() -> Check:
-    from engine.backend import graphs
+    from engine import device
 
-    if reason := graphs.unusable():
+    if reason := device.host_unusable():
         text = f"not usable, quantized models are slow: {reason}"
         return bad("ONNX Runtime", text, "install the extra 'cpu'")
     return good("ONNX Runtime", _version("onnxruntime") or "found")

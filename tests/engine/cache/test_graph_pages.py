@@ -7,10 +7,10 @@ import pytest
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import Row
 from engine.cache.graph_pages import GraphPages
-from engine.cache.host_pages import HostPages
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, dequantize, quantize
 from engine.cache.slots import Slots
+from engine.cpu.pages.host_pages import HostPages
 from engine.plan import Table
 
 PAGE = 32

@@ -19,7 +19,7 @@ from engine.cache.quantization import (
     quantize,
     unpack,
 )
-from engine.cache.rounding import round_in_place, values_of
+from engine.cpu.pages.rounding import round_in_place, values_of
 
 WAYS = [Quantization(bits, size) for bits in (8, 4) for size in (16, 32, 64, 128)]
 KERNEL_GROUPS = (32, 64, 128)

@@ -10,13 +10,11 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from engine.batch import device
-from engine.batch.cpu.host import HostBatch
+from engine import device
 from engine.batch.dense import DenseBatch, RowBatch
 from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
-from engine.cache.host_pages import HostPages
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import (
     Precision,
@@ -25,6 +23,8 @@ from engine.cache.quantization import (
     dequantize,
     with_biases,
 )
+from engine.cpu.attention.host_batch import HostBatch
+from engine.cpu.pages.host_pages import HostPages
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.plan import Chunk, CopyPage, Decode, Export, Insert, Slot

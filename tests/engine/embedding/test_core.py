@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from engine.embedding.core import EmbeddingCore, Rows
-from engine.embedding.texts import Text
 from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
+from engine.model.encoder import Text
 from shared import wire
 from tests.engine.conftest import Wrap
 from tests.shared.submits import submit

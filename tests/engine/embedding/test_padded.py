@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from engine.embedding import padded
 from engine.embedding.padded import PaddedModel, padded_decoder
-from engine.embedding.texts import Text
+from engine.model.encoder import Text
 
 NO_MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory."
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.batch import device
+from engine import device
 from engine.embedding.build import load_text_model
 from engine.embedding.checkpoint import task_of
 from engine.embedding.heads import HeadedModel
-from engine.embedding.texts import Text
+from engine.model.encoder import Text
 from tests.text_models import KINDS, REFERENCES, make_text_model
 
 FOUND = json.loads(REFERENCES.read_text())

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.embedding.texts import Text, TextQueue
+from engine.embedding.texts import TextQueue
+from engine.model.encoder import Text
 from shared.wire import Encode
 
 ROW = b"\0\0\0\0"

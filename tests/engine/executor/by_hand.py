@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch import ragged
-from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.cache.layout import Layout, probe_layout
+from engine.cpu.decoder.decoder import DecoderBatch, bind
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Plan, Slot, StepResult, Table, Unpack, fixed_tables

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.batch import ragged
-from engine.batch.cpu.decoder import DecoderBatch
-from engine.batch.cpu.host import HostBatch
 from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
+from engine.cpu.attention.host_batch import HostBatch
+from engine.cpu.decoder.decoder import DecoderBatch
 from tests.engine.executor.by_hand import Runner, load
 from tests.tiny_models import Kind
 

@@ -13,15 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.backend import graphs
-from engine.backend.file_rows import FilesChanged
-from engine.cache.host_pages import HostPages
 from engine.cache.layout import UnsupportedLayout
 from engine.core import MAX_FAILURES
+from engine.cpu.onnx import graphs
+from engine.cpu.pages.host_pages import HostPages
 from engine.executor.base import PendingStep, is_allocation_failure
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.executor.steps import BatchedStep
+from engine.model.errors import FilesChanged
 from engine.plan import Plan
 from engine.sampling.sampler import Sampler
 from tests.engine.conftest import Wrap

@@ -25,8 +25,8 @@ from shared.supervisor_link import SupervisorLink
 
 load_fast_blas(2)
 
+from engine import device  # noqa: E402
 from engine.backend.gpu_path import forced_gpu_path  # noqa: E402  # BLAS first
-from engine.batch import device  # noqa: E402
 from engine.model.load import load  # noqa: E402
 from engine.parallel.follower import follow  # noqa: E402
 from engine.parallel.group import RankGroup  # noqa: E402

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from engine.batch import device
-from engine.batch.cpu.layers import Layers
+from engine import device
+from engine.cpu.layers import Layers
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.proving import choose, proof

@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from engine import device
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch import device
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision

@@ -12,9 +12,9 @@ import mlx.core as mx
 import pytest
 
 from engine.backend import kept_files
-from engine.batch.cpu import layers
 from engine.cache.layout import Layout, probe_layout
 from engine.cache.quantization import Precision
+from engine.cpu import layers
 from engine.proving import choose, remembered
 from engine.proving.remembered import ProofRecord, ProvenBatches
 from engine.proving.trial import Trial

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from engine.backend.threads import num_threads
-from engine.batch.cpu import host
-from engine.batch.cpu.tiles import FEWEST
-from engine.cache import host_pages
-from engine.cache.host_pages import MAX_IDLE_SCRATCH_BYTES
-from engine.cache.unpacked import IDLE_BYTES
+from engine.cpu.attention import host_batch as host
+from engine.cpu.attention.tiles import FEWEST
+from engine.cpu.pages import host_pages
+from engine.cpu.pages.host_pages import MAX_IDLE_SCRATCH_BYTES
+from engine.cpu.pages.unpacked import IDLE_BYTES
 from engine.executor.base import ExecutorSpec
 from engine.replica import memory
 from engine.replica.memory import EngineMemory, MemorySizes

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from engine.backend import graphs
+from engine import device
 from engine.backend.gpu_path import forced_gpu_path
-from engine.batch import device
+from engine.cpu.onnx import graphs
 from engine.plan import Plan
 from engine.replica.memory import HEADROOM_BYTES
 from engine.replica.vision import served_vision, vision_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.batch import device
+from engine import device
 from engine.scheduler.planning import pictures
 from tests.engine.conftest import Wrap
 from tests.engine.vision_requests import Seeing

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from engine.batch import device
+from engine import device
 from engine.batch.gpu import GPUBatch, LayerKernels, query_heads
 from engine.batch.metal.calls import Variant, can_attend, can_round
 from engine.batch.metal.trial import AttentionShape, KernelChoice, Timing

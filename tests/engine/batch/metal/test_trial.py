@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from engine.batch import device
+from engine import device
 from engine.batch.gpu import GPUBatch
 from engine.batch.metal import calls, kernel, records, trial
 from engine.batch.metal.calls import Variant

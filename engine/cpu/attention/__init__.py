@@ -1,0 +1,1 @@
+"""Batches over pages in the host's memory, and their attention."""

@@ -1,0 +1,1 @@
+"""Models like Llama, computed as a whole outside MLX."""

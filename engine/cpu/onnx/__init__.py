@@ -1,0 +1,1 @@
+"""ONNX Runtime: graphs built in memory, and the weights in them."""

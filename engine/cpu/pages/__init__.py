@@ -1,0 +1,1 @@
+"""Pages of keys and values in the host's memory, read and written by NumPy."""

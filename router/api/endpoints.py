@@ -409,5 +409,4 @@ async def watching_client(receive: Receive, on_gone: Callable[[], None]) -> Asyn
         yield
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)  # also raises if this task is cancelled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,9 +15,10 @@ from starlette.types import ASGIApp
 
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
-from router.batches.files import FileEndpoints, check_count
-from router.batches.jobs.context import BatchContext
-from router.batches.jobs.runner import BatchRunner
+from router.batches.context import BatchContext
+from router.batches.directory import BatchDirectory
+from router.batches.files import FileEndpoints, check_count, page_of
+from router.batches.jobs import BatchRunner
 from router.batches.objects import (
     BatchErrors,
     BatchList,
@@ -32,18 +32,16 @@ from router.batches.objects import (
     ReasoningTokens,
     RequestCounts,
 )
-from router.batches.queries import (
+from router.batches.store import (
+    CANCELLABLE,
+    RESULT_FILES,
     BatchNotFound,
+    BatchState,
+    BatchStore,
     FileNotFound,
+    Row,
     StorageFailed,
-    page_query,
-    required,
-    run_store,
 )
-from router.batches.storage.directory import BatchDirectory
-from router.batches.storage.states import CANCELLABLE, BatchState
-from router.batches.storage.store import RESULT_FILES, BatchStore, Row
-from router.batches.storage.writer import ResultWriter
 from router.errors import BODY_ERRORS, InvalidRequest, TooManyRequests
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
@@ -75,8 +73,8 @@ class Batches:
     ) -> None:
         """``endpoints`` process lines, by path. Raises `BatchDirectoryError`."""
         assert router.settings.batch_dir is not None
-        directory = BatchDirectory(router.settings.batch_dir.expanduser())
-        stopping = asyncio.Event()
+        on_error = router.metrics.batch_store_errors.inc
+        directory = BatchDirectory(router.settings.batch_dir.expanduser(), on_error)
         self._router = router
         self.context = BatchContext(
             directory=directory,
@@ -86,8 +84,6 @@ class Batches:
             metrics=router.metrics,
             figures=router.batches,
             places=Places(router.settings.max_batch_requests),
-            writer=ResultWriter(directory, stopping, router.metrics.batch_store_errors.inc),
-            stopping=stopping,
         )
         self._runner = BatchRunner(self.context, router.ending)
         router.background.append(self._runner.run)
@@ -109,8 +105,7 @@ class Batches:
         }
 
         def add(store: BatchStore) -> Row:
-            name = body.input_file_id
-            file = required(store.find_file(key, name), "file", name, param="input_file_id")
+            file = store.find_file(key, body.input_file_id, "input_file_id")
             if file["purpose"] != "batch":
                 raise InvalidRequest("This file cannot be used as input.", param="input_file_id")
             if len(store.unfinished(key)) >= MAX_UNFINISHED:
@@ -123,24 +118,20 @@ class Batches:
             check_count(count + RESULT_FILES, self.context.settings.batch_max_files)
             return store.add_batch(values)
 
-        row = await run_store(self.context, add)
+        row = await self.context.directory.run(add)
         self._runner.begin(row)
         await self.context.refresh()
         return json_response(batch_object(row))
 
     async def retrieve(self, request: Request) -> Response:
         key, batch_id = request.state.tenant.name, request.path_params["batch_id"]
-        row = await run_store(self.context, lambda store: store.find_batch(key, batch_id))
-        return json_response(batch_object(required(row, "batch", batch_id)))
+        row = await self.context.directory.run(lambda store: store.find_batch(key, batch_id))
+        return json_response(batch_object(row))
 
     async def list_all(self, request: Request) -> Response:
-        limit, after, newest_first = page_query(request, _PAGE_BATCHES, _MAX_PAGE_BATCHES)
-        key = request.state.tenant.name
-        found = await run_store(
-            self.context,
-            lambda store: store.page("batches", key, limit, after=after, newest_first=newest_first),
+        rows, has_more = await page_of(
+            self.context, request, "batches", _PAGE_BATCHES, _MAX_PAGE_BATCHES
         )
-        rows, has_more = required(found, "batch", after)
         data = [batch_object(row) for row in rows]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(
@@ -151,7 +142,7 @@ class Batches:
         key, batch_id = request.state.tenant.name, request.path_params["batch_id"]
 
         def cancel(store: BatchStore) -> Row:
-            row = required(store.find_batch(key, batch_id), "batch", batch_id)
+            row = store.find_batch(key, batch_id)
             state = BatchState(row["state"])
             if state not in (*CANCELLABLE, BatchState.CANCELLING):
                 raise InvalidRequest(
@@ -159,9 +150,9 @@ class Batches:
                     code="batch_not_cancellable",
                 )
             store.advance(row["number"], BatchState.CANCELLING)
-            return required(store.find_batch(key, batch_id), "batch", batch_id)
+            return store.find_batch(key, batch_id)
 
-        row = await run_store(self.context, cancel)
+        row = await self.context.directory.run(cancel)
         self._runner.cancel(row["number"])
         return json_response(batch_object(row))
 

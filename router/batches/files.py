@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from router.api.body import json_response
-from router.batches.jobs.context import BatchContext
+from router.api.pages import newest_first, page_limit
+from router.batches.context import BatchContext
 from router.batches.objects import (
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
@@ -24,14 +24,7 @@ from router.batches.objects import (
     FileList,
     FileObject,
 )
-from router.batches.queries import (
-    FileNotFound,
-    page_query,
-    required,
-    run_store,
-    storage_failed,
-)
-from router.batches.storage.store import RESULT_FILES, BatchStore, NewFile, Row
+from router.batches.store import RESULT_FILES, BatchStore, FileNotFound, NewFile, Row
 from router.batches.uploads import Upload, boundary_of
 from router.errors import (
     BodyTimeout,
@@ -46,15 +39,13 @@ from router.fair_shares import FairShares
 from router.fleet.tenants.tenant import Tenant
 
 _MB = 1_000_000
-_SILENCE_S = 30.0
-_MIN_BYTES_S = 8000
-"""Min speed of an upload. A slower one is aborted after this long, because it occupies one of
-few places."""
-_DISCARD_S = 2.0
 _PIECE_BYTES = 256 * 1024
+_PIECE_TIMEOUT_S = 32.0
+"""Max time for a piece of an upload to arrive. A client slower than 8,000 bytes per second is cut
+off, because it occupies one of few places."""
+_DISCARD_S = 2.0
 _MAX_UPLOADS, _MAX_UPLOADS_OF_KEY = 16, 4
 _MAX_PAGE_FILES = 10_000
-_Result = TypeVar("_Result")
 
 
 class FileEndpoints:
@@ -66,42 +57,37 @@ class FileEndpoints:
         self._uploads = FairShares()
 
     async def upload(self, request: Request) -> Response:
-        context, tenant = self._context, request.state.tenant
+        directory, tenant = self._directory, request.state.tenant
         _check_origin(request.headers)
         boundary = boundary_of(request.headers.get("content-type"))
-        await self._check_room(tenant, request.headers)
-        file_id = self._directory.new_id()
-        path = self._directory.new_path(file_id)
+        announced = request.headers.get("content-length", "0")
+        size = int(announced) if announced.isdecimal() else 0
+        await directory.run(lambda store: self._check_room(store, tenant.name, size))
+        file_id = directory.new_id()
+        path, max_bytes = directory.new_path(file_id), self._context.settings.batch_file_mb * _MB
         with self._counted(tenant):
-            max_bytes = context.settings.batch_file_mb * _MB
             try:
-                upload = await self._directory.read(partial(Upload, boundary, path, max_bytes))
+                upload = await directory.read(partial(Upload, boundary, path, max_bytes))
                 try:
                     await self._receive(request, upload)
-                    new = _new_file(file_id, tenant, upload, context.keep_s)
-                    await self._directory.read(upload.finish)
+                    new = _new_file(file_id, tenant, upload, self._context.keep_s)
+                    await directory.read(upload.finish)
                 finally:
-                    await self._directory.read(upload.close)
-                await self._directory.read(partial(self._directory.publish, file_id))
-                row = await self._run(lambda store: self._add(store, new))
+                    await directory.read(upload.close)
+                await directory.read(partial(directory.publish, file_id))
+                row = await directory.run(lambda store: self._add(store, new))
             except BaseException as error:
-                discarded = self._directory.discard(file_id)
+                discarded = directory.discard(file_id)
                 if not isinstance(error, asyncio.CancelledError):
                     await discarded
-                if isinstance(error, OSError):
-                    raise storage_failed(error) from None
                 raise
         return json_response(file_object(row))
 
     async def list_all(self, request: Request) -> Response:
-        limit, after, newest_first = page_query(request, _MAX_PAGE_FILES, _MAX_PAGE_FILES)
-        purpose, key = request.query_params.get("purpose"), request.state.tenant.name
-        found = await self._run(
-            lambda store: store.page(
-                "files", key, limit, after=after, newest_first=newest_first, purpose=purpose
-            )
+        purpose = request.query_params.get("purpose")
+        rows, has_more = await page_of(
+            self._context, request, "files", _MAX_PAGE_FILES, _MAX_PAGE_FILES, purpose
         )
-        rows, has_more = required(found, "file", after)
         data = [file_object(row) for row in rows]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(
@@ -114,10 +100,7 @@ class FileEndpoints:
     async def content(self, request: Request) -> Response:
         row = await self._find(request)
         path = self._directory.path(row["id"])
-        try:
-            await self._directory.read(path.stat)
-        except OSError as error:
-            raise storage_failed(error) from None
+        await self._directory.read(path.stat)
         headers = {"content-length": str(row["bytes"])}
         return StreamingResponse(
             self._pieces(path), headers=headers, media_type="application/octet-stream"
@@ -127,64 +110,46 @@ class FileEndpoints:
         key, file_id = request.state.tenant.name, request.path_params["file_id"]
 
         def delete(store: BatchStore) -> None:
-            required(store.find_file(key, file_id), "file", file_id)
+            store.find_file(key, file_id)
             if (batch := store.user_of(file_id)) is not None:
                 raise InvalidRequest(
                     f"{batch} reads this file: cancel the batch first.", code="file_in_use"
                 )
             store.delete_file(key, file_id)
 
-        await self._run(delete)
+        await self._directory.run(delete)
         await self._directory.read(partial(self._directory.remove, file_id))
         return json_response(DeletedFile(id=file_id))
 
     async def _find(self, request: Request) -> Row:
         key, file_id = request.state.tenant.name, request.path_params["file_id"]
-        row = await self._run(lambda store: store.find_file(key, file_id))
-        return required(row, "file", file_id)
+        return await self._directory.run(lambda store: store.find_file(key, file_id))
 
     async def _pieces(self, path: Path) -> AsyncIterator[bytes]:
         """Yield the content of a file. It is opened for each piece, because clients that do not
         read could otherwise use up the descriptors of this process. Raises `FileNotFound` and
         `StorageFailed`."""
         start = 0
-        try:
-            while piece := await self._directory.read(partial(_read_piece, path, start)):
-                start += len(piece)
-                yield piece
-        except FileNotFoundError:
-            raise FileNotFound("The file was deleted during its download.") from None
-        except OSError as error:
-            raise storage_failed(error) from None
+        while piece := await self._directory.read(partial(_read_piece, path, start)):
+            start += len(piece)
+            yield piece
 
     # -- uploads ---------------------------------------------------------------
 
     async def _receive(self, request: Request, upload: Upload) -> None:
         """Pass the body on, piece by piece. Raises what `Upload.feed` raises, and `BodyTimeout`."""
-        parts: list[bytes] = []
-        size = 0  # of these; to add it up for each of many small ones would hold the event loop
-        ahead_s = 0.0  # of the slowest client that is accepted
-        chunks = aiter(request.stream())
+        chunks = request.stream()
         try:
             while True:
-                began = time.monotonic()
-                async with asyncio.timeout(min(_SILENCE_S, _SILENCE_S + ahead_s)):
-                    chunk = await anext(chunks, None)
-                took_s = time.monotonic() - began
-                ahead_s = min(_SILENCE_S, ahead_s + len(chunk or b"") / _MIN_BYTES_S - took_s)
-                if chunk:
-                    parts.append(chunk)
-                    size += len(chunk)
-                if parts and (chunk is None or size >= _PIECE_BYTES):
-                    await self._directory.read(partial(upload.feed, b"".join(parts)))
-                    parts.clear()
-                    size = 0
-                if chunk is None:
+                async with asyncio.timeout(_PIECE_TIMEOUT_S):
+                    piece = await _next_piece(chunks)
+                if not piece:
                     return
+                await self._directory.read(partial(upload.feed, piece))
         except TimeoutError:
             raise BodyTimeout(
-                f"The upload is too slow: nothing for {_SILENCE_S:g} s, or fewer than "
-                f"{_MIN_BYTES_S} bytes a second."
+                f"The upload is too slow: {_PIECE_BYTES} bytes did not arrive within "
+                f"{_PIECE_TIMEOUT_S:g} s."
             ) from None
         except ClientDisconnect:
             raise ClientDisconnected from None
@@ -192,21 +157,21 @@ class FileEndpoints:
             await _discard(chunks)
             raise
 
-    async def _check_room(self, tenant: Tenant, headers: Headers) -> None:
-        """Raise `ApiError` if ``tenant`` may not have another file."""
+    def _check_room(self, store: BatchStore, key: str, size: int) -> None:
+        """Raise `InvalidRequest` if ``key`` may not have another file, of ``size`` bytes."""
         settings = self._context.settings
-        count, used = await self._run(lambda store: store.use_of(tenant.name))
+        count, used = store.use_of(key)
         check_count(count + 1, settings.batch_max_files)
-        length = headers.get("content-length", "0")
-        if used + (int(length) if length.isdecimal() else 0) > self._context.max_bytes:
-            raise _storage_full(settings.batch_max_mb)
+        if used + size > self._context.max_bytes:
+            raise InvalidRequest(
+                f"The files of this API key may have {settings.batch_max_mb} MB in total: delete "
+                "some.",
+                code="storage_full",
+            )
 
     def _add(self, store: BatchStore, new: NewFile) -> Row:
         """Add an uploaded file. Others may have been added in the meantime."""
-        count, used = store.use_of(new.key)
-        check_count(count + 1, self._context.settings.batch_max_files)
-        if used + new.bytes > self._context.max_bytes:
-            raise _storage_full(self._context.settings.batch_max_mb)
+        self._check_room(store, new.key, new.bytes)
         return store.add_file(new)
 
     @contextmanager
@@ -220,14 +185,45 @@ class FileEndpoints:
         finally:
             self._uploads.give_back(tenant.share)
 
-    async def _run(self, work: Callable[[BatchStore], _Result]) -> _Result:
-        return await run_store(self._context, work)
+
+async def page_of(
+    context: BatchContext,
+    request: Request,
+    table: str,
+    default: int,
+    most: int,
+    purpose: str | None = None,
+) -> tuple[list[Row], bool]:
+    """Return the rows of a page of "files" or "batches", and whether there are more. Raises
+    `InvalidValue` and `NotFound`."""
+    limit, newest = page_limit(request, default, most), newest_first(request)
+    after, key = request.query_params.get("after"), request.state.tenant.name
+    return await context.directory.run(
+        lambda store: store.page(
+            table, key, limit, after=after, newest_first=newest, purpose=purpose
+        )
+    )
 
 
 def _read_piece(path: Path, start: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(_PIECE_BYTES)
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(_PIECE_BYTES)
+    except FileNotFoundError:
+        raise FileNotFound("The file was deleted during its download.") from None
+
+
+async def _next_piece(chunks: AsyncIterator[bytes]) -> bytes:
+    """Return the next bytes of a body, at least `_PIECE_BYTES` except at the end."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size >= _PIECE_BYTES:
+            break
+    return b"".join(parts)
 
 
 def file_object(row: Row) -> FileObject:
@@ -280,13 +276,6 @@ def check_count(count: int, limit: int) -> None:
             "unfinished batch may write: delete some.",
             code="too_many_files",
         )
-
-
-def _storage_full(limit_mb: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"The files of this API key may have {limit_mb} MB in total: delete some.",
-        code="storage_full",
-    )
 
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:

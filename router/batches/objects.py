@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from router.batches.storage.states import BatchState
+from router.batches.store import BatchState
 from router.errors import InvalidValue
 from router.schemas.body import RequestBody
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from router.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 
-_MAX_FIELD_BYTES = 1024
-_MAX_PARTS = 16
 _MAX_FORM_BYTES = 32 * 1024
-"""Max bytes of a body besides the content of its file."""
+"""Max bytes of a body besides the content of its file: headers, other fields, padding."""
 _SLICE_BYTES = 16 * 1024
 """The limits are checked after each."""
 _MAX_NAME_CHARS = 255
@@ -43,23 +40,23 @@ class Upload:
         self.size = 0
         self._max_bytes = max_bytes
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file: BinaryIO = os.fdopen(descriptor, "wb")
-        self._parts = 0
-        self._headers: dict[bytes, bytes] = {}
-        self._header_name, self._header_value = b"", b""
-        self._name = ""
-        self._value = b""
-        self._in_file = self._is_complete = False
+        self._file = os.fdopen(descriptor, "wb")
         self._fed = 0
+        self._is_complete = False
+        self._header, self._value = bytearray(), bytearray()
+        self._disposition = b""
+        self._name, self._in_file = "", False
         self._delimiter, self._tail = b"\r\n--" + boundary, b""
+        self._broken_delimiter = re.compile(
+            re.escape(self._delimiter) + rb"(?!\r\n|--|\r\Z|-\Z|\Z)"
+        )
         self._parser = MultipartParser(
             boundary,
             {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._add_header_name,
-                "on_header_value": self._add_header_value,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
                 "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
+                "on_headers_finished": self._begin_part,
                 "on_part_data": self._add_data,
                 "on_part_end": self._end_part,
                 "on_end": self._end,
@@ -72,7 +69,14 @@ class Upload:
             self._feed(data[start : start + _SLICE_BYTES])
 
     def _feed(self, data: bytes) -> None:
-        self._check_delimiters(data)
+        # The parser reads content that begins like a boundary byte by byte: that takes a thousand
+        # times as long as other content.
+        window = self._tail + data
+        if self._broken_delimiter.search(window):
+            raise InvalidRequest(
+                "A line of the body begins with the boundary but continues after it."
+            )
+        self._tail = window[-len(self._delimiter) - 1 :]
         try:
             self._parser.write(data)
         except MultipartParseError as error:
@@ -82,22 +86,6 @@ class Upload:
             raise InvalidRequest(
                 f"The body has more than {_MAX_FORM_BYTES} bytes besides the content of its file."
             )
-
-    def _check_delimiters(self, data: bytes) -> None:
-        """Raise `InvalidRequest` for a line that begins with the boundary and goes on.
-
-        The parser reads padding there, and content that begins like a boundary, byte by byte: that
-        takes a thousand times as long as other content."""
-        delimiter, window = self._delimiter, self._tail + data
-        at = window.find(delimiter)
-        while at >= 0:
-            after = window[at + len(delimiter) :][:2]
-            if not b"\r\n".startswith(after) and not b"--".startswith(after):
-                raise InvalidRequest(
-                    "A line of the body begins with the boundary but continues after it."
-                )
-            at = window.find(delimiter, at + len(delimiter))
-        self._tail = window[-len(delimiter) - 1 :]
 
     def finish(self) -> None:
         """Write the rest to disk. Raises `InvalidRequest` if something is missing, and OSError."""
@@ -117,35 +105,24 @@ class Upload:
 
     # -- what the parser finds -------------------------------------------------
 
-    def _begin_part(self) -> None:
-        self._parts += 1
-        if self._parts > _MAX_PARTS:
-            raise InvalidRequest(f"The body has more than {_MAX_PARTS} parts.")
-        self._headers, self._value = {}, b""
-
-    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._header_name = _bounded(self._header_name + data[start:end])
-
-    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value = _bounded(self._header_value + data[start:end])
-
     def _end_header(self) -> None:
-        if len(self._headers) < _MAX_PARTS:
-            self._headers[self._header_name.lower()] = self._header_value
-        self._header_name = self._header_value = b""
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header, self._value = bytearray(), bytearray()
 
-    def _end_headers(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition"))
+    def _begin_part(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._disposition = b""
         self._name = options.get(b"name", b"").decode(errors="replace")
         self._in_file = self._name == "file"
-        if self._in_file and self.filename is not None:
-            raise InvalidRequest("There are two files; send each in its own request.", param="file")
         if self._in_file:
+            if self.filename is not None:
+                raise InvalidRequest("There are two files; send each by itself.", param="file")
             self.filename = _tidied(options.get(b"filename", b"").decode(errors="replace"))
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if not self._in_file:
-            self._value = _bounded(self._value + data[start:end])
+            self._value += data[start:end]
             return
         self.size += end - start
         if self.size > self._max_bytes:
@@ -155,15 +132,10 @@ class Upload:
     def _end_part(self) -> None:
         if not self._in_file:
             self.fields[self._name] = self._value.decode(errors="replace")
+            self._value = bytearray()
 
     def _end(self) -> None:
         self._is_complete = True
-
-
-def _bounded(value: bytes) -> bytes:
-    if len(value) > _MAX_FIELD_BYTES:
-        raise InvalidRequest(f"A form field has more than {_MAX_FIELD_BYTES} bytes.")
-    return value
 
 
 def _tidied(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from router.batches.storage.directory import BatchDirectoryError
+from router.batches.directory import BatchDirectoryError
 from router.fleet.background import BackgroundTasks
 from router.fleet.demand import demand, load
 from router.fleet.engines.socket import EngineSocketError

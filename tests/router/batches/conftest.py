@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from router.batches.storage.directory import BatchDirectory
+from router.batches.directory import BatchDirectory
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
 

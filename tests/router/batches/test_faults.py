@@ -1,4 +1,4 @@
-"""Batches whose files vanish, clocks that jump, and clients that are slow or cut off."""
+"""Batches whose files vanish, machines that sleep, and clients that are slow or cut off."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from router.batches.directory import BatchDirectory
 from router.batches.files import FileEndpoints
-from router.batches.jobs.job import BatchJob
-from router.batches.storage.directory import BatchDirectory
-from router.batches.storage.expiry import GRACE_S, ExpiryClock
-from router.batches.storage.states import BatchState
-from router.batches.storage.store import BatchStore, NewFile, Result
+from router.batches.jobs import BatchJob
+from router.batches.store import BatchState, BatchStore, NewFile, Result
 from router.batches.uploads import Upload
 from router.errors import BodyTimeout, TooManyRequests
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
@@ -40,10 +38,8 @@ def context_of(directory: BatchDirectory) -> Any:
     """Return a context in which lines never get a place."""
     limits = {"max_batch_requests": 4}
     limits |= {"batch_max_files": 9, "batch_max_mb": 9, "batch_file_mb": 1}
-    errors = SimpleNamespace(inc=lambda: None)
-    parts: dict[str, Any] = {"directory": directory, "places": Places(0), "clock": ExpiryClock()}
+    parts: dict[str, Any] = {"directory": directory, "places": Places(0), "refresh": nothing}
     parts |= {"settings": SimpleNamespace(**limits), "figures": SimpleNamespace(running=0)}
-    parts |= {"metrics": SimpleNamespace(batch_store_errors=errors), "refresh": nothing}
     parts |= {"stopping": asyncio.Event(), "checking": asyncio.Semaphore(2)}
     return SimpleNamespace(keep_s=HOUR_S, max_bytes=10**9, max_body_bytes=10**6, **parts)
 
@@ -125,7 +121,7 @@ async def test_a_batch_whose_input_has_lost_its_end_ends_with_what_it_has(
 async def test_a_cancelled_batch_ends_whatever_its_input_has_become(
     directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.batches.jobs.AGAIN_S", 0.01)
     row = await begun(directory)
     await advanced(directory, row, BatchState.IN_PROGRESS, BatchState.CANCELLING)
     if fault == "damaged":
@@ -136,7 +132,7 @@ async def test_a_cancelled_batch_ends_whatever_its_input_has_become(
         def fail(*_: object) -> Any:
             raise OSError(errno.EIO, "a bad sector")
 
-        monkeypatch.setattr("router.batches.jobs.job.read_lines", fail)
+        monkeypatch.setattr("router.batches.lines.read_lines", fail)
     found = await ended(directory, row)
     assert found["state"] == "cancelled"
     if fault == "damaged":
@@ -148,7 +144,7 @@ async def test_a_cancelled_batch_ends_whatever_its_input_has_become(
 async def test_results_are_written_only_where_there_is_room_for_all(
     directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.batches.jobs.AGAIN_S", 0.01)
     free = 6
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     made: list[str] = []
@@ -174,7 +170,7 @@ async def test_results_are_written_only_where_there_is_room_for_all(
 async def test_a_batch_waits_for_a_disk_that_is_away(
     directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.batches.jobs.AGAIN_S", 0.01)
     row = await begun(directory)
     (tmp_path / "files").rename(tmp_path / "elsewhere")
     running = asyncio.create_task(BatchJob(context_of(directory), row).run())
@@ -187,48 +183,6 @@ async def test_a_batch_waits_for_a_disk_that_is_away(
     running.cancel()
 
 
-class Clocks:
-    """A clock of expiries, whose wall clock and elapsed time are set."""
-
-    def __init__(self, wall: float) -> None:
-        self.wall, self.elapsed = wall, 0.0
-        self.expiry = ExpiryClock(lambda: self.wall, lambda: self.elapsed)
-
-    def left_s(self, at: float, *, wall: float, elapsed: float) -> float:
-        self.wall, self.elapsed = wall, elapsed
-        return self.expiry.left_s(at)
-
-
-def test_a_clock_that_is_set_ahead_ends_no_batch_for_an_hour() -> None:
-    clocks, end = Clocks(1000), 1000 + HOUR_S
-    assert clocks.left_s(end, wall=1000, elapsed=0) == HOUR_S
-    assert clocks.left_s(end, wall=1e9, elapsed=60) == GRACE_S
-    assert clocks.expiry.oldest == 1e9, "no file is deleted"
-    assert clocks.left_s(end, wall=1e9 + 100, elapsed=160) == GRACE_S - 100
-    assert clocks.left_s(1e9 + 200, wall=1e9 + 201, elapsed=261) < 0, "a batch begun since then"
-    assert clocks.left_s(end, wall=1e9 + GRACE_S, elapsed=60 + GRACE_S) == 0
-    assert clocks.expiry.oldest == 0
-
-
-def test_a_clock_that_was_set_ahead_and_back_ends_no_batch() -> None:
-    clocks, end = Clocks(1000), 1000 + HOUR_S
-    clocks.left_s(end, wall=1e9, elapsed=60)
-    assert clocks.left_s(end, wall=1120, elapsed=120) == HOUR_S - 120
-    assert clocks.left_s(1180, wall=1240, elapsed=240) < 0, "a batch begun since then"
-
-
-def test_a_clock_that_is_wrong_at_the_start_ends_no_batch_if_it_is_soon_corrected() -> None:
-    clocks = Clocks(1e9)
-    assert clocks.left_s(2000, wall=1e9, elapsed=0) == GRACE_S
-    assert clocks.expiry.oldest == 1e9
-    assert clocks.left_s(9000, wall=1000, elapsed=10) == 8000
-
-
-def test_a_clock_that_was_behind_when_the_router_started_counts() -> None:
-    clocks = Clocks(1000)
-    assert clocks.left_s(1e9 + HOUR_S, wall=1e9, elapsed=60) == HOUR_S
-
-
 @pytest.mark.parametrize("validated", [False, True])
 @in_loop
 async def test_a_batch_expires_while_the_machine_sleeps(
@@ -236,16 +190,15 @@ async def test_a_batch_expires_while_the_machine_sleeps(
 ) -> None:
     """The event loop's time stands still then, and that of the wall goes on."""
     slept_s = 0.0
-    clock = ExpiryClock(lambda: time.time() + slept_s, lambda: time.monotonic() + slept_s)
-    monkeypatch.setattr("router.batches.jobs.job._LOOK_S", 0.02)
+    wall = time.time
+    monkeypatch.setattr("time.time", lambda: wall() + slept_s)
+    monkeypatch.setattr("router.batches.jobs._LOOK_S", 0.02)
     row = await begun(directory)
     if validated:
         await advanced(directory, row, BatchState.IN_PROGRESS)
     else:
         slept_s = 2 * HOUR_S
-    context = context_of(directory)
-    context.clock = clock
-    running = asyncio.create_task(BatchJob(context, row).run())
+    running = asyncio.create_task(BatchJob(context_of(directory), row).run())
     await asyncio.sleep(0.05)
     slept_s = 2 * HOUR_S
     async with asyncio.timeout(10):
@@ -299,8 +252,8 @@ async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known
 async def test_an_upload_that_only_trickles_is_given_up(
     directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.files._SILENCE_S", 0.2)
-    monkeypatch.setattr("router.batches.files._MIN_BYTES_S", 10_000)
+    monkeypatch.setattr("router.batches.files._PIECE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.batches.files._PIECE_BYTES", 2000)
 
     async def pieces(size: int, wait_s: float, count: int) -> AsyncIterator[bytes]:
         for _ in range(count):

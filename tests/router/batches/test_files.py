@@ -288,7 +288,7 @@ def test_a_removed_directory_takes_nothing(start_server: StartServer, tmp_path: 
     for answer in (created, server.client.post("/v1/files", **form)):
         error = error_of(answer, 503)
         assert error["code"] == "storage_failed" and str(tmp_path) not in error["message"]
-    assert "--batch-dir: its directory was removed; restart the router" in server.log.read_text()
+    assert "its directory was removed; restart the router" in server.log.read_text()
 
 
 @pytest.mark.usefixtures("server")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.jobs.lines import MAX_BLANK_LINES, check_file, read_line, read_lines
+from router.batches.lines import MAX_BLANK_LINES, check_file, read_line, read_lines
 from tests.router.batches.conftest import BatchClient, line
 
 
@@ -43,7 +43,7 @@ def test_a_file_has_a_limited_number_of_blank_lines(tmp_path: Path, blank: bytes
 def test_a_file_has_a_limited_number_of_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.jobs.lines.MAX_LINES", 3)
+    monkeypatch.setattr("router.batches.lines.MAX_LINES", 3)
     path = tmp_path / "in.jsonl"
     for count in (3, 4):
         lines = (json.dumps(line(str(number))) for number in range(count))

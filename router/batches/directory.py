@@ -1,4 +1,5 @@
-"""The directory of ``--batch-dir``: its lock, its database, its files, and the writer thread.
+"""The directory of ``--batch-dir``: its lock, its database, its files, and the threads that use
+them.
 
 File names are ids generated here.
 """
@@ -10,17 +11,22 @@ import logging
 import os
 import sqlite3
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from router.batches.storage.store import BatchStore, StoreFailed
+from router.batches.store import BatchStore, Result, StorageFailed, storage_failed
 from shared.locks import try_lock
+from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 2.0
+"""What the disk did not take is tried again after this long."""
 _READERS = 4
+_LOG_INTERVAL_S = 5.0
 _Result = TypeVar("_Result")
 
 
@@ -32,8 +38,8 @@ class BatchDirectory:
     """Only one router uses it at a time; the system releases the lock when the router exits, for
     whatever reason."""
 
-    def __init__(self, root: Path) -> None:
-        """Raises `BatchDirectoryError`."""
+    def __init__(self, root: Path, on_error: Callable[[], None] = lambda: None) -> None:
+        """``on_error`` is called for each failure of the disk. Raises `BatchDirectoryError`."""
         try:
             for path in (root, root / "files", root / "new"):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,20 +50,54 @@ class BatchDirectory:
             self._store = BatchStore(self.database)
             self._root = root
             self._sweep()
-        except (OSError, sqlite3.Error, StoreFailed) as error:
+        except (OSError, sqlite3.Error, StorageFailed) as error:
             raise BatchDirectoryError(f"cannot use {root}: {error}") from None
+        self._on_error, self._warnings = on_error, RateLimitedLogger(logger, _LOG_INTERVAL_S)
         self._thread = ThreadPoolExecutor(1, "batches")
         self._readers = ThreadPoolExecutor(_READERS, "batch-files")
+        self._results: deque[Result] = deque()
+        """Results of lines that are not in the store yet."""
 
     async def run(self, work: Callable[[BatchStore], _Result]) -> _Result:
         """Return the result of ``work`` on the store, run on the single writer thread. It runs even
-        if the caller is cancelled. Raises `StoreFailed`."""
+        if the caller is cancelled. Raises `StorageFailed`."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        except StorageFailed as error:
+            self._note(error)
+            raise
 
     async def read(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of ``work`` on files, run on another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        """Return the result of ``work``, which reads or writes files, run on another thread. Raises
+        `StorageFailed`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        except (OSError, sqlite3.Error) as error:
+            self._note(error)
+            raise storage_failed(error) from None
+
+    async def add_result(self, result: Result) -> None:
+        """Return once ``result`` is on disk, however long that fails. Results that wait for the
+        writer thread at the same time are one transaction."""
+        self._results.append(result)
+        while True:
+            try:
+                return await self.run(self._add_results)
+            except StorageFailed:
+                await asyncio.sleep(AGAIN_S)
+
+    def _add_results(self, store: BatchStore) -> None:
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        try:
+            store.add_results(results)
+        except StorageFailed:
+            self._results.extend(results)
+            raise
+
+    def _note(self, error: Exception) -> None:
+        self._on_error()
+        self._warnings.warning("--batch-dir: %s", error)
 
     def close(self) -> None:
         self._readers.shutdown()
@@ -101,18 +141,12 @@ class BatchDirectory:
     def discard(self, *file_ids: str) -> asyncio.Future[None]:
         """Remove files that the store does not have. A cancelled change is still made, before
         this runs, and may have added them. This also runs if nobody waits for it."""
-        loop = asyncio.get_running_loop()
-        try:
-            return loop.run_in_executor(self._thread, self._discard, file_ids)
-        except RuntimeError:  # closed: the next start removes them
-            ended = loop.create_future()
-            ended.set_result(None)
-            return ended
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._discard, file_ids)
 
     def _discard(self, file_ids: Sequence[str]) -> None:
         try:
             unknown = [each for each in file_ids if not self._store.has_file(each)]
-        except StoreFailed:  # the next start removes them
+        except StorageFailed:  # the next start removes them
             return
         for file_id in unknown:
             self.remove(file_id)

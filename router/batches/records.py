@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from router.api.sse import on_one_line
-from router.batches.storage.store import Result
+from router.batches.store import Result
 
 
 class LineResponse(Struct, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class LineError(Struct, frozen=True, kw_only=True):
 class LineRecord(Struct, frozen=True, kw_only=True):
     id: str
     custom_id: str
-    response: LineResponse | None
-    error: LineError | None
+    response: LineResponse | None = None
+    error: LineError | None = None
 
 
 class _Details(Struct, frozen=True):
@@ -82,6 +82,5 @@ def not_run(batch: int, line: int, custom_id: str, code: str, message: str) -> R
 
 
 def _encoded(custom_id: str, **fields: Any) -> bytes:
-    fields = {"response": None, "error": None} | fields
     record = LineRecord(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, **fields)
     return on_one_line(msgspec.json.encode(record)) + b"\n"

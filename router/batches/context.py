@@ -1,19 +1,15 @@
-"""The shared context of the jobs of all batches."""
+"""The shared context of the endpoints and jobs of batches."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from router.batches.storage.directory import BatchDirectory
-from router.batches.storage.expiry import ExpiryClock
-from router.batches.storage.writer import ResultWriter
+from router.batches.directory import BatchDirectory
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.router import MOST_REQUEST_BYTES
@@ -21,13 +17,14 @@ from router.fleet.tenants.tenant import Tenant
 from router.places import Places
 from shared.settings import Settings
 
-logger = logging.getLogger(__name__)
 _DAY_S = 86400
 _MB = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchContext:
+    """What batches and their files share."""
+
     directory: BatchDirectory
     endpoints: Mapping[str, ASGIApp]
     """The handlers of requests, by path."""
@@ -36,12 +33,10 @@ class BatchContext:
     metrics: Metrics
     figures: BatchFigures
     places: Places
-    writer: ResultWriter
-    stopping: asyncio.Event
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the router ends."""
     checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Threads that read or write whole files."""
-    clock: ExpiryClock = field(default_factory=ExpiryClock)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -64,7 +59,6 @@ class BatchContext:
         return time.monotonic() - self.began < self.settings.restart_wait_s
 
     async def refresh(self) -> None:
-        """Update the figures."""
-        with contextlib.suppress(Exception):
-            found = await self.directory.run(lambda store: store.totals())
-            self.figures.unfinished, self.figures.lines, self.figures.lines_done = found
+        """Update the figures. Raises `StorageFailed`."""
+        found = await self.directory.run(lambda store: store.totals())
+        self.figures.unfinished, self.figures.lines, self.figures.lines_done = found

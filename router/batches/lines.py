@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,18 @@ def read_line(path: Path, start: int) -> bytes:
 
 def _stripped(line: bytes, start: int) -> bytes:
     return (line if start else line.removeprefix(_BOM)).strip()
+
+
+def unfinished_lines(path: Path, done: Sequence[int]) -> Iterator[FoundLine]:
+    """Yield the lines of a file that was checked, except those numbered in ``done``, which is
+    sorted. Lines longer than the limit, which may have been larger when the file was checked, are
+    refused when they run. Raises OSError."""
+    place = 0
+    for line in read_lines(path, path.stat().st_size):
+        if place < len(done) and done[place] == line.number:
+            place += 1
+        elif line.raw:
+            yield line
 
 
 class InvalidLine(ValueError):

@@ -11,11 +11,50 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router.batches.storage.states import FOLLOWERS, BatchState
+from router.errors import NotFound, Unavailable
 from shared.watched_file import OpenedFile
+
+
+class BatchState(StrEnum):
+    """The states of a batch (OpenAI, "Batch API", batch statuses)."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def has_ended(self) -> bool:
+        return not FOLLOWERS[self]
+
+    @property
+    def time_field(self) -> str:
+        """The column with the time at which a batch entered this state."""
+        return f"{self.value}_at"
+
+
+_S = BatchState
+FOLLOWERS: dict[BatchState, frozenset[BatchState]] = {
+    _S.VALIDATING: frozenset({_S.FAILED, _S.IN_PROGRESS, _S.CANCELLING, _S.FINALIZING}),
+    _S.IN_PROGRESS: frozenset({_S.FINALIZING, _S.CANCELLING}),
+    _S.FINALIZING: frozenset({_S.COMPLETED, _S.EXPIRED, _S.FAILED}),
+    _S.CANCELLING: frozenset({_S.CANCELLED}),
+    _S.FAILED: frozenset(),
+    _S.COMPLETED: frozenset(),
+    _S.EXPIRED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+"""A batch that expires, or whose input is lost, is finalized too: what it has goes into its
+files."""
+CANCELLABLE = (_S.VALIDATING, _S.IN_PROGRESS)
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -61,8 +100,22 @@ Row = dict[str, Any]
 """A row of a table, by column."""
 
 
-class StoreFailed(Exception):
-    """The disk is full or fails; nothing was changed."""
+class StorageFailed(Unavailable, code="storage_failed"):
+    """The server's disk is full or fails; nothing was changed."""
+
+
+class FileNotFound(NotFound, code="file_not_found"):
+    """The file does not exist or belongs to another key."""
+
+
+class BatchNotFound(NotFound, code="batch_not_found"):
+    """The batch does not exist or belongs to another key."""
+
+
+def storage_failed(error: Exception | str) -> StorageFailed:
+    """Return the error for a client, which is not told the paths in ``error``."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return StorageFailed(f"The server cannot write to its disk: {reason}", retry_after_s=30)
 
 
 class NewFile(NamedTuple):
@@ -107,10 +160,10 @@ class BatchStore:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """Make all changes of the block or none. Raises `StoreFailed`."""
+        """Make all changes of the block or none. Raises `StorageFailed`."""
         database = self._database
         if not self._file.is_there:  # the changes would be lost at the next start
-            raise StoreFailed("its directory was removed; restart the router")
+            raise storage_failed("its directory was removed; restart the router")
         try:
             database.execute("BEGIN IMMEDIATE")
             try:
@@ -121,13 +174,13 @@ class BatchStore:
                     database.execute("ROLLBACK")
                 raise
         except (sqlite3.Error, OSError) as error:
-            raise StoreFailed(str(error)) from None
+            raise storage_failed(error) from None
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         try:
             return [dict(row) for row in self._database.execute(query, values)]
         except sqlite3.Error as error:
-            raise StoreFailed(str(error)) from None
+            raise storage_failed(error) from None
 
     def _row(self, query: str, *values: object) -> Row | None:
         found = self._rows(query, *values)
@@ -138,12 +191,14 @@ class BatchStore:
     def add_file(self, file: NewFile) -> Row:
         with self._change() as database:
             _insert_file(database, file)
-        found = self.find_file(file.key, file.id)
-        assert found is not None
-        return found
+        return self.find_file(file.key, file.id)
 
-    def find_file(self, key: str, file_id: str) -> Row | None:
-        return self._row("SELECT * FROM files WHERE key = ? AND id = ?", key, file_id)
+    def find_file(self, key: str, file_id: str, param: str = "file_id") -> Row:
+        """Raises `FileNotFound`, which names ``param``."""
+        found = self._row("SELECT * FROM files WHERE key = ? AND id = ?", key, file_id)
+        if found is None:
+            raise FileNotFound(f"There is no file '{file_id[:64]}'.", param=param)
+        return found
 
     def page(
         self,
@@ -154,17 +209,16 @@ class BatchStore:
         after: str | None = None,
         newest_first: bool = True,
         purpose: str | None = None,
-    ) -> tuple[list[Row], bool] | None:
+    ) -> tuple[list[Row], bool]:
         """Return up to ``limit`` rows of "files" or "batches" of ``key`` that follow the id
-        ``after``, and whether there are more. None: there is no such id."""
+        ``after``, and whether there are more. Raises `FileNotFound` and `BatchNotFound`."""
         direction, follows = ("DESC", "<") if newest_first else ("ASC", ">")
         where, values = "key = ?", [key]
         if purpose is not None:
             where, values = where + " AND purpose = ?", [*values, purpose]
         if after is not None:
-            start = self._row(f"SELECT number FROM {table} WHERE key = ? AND id = ?", key, after)
-            if start is None:
-                return None
+            find = self.find_file if table == "files" else self.find_batch
+            start = find(key, after)
             where, values = f"{where} AND number {follows} ?", [*values, start["number"]]
         query = f"SELECT * FROM {table} WHERE {where} ORDER BY number {direction} LIMIT ?"
         found = self._rows(query, *values, limit + 1)
@@ -195,19 +249,19 @@ class BatchStore:
     def file_ids(self) -> set[str]:
         return {row["id"] for row in self._rows("SELECT id FROM files")}
 
-    def remove_old(self, now: int, keep_s: int, oldest: float = 0) -> list[str]:
-        """Remove files that expired and batches that ended ``keep_s`` ago, after ``oldest``. Return
-        the files' ids."""
+    def remove_old(self, now: int, keep_s: int) -> list[str]:
+        """Remove files that expired and batches that ended ``keep_s`` ago. Return the files'
+        ids."""
         used = f"SELECT input_file_id FROM batches WHERE state NOT IN ({_ENDED})"
-        query = f"SELECT id FROM files WHERE expires_at BETWEEN ? AND ? AND id NOT IN ({used})"
-        ids = [row["id"] for row in self._rows(query, oldest, now)]
+        query = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})"
+        ids = [row["id"] for row in self._rows(query, now)]
         self._rows(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
         with self._change() as database:
             database.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in ids])
             database.execute(
                 f"DELETE FROM batches WHERE state IN ({_ENDED}) AND coalesce(completed_at,"
-                " failed_at, expired_at, cancelled_at, created_at) BETWEEN ? AND ?",
-                (oldest - keep_s, now - keep_s - 1),
+                " failed_at, expired_at, cancelled_at, created_at) < ?",
+                (now - keep_s,),
             )
         return ids
 
@@ -227,12 +281,14 @@ class BatchStore:
                 " number FROM batches WHERE key = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
                 (values["key"], values["key"], MAX_BATCHES),
             )
-        found = self.find_batch(values["key"], values["id"])
-        assert found is not None
-        return found
+        return self.find_batch(values["key"], values["id"])
 
-    def find_batch(self, key: str, batch_id: str) -> Row | None:
-        return self._row("SELECT * FROM batches WHERE key = ? AND id = ?", key, batch_id)
+    def find_batch(self, key: str, batch_id: str) -> Row:
+        """Raises `BatchNotFound`."""
+        found = self._row("SELECT * FROM batches WHERE key = ? AND id = ?", key, batch_id)
+        if found is None:
+            raise BatchNotFound(f"There is no batch '{batch_id[:64]}'.", param="batch_id")
+        return found
 
     def batch(self, number: int) -> Row | None:
         return self._row("SELECT * FROM batches WHERE number = ?", number)

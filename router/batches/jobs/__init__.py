@@ -1,1 +1,0 @@
-"""Batches while they run: their lines, the places that lines wait for, their results."""

@@ -1,1 +1,0 @@
-"""The directory of ``--batch-dir``: database, files, and the thread that writes."""

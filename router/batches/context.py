@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from router.batches.directory import BatchDirectory
+from router.batches.store import StorageFailed
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.router import MOST_REQUEST_BYTES
@@ -59,6 +61,7 @@ class BatchContext:
         return time.monotonic() - self.began < self.settings.restart_wait_s
 
     async def refresh(self) -> None:
-        """Update the figures. Raises `StorageFailed`."""
-        found = await self.directory.run(lambda store: store.totals())
-        self.figures.unfinished, self.figures.lines, self.figures.lines_done = found
+        """Update the figures, if the disk allows it."""
+        with contextlib.suppress(StorageFailed):
+            found = await self.directory.run(lambda store: store.totals())
+            self.figures.unfinished, self.figures.lines, self.figures.lines_done = found

@@ -15,22 +15,18 @@ from starlette.types import ASGIApp
 
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
+from router.api.pages import page_limit
 from router.batches.context import BatchContext
 from router.batches.directory import BatchDirectory
 from router.batches.files import FileEndpoints, check_count, page_of
 from router.batches.jobs import BatchRunner
 from router.batches.objects import (
-    BatchErrors,
     BatchList,
     BatchObject,
-    BatchUsage,
-    CachedTokens,
     CreateBatch,
     DeletedFile,
     FileList,
     FileObject,
-    ReasoningTokens,
-    RequestCounts,
 )
 from router.batches.store import (
     CANCELLABLE,
@@ -129,14 +125,8 @@ class Batches:
         return json_response(batch_object(row))
 
     async def list_all(self, request: Request) -> Response:
-        rows, has_more = await page_of(
-            self.context, request, "batches", _PAGE_BATCHES, _MAX_PAGE_BATCHES
-        )
-        data = [batch_object(row) for row in rows]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(
-            BatchList(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
-        )
+        limit = page_limit(request, _PAGE_BATCHES, _MAX_PAGE_BATCHES)
+        return await page_of(self.context, request, BatchList, batch_object, limit)
 
     async def cancel(self, request: Request) -> Response:
         key, batch_id = request.state.tenant.name, request.path_params["batch_id"]
@@ -163,31 +153,20 @@ class Batches:
 
 def batch_object(row: Row) -> BatchObject:
     input_tokens, output_tokens = row["input_tokens"], row["output_tokens"]
-    times = {name: row[name] for name in BatchObject.__struct_fields__ if name.endswith("_at")}
-    errors = row["errors"]
-    return BatchObject(
-        id=row["id"],
-        endpoint=row["endpoint"],
-        model=row["model"],
-        errors=None if errors is None else msgspec.json.decode(errors, type=BatchErrors),
-        input_file_id=row["input_file_id"],
-        completion_window=row["completion_window"],
-        status=BatchState(row["state"]),
-        output_file_id=row["output_file_id"],
-        error_file_id=row["error_file_id"],
-        request_counts=RequestCounts(
-            total=row["total"], completed=row["completed"], failed=row["failed"]
-        ),
-        usage=BatchUsage(
-            input_tokens=input_tokens,
-            input_tokens_details=CachedTokens(cached_tokens=row["cached_tokens"]),
-            output_tokens=output_tokens,
-            output_tokens_details=ReasoningTokens(reasoning_tokens=row["reasoning_tokens"]),
-            total_tokens=input_tokens + output_tokens,
-        ),
-        metadata=None if row["metadata"] is None else msgspec.json.decode(row["metadata"]),
-        **times,
-    )
+    values = {
+        "status": row["state"],
+        "errors": row["errors"] and msgspec.json.decode(row["errors"]),
+        "metadata": row["metadata"] and msgspec.json.decode(row["metadata"]),
+        "request_counts": row,
+        "usage": {
+            "input_tokens": input_tokens,
+            "input_tokens_details": row,
+            "output_tokens": output_tokens,
+            "output_tokens_details": row,
+            "total_tokens": input_tokens + output_tokens,
+        },
+    }
+    return msgspec.convert(row | values, BatchObject)
 
 
 def _json(value: Any) -> str:

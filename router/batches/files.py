@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -20,6 +22,7 @@ from router.batches.context import BatchContext
 from router.batches.objects import (
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
+    BatchList,
     DeletedFile,
     FileList,
     FileObject,
@@ -84,15 +87,9 @@ class FileEndpoints:
         return json_response(file_object(row))
 
     async def list_all(self, request: Request) -> Response:
+        limit = page_limit(request, _MAX_PAGE_FILES, _MAX_PAGE_FILES)
         purpose = request.query_params.get("purpose")
-        rows, has_more = await page_of(
-            self._context, request, "files", _MAX_PAGE_FILES, _MAX_PAGE_FILES, purpose
-        )
-        data = [file_object(row) for row in rows]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(
-            FileList(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
-        )
+        return await page_of(self._context, request, FileList, file_object, limit, purpose)
 
     async def retrieve(self, request: Request) -> Response:
         return json_response(file_object(await self._find(request)))
@@ -189,19 +186,24 @@ class FileEndpoints:
 async def page_of(
     context: BatchContext,
     request: Request,
-    table: str,
-    default: int,
-    most: int,
+    list_type: type[FileList] | type[BatchList],
+    make: Callable[[Row], Any],
+    limit: int,
     purpose: str | None = None,
-) -> tuple[list[Row], bool]:
-    """Return the rows of a page of "files" or "batches", and whether there are more. Raises
-    `InvalidValue` and `NotFound`."""
-    limit, newest = page_limit(request, default, most), newest_first(request)
-    after, key = request.query_params.get("after"), request.state.tenant.name
-    return await context.directory.run(
+) -> Response:
+    """Return a page of files or batches, each made of its row. Raises `InvalidValue` and
+    `NotFound`."""
+    newest, after = newest_first(request), request.query_params.get("after")
+    table, key = "files" if list_type is FileList else "batches", request.state.tenant.name
+    rows, has_more = await context.directory.run(
         lambda store: store.page(
             table, key, limit, after=after, newest_first=newest, purpose=purpose
         )
+    )
+    data = [make(row) for row in rows]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(
+        list_type(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
     )
 
 
@@ -227,14 +229,7 @@ async def _next_piece(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def file_object(row: Row) -> FileObject:
-    return FileObject(
-        id=row["id"],
-        bytes=row["bytes"],
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        filename=row["filename"],
-        purpose=row["purpose"],
-    )
+    return msgspec.convert(row, FileObject)
 
 
 def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewFile:

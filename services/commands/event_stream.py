@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from services.commands.admin_client import NoServer, ServerRefused, authorization
@@ -30,20 +31,33 @@ class ServerEvent(NamedTuple):
 
 @contextmanager
 def opened(
-    url: str, key: str, timeout_s: float, body: Mapping[str, Any] | None = None
+    url: str,
+    key: str,
+    timeout_s: float,
+    body: Mapping[str, Any] | Iterator[bytes] | None = None,
+    *,
+    method: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({"Content-Type": "application/json"}),
+    handlers: tuple[Any, ...] = (),
 ) -> Iterator[HTTPResponse]:
-    """Yield the response of ``url``, to a POST of ``body`` as JSON if given.
+    """Yield the response of ``url``, to a POST of ``body`` if given: a mapping is sent as JSON,
+    pieces as they are. ``handlers`` replace some of urllib's.
 
     ``timeout_s`` applies to each wait, also while the response is read. Raises `ServerRefused`,
     and `NoServer` if the connection fails, also inside the context.
     """
     if not url.startswith(("http://", "https://")):
         raise NoServer(f"--url: {url} does not begin with http:// or https://")
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **authorization(key)}
+    data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+    headers = {**headers, **authorization(key)}
     failed = "no server responds at"
     try:
-        with _sent(url, data, headers, timeout_s) as answer:
+        try:
+            request = urllib.request.Request(url, data, headers, method=method)
+            answer = opener(*handlers).open(request, timeout=timeout_s)
+        except ValueError as error:
+            raise NoServer(f"--url: {url}: {error}") from None
+        with answer:
             failed = "the response is incomplete at"
             yield answer
     except urllib.error.HTTPError as error:
@@ -53,17 +67,6 @@ def opened(
     except (OSError, HTTPException) as error:
         reason = " ".join(str(getattr(error, "reason", error) or type(error).__name__).split())
         raise NoServer(f"{failed} {url}: {reason}") from None
-
-
-def _sent(
-    url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
-) -> HTTPResponse:
-    try:
-        request = urllib.request.Request(url, data, dict(headers))
-        answer: HTTPResponse = opener().open(request, timeout=timeout_s)
-        return answer
-    except ValueError as error:
-        raise NoServer(f"--url: {url}: {error}") from None
 
 
 def _message(body: bytes) -> str | None:

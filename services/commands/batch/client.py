@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import NoServer, ServerFields, authorization, json_object
-from services.commands.event_stream import StreamRefused, opened
-from shared.network.opener import opener
+from services.commands.admin_client import NoServer, ServerFields, json_object
+from services.commands.event_stream import opened
 
 _TIMEOUT_S = 60.0
 _PIECE_BYTES = 256 * 1024
@@ -57,20 +54,14 @@ class BatchApi:
             "Content-Length": str(length),
         }
         with path.open("rb") as file:
-            return str(self._answer("POST", "files", headers, _body(head, file, tail))["id"])
+            return str(self._ask("files", _body(head, file, tail), headers=headers)["id"])
 
     def create(self, file_id: str, endpoint: str, window: str) -> BatchStatus:
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
-        with opened(f"{self._base}/batches", self._key, _TIMEOUT_S, body) as answer:
-            return _status(_object(answer))
+        return _status(self._ask("batches", body))
 
     def find(self, batch_id: str) -> BatchStatus:
-        with opened(f"{self._base}/batches/{batch_id}", self._key, _TIMEOUT_S) as answer:
-            return _status(_object(answer))
-
-    def cancel(self, batch_id: str) -> BatchStatus:
-        with opened(f"{self._base}/batches/{batch_id}/cancel", self._key, _TIMEOUT_S, {}) as answer:
-            return _status(_object(answer))
+        return _status(self._ask(f"batches/{batch_id}"))
 
     def download(self, file_id: str, to: Path) -> None:
         url = f"{self._base}/files/{file_id}/content"
@@ -80,25 +71,17 @@ class BatchApi:
                 raise NoServer(f"the connection to {url} was lost while reading the response")
 
     def delete(self, file_id: str) -> None:
-        self._answer("DELETE", f"files/{file_id}", {})
+        self._ask(f"files/{file_id}", method="DELETE")
 
-    def _answer(
-        self, method: str, path: str, headers: dict[str, str], data: Iterator[bytes] | None = None
+    def _ask(
+        self, path: str, body: dict[str, Any] | Iterator[bytes] | None = None, **options: Any
     ) -> ServerFields:
-        headers = {**headers, **authorization(self._key)}
-        try:
-            url = f"{self._base}/{path}"
-            request = urllib.request.Request(url, data, headers, method=method)
-            with opener(_Handler, _SecureHandler).open(request, timeout=_TIMEOUT_S) as answer:
-                return _object(answer)
-        except urllib.error.HTTPError as error:
-            try:
-                message = str(json.loads(error.read())["error"]["message"])
-            except (ValueError, TypeError, KeyError):
-                message = f"the server responds with {error.code} {error.reason}"
-            raise StreamRefused(message, error.code) from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise NoServer(f"no server responds at {self._base}: {error}") from None
+        url, handlers = f"{self._base}/{path}", (_Handler, _SecureHandler)
+        with opened(url, self._key, _TIMEOUT_S, body, handlers=handlers, **options) as answer:
+            found = json_object(answer.read())
+        if found is None:
+            raise NoServer(f"{url} responds, but is not an mlx-lm-server")
+        return found
 
 
 class _Connection(HTTPConnection):
@@ -131,13 +114,6 @@ def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:
     while piece := file.read(_PIECE_BYTES):
         yield piece
     yield tail
-
-
-def _object(answer: HTTPResponse) -> ServerFields:
-    found = json_object(answer.read())
-    if found is None:
-        raise NoServer(f"{answer.url} responds, but is not an mlx-lm-server")
-    return found
 
 
 def _status(found: ServerFields) -> BatchStatus:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 30.0
 
 
-class _Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     status: int
     request_id: str
     body: bytes
@@ -110,7 +110,7 @@ class LineJob:
         self._custom_id = line.custom_id
         return bytes(line.body)
 
-    async def _answer(self, body: bytes) -> _Answer:
+    async def _answer(self, body: bytes) -> LineAnswer:
         """Return the response to ``body``. Raises `_TryAgain`."""
         context, request_id = self._context, f"req_{uuid.uuid4().hex}"
         unread, parts = [body], list[bytes]()
@@ -146,9 +146,9 @@ class LineJob:
             return _failed(InternalError(), request_id)
         join = partial(b"".join, parts)
         small = sum(map(len, parts)) <= INLINE_SIZE
-        return _Answer(200, request_id, join() if small else await asyncio.to_thread(join))
+        return LineAnswer(200, request_id, join() if small else await asyncio.to_thread(join))
 
-    async def _record(self, answer: _Answer) -> Result:
+    async def _record(self, answer: LineAnswer) -> Result:
         self._count(answer.status)
         make = partial(answered, self._batch, self._number, self._custom_id)
         try:
@@ -166,8 +166,8 @@ class LineJob:
         self._context.metrics.batch_lines.labels(self._path, str(status)).inc()
 
 
-def _failed(error: ApiError, request_id: str) -> _Answer:
-    return _Answer(error.status, request_id, error.body())
+def _failed(error: ApiError, request_id: str) -> LineAnswer:
+    return LineAnswer(error.status, request_id, error.body())
 
 
 class _Body(Struct, frozen=True):

@@ -17,7 +17,6 @@ from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.planning.drafting import Drafting
 from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planning.planner import Clock, Planner
-from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.sequence import ARRIVING, Sequence, Status
@@ -63,21 +62,20 @@ class Scheduler:
             has_experts=config.has_experts,
             on_gpu=config.look_ahead,
         )
-        prefilling = Prefilling(
-            config, self.sequences, self.memory, self._prefix_cache, policy, time_share
-        )
-        self._meter = StepMeter(policy, time_share, prefilling, self._drafting, self._counters)
         self.planner = Planner(
             config,
             self.sequences,
             self.memory,
             self._prefix_cache,
-            prefilling,
-            time_share,
             self._drafting,
+            policy,
+            time_share,
             self._outputs,
             self._counters,
             clock,
+        )
+        self._meter = StepMeter(
+            policy, time_share, self.planner.pictures, self._drafting, self._counters
         )
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
@@ -215,7 +213,7 @@ class Scheduler:
         if len(self._in_flight) > self.config.look_ahead:
             return None
         while True:
-            builder = PlanBuilder(self._steps)
+            builder = PlanBuilder(self._steps, self.config)
             self.planner.fill(builder)
             built = builder.build(self.memory)
             if built is not None:
@@ -270,7 +268,7 @@ class Scheduler:
         )
         self._in_flight.clear()
         self._meter.clear()
-        self.planner.prefilling.clear()
+        self.planner.clear()
         self.sequences.drop_slots()
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
@@ -327,7 +325,7 @@ class Scheduler:
         """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have
         run. An open pass counts in proportion to its computed layers."""
         computed = seq.num_computed_tokens
-        if (one := self.planner.prefilling.passes.of(seq)) is not None:
+        if (one := self.planner.passes.of(seq)) is not None:
             more = seq.pass_end - seq.num_computed_tokens
             computed += more * one.layers_done // self.config.layers
         return min(computed, seq.num_prompt_tokens)
@@ -364,9 +362,9 @@ class Scheduler:
             # Pages of background sequences are given to other sequences on demand.
             unevictable_bytes=memory.used_bytes(of_background=False),
             kept_states=len(memory.snapshots),
-            open_passes=len(self.planner.prefilling.passes),
+            open_passes=len(self.planner.passes),
             drafts=self._drafting.stats(),
-            image_bytes=self.planner.prefilling.pictures.used_bytes,
+            image_bytes=self.planner.pictures.used_bytes,
             **totals,
         )
 
@@ -454,14 +452,14 @@ class Scheduler:
         self._prefix_cache.name_computed(seq, last)
         self._prefix_cache.snapshot_policy.publish_trailing(seq)
         self.memory.drop_fetch(seq)
-        if self.planner.prefilling.passes.of(seq) is None:
+        if self.planner.passes.of(seq) is None:
             self.memory.release(seq)
         self.sequences.finish(seq)
 
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
         """End the sequences whose part of the step raised, and restart those that share their
         pages."""
-        passes = self.planner.prefilling.passes
+        passes = self.planner.passes
         reasons = self._drop_failed_pictures(result)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for snapshot in step.invalid:
@@ -492,11 +490,11 @@ class Scheduler:
         them, and why they fail. Their passes are dropped: no chunk in them has raised."""
         found: dict[Sequence, str] = {}
         for digest, reason in result.failed_pictures:
-            self.planner.prefilling.pictures.drop(digest)
+            self.planner.pictures.drop(digest)
             for seq in self.sequences.ordered(Status.PREFILLING):
                 if any(one.digest == digest for one in seq.pictures_ahead):
                     found[seq] = f"a picture cannot be encoded: {reason}"
-                    self.planner.prefilling.passes.drop(seq)
+                    self.planner.passes.drop(seq)
         return found
 
     def _release_saved(self, step: InFlightStep, result: StepResult) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.plan import StepResult
 from engine.scheduler.outputs import Counters
 from engine.scheduler.planning.drafting import Drafting
+from engine.scheduler.planning.pictures import PictureTable
 from engine.scheduler.planning.plan_builder import InFlightStep, PlannedEncoding, PlannedStretch
-from engine.scheduler.planning.prefilling import Prefilling
 from engine.scheduler.timing.chunks import ChunkPolicy
 from engine.scheduler.timing.time_share import TimeShare
 
@@ -23,13 +23,13 @@ class StepMeter:
         self,
         chunk_policy: ChunkPolicy,
         time_share: TimeShare,
-        prefilling: Prefilling,
+        pictures: PictureTable,
         drafting: Drafting,
         counters: Counters,
     ) -> None:
         self._chunk_policy = chunk_policy
         self._time_share = time_share
-        self._pictures = prefilling.pictures
+        self._pictures = pictures
         self._drafting = drafting
         self._counters = counters
         self._unmeasured: dict[int, tuple[PlannedStretch | PlannedEncoding, bool]] = {}

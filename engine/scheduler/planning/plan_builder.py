@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine import plan
+from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.passes import OpenPass, PlannedChunk
 from engine.scheduler.planning.pictures import axes_of, position_shift, shown_parts
@@ -15,6 +16,7 @@ from engine.scheduler.pools.snapshot_pool import Snapshot
 from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.timing.chunks import share_of_time
 from engine.speculation.source import Proposal
+from shared import wire
 
 
 class PlannedStretch(NamedTuple):
@@ -86,7 +88,8 @@ class InFlightStep:
 class PlanBuilder:
     """Collects the operations of one plan."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, config: SchedulerConfig) -> None:
+        self._config = config
         self.step = InFlightStep(number)
         self.freed_slots: list[plan.Slot] = []
         self.inserted: list[tuple[Page, plan.Payload, SequenceOf[bytes]]] = []
@@ -122,15 +125,53 @@ class PlanBuilder:
         self.preempted.append(seq)
         self.state_restores = [one for one in self.state_restores if one.slot != seq.slot]
 
-    def decode(self, seq: Sequence, decode: plan.Decode, proposal: Proposal | None) -> None:
-        """Decode a token of ``seq``, with the drafts of ``proposal``."""
-        self.decodes.append(decode)
+    def decode(self, seq: Sequence, proposal: Proposal | None, guesses: int) -> None:
+        """Decode the next token of ``seq``, with the drafts of ``proposal``, and let the executor
+        guess so many tokens after them."""
+        request, position, slot = seq.request, seq.next_position, seq.held_slot
+        index = position + 1 - seq.num_prompt_tokens
+        history: tuple[int, ...] | None = None
+        needs_history = request.sampling.needs_history or request.grammar is not None
+        if needs_history and not seq.history_sent:  # with the first decode in a slot
+            seq.history_sent = True
+            history = tuple(seq.token_ids[:position])
+        thinking = seq.follow_thinking()
+        self.decodes.append(
+            plan.Decode(
+                slot=slot,
+                position=position,
+                token_id=None if seq.num_inflight else seq.token_ids[position],
+                output_index=index,
+                sampling=request.sampling,
+                forbidden=self._forbidden(request, index),
+                logprobs=request.logprobs,
+                history=history,
+                constrained=request.grammar is not None,
+                grammar=None if history is None else request.grammar,
+                forced=thinking.forced() if thinking and not seq.num_inflight else None,
+                drafts=proposal.tokens if proposal else (),
+                guesses=guesses,
+                shift=position_shift(seq, position) if seq.pictures else 0,
+                adapter=seq.adapter,
+                before=tuple(seq.token_ids[seq.num_computed_tokens : position]),
+            )
+        )
         self.step.decodes.append(seq)
         if proposal is not None:
             self.step.drafts[seq] = proposal
-        if decode.guesses:
+        if guesses:
             self.step.guessing.add(seq)
-        self.step.by_slot[decode.slot] = seq
+        self.step.by_slot[slot] = seq
+
+    def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:
+        """Return the tokens that output number ``index`` must not be."""
+        early = index < request.min_tokens
+        tokens = set(request.stop_token_ids) if early else set()
+        if request.grammar is not None:
+            # The last resort: these end the output even if the request set no stop token.
+            ends = self._config.eos_token_ids
+            tokens.update(ends if early else set(ends) - set(request.stop_token_ids))
+        return tuple(sorted(tokens))
 
     def chunk(self, seq: Sequence, end: int) -> None:
         """Compute the prompt of ``seq`` up to ``end`` in a pass that begins in this plan."""

@@ -100,7 +100,7 @@ class Watch:
         scheduler = whole.scheduler
         assert scheduler.memory.ledger.used_bytes <= stats.limit_bytes
         known = scheduler.memory.ledger.used_bytes - scheduler.memory.pass_bytes
-        open_tokens = sum(one.tokens for one in scheduler.planner.prefilling.passes)
+        open_tokens = sum(one.tokens for one in scheduler.planner.passes)
         open_bytes = open_tokens * scheduler.config.pass_token_bytes
         self.peak_bytes = max(self.peak_bytes, known)
         self._steps += 1

@@ -25,7 +25,7 @@ from engine.plan import (
     StepResult,
 )
 from engine.scheduler import SchedulerConfig
-from engine.scheduler.planning.prefilling import MAX_END_TOKENS
+from engine.scheduler.planning.planner import MAX_END_TOKENS
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from engine.scheduler.timing.chunks import MIN_TOKENS
 from shared import wire

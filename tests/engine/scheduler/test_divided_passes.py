@@ -99,7 +99,7 @@ def test_the_time_of_a_step_that_adds_pages_says_nothing_about_chunks() -> None:
     made = engine(prefill_chunk_tokens=None)
     made.executor.resize_s = 10.0
     made.serve(request("first", prompt(401)))
-    policy = made.scheduler.planner.prefilling._chunk_policy
+    policy = made.scheduler.planner._chunk_policy
     assert policy.predict_s(0, 100) < 0.3, "three times as long as they take"
 
 
@@ -108,7 +108,7 @@ def test_the_time_of_the_first_layers_of_a_pass_says_nothing_about_the_others() 
     made.executor.begin_s = 10.0
     for number in range(3):
         made.serve(request(f"{number}", prompt(401, number)))
-    policy = made.scheduler.planner.prefilling._chunk_policy
+    policy = made.scheduler.planner._chunk_policy
     assert 0.05 < policy.predict_s(0, 100) < 0.15, "it takes 0.1 s"
 
 
@@ -116,7 +116,7 @@ def test_the_last_layer_of_a_chunk_says_nothing_about_the_others() -> None:
     made = engine(prefill_chunk_tokens=None)
     for number in range(3):
         made.serve(request(f"{number}", prompt(401, number)))
-    policy = made.scheduler.planner.prefilling._chunk_policy
+    policy = made.scheduler.planner._chunk_policy
     before_s = policy.predict_s(0, 100)
     policy.observe_chunks = None  # type: ignore[method-assign, assignment]  # it must not be called
     step = InFlightStep(1)
@@ -129,7 +129,7 @@ def test_an_end_that_takes_longer_than_a_decode_step_has_a_pass_while_streams_ru
     made = engine(decodes_ends=True)
     made.serve(request("before", prompt(101), max_tokens=1))
     (stream,) = begin_streams(made, 1)
-    policy = made.scheduler.planner.prefilling._chunk_policy
+    policy = made.scheduler.planner._chunk_policy
     assert policy.predict_s(0, 4) < MIN_UNIT_S < policy.predict_s(0, 32)
     for length, joins in ((33, False), (5, True)):
         first = len(made.plans)
@@ -305,7 +305,7 @@ def test_chunks_far_into_a_prompt_are_shorter_where_scores_are_stored(score_byte
     most = 0
     while not client.end:
         made.turn()
-        for one in made.scheduler.planner.prefilling.passes:
+        for one in made.scheduler.planner.passes:
             (chunk,) = one.chunks
             if chunk.tokens > MIN_TOKENS:
                 assert memory.pass_bytes == chunk.tokens * chunk.end * score_bytes

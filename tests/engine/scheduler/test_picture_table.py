@@ -165,7 +165,7 @@ def test_prompts_that_overtake_are_charged_for_their_pictures() -> None:
     engine.submit(request("long", [1] * 1203))
     engine.turn()
     (begun,) = engine.executor.passes
-    engine.scheduler.planner.prefilling.pictures.observe(1.0, 10.0)  # seconds of one
+    engine.scheduler.planner.pictures.observe(1.0, 10.0)  # seconds of one
     for number in (1, 2):
         engine.submit(request(str(number), [7, 7, 2], images=(image(number, 0),)))
     engine.turn()

@@ -337,7 +337,7 @@ def test_pictures_are_at_their_places_and_in_their_blocks(seed: int) -> None:
         )
     )
     run_chaos(engine, Chaos(engine, seed, failures=pick.random() < 0.5))
-    pictures = engine.scheduler.planner.prefilling.pictures
+    pictures = engine.scheduler.planner.pictures
     assert set(engine.executor.encoded) == set(pictures._entries)
 
 

@@ -46,7 +46,6 @@ const TILES = [
 export class StatusView {
   constructor() {
     this.points = [];
-    this.engines = {};
     this.tiles = TILES.map(tile => {
       const plot = new Plot(tile);
       const value = el("span", { class: "figure" }, "–");
@@ -74,8 +73,7 @@ export class StatusView {
       setText(tile.detailElement, tile.detail(status));
       tile.plot.draw(this.points, now.at);
     }
-    this.keepEngines(status);
-    const update = (section, model) => updateModel(section, model, this.engines);
+    const update = (section, model) => updateModel(section, model, status.engines);
     keyed(byId("models"), status.models, model => model.id, createModel, update);
     showIncidents(status.incidents);
     setText(byId("facts"), [
@@ -85,13 +83,6 @@ export class StatusView {
       `${status.viewers} ${status.viewers === 1 ? "viewer" : "viewers"}`,
     ].join(" · "));
     byId("status").classList.remove("stale");
-  }
-
-  /** Update the figures of existing engines; an event has the figures of some of them. */
-  keepEngines({ models, engines }) {
-    const all = { ...this.engines, ...engines };
-    const names = models.flatMap(model => model.engines);
-    this.engines = Object.fromEntries(names.map(name => [name, all[name]]));
   }
 
   lost(error) {

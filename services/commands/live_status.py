@@ -51,8 +51,6 @@ class StatusSeen:
     """The data received from the feed. Written by its thread, read by the display."""
 
     status: ServerStatus | None = None
-    engines: dict[str, EngineFigures] = field(default_factory=dict)
-    """By name: a sample of a large fleet has only some of them."""
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     trouble: str = ""
     refused: Exception | None = None
@@ -96,7 +94,6 @@ def _follow(url: str, seen: StatusSeen, first: threading.Event) -> None:
                         seen.points.extend(points)
                     elif event.name == "status":
                         status = decoder.decode(event.data)
-                        seen.engines = {**seen.engines, **status.engines}
                         seen.status, seen.trouble = status, ""
                         seen.points.append(status.now)
                         first.set()
@@ -161,8 +158,8 @@ def render(seen: StatusSeen, url: str, width: int) -> RenderableType:
         parts.append(_batches_line(status.batches))
     for model in status.models:
         parts += [Text(), _model_line(model)]
-        if known := [seen.engines[name] for name in model.engines if name in seen.engines]:
-            parts.append(_engines(known))
+        if model.engines:
+            parts.append(_engines([status.engines[name] for name in model.engines]))
     if status.incidents:
         parts += [Text(), Text("recently", style="bold")]
     for each in status.incidents[:8]:

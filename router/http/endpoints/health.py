@@ -185,7 +185,7 @@ def health_of(router: Router) -> tuple[int, Health]:
         models=[
             ModelHealth(
                 **structs.asdict(model),
-                engines=[_engine(engine) for engine in router.registry.engines_of(model.id)],
+                engines=[engine_health(engine) for engine in router.registry.engines_of(model.id)],
             )
             for model in model_states(router)
         ],
@@ -242,7 +242,7 @@ def _status(model: ModelReplicas, threshold: float) -> HealthStatus:
     return "degraded" if pressure >= _DEGRADED_FROM * threshold else "ok"
 
 
-def _engine(engine: Engine) -> EngineHealth:
+def engine_health(engine: Engine) -> EngineHealth:
     return EngineHealth(
         name=engine.name,
         ready=engine.trouble is None,

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
-from msgspec import structs
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,7 +25,7 @@ from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Un
 from router.fair_shares import FairShares
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
-from router.http.status.figures import Point, ServerStatus
+from router.http.status.figures import Point
 from router.http.status.sampler import StatusSampler
 from router.waiting import wait_at_most
 
@@ -46,8 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatusFeed:
-    """An ASGI application. Each viewer gets the ``history``, then ``status`` events: the first with
-    all engines, the others with some engines in turn."""
+    """An ASGI application. Each viewer gets the ``history``, then ``status`` events."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -58,10 +56,7 @@ class StatusFeed:
         self._places = FairShares()
         self._task: asyncio.Task[None] | None = None
         self._sampled_at = 0.0
-        self._status: ServerStatus | None = None
         self._event = b""
-        self._first_event = b""
-        """The history for new viewers. Empty until it is first requested after a sample."""
 
     @property
     def operation(self) -> Operation:
@@ -120,20 +115,13 @@ class StatusFeed:
         if time.monotonic() - self._sampled_at > EVERY_S:
             await changed.wait()  # the first sample
         changed.clear()
-        await _write(send, self._first())
+        history = encode_event(msgspec.json.encode([*self._history]), "history")
+        await _write(send, history + self._event)
         while not self._router.ending.is_set():
             await changed.wait()
             changed.clear()
             await _write(send, self._event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _first(self) -> bytes:
-        """Return the history, and the last sample with all engines."""
-        if not self._first_event and self._status is not None:
-            whole = structs.replace(self._status, engines=self._sampler.engines)
-            history = encode_event(msgspec.json.encode([*self._history]), "history")
-            self._first_event = history + _encoded(whole)
-        return self._first_event
 
     async def _sample(self) -> None:
         """Sample until the last viewer leaves or the server stops."""
@@ -142,22 +130,14 @@ class StatusFeed:
             wait_s = self._sampled_at + EVERY_S - time.monotonic()
             await wait_at_most(ending, max(0.0, wait_s))
             try:
-                self._take(self._sampler.sample(len(self._viewers)))
+                status = self._sampler.sample(len(self._viewers))
+                self._history.append(status.now)
+                self._event = encode_event(msgspec.json.encode(status), "status")
             except Exception:
                 logger.exception("the status page's sample")
             self._sampled_at = time.monotonic()
             for changed in self._viewers:
                 changed.set()
-
-    def _take(self, status: ServerStatus) -> None:
-        self._history.append(status.now)
-        self._status = status
-        self._event = _encoded(status)
-        self._first_event = b""
-
-
-def _encoded(status: ServerStatus) -> bytes:
-    return encode_event(msgspec.json.encode(status), "status")
 
 
 async def _write(send: Send, body: bytes) -> None:

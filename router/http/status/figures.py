@@ -1,12 +1,11 @@
-"""The data of the status page: a sample of the server's state, and the samples of some minutes."""
+"""The data of the status page: `/health`'s, and what is computed from one sample to the next."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from router.fleet.metrics.recent import Incident, Percentiles
-from router.fleet.models.supervised import ConfiguredState
-from router.http.endpoints.health import BatchTotals, BlockCounts, HealthStatus
+from router.http.endpoints.health import BatchTotals, EngineHealth, HealthStatus, ModelState
 from shared.wire import StoreStats
 
 
@@ -42,43 +41,29 @@ class DraftTotals(Struct, frozen=True, kw_only=True):
     saved_s: float
 
 
-class EngineFigures(Struct, frozen=True, kw_only=True):
-    name: str
-    phase: str
-    ready: bool
-    trouble: str | None
+class EngineFigures(EngineHealth, frozen=True, kw_only=True):
     is_lost: bool
     silence_s: float  # since its last heartbeat
-    sequences: int  # placed there by this router
-    max_sequences: int
     running: int
     waiting: int
     rates: Rates | None  # None until two heartbeats were sampled
-    memory_pressure: float  # fraction of the KV memory held by running sequences
     memory_limit_bytes: int
     active_memory_bytes: int
-    blocks: BlockCounts
     recent_prompts: PromptTokens  # of the last minute, as far as sampled
     prompts: PromptTokens  # since the start of the engine
     ssd: StoreStats | None
     drafts: DraftTotals | None  # None without speculation
     preemptions: int
     losses: int  # number of times it was lost
-    version: str
-    computing: PromptProgress | None = None  # None: no prompt is taking long
+    computing: PromptProgress | None  # None: no prompt is taking long
 
 
-class ModelFigures(Struct, frozen=True, kw_only=True):
-    id: str
+class ModelFigures(ModelState, frozen=True, kw_only=True):
     aliases: list[str]
     adapters: list[str]
-    status: HealthStatus
-    state: ConfiguredState
-    reason: str | None
     context_length: int | None
     kv_bits: int | None
     capabilities: list[str]
-    queued: int
     generated: float  # tokens per second
     first_token: Percentiles | None  # of the last minute
     between_tokens_s: float | None  # mean since the last sample
@@ -112,5 +97,5 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     viewers: int
     batches: BatchTotals
     models: list[ModelFigures]
-    engines: dict[str, EngineFigures]  # by name: all at first; in a large fleet only some each time
+    engines: dict[str, EngineFigures]  # by name
     incidents: list[Incident]  # newest first

@@ -1,7 +1,7 @@
 """Sequences that share an engine: their first steps after cached prefixes, and how many fit.
 
-There is no baseline in the program. To compare two commits, run it in a checkout of each, in turn;
-CPU times differ less than others on a machine that is busy."""
+There is no baseline in the program. To compare two commits, run it in a checkout of each, in
+turn."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ from bench.in_process import InProcessEngine
 from bench.serving.models import make_short_demo
 from engine.model.demo import demo_model_path
 
-JOINING = ((8, 200), (16, 200), (4, 1000))
+JOINING = ((1, 1000), (4, 200), (8, 200), (16, 200), (4, 1000), (8, 1000), (16, 1000))
 """Rows, and the tokens of each prompt."""
-FIRST_STEPS, LATER_STEPS = 12, 20
+MARKS = (1, 12, 50)
+"""Steps in which all rows decode: times are given from the requests to the ends of these."""
 AGENTS, AGENT_TOKENS, ANSWER_TOKENS, MEMORY_TOKENS = 12, 4000, 400, 20_000
 LAYERS = 8
 """Of the demo model: its 30 layers need an hour for the prompts of all agents."""
 
 
 def joined(model: str, runs: int) -> None:
-    """Print the CPU milliseconds of the first steps after cached prefixes join, and of later
-    ones."""
+    """Print the milliseconds from requests with cached prefixes to some of their steps."""
     driver = InProcessEngine(model, kv_bits=8)
     scheduler = driver.replica.scheduler
     for rows, tokens in JOINING:
         given = [prompts.ids(1000 * rows + tokens + number, tokens) for number in range(rows)]
         driver.texts(given, 2)
-        means: list[tuple[float, float]] = []
+        times: dict[int, list[float]] = {mark: [] for mark in MARKS}
         for _ in range(runs):
+            begun, steps = time.perf_counter(), 0
             requests = [driver.submit(prompt, 300) for prompt in given]
-            times: list[float] = []
-            while len(times) < FIRST_STEPS + 2 * LATER_STEPS:
-                begun = time.process_time()
+            while steps < max(MARKS):
                 driver.step()
                 if len(scheduler.live()) == rows and all(one.generated for one in scheduler.live()):
-                    times.append(1e3 * (time.process_time() - begun))
+                    steps += 1
+                    if steps in times:
+                        times[steps].append(1e3 * (time.perf_counter() - begun))
             for request in requests:
                 scheduler.abort(request)
             while not scheduler.idle:
                 driver.step()
-            first, later = times[:FIRST_STEPS], times[-LATER_STEPS:]
-            means.append((statistics.mean(first), statistics.mean(later)))
-        shown = ", ".join(f"{first:.1f} / {later:.1f}" for first, later in means)
-        print(f"{rows} x {tokens}: first {FIRST_STEPS} steps / later ones, ms: {shown}", flush=True)
+        shown = ", ".join(f"{statistics.median(of):.0f} to step {n}" for n, of in times.items())
+        print(f"{rows} x {tokens}, ms: {shown}", flush=True)
 
 
 def crowded(model: str, runs: int) -> None:

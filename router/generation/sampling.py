@@ -104,6 +104,16 @@ def check_prediction_length(model: Model, num_tokens: int) -> None:
         )
 
 
+def fim_room(model: Model, max_tokens: int | None, max_context: int | None = None) -> int:
+    """Return how many tokens a prompt for fill-in-the-middle may have beside an answer of
+    ``max_tokens``: at least half of the context, or of ``max_context``."""
+    settings = model.settings
+    context = min(model.hello.context_length, max_context or model.hello.context_length)
+    wanted = max_tokens or settings.default_max_tokens or DEFAULT_MAX_TOKENS
+    answer = min(wanted, settings.max_generation_tokens, context // 2)
+    return min(context - answer, model.max_prompt_tokens)
+
+
 def _answer_limit(
     model: Model, length: int, max_tokens: int | None, max_context: int | None, *, reasons: bool
 ) -> int:
@@ -154,7 +164,7 @@ def submit_message(
         images=_image_parts(prompt),
         sampling=_sampling(request, model, settings, seed),
         max_tokens=max_tokens,
-        stop_token_ids=_stop_token_ids(request, model),
+        stop_token_ids=_stop_token_ids(request, model, prompt),
         min_tokens=min(request.min_tokens or 0, max_tokens),
         priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
@@ -201,10 +211,10 @@ def _prompt_logprobs(request: GenerationRequest) -> int | None:
     return max((count for count in wanted if count is not None), default=None)
 
 
-def _stop_token_ids(request: GenerationRequest, model: Model) -> list[int]:
+def _stop_token_ids(request: GenerationRequest, model: Model, prompt: Prompt) -> list[int]:
     ids = set(request.stop_token_ids or ())
     if not request.ignore_eos:
-        ids.update(model.hello.eos_token_ids, model.renderer.eos_token_ids)
+        ids.update(model.hello.eos_token_ids, model.renderer.eos_token_ids, prompt.end_ids)
     return sorted(ids)
 
 

@@ -34,7 +34,13 @@ from router.ollama.schemas import OllamaModelRequest
 from router.ollama.writer import timestamp
 from shared.wire import AdapterRef
 
-_CAPABILITIES = {"tools": "tools", "reasoning": "thinking", "vision": "vision"}
+_CAPABILITIES = {
+    "tools": "tools",
+    "reasoning": "thinking",
+    "vision": "vision",
+    "insert": "insert",
+}
+"""Ollama's names of ours."""
 _OLLAMA = "0.40.0"
 """The version of Ollama whose API this is: clients refuse servers that are older than they need."""
 _NEVER = "9999-12-31T23:59:59Z"
@@ -183,9 +189,11 @@ def _capabilities(router: Router, model_id: str) -> list[str]:
     if model and model.renderer:
         own = model.renderer.capabilities
     else:
-        configured = router.supervised.models.get(model_id)
-        sees = configured is not None and configured.takes_images
-        own = [*router.supervised.files(model_id).capabilities, *(["vision"] if sees else [])]
+        files = router.supervised.files(model_id)
+        own = files.capabilities
+        if configured := router.supervised.models.get(model_id):
+            own += ["vision"] * configured.takes_images
+            own += ["insert"] * files.can_insert(configured.fim_layout)
     return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
 
 

@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
+from router.api.fim import fim_prompts
 from router.api.operations import Operation, generation_operation
 from router.api.translation import content_note, with_sent_images
 from router.errors import ApiError, InvalidValue
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.generation.sampling import fim_room
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, ContentPart
@@ -94,8 +96,15 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
     ) -> list[Prompt]:
+        prompts = request.prompts
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                _check_token_ids(prompt, model)
+        if request.suffix:
+            room = fim_room(model, request.max_tokens)
+            return fim_prompts(model).prompts(prompts, request.suffix, room=room)
         found: list[list[int]] = []
-        for prompt in request.prompts:
+        for prompt in prompts:
             if isinstance(prompt, str):
                 special = request.add_special_tokens is not False
                 found.append(
@@ -103,11 +112,12 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
                         prompt, add_special_tokens=special, check_length=check_length
                     )
                 )
-            elif any(token >= model.hello.vocab_size for token in prompt):
-                raise InvalidValue(
-                    f"'prompt' contains a token id greater than {model.hello.vocab_size - 1}.",
-                    param="prompt",
-                )
             else:
                 found.append(prompt)
         return [Prompt.of_text(tokens) for tokens in found]
+
+
+def _check_token_ids(prompt: list[int], model: Model) -> None:
+    most = model.hello.vocab_size - 1
+    if any(token > most for token in prompt):
+        raise InvalidValue(f"'prompt' contains a token id greater than {most}.", param="prompt")

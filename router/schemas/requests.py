@@ -75,7 +75,6 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     stop: StopStrings | None = None
     prompt_logprobs: LogprobsCount | None = None
 
-    suffix: Annotated[Any, refused("")] = None
     # Other servers' and APIs' names of the fields above.
     n_cmpl: Annotated[NumChoices | None, other_name("n")] = None
     n_predict: _OtherMaxTokens = None
@@ -180,6 +179,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     echo: Annotated[Any, refused(False)] = None
     functions: Annotated[Any, refused([], advice="Use 'tools'.")] = None
     function_call: Annotated[Any, refused("none", "auto", advice="Use 'tool_choice'.")] = None
+    suffix: Annotated[Any, refused("")] = None
     audio: Annotated[Any, refused()] = None
     modalities: Annotated[Any, refused(["text"])] = None
     web_search_options: Annotated[Any, refused()] = None
@@ -335,6 +335,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    suffix: Annotated[
+        str | None,
+        Meta(description="The text after the answer, for models with fill-in-the-middle."),
+    ] = None
     logprobs: LogprobsCount | None = None
     echo: bool | None = None
 
@@ -345,6 +349,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.suffix:
+            raise InvalidRequest("'echo' cannot be combined with 'suffix'.", param="echo")
         if not isinstance(self.prompt, list) or isinstance(self.prompt[0], int):
             return
         if len(self.prompt) > MAX_PROMPTS:

@@ -44,6 +44,10 @@ class Prompt(NamedTuple):
     text_token_ids: list[int]
     """The tokens with one token for each image: the tokens of the prompt's text."""
     images: tuple[PlacedImage, ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer besides the model's own."""
+    is_cut: bool = False
+    """Whether text was left out to make it fit."""
 
     @classmethod
     def of_text(cls, token_ids: list[int]) -> Prompt:

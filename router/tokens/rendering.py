@@ -19,6 +19,7 @@ import msgspec
 
 from router.errors import ApiError
 from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool, ToolCall
+from router.tokens.fim import AUTO, FimPrompts, find_layout
 from router.tokens.image_prompts import Prompt, expanded
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.calls import JSON
@@ -66,6 +67,7 @@ class Renderer:
         vision: Vision | None = None,
         directory: Path = Path(),
         processes: TemplateProcesses | None = None,
+        fim_layout: str = AUTO,
     ) -> None:
         self._tokenizer = tokenizer
         self.vision = vision
@@ -117,6 +119,8 @@ class Renderer:
         self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
         """Tokens exempt from XTC: only the model should choose where an answer or a line ends."""
         self._least_tokens = self._measured_least_tokens()
+        self.fim = self._fim_prompts(fim_layout)
+        """Makes prompts for fill-in-the-middle; None: the model has none."""
 
     @classmethod
     async def load(
@@ -128,6 +132,7 @@ class Renderer:
         template_args: Mapping[str, Any],
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        fim_layout: str = AUTO,
         vision: Vision | None = None,
         processes: TemplateProcesses | None = None,
     ) -> Renderer:
@@ -156,6 +161,7 @@ class Renderer:
                 vision,
                 directory,
                 processes,
+                fim_layout,
             )
 
         return await asyncio.to_thread(load)
@@ -174,8 +180,24 @@ class Renderer:
             "tools": self._tokenizer.has_chat_template and self.replies.format.tools is not None,
             "reasoning": self.replies.format.has_reasoning,
             "vision": self.vision is not None,
+            "insert": self.fim is not None,
         }
         return [name for name, available in features.items() if available]
+
+    def _fim_prompts(self, setting: str) -> FimPrompts | None:
+        tokenizer, encode = self._tokenizer, self._encoder.encode
+        added = tokenizer.added_tokens_decoder
+        ids = {str(token): number for number, token in added.items()}
+        layout = find_layout(setting, str(self.config.get("model_type", "")), ids)
+        if layout is None:
+            return None
+        first = encode(["a"], True, None)[:1]
+        return FimPrompts(
+            layout,
+            bos_id=first[0] if first != encode(["a"], False, None)[:1] else None,
+            control_tokens=[str(token) for token in added.values() if token.special],
+            encode=lambda text: encode([text], False, None),
+        )
 
     def encode(
         self,

@@ -14,6 +14,7 @@ from shared.rundir import MAX_SOCKET_PATH_BYTES
 from shared.settings.adapters import adapters_of
 from shared.settings.groups import Settings
 
+_FIM_LAYOUT = re.compile(r"auto|none|.+\{prefix\}.+\{suffix\}.*|.+\{suffix\}.+\{prefix\}.*")
 _LIMITS_URL = re.compile(r"(redis|valkey)(s?://[^/]|\+unix:///)")
 
 
@@ -33,6 +34,11 @@ def check(settings: Settings) -> None:
         raise FlagError("--spec-decode: draft requires --draft-model-path")
     if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
         raise FlagError("--draft-model-path: has no effect without --spec-decode draft or auto")
+    if not _FIM_LAYOUT.fullmatch(settings.fim_layout):
+        raise FlagError(
+            "--fim-layout: must be auto, none, or tokens around {prefix} and {suffix}, such as "
+            "'<PRE>{prefix}<SUF>{suffix}<MID>'"
+        )
     _check_adapters(settings)
     _check_ranks(settings)
     if settings.max_engines is not None and settings.max_engines < settings.engines:

@@ -141,6 +141,11 @@ class ModelSettings:
     reasoning_parser: ReasoningParserName = flag(
         "auto", "format of the model's reasoning; auto: detected from its tokenizer"
     )
+    fim_layout: str = flag(
+        "auto",
+        "prompt for fill-in-the-middle: the model's tokens around {prefix} and {suffix}, or none; "
+        "auto: detected from its tokenizer",
+    )
     cpu_precision: CPUPrecision = flag(
         "auto",
         "arithmetic for quantized weights on a CPU; exact: weights dequantized to fp32, as many as "

@@ -210,6 +210,8 @@ def test_a_source_of_drafts_is_taken_with_all_its_flags(source: str) -> None:
         ("--chat-template-args '[1]'", "--chat-template-args: not a JSON object"),
         ("--api-key-file /nonexistent", "--api-key-file: /nonexistent is not a readable file"),
         ("--config /nonexistent", "--config: cannot read /nonexistent: "),
+        ("--fim-layout '<A>{prefix}<B>'", "--fim-layout: must be auto, none, or tokens around"),
+        ("--fim-layout '{prefix}<A>{prefix}'", "--fim-layout: must be auto, none, or tokens"),
         ("--prot 1", "unknown flag --prot (did you mean --port?)"),
         ("--no-port", "unknown flag --no-port (did you mean --port?)"),
         ("model", "unexpected argument 'model'"),

@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from router.tokens.fim import find_layout
 from shared.model_config import stated_context
 
-_MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+"""The ``tokenizer.json`` of a large vocabulary has some tens of megabytes."""
 
 
 class LocalFiles(NamedTuple):
     config: Mapping[str, Any] = MappingProxyType({})
     chat_template: str = ""
+    added_tokens: Mapping[str, int] = MappingProxyType({})
+    """Of the tokenizer: text to id."""
 
     @property
     def capabilities(self) -> list[str]:
@@ -28,6 +32,11 @@ class LocalFiles(NamedTuple):
             "reasoning": "think" in self.chat_template,
         }
         return [name for name, is_likely in found.items() if is_likely]
+
+    def can_insert(self, fim_layout: str) -> bool:
+        """Return whether it has fill-in-the-middle, with this value of ``--fim-layout``."""
+        model_type = str(self.config.get("model_type", ""))
+        return find_layout(fim_layout, model_type, self.added_tokens) is not None
 
     @property
     def context_length(self) -> int | None:
@@ -42,7 +51,32 @@ def read_local_files(directory: str) -> LocalFiles:
     template: Any = _text(path / "chat_template.jinja")
     template = template or _object(path / "chat_template.json").get("chat_template")
     template = template or tokenizer.get("chat_template")
-    return LocalFiles(config, template if isinstance(template, str) else "")
+    return LocalFiles(
+        config, template if isinstance(template, str) else "", _added_tokens(path, tokenizer)
+    )
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int = 0
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _added_tokens(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the added tokens in a tokenizer's config or, if there are none, in its file: newer
+    releases of transformers write them there only."""
+    with suppress(msgspec.ValidationError, ValueError):
+        decoder = tokenizer_config.get("added_tokens_decoder") or {}
+        found = msgspec.convert(decoder, dict[str, _AddedToken])
+        if found:
+            return {each.content: int(number) for number, each in found.items()}
+    with suppress(msgspec.DecodeError, RecursionError):
+        file = msgspec.json.decode(_text(path / "tokenizer.json"), type=_TokenizerFile)
+        return {each.content: each.id for each in file.added_tokens}
+    return {}
 
 
 def _object(path: Path) -> dict[str, Any]:

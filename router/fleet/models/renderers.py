@@ -40,7 +40,8 @@ class Renderers:
         template = chat_template_text(settings)
         args = settings.chat_template_args
         tools, reasoning = settings.tool_parser, settings.reasoning_parser
-        key = repr((sorted(files.items()), options, template, args, tools, reasoning, vision))
+        fim = settings.fim_layout
+        key = repr((sorted(files.items()), options, template, args, tools, reasoning, fim, vision))
         renderer = self._loaded.get(key)
         if renderer is None:
             with self._files.assembled(files) as directory:
@@ -51,6 +52,7 @@ class Renderers:
                     template_args=args,
                     tool_parser=tools,
                     reasoning_parser=reasoning,
+                    fim_layout=fim,
                     vision=vision,
                     processes=self._processes,
                 )

@@ -37,6 +37,7 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int | None = None
     directory: str | None = None  # of its files, if it is on this machine
     takes_images: bool = False  # as far as known before it is loaded
+    fim_layout: str = "auto"
     idle_unload_s: float = 0.0  # as configured; 0: never unloaded
     kept_s: float | None = None  # set by a request instead; negative: forever
 

@@ -92,6 +92,7 @@ class FleetModel:
             "load_s": self.load_s,
             "weights_bytes": self.weights_bytes,
             **self._files(),
+            "fim_layout": self.entry.settings.fim_layout,
             "idle_unload_s": self.entry.settings.idle_unload_s,
             "kept_s": self.kept_s,
         }

@@ -14,7 +14,7 @@ import pytest
 from engine.model.context import context_length
 from router.errors import InvalidRequest, ModelForbidden, ModelNotFound, NotSupported
 from router.fleet.engines.engine import Model, ModelReplicas
-from router.fleet.models.local_files import LocalFiles
+from router.fleet.models.local_files import LocalFiles, read_local_files
 from router.fleet.router import Router
 from router.fleet.tasks import check_task, default_model
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
@@ -44,6 +44,30 @@ def join(router: Router, model: str, **hello: Any) -> ModelReplicas:
     joined = ModelReplicas(make_hello("one", model=model, **hello), Settings())
     router.registry.models[model] = joined
     return joined
+
+
+@pytest.mark.parametrize("of_config", [True, False])
+def test_files_tell_whether_a_model_can_insert(
+    of_config: bool, router: Router, tmp_path: Path
+) -> None:
+    names = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "starcoder2"}))
+    decoder = {str(number): {"content": name} for number, name in enumerate(names)}
+    added = [{"id": number, "content": name} for number, name in enumerate(names)]
+    config = {"added_tokens_decoder": decoder} if of_config else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = {"model": {"vocab": {"a": 3}}, "added_tokens": [] if of_config else added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    entry = {"names": ["me/b"], "state": "unloaded", "directory": str(tmp_path)}
+    unset = {**entry, "names": ["unset"], "fim_layout": "none"}
+    router.on_supervisor_message({"models": {"me/b": entry, "unset": unset}})
+    asyncio.run(router.supervised.read_files())
+    assert shown_model(router, "me/b").capabilities == ["completion", "insert"]
+    assert shown_model(router, "unset").capabilities == ["completion"]
+    for broken in ('{"added_tokens_decoder": {"x": {"content": 5}}}', "[", '{"added_tokens": 5}'):
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            (tmp_path / name).write_text(broken)
+        assert not read_local_files(str(tmp_path)).can_insert("auto")
 
 
 def test_the_files_of_a_model_describe_it_before_its_first_load(

@@ -191,18 +191,13 @@ def test_nothing_is_bad_where_nothing_is(
     assert found_memory.verdict == "WARN", "such an engine starts"
 
 
-def test_a_limit_of_processors_is_found_in_both_kinds_of_control_groups(tmp_path: Path) -> None:
+def test_a_limit_of_processors_is_found(tmp_path: Path) -> None:
     assert machine.cpu_limit(tmp_path).verdict == "ok"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.cpu_limit(tmp_path).verdict == "ok"
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     found = machine.cpu_limit(tmp_path)
     assert found.verdict == "WARN" and "may use 0.5 of them" in found.text
-    old = tmp_path / "old" / "cpu"
-    old.mkdir(parents=True)
-    (old / "cpu.cfs_quota_us").write_text("50000")
-    (old / "cpu.cfs_period_us").write_text("100000")
-    assert machine.cpu_limit(tmp_path / "old").verdict == "WARN"
 
 
 def test_files_that_are_no_models_are_told_apart(

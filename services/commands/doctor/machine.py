@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
@@ -23,14 +22,6 @@ DESCRIPTORS = 4096
 """Each connection and each open block file takes one. mlx-lm sets the limit to this value when it
 is imported, which fails if less is allowed."""
 _GB = 1e9
-_FIXES = {
-    errno.EACCES: "chown or chmod {}, or ",
-    errno.EROFS: "mount a writable volume there (docker --volume), or ",
-    errno.ENOSPC: "free some space there, or ",
-    errno.EDQUOT: "free some space there, raise the quota, or ",
-}
-"""Fixes for a folder that is not writable. Permissions alone do not predict it for root, or on a
-network disk."""
 
 
 def checks(options: Settings | None) -> Iterator[Check]:
@@ -76,16 +67,6 @@ def _allowed_cpus(cgroup: Path) -> float | None:
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    quota_us = _number(cgroup / "cpu/cpu.cfs_quota_us")
-    period_us = _number(cgroup / "cpu/cpu.cfs_period_us")
-    return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
     except (OSError, ValueError):
         return None
 
@@ -135,15 +116,9 @@ def _ssd_cache(options: Settings) -> Iterator[Check]:
     yield found
     if found.verdict == "BAD":
         return
-    if (owned := _is_owned(root)) and "ssd_cache_dir" in options.given:
-        remedy = (
-            "stop that server, or start this one with another --ssd-cache-dir, or with --no-ssd"
-        )
+    if "ssd_cache_dir" in options.given and _is_owned(root):  # otherwise the one next to it is used
+        remedy = "stop that server, or set another --ssd-cache-dir, or --no-ssd"
         yield bad("SSD cache", f"a running server uses {root}", remedy)
-    elif owned:
-        yield Check(
-            "SSD cache", "a running server uses it: another server uses a folder next to it"
-        )
     free = shutil.disk_usage(_existing(root)).free
     if free < options.disk_reserve_gb * 1e9:
         yield bad(
@@ -177,9 +152,9 @@ def _folder(name: str, path: Path, flag: str) -> Check:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(b"doctor")
     except OSError as error:
-        first = _FIXES.get(error.errno or 0, "").format(existing)
         text = f"{path}: {existing} is not writable ({error.strerror})"
-        return bad(name, text, f"{first}set {flag} to another folder")
+        remedy = f"give this user access, or free some space there, or set {flag} to another folder"
+        return bad(name, text, remedy)
     free = shutil.disk_usage(existing).free
     return good(name, f"{path} ({free / _GB:.1f} GB free)")
 

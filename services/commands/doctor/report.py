@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Verdict = Literal["ok", "BAD", "WARN", ""]
@@ -29,3 +30,20 @@ def bad(name: str, text: str, remedy: str) -> Check:
 
 def warning(name: str, text: str, remedy: str) -> Check:
     return Check(name, text, "WARN", remedy)
+
+
+def attempt(
+    name: str,
+    text: str,
+    work: Callable[[], object],
+    remedy: str,
+    *errors: type[Exception],
+    flag: str = "",
+) -> Check:
+    """Return a check that is good, with this ``text``, if ``work``, which a server does as well,
+    raises none of ``errors``. ``flag`` names what the error is about."""
+    try:
+        work()
+    except errors as error:
+        return bad(name, f"{flag}: {error}" if flag else str(error), remedy)
+    return good(name, text)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from engine.adapters.checkpoint import AdapterError, check
 from engine.model.errors import ModelUnavailable
 from engine.model.load import DEMOS, HUB_ID
-from services.commands.doctor.report import Check, bad, good, warning
+from services.commands.doctor.report import Check, attempt, bad, good, warning
 from services.commands.models.local import directory_of
 from services.processes.model_files import problems
 from shared.paths import user_path
@@ -24,10 +25,17 @@ def checks(entry: ModelEntry) -> Iterator[Check]:
     yield found
     if options.draft_model_path is not None and options.spec_decode in ("draft", "auto"):
         yield _model("--draft-model-path", options.draft_model_path)
+    remedy = "create it with mlx_lm.lora, or correct the path"
     if options.adapter_path is not None:
-        yield _adapter(options.adapter_path)
+        from engine.model import adapter  # imports MLX
+
+        work = partial(adapter.check, options.adapter_path)
+        text = str(options.adapter_path)
+        yield attempt("adapter", text, work, remedy, ModelUnavailable, flag="--adapter-path")
     for name, path in adapters_of(options).items():
-        yield _named_adapter(name, path)
+        work = partial(check, path)
+        text, flag = f"{name} in {path}", f"--adapter {name}"
+        yield attempt("adapter", text, work, remedy, AdapterError, flag=flag)
     directory = directory_of(options.model)
     if found.verdict == "ok" and directory is not None:
         yield _memory(options, directory)
@@ -56,27 +64,6 @@ def _absent(flag: str, model: str) -> Check:
         return Check("model", f"{model} is not on this machine and will be downloaded at startup")
     remedy = "mlx-lm-server models lists the local ones"
     return bad("model", f"{flag}: folder {model} does not exist", remedy)
-
-
-def _adapter(path: Path) -> Check:
-    from engine.model import adapter  # imports MLX
-
-    try:
-        adapter.check(path)
-    except ModelUnavailable as error:
-        return bad(
-            "adapter", f"--adapter-path: {error}", "create it with mlx_lm.lora, or correct the path"
-        )
-        return None
-    return good("adapter", str(path))
-
-
-def _named_adapter(name: str, path: Path) -> Check:
-    try:
-        check(path)
-    except AdapterError as error:
-        return bad("adapter", f"--adapter {name}: {error}", "create it again, or correct the path")
-    return good("adapter", f"{name} in {path}")
 
 
 def _memory(options: Settings, directory: Path) -> Check:

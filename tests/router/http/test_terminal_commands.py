@@ -160,9 +160,7 @@ def test_the_status_once_is_plain_text_in_a_terminal(served: Server) -> None:
         status.expect("engine-0 +ready")
 
 
-def test_the_doctor_knows_the_servers_port_and_engines_of_another_version(served: Server) -> None:
+def test_the_doctor_knows_the_servers_port(served: Server) -> None:
     argv = ["--host=127.0.0.1", f"--port={urlsplit(served.url).port}"]
-    port, versions, *_ = meeting.checks(parse(argv, {}, "prog"))
-    assert (port.verdict, versions.verdict) == ("WARN", "BAD")
-    assert "mlx-lm-server" in port.text and "is running there" in port.text
-    assert "engine engine-0 has version test" in versions.text and versions.remedy
+    port, *_ = meeting.checks(parse(argv, {}, "prog"))
+    assert port.verdict == "WARN" and "an mlx-lm-server is running there" in port.text

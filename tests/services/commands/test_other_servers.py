@@ -9,15 +9,12 @@ import signal
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from services.commands import cli, control
 from services.commands.bench import options
 from services.commands.chat import command
-from services.commands.doctor import meeting
-from shared.settings import parse
 from tests.stand_ins.http_server import answering
 
 ANSWERS: dict[str, object] = {
@@ -73,11 +70,6 @@ def test_a_server_of_another_version_is_one_line(
 ) -> None:
     said = line(capsys, 3, *(batch if words == ["batch"] else words), f"--url={other}")
     assert "the server has another version" in said
-
-
-def test_the_doctor_meets_a_server_of_another_version(other: str) -> None:
-    settings = parse(["--host=127.0.0.1", f"--port={urlsplit(other).port}"], {}, "prog")
-    assert any("no field 'version'" in check.text for check in meeting.checks(settings))
 
 
 def test_a_batch_needs_a_server_that_sends_objects(

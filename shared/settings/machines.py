@@ -22,7 +22,7 @@ class DistributedSettings:
     )
     distributed_sharding: Literal["tensor"] = flag(
         "tensor",
-        "how the model is divided across ranks",
+        "how the model is divided across ranks; has no effect: tensor is the only way",
     )
     distributed_strict: bool = flag(
         True, "reject a model that does not divide evenly, instead of starting fewer ranks"
@@ -87,8 +87,5 @@ class ClusterSettings:
         at_least=1,
         at_most=1024,
         shown_default="the value of --engines",
-    )
-    scale_up_queue: int = flag(
-        4, "queued requests per engine at which another engine is started", at_least=1
     )
     scale_down_s: float = flag(300.0, "idle seconds until an extra engine is stopped", at_least=0)

@@ -35,9 +35,9 @@ _GROUPS = (
 _NOT_BY_MODEL = ("model", "served_model_name")
 _FURTHER = (
     *("engines", "memory_pressure_threshold", "stall_timeout_s", "max_concurrent_requests"),
-    *("ray_label", "max_engines", "scale_up_queue", "scale_down_s"),
+    *("ray_label", "max_engines", "scale_down_s"),
 )
-_OF_THE_FLEET = ("engines", "max_engines", "scale_up_queue", "scale_down_s")
+_OF_THE_FLEET = ("engines", "max_engines", "scale_down_s")
 """Settings of the number of engines; a change needs no restart."""
 _FILES_OF_THE_ROUTER = {"api_key_file", "ssl_certfile", "ssl_keyfile"}
 FLAGS = flags_of(Settings)

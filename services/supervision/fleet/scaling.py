@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shared.settings import Settings
 
+UP_QUEUE = 4
+"""Queued requests per engine at which another engine is started."""
 UP_AFTER_S = 2.0
 """How long the queue must be long: the first tokens of a burst may only be waiting for
 its prompts."""
@@ -34,7 +36,7 @@ class Scaling:
         least, most = settings.engines, settings.max_engines or settings.engines
         before = self.wanted
         self.wanted = min(max(self.wanted, least), most)
-        short = ready >= self.wanted and self._queued >= settings.scale_up_queue * ready > 0
+        short = ready >= self.wanted and self._queued >= UP_QUEUE * ready > 0
         left = self.wanted - 1
         spare = not self._queued and self._busy * ready <= BUSY_SHARE * min(left, ready)
         self._short_since = (self._short_since or now) if short and before < most else None

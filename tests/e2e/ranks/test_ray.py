@@ -161,7 +161,6 @@ path = "{scaled}"
 memory-gb = 0.5
 engines = 1
 max-engines = 2
-scale-up-queue = 1
 scale-down-s = 1
 max-batch-size = 1
 prefill-batch-size = 1

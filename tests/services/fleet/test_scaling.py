@@ -9,7 +9,7 @@ from shared.settings import Settings
 from tests.services.fleet.runner import FleetRun, PretendedProcess, entry
 
 GB = 10**9
-OPTIONS = Settings(engines=1, max_engines=3, scale_up_queue=4, scale_down_s=60.0)
+OPTIONS = Settings(engines=1, max_engines=3, scale_down_s=60.0)
 
 
 class Load:
@@ -65,10 +65,10 @@ def test_without_a_maximum_there_are_as_many_as_set() -> None:
 
 def test_a_fleet_starts_and_ends_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.supervision.fleet.scaling.UP_AFTER_S", 0.0)
-    scaled = entry("a", max_engines=2, scale_up_queue=1, scale_down_s=0.0)
+    scaled = entry("a", max_engines=2, scale_down_s=0.0)
     run = FleetRun.settled(4 * GB, scaled, entry("b"))
     assert run.engines == ["a-0", "b-0"]
-    run.router.state.facts = {"load": {"a": (1, 1.0)}}
+    run.router.state.facts = {"load": {"a": (4, 1.0)}}
     run.fleet.update()
     assert run.log[-1] == "+a-1"
     run.make_ready()

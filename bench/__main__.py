@@ -47,6 +47,7 @@ WITH_MLX_LM = ("throughput", "prefix", "join", "ssd", "connects", "stack")
 WITH_FLAGS = {
     "grammars": "engine.grammars",
     "sampling": "engine.sampling",
+    "step": "engine.step",
     "same-text": "serving.same_text",
     "speculation": "speculation.drafts",
     "every-kind": "speculation.every_kind",

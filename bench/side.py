@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from bench.executor_steps import WARM_UP_STEPS, chunk_s, decode_s, noise
 from engine.backend import allocation
-from services.measuring.executor_steps import WARM_UP_STEPS, chunk_s, decode_s, noise
 
 SIDES = ("ours", "mlx-lm")
 

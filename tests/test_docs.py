@@ -12,13 +12,14 @@ import mlx_lm
 import msgspec
 import pytest
 
+from bench.engine import step
 from bench.peers import front
 from router.anthropic.schemas import MessagesRequest
 from router.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from router.responses.schemas import ResponsesRequest
 from router.schemas.body import RequestBody, other_names, refusals
 from router.schemas.requests import ChatRequest, CompletionRequest
-from services.commands.bench import kv, options, step
+from services.commands.bench import kv, options
 from shared.flags import flags_of
 from shared.settings import Settings, parse_models
 from tests import generated_docs

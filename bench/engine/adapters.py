@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.executor_steps import DecodeSteps
 from bench.in_process import InProcessEngine
 from engine.adapters.checkpoint import AdapterWeights, LowRank
 from engine.adapters.places import AdapterPlaces
 from engine.model.load import resolve
-from services.measuring.executor_steps import DecodeSteps
 
 ROWS = 8
 CONTEXT_TOKENS, STEPS_OF_A_RUN = 200, 12

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from bench.executor_steps import DecodeSteps
 from bench.side import OurSide, RemoteSide, answer, side
-from services.measuring.executor_steps import DecodeSteps
 
 BY_DEFAULT, WITHOUT = "by default", "--no-deterministic"
 ROWS, CONTEXTS, CHUNKS = (1, 4, 8, 16), (200, 1000), ((0, 256), (1000, 256))

@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": ("supervision.local", "serve a model (the default)"),
     "chat": ("commands.chat.command", "chat with a model in the terminal"),
     "status": ("commands.control:status", "show the state of a running server, live in a terminal"),
-    "bench": ("commands.bench.command", "benchmark a server, executor steps, or the cache"),
+    "bench": ("commands.bench.command", "benchmark a server, or the cache"),
     "batch": ("commands.batch.command", "process a file of requests in the background"),
     "models": ("commands.models.command", "list, inspect and download models"),
     "doctor": ("commands.doctor.command", "check this setup and suggest fixes"),

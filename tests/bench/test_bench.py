@@ -1,5 +1,6 @@
 """The comparisons that need no servers, on a tiny model."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from bench.engine import step
 from bench.primitives import count_primitives, fused_functions
 from bench.router import alone as router
 from bench.serving import host_time
@@ -36,6 +38,18 @@ def test_the_same_steps_are_measured_with_the_same_bits_and_without(model: str) 
         for call in (("steps", 2, 20, 2), ("chunks", 16, 16, 2)):
             assert one.call(*call) > 0
             assert one.call("shortest", True) > 0 and one.call("shortest", False) > 0
+
+
+def test_steps_of_the_executor_alone(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rows", "1,2", "--context", "20,9000", "--chunks", "16", "--after", "0,32"]
+    flags += ["--steps", "2", "--runs", "1", "--json", "--model", str(tiny_model("llama"))]
+    assert step.measure(flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["rows"], each["context"]) for each in found["decode"]] == [(1, 20), (2, 20)]
+    assert [(each["tokens"], each["start"]) for each in found["prefill"]] == [(16, 0), (16, 32)]
+    assert all(each["seconds"] > 0 for each in [*found["decode"], *found["prefill"]])
 
 
 def test_primitives_are_counted_without_views_and_without_what_was_evaluated() -> None:

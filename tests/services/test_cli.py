@@ -203,7 +203,6 @@ def bash(scripts: Path) -> Iterator[pexpect.spawn]:
         ("bench serve --request-r", "ate "),
         ("bench serve --workload multi", "-turn "),
         ("bench plot sett", "ings-of-mine.toml "),
-        ("bench step --chu", "nks "),
         ("bench kv --memory-g", "b "),
         ("models ls --memory-g", "b "),
     ],

@@ -12,14 +12,13 @@ from shared.settings import flag_parser
 
 BENCHES = {
     "serve": "load on any server with OpenAI's API: throughput, time to first token, goodput",
-    "step": "executor steps alone, by batch size and token count",
     "kv": "time to first token with a prefix computed, in RAM, or on SSD",
     "plot": "one plot of several results of `bench serve --save`",
 }
 """Name (a module of this package) and help."""
 
 
-WITH_SETTINGS = ("step", "kv")
+WITH_SETTINGS = ("kv",)
 """Measurements that also take the server's flags."""
 
 _WITH_PARSER = {"serve": "options"}

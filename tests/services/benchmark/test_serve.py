@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from services.commands import cli
-from services.commands.bench import step
 from services.commands.bench.report import LoadReport, read_report
 from tests.e2e.server import Server, llama_server
 
@@ -173,18 +172,6 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     assert cli.main(["bench", "serve", "--plot", "levels.svg"]) == 2
     format, missing = capsys.readouterr().err.splitlines()
     assert ".svg, .png, .pdf" in format and "install the extra 'bench'" in missing
-
-
-def test_steps_of_the_executor_alone(
-    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--rows", "1,2", "--context", "20,9000", "--chunks", "16", "--after", "0,32"]
-    flags += ["--steps", "2", "--runs", "1", "--json", "--model", str(tiny_model("llama"))]
-    assert step.measure(flags) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(each["rows"], each["context"]) for each in found["decode"]] == [(1, 20), (2, 20)]
-    assert [(each["tokens"], each["start"]) for each in found["prefill"]] == [(16, 0), (16, 32)]
-    assert all(each["seconds"] > 0 for each in [*found["decode"], *found["prefill"]])
 
 
 @pytest.mark.slow

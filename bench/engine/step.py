@@ -1,4 +1,4 @@
-"""`mlx-lm-server bench step`: executor steps alone, by batch size and token count."""
+"""`python -m bench step`: executor steps alone, by batch size and token count."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from bench.executor_steps import chunk_s, decode_s
 from engine.backend import allocation
 from engine.backend.blas import load_fast_blas
 from engine.model.errors import ModelUnavailable
@@ -20,31 +20,22 @@ from services.commands.admin_client import add_json_flag, table
 from services.commands.bench.options import count, counts
 from services.commands.parser import CommandParser
 from services.commands.progress import progress_shown
-from services.measuring.executor_steps import chunk_s, decode_s
 from shared import settings
 from shared.exits import EXIT_CONFIG, EXIT_OK, fail
-from shared.paths import python_path
 from shared.settings import Settings
 
 if TYPE_CHECKING:  # these import mlx
     from engine.executor.base import Executor
 
-PROG = "mlx-lm-server bench step"
+PROG = "python -m bench step"
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure in a process started like an engine; return its exit code."""
-    make_parser().parse_known_args(argv)  # report errors and --help first
-    environment = {**os.environ, **allocation.environment(os.environ), "PYTHONPATH": python_path()}
-    command = [sys.executable, "-P", "-m", "services.commands.bench.step", *argv]
-    with subprocess.Popen(command, env=environment) as process:
-        while True:
-            try:
-                return process.wait()
-            except (
-                KeyboardInterrupt
-            ):  # the child received the signal too, and prints what was measured
-                continue
+    if added := allocation.environment(os.environ):  # as engines do; it is read at the start
+        command = [sys.executable, "-m", "bench.engine.step", *argv]
+        os.execve(sys.executable, command, {**os.environ, **added})
+    return measure(argv)
 
 
 def measure(argv: Sequence[str]) -> int:
@@ -130,12 +121,9 @@ def _chunk(executor: Executor, chunk: dict[str, Any], steps: int) -> float:
     return chunk_s(executor, chunk["start"], chunk["tokens"], filled=True)
 
 
-def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``parents`` contribute flags and --help."""
+def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=PROG,
-        parents=parents,
-        add_help=not parents,
         usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
         description="Time executor steps alone, without scheduler, sockets and HTTP. Each step "
         "finishes before the next begins.",
@@ -165,4 +153,4 @@ def _places(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(measure(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
-from engine.speculation.accounts import DraftAccounts
+from engine.speculation.accounts import SourceTotals
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.costs import WORTH_IT, StepCosts
 from engine.speculation.source import BatchSource, DraftRequest, Proposal
@@ -31,11 +31,11 @@ class BatchDrafting:
     """Asks a source, and learns how long it takes. The source computes token by token, so its
     time grows with the length of drafts, and little with the number of sequences."""
 
-    def __init__(self, source: BatchSource, adapts: bool, accounts: DraftAccounts) -> None:
+    def __init__(self, source: BatchSource, adapts: bool, totals: SourceTotals) -> None:
         """``adapts``: whether times and chances decide; otherwise it always requests the
         maximum."""
         self._source = source
-        self._accounts = accounts
+        self._totals = totals
         self._adapts = adapts
         self._token_s = StepCosts()  # seconds per token of each sequence, by number of sequences
         self.pays = True
@@ -82,7 +82,7 @@ class BatchDrafting:
         drafts = self._source.propose(requests)
         elapsed_s, computing_s = perf_counter() - began, thread_time() - computing_began
         self._waited_s += max(0.0, elapsed_s - computing_s)
-        self._accounts.spent(self.name, elapsed_s)
+        self._totals.spent(self.name, elapsed_s)
         self.last_s = elapsed_s / len(requests)
         if longest := max(map(len, drafts)):
             self._token_s.observe(len(requests), elapsed_s / longest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
-from engine.speculation.regret import SequenceAccount, SourceAccount
+from engine.speculation.accounts import SequenceAccount, SourceAccount
 from engine.speculation.source import DraftRequest, DraftSource, ExecutorGuesses, Proposal
 from shared.wire import Submit
 

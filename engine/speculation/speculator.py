@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from time import thread_time
 
 from engine.speculation.acceptance import AcceptanceRates
-from engine.speculation.accounts import DraftAccounts
+from engine.speculation.accounts import EARNED_STEPS, SourceTotals, VerifiedStep
 from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.prediction import PredictionSource, num_common
-from engine.speculation.regret import VerifiedStep
-from engine.speculation.searches import SearchPace
 from engine.speculation.sequence_drafts import DraftRow, SequenceDrafts
-from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
     DraftSource,
@@ -29,6 +26,10 @@ MAX_DRAFT_TOKENS = 16
 """Max drafts of a sequence in a step, regardless of the settings."""
 PROBE_TOKENS = 48
 """After this many outputs, a sequence whose drafts are rarely accepted tries again."""
+SEARCHES, LONGEST_REST = 16, 3
+"""After this many searches in vain, one step is left out between two searches; after twice as many,
+two, and so on up to the second number. A step leaves nothing in the caches of a CPU that a search
+needs, which then takes up to 0.7 % of a step: as much as drafts that fail."""
 GUESS_EVERY = 2
 """Number of tokens between two guesses of a source that is idle: each takes a search."""
 
@@ -66,12 +67,12 @@ class Speculator:
         self.costs = BatchCosts() if costs is None else costs
         self._sources = sources
         self._guesses = guesses
-        self._accounts = DraftAccounts()
+        self._totals = SourceTotals()
         self._batch: BatchDrafting | None = None
         if batch_source is not None:
-            self._batch = BatchDrafting(batch_source, options.adapts, self._accounts)
+            self._batch = BatchDrafting(batch_source, options.adapts, self._totals)
         self._rates = AcceptanceRates(by_sequence=options.by_sequence)
-        self._step = VerifiedStep(1, 0.0, 0.0)
+        self._step = VerifiedStep(1, 0.0, 0.0, None)
         self._least_room_s = math.inf
         """By how much all sequences of the last step allowed drafts to make it longer."""
         self._looks_ahead = False
@@ -98,7 +99,7 @@ class Speculator:
         plain_s = self.costs.plain_s(num_rows)
         lost_s = plain_s if num_rows > 1 else 0.0  # others run a step meanwhile
         self._looks_ahead = True
-        found = self._guess(row, num_rows, earns=True)
+        found = self._guess(row, num_rows, max_steps=EARNED_STEPS)
         room_s = self._room_s(row, num_rows)
         if self.options.adapts and room_s < lost_s:
             return False
@@ -142,14 +143,14 @@ class Speculator:
             return proposals[0] if proposals else None
         return max(proposals, key=lambda p: sum(self._rates.chances(row.drafts.rates, p)))
 
-    def _guess(self, row: DraftRow, num_rows: int, *, earns: bool = False) -> list[Proposal]:
+    def _guess(self, row: DraftRow, num_rows: int, *, max_steps: float = 0.0) -> list[Proposal]:
         """Return what each source expects next, also those that are idle, and keep it to be
-        compared with what comes. ``earns``: see `_check_guesses`."""
+        compared with what comes. ``max_steps``: see `SourceAccount.guessed`."""
         limit, drafts = min(row.limit, self.options.tokens), row.drafts
         if limit < 1:
             return []
         drafts.predicted = ()
-        self._check_guesses(row, num_rows, earns=earns)
+        self._check_guesses(row, num_rows, max_steps)
         asked = (source for source in drafts.sources if source.NAME not in drafts.guessed)
         # All are asked first: what is possible depends on what a grammar has seen by then.
         found = [self._ask(source, row, limit, num_rows) for source in asked]
@@ -207,7 +208,7 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         if self.options.protects:
-            lengths = shared_lengths(self.costs, num_rows, gains, rooms, strict=self._looks_ahead)
+            lengths = self.costs.shared_lengths(num_rows, gains, rooms, strict=self._looks_ahead)
         else:
             lengths = self.costs.best_lengths(num_rows, gains)
         chosen = zip(rows, proposals, lengths, strict=True)
@@ -225,7 +226,8 @@ class Speculator:
         """Record that the first ``accepted`` tokens of ``proposal``, which continue
         ``row.tokens``, were accepted."""
         drafted, drafts = len(proposal.tokens), row.drafts
-        self._accounts.verified(proposal.source, drafted, accepted)
+        saved_s = self._step.saved_s(drafted, accepted)
+        self._totals.verified(proposal.source, drafted, accepted, saved_s)
         account = drafts.account_of(proposal.source)
         self._step.verified(drafts.account, account, drafted, accepted)
         predicted = num_common(proposal.tokens, drafts.predicted)
@@ -262,33 +264,31 @@ class Speculator:
         plain_s = self.costs.predict_s(rows)
         alone_s = max(0.0, min(elapsed_s, 2 * plain_s) - plain_s) if alone and elapsed_s else 0.0
         if guessing and not drafted:
-            self._accounts.spent(self._guesses, excess_s)
+            self._totals.spent(self._guesses, excess_s)
             for drafts in guessing:
                 drafts.account_of(self._guesses).spend(rows * excess_s / len(guessing))
         # A single draft pays for all rows: if it paid for one step's noise too, it would silence
         # its source.
         is_known = drafted and self.costs.knows(rows, drafted)
         paid_s = self.costs.excess_s(rows, drafted) if is_known else excess_s
-        self._step = VerifiedStep(rows, plain_s, paid_s / drafted if drafted else 0.0)
+        shares = max(1, drafted)
+        measured_s = None if elapsed_s is None else excess_s / shares
+        self._step = VerifiedStep(rows, plain_s, paid_s / shares, measured_s)
         for drafts in decoded:
             stalled_s = alone_s if is_plain and drafts in waited else 0.0
             drafts.account.step(plain_s, paid_s + stalled_s)
-        if elapsed_s is None:
-            self._accounts.skip_step()
-        elif drafted or is_plain:
-            self._accounts.begin_step(rows, drafted, plain_s, plain_s + excess_s)
 
     def stats(self) -> DraftStats:
         return DraftStats(
-            sources=self._accounts.counts(),
+            sources=self._totals.counts(),
             rates=self._rates.known(),
             step_s={str(tokens): seconds for tokens, seconds in self.costs.seconds().items()},
         )
 
-    def _check_guesses(self, row: DraftRow, num_rows: int, *, earns: bool) -> None:
+    def _check_guesses(self, row: DraftRow, num_rows: int, max_steps: float) -> None:
         """Learn from earlier guesses that were not verified, by comparing them with the tokens
-        that came. This costs little, so idle sources guess too. ``earns``: right guesses may pay
-        for more than what was lost."""
+        that came. This costs little, so idle sources guess too. ``max_steps``: see
+        `SourceAccount.guessed`."""
         drafts, plain_s = row.drafts, self.costs.plain_s(num_rows)
         for source, (place, guess) in [*drafts.guessed.items()]:
             if self._is_idle(row, source) and len(row.tokens) < place + GUESS_EVERY:
@@ -300,7 +300,7 @@ class Speculator:
                 known = min(right + 1, len(came))
                 self._rates.learn(drafts.rates, guess, known, right, verified=False)
             drafts.account.guessed(right, plain_s)
-            drafts.account_of(source).guessed(right, plain_s, earns=earns)
+            drafts.account_of(source).guessed(right, plain_s, max_steps)
             if right:
                 drafts.resumed.add(source)
 
@@ -344,7 +344,7 @@ class Speculator:
         began = thread_time()
         if (proposal := source.propose(row.tokens, limit)) is not None:
             elapsed_s = thread_time() - began
-            self._accounts.spent(proposal.source, elapsed_s)
+            self._totals.spent(proposal.source, elapsed_s)
             if not self._is_idle(row, proposal.source):
                 row.drafts.account_of(proposal.source).spend(num_rows * elapsed_s)
         return proposal
@@ -389,3 +389,28 @@ class Speculator:
             return False
         low = row.drafts.rate.rate() < self.options.min_rate
         return low and len(row.tokens) < row.drafts.next_probe
+
+
+class SearchPace:
+    """Decides in which steps drafts are looked for: fewer as long as nothing worth verifying is
+    found. Drafts that begin in between are found up to three tokens later."""
+
+    def __init__(self, *, rests: bool) -> None:
+        """Without ``rests`` there is a search in each step: a model makes the drafts anyway."""
+        self._rests = rests
+        self._in_vain = 0  # searches since something was found, or a sequence began
+        self._left = 0  # steps until the next search
+
+    def begin(self) -> None:
+        """Search in each step again: a sequence begins, and may be one that repeats itself."""
+        self._in_vain = self._left = 0
+
+    def skips_step(self) -> bool:
+        """Return whether there is no search in this step. Called once a step."""
+        self._left -= 1
+        return self._left >= 0
+
+    def searched(self, *, found: bool) -> None:
+        """Record whether a search found drafts that are worth verifying."""
+        self._in_vain = 0 if found else self._in_vain + 1
+        self._left = min(self._in_vain // SEARCHES, LONGEST_REST) if self._rests else 0

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
-from engine.speculation import regret
+from engine.speculation import accounts
 from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.replica.test_drafts import start
 from tests.engine.whole import Whole
@@ -101,7 +101,7 @@ def test_auto_drafts_with_the_head(
 ) -> None:
     # To a tiny model a head's first guesses may cost more than a short request may lose.
     for name in ("EARLY_STEPS", "MAX_STEPS", "FIRST_STEPS"):
-        monkeypatch.setattr(regret, name, 1000.0)
+        monkeypatch.setattr(accounts, name, 1000.0)
     engine = headed("glm4_moe")
     engine.whole.renew(look_ahead=False)
     start(engine.whole, "greedy", "sampled", tokens=TOKENS)

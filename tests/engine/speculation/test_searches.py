@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.searches import SEARCHES, SearchPace
 from engine.speculation.sequence_drafts import DraftRow
 from engine.speculation.source import DraftSource, Proposal
-from engine.speculation.speculator import SpeculationOptions, Speculator
+from engine.speculation.speculator import SEARCHES, SearchPace, SpeculationOptions, Speculator
 from tests.engine.speculation.simulated import PLAIN_S, RIGHT, begin
 
 

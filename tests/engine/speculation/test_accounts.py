@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from engine.speculation.accounts import FIRST_SILENCE, SequenceAccount, SourceAccount
 from engine.speculation.batch_costs import BatchCosts
-from engine.speculation.regret import FIRST_SILENCE, SequenceAccount, SourceAccount
-from engine.speculation.sharing import shared_lengths
 from tests.engine.speculation.simulated import PLAIN_S, Device, Processor, noisy
 
 DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
@@ -150,11 +149,11 @@ def test_right_guesses_give_back_a_part_of_what_was_lost() -> None:
     source, sequence = SourceAccount(), SequenceAccount()
     source.spend(0.25 * PLAIN_S)
     source.begin_silence(100)
-    source.guessed(0, PLAIN_S)
+    source.guessed(0, PLAIN_S, 0.0)
     assert source.is_silent(101) and source.balance_s == -0.25 * PLAIN_S
-    source.guessed(2, PLAIN_S)
+    source.guessed(2, PLAIN_S, 0.0)
     assert not source.is_silent(101) and source.balance_s == pytest.approx(-0.05 * PLAIN_S)
-    source.guessed(2, PLAIN_S)
+    source.guessed(2, PLAIN_S, 0.0)
     assert source.balance_s == pytest.approx(0.0)
     room_s = sequence.room_s(PLAIN_S)
     sequence.guessed(2, PLAIN_S)
@@ -194,5 +193,5 @@ def test_drafts_that_pay_for_nobody_are_looked_at_once_however_many_requests(gai
         return best_lengths(*args)
 
     costs.best_lengths = counted  # type: ignore[method-assign, assignment]
-    found = shared_lengths(costs, 64, [[gain]] * 64, [PLAIN_S] * 64)
+    found = costs.shared_lengths(64, [[gain]] * 64, [PLAIN_S] * 64)
     assert any(found) == (gain > 0.5) and calls[0] <= 2

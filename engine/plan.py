@@ -203,6 +203,9 @@ class Decode(PlanOp, frozen=True):
     """Max number of tokens after the run that the executor guesses itself, if it can
     (`ExecutorSpec.guesses`). A later plan verifies them as drafts."""
     adapter: int = 0  # place of its adapter; 0: none
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities to return in place of the most likely ones'. Only with
+    ``logprobs``."""
     before: tuple[int, ...] = ()
     """Known tokens at the positions right before the input. Their KV is computed in the same pass
     (`ExecutorSpec.decodes_ends`), in place of a pass of chunks. Then there are no drafts."""

@@ -107,7 +107,7 @@ class SerialExecutor(Executor):
         sampled = self._sampler.sample(logits, [decode], inputs, masks)
         failed += [(decode.slot, why) for _, why in sampled.failed]
         token: int = sampled.tokens.item()
-        logprobs = sampled.logprobs.read()[0] if sampled.logprobs else None
+        logprobs = sampled.logprobs[0].read()[0] if sampled.logprobs else None
         settle()  # last: what is read before may be wrong if it raises
         return token, logprobs
 

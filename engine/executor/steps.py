@@ -47,8 +47,8 @@ class DecodeOutput:
         rows = [row for run in runs for row in run]
         lengths = () if len(rows) == len(runs) else tuple(map(len, runs))
         scores: dict[int, TokenLogprobs] = {}
-        if self.sampled.logprobs is not None:
-            scores = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
+        for pending in self.sampled.logprobs:
+            scores |= zip(pending.rows, pending.read(), strict=True)
         return tuple(self.tokens[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
 
     def tokens_by_slot(self) -> dict[Slot, int]:

@@ -21,7 +21,7 @@ from engine.plan import BlockName, Decode, Insert, Payload, Plan
 from shared.network.curve import EngineKeys, KeyPair
 from shared.wire import SamplingParams
 
-OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")
+OF_SAMPLING = ("sampling", "forbidden", "logprobs", "logprob_token_ids", "history", "grammar")
 """Data needed only for sampling."""
 
 

@@ -17,8 +17,12 @@ _BLOCK = 64
 class PendingLogprobs:
     """Log-probabilities that the device may still be computing."""
 
-    def __init__(self, chosen: Any, ids: Any, values: Any, counts: Sequence[int]) -> None:
-        """``counts`` is the number of alternatives requested for each row."""
+    def __init__(
+        self, rows: Sequence[int], chosen: Any, ids: Any, values: Any, counts: Sequence[int]
+    ) -> None:
+        """``counts`` is the number of alternatives requested for each of ``rows``."""
+        self.rows = rows
+        """The numbers of the rows, in their batch."""
         self._chosen = chosen
         self._ids = ids
         self._values = values
@@ -48,8 +52,16 @@ class PendingLogprobs:
 
 
 @numpy.errstate(invalid="ignore")  # a model's logits may be NaN
-def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> PendingLogprobs:
-    """Return log-probabilities of ``chosen`` (rows,) and of each row's ``counts`` best tokens.
+def gather_logprobs(
+    logits: mx.array,
+    chosen: Any,
+    rows: Sequence[int],
+    counts: Sequence[int] = (),
+    *,
+    ids: Sequence[int] = (),
+) -> PendingLogprobs:
+    """Return log-probabilities of ``chosen`` (rows,) and of each row's ``counts`` best tokens, or
+    of the tokens ``ids`` if there are any. ``rows`` are their numbers in the batch.
 
     They are from the softmax of the model's own ``logits`` (rows, vocab)."""
     xp = arrays.array_namespace()
@@ -57,15 +69,20 @@ def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> Pen
     best = xp.max(x, axis=-1, keepdims=True)
     total = best + xp.log(xp.sum(xp.exp(x - best), axis=-1, keepdims=True))
     own = xp.take_along_axis(x, xp.array(chosen)[:, None], axis=-1)
-    ids = _largest(xp, x, min(max(counts), x.shape[-1]))
-    top = xp.take_along_axis(x, ids, axis=-1)
-    return PendingLogprobs((own - total)[:, 0], ids, top - total, counts)
+    if ids:
+        counts = [len(ids)] * len(rows)
+        shown = xp.array([list(ids)] * len(rows))
+    else:
+        shown = _largest(xp, x, min(max(counts), x.shape[-1]))
+    values = xp.take_along_axis(x, shown, axis=-1)
+    return PendingLogprobs(rows, (own - total)[:, 0], shown, values - total, counts)
 
 
 def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> PendingLogprobs:
     """Score the tokens that follow the first positions of ``logits`` (positions, vocab)."""
     positions = len(target_ids)
-    return gather_logprobs(logits[:positions], mx.array(target_ids), [count] * positions)
+    targets = mx.array(target_ids)
+    return gather_logprobs(logits[:positions], targets, range(positions), [count] * positions)
 
 
 def _largest(xp: Any, x: Any, count: int) -> Any:

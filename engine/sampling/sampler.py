@@ -35,8 +35,7 @@ class SamplerOutput(NamedTuple):
     """The result of sampling a batch."""
 
     tokens: mx.array  # (rows,), int32
-    logprobs: PendingLogprobs | None = None  # one row for each of ``logprob_rows``
-    logprob_rows: tuple[int, ...] = ()  # the rows that requested log-probabilities
+    logprobs: Sequence[PendingLogprobs] = ()  # of the rows that requested them
     failed: Sequence[tuple[int, str]] = ()
     """Rows whose grammar gave no mask, and the reason. Their tokens are meaningless."""
     unverified: Collection[int] = ()
@@ -46,7 +45,7 @@ class SamplerOutput(NamedTuple):
     @property
     def arrays(self) -> list[mx.array]:
         """The arrays to evaluate."""
-        return [self.tokens, *(self.logprobs.arrays if self.logprobs else ())]
+        return [self.tokens, *(array for each in self.logprobs for array in each.arrays)]
 
 
 class Sampler:
@@ -82,17 +81,8 @@ class Sampler:
             found = masks.result()
             adjusted, failed, unverified = found.apply(adjusted), found.failed, found.unverified
         tokens = _with_forced(sample_tokens(adjusted, decodes), decodes)
-        logprob_rows = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
-        if not logprob_rows:
-            return SamplerOutput(tokens, failed=failed, unverified=unverified)
-        if len(logprob_rows) < len(decodes):
-            rows = mx.array(logprob_rows)
-            logits, chosen = logits[rows], tokens[rows]
-        else:
-            chosen = tokens
-        counts = [decodes[row].logprobs or 0 for row in logprob_rows]
-        logprobs = gather_logprobs(logits, chosen, counts)
-        return SamplerOutput(tokens, logprobs, logprob_rows, failed, unverified)
+        logprobs = _logprobs(logits, tokens, decodes)
+        return SamplerOutput(tokens, logprobs, failed, unverified)
 
     def guess(self, logits: mx.array, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
         """Sample tokens (rows,) like `sample`. ``inputs`` may be guesses; the decodes at their
@@ -114,6 +104,26 @@ class Sampler:
         self._history.free_slots(slots)
         if self.masker is not None:
             self.masker.free_slots(slots)
+
+
+def _logprobs(
+    logits: mx.array, tokens: mx.array, decodes: Sequence[Decode]
+) -> list[PendingLogprobs]:
+    """Return log-probabilities of the rows that requested them. Rows that name tokens are computed
+    one by one: how a device adds up a row may depend on how many there are, and their
+    log-probabilities are the result of their request."""
+    scored = [row for row, decode in enumerate(decodes) if decode.logprobs is not None]
+    found = [
+        gather_logprobs(logits[row : row + 1], tokens[row : row + 1], [row], ids=ids)
+        for row in scored
+        if (ids := decodes[row].logprob_token_ids)
+    ]
+    if rows := [row for row in scored if not decodes[row].logprob_token_ids]:
+        if len(rows) < len(decodes):
+            logits, tokens = logits[mx.array(rows)], tokens[mx.array(rows)]
+        counts = [decodes[row].logprobs or 0 for row in rows]
+        found.append(gather_logprobs(logits, tokens, rows, counts))
+    return found
 
 
 def _with_forced(tokens: mx.array, decodes: Sequence[Decode]) -> mx.array:

@@ -131,6 +131,7 @@ def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
         ("prompt", request.token_ids),
         ("generated", request.generated),
         ("stop_token_ids", request.stop_token_ids),
+        ("logprob_token_ids", request.logprob_token_ids),
         ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
         ("xtc_special_ids", request.sampling.xtc_special_ids),
         ("grammar", request.grammar.after if request.grammar else []),

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 import router.anthropic.endpoints as anthropic
 import router.batches.endpoints as batches
+import router.decisions.endpoints as decisions
 import router.ollama.endpoints as ollama
 import router.openai.embeddings as embeddings
 import router.openai.endpoints as openai
@@ -50,6 +51,7 @@ def operations(router: Router, keys: ApiKeys) -> list[Operation]:
         *answering,
         *_batch_operations(router, answering, keys),
         *rerank.OPERATIONS,
+        *decisions.OPERATIONS,
         *models.OPERATIONS,
         *anthropic.operations(router),
         *ollama.operations(router),

@@ -135,6 +135,11 @@ def _path(index: int) -> str:
 # -- messages ------------------------------------------------------------------
 
 
+def conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """Return the messages of a conversation that has no tools. Raises `InvalidRequest`."""
+    return _messages(items, None, 0, [])
+
+
 def _messages(
     items: Sequence[InputItem],
     instructions: str | None,

@@ -99,6 +99,25 @@ class ModelReplies:
             is_open=is_open,
         )
 
+    def opening(self, ending: str) -> str:
+        """Return the text that leads from the ``ending`` of a prompt, without reasoning, to where
+        the text of an answer begins. The template has been told not to let the model reason, which
+        not every template can."""
+        think, messages = self.format.think, self.format.messages
+        if messages is not None:
+            return messages.final
+        if think is None:
+            return ""
+        opened, closed = ending.rfind(think.start), ending.rfind(think.end)
+        if opened > closed:
+            blank = ending[opened + len(think.start) :]
+            return f"\n{think.end}\n\n" if "\n" in blank else think.end
+        if closed >= 0 or not all(self._control_tokens.occur_in(marker) for marker in think):
+            return ""
+        if think.start.startswith("<|channel>"):  # Gemma 4 ends the name of a channel with a line
+            return f"{think.start}\n{think.end}"
+        return f"{think.start}\n\n{think.end}\n\n" if think.start[0] == "<" else "".join(think)
+
     def _calls_grammar(
         self, policy: ToolCallPolicy, bound: Grammar | None, tail: str
     ) -> Grammar | None:

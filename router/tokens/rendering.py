@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import msgspec
 
-from router.errors import ApiError
+from router.errors import ApiError, InvalidRequest
 from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool, ToolCall
 from router.tokens.fim import AUTO, FimPrompts, find_layout
 from router.tokens.image_prompts import Prompt, expanded
+from router.tokens.labels import Labels, find_labels
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReplyFormat, detect_format
@@ -30,6 +31,9 @@ from router.tokens.templates import TOKEN_BREAK, ChatTemplate, Rendered, check_a
 from router.tokens.tokenization_cache import LengthCheck, PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Vision
+
+_MAX_ENDINGS = 16
+"""A template has few endings; one with the time of day in it would have very many."""
 
 
 class SamplingDefaults:
@@ -118,6 +122,8 @@ class Renderer:
         newline = tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
         """Tokens exempt from XTC: only the model should choose where an answer or a line ends."""
+        self._labels: dict[str, Labels] = {}
+        """By the ending of prompts."""
         self._least_tokens = self._measured_least_tokens()
         self.fim = self._fim_prompts(fim_layout)
         """Makes prompts for fill-in-the-middle; None: the model has none."""
@@ -253,6 +259,52 @@ class Renderer:
             tokens = self._tokenization_cache.tokenize(cache_scope, text, check_length)
         placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
         return expanded(tokens, placeholder_id, images, check_length)
+
+    def render_around(
+        self,
+        mark: str,
+        messages: Sequence[ChatMessage],
+        template_args: Mapping[str, Any],
+        *,
+        check_length: LengthCheck | None = None,
+    ) -> tuple[Prompt, str]:
+        """Return the tokens of a conversation up to ``mark``, a text in its last message, and the
+        text that follows up to where an answer without reasoning begins. `encode_ending` makes
+        tokens of the latter, with another text before it. Raises what `render_chat` raises."""
+        if check_length is not None:
+            check_length(self._least_length(messages))
+        text, images = self._rendered(messages, (), template_args, "generation_prompt")
+        before, found, ending = text.partition(mark)
+        if not found or mark in ending:
+            raise InvalidRequest(
+                "The model's chat template does not show the last message once.",
+                param="messages",
+                code="template_limit",
+            )
+        if images and self.vision is not None:
+            shown = self.vision.before + self.vision.placeholder + self.vision.after
+            before = before.replace(self.vision.placeholder, shown)
+        placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
+        tokens = self._encode_rendered(before, check_length)
+        prompt = expanded(tokens, placeholder_id, images, check_length)
+        return prompt, ending + self.replies.opening(ending)
+
+    def encode_ending(self, text: str, ending: str) -> list[int]:
+        """Return the tokens of a client's ``text`` and of the ``ending`` of a rendered prompt."""
+        return self._encode_rendered(self._template.literal(text) + ending, None)
+
+    def labels(self, ending: str) -> Labels:
+        """Return the labels of options after prompts with this ``ending`` of the template."""
+        found = self._labels.get(ending)
+        if found is None:
+            last = self._encode_rendered(ending, None)[-1:]
+            is_control = bool(last) and last[0] in self.replies.added_tokens
+            after_space = bool(ending) and not (ending[-1].isspace() or is_control)
+            found = find_labels(lambda text: self._encode_rendered(text, None), ending, after_space)
+            if len(self._labels) >= _MAX_ENDINGS:
+                self._labels.clear()
+            self._labels[ending] = found
+        return found
 
     def _rendered(
         self,

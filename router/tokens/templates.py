@@ -165,6 +165,10 @@ class ChatTemplate:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
         return Rendered(self._render(conversation, schemas or None, args, ending), images)
 
+    def literal(self, text: str) -> str:
+        """Return a client's ``text`` as it stands in a rendered prompt: without control tokens."""
+        return str(self._break_control_tokens(text))
+
     @property
     def limits(self) -> TemplateLimits:
         """The forms that the template does not support, detected on first use."""

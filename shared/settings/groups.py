@@ -296,6 +296,12 @@ class GenerationSettings:
     temperature: float | None = _model_flag(
         "temperature of requests that set none", at_least=0, at_most=100
     )
+    decision_temperature: float = flag(
+        1.0,
+        "temperature of the probabilities of typed decisions; above 1, they are less extreme",
+        more_than=0,
+        at_most=100,
+    )
     top_p: float | None = _model_flag("top_p of requests that set none", more_than=0, at_most=1)
     top_k: int | None = _model_flag("top_k of requests that set none (0: all tokens)", at_least=0)
     min_p: float | None = _model_flag(

@@ -219,6 +219,7 @@ def chat_template_text(settings: Settings) -> str | None:
 _OF_THE_ROUTER = {
     *("chat_template", "chat_template_args", "eos_token", "pad_token", "bos_token"),
     *("tool_parser", "reasoning_parser", "fim_layout", "temperature", "top_p", "top_k", "min_p"),
+    "decision_temperature",
     *("default_max_tokens", "max_prompt_tokens", "max_generation_tokens", "max_queue_size"),
     *("max_concurrent_requests",),
     *("request_timeout_s", "first_token_timeout_s", "memory_pressure_threshold"),

@@ -75,6 +75,9 @@ class Submit(Message, frozen=True, tag="submit"):
     logprobs: int | None = None  # alternatives to report; None: no log-probabilities
     # The same for the prompt, which is then computed even if its blocks are cached.
     prompt_logprobs: int | None = None
+    # Tokens whose log-probabilities are reported in place of the most likely ones', in this order.
+    # Only with ``logprobs``.
+    logprob_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None  # the request is accepted once the grammar is compiled
     thinking: ThinkingBudget | None = None
     prediction: tuple[

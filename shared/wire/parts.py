@@ -105,7 +105,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     chosen: float
-    top_ids: tuple[int, ...] = ()  # most likely first
+    top_ids: tuple[int, ...] = ()  # most likely first, or those of `Submit.logprob_token_ids`
     top: tuple[float, ...] = ()  # parallel to `top_ids`
 
 

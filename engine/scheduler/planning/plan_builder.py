@@ -145,6 +145,7 @@ class PlanBuilder:
                 sampling=request.sampling,
                 forbidden=self._forbidden(request, index),
                 logprobs=request.logprobs,
+                logprob_token_ids=request.logprob_token_ids,
                 history=history,
                 constrained=request.grammar is not None,
                 grammar=None if history is None else request.grammar,

@@ -165,6 +165,7 @@ class Metrics:
         self.aborts = counter("aborts", "Sequences aborted: client disconnected, timeout, drain")
         self.resumed = counter("resumed_requests", "Sequences resubmitted after a failure")
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
+        self.decisions = counter("decisions", "Typed questions that were answered", ("model",))
         self.adapter_requests = counter(
             "adapter_requests", "Requests that named an adapter", ("model", "adapter")
         )

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 import router.anthropic.errors as anthropic
+import router.decisions.errors as decisions
 import router.ollama.errors as ollama
 from router.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 
@@ -18,6 +19,8 @@ def error_response(error: ApiError, scope: Scope) -> Response:
         body = anthropic.error_body(error, state["request_id"])
     elif ollama.is_ollama_path(state["path"]):
         body = ollama.error_body(error)
+    elif decisions.is_decisions_path(state["path"]):
+        body = decisions.error_body(error)
     else:
         body = error.body()
     return Response(body, error.status, headers=error.headers(), media_type="application/json")

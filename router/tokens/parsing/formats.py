@@ -64,6 +64,8 @@ class MessageFormat(NamedTuple):
     """The header of a message of reasoning, and the text up to the next one's header."""
     headers: tuple[str, ...]
     """The headers of messages without calls."""
+    final: str
+    """The header of the message that is the answer."""
     first_call: str
     """Another text before the arguments of the first call than that of the format: its template's
     ``before`` and ``begin``."""
@@ -219,6 +221,7 @@ HARMONY = ReplyFormat(
         "harmony",
         ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
         tuple(f"<|channel|>{each}<|message|>" for each in ("analysis", "commentary", "final")),
+        "<|channel|>final<|message|>",
         # The model names a function after its channel; the template writes it before.
         " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
     ),
@@ -227,6 +230,7 @@ MUSE = MessageFormat(
     "muse_spark",
     ReasoningMarkers(" to=self<|message|>", "<|eom|><|start|>assistant"),
     tuple(f" to={each}<|message|>" for each in ("self", "user", "commentary")),
+    " to=user<|message|>",
     ' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
 )
 """Those of Muse Spark: `mlx_lm.chat_templates.muse_spark`."""

@@ -1,0 +1,1 @@
+"""Typed decisions: questions about a text, answered with probabilities, without generating text."""

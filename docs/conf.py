@@ -31,7 +31,7 @@ html_show_copyright = False
 html_favicon = "../router/page/icon.svg"
 
 PAGES = {
-    "Using": "docs/commands docs/api docs/embeddings docs/adapters docs/ollama docs/batches"
+    "Using": "docs/commands docs/api docs/decisions docs/embeddings docs/adapters docs/ollama docs/batches"
     " docs/page docs/configuration"
     " docs/operations"
     " docs/metrics docs/security docs/clients docs/agents docs/templates examples/README",

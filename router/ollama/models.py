@@ -35,6 +35,7 @@ from router.ollama.writer import timestamp
 from shared.wire import AdapterRef
 
 _CAPABILITIES = {
+    "chat": "decision",
     "tools": "tools",
     "reasoning": "thinking",
     "vision": "vision",

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -113,6 +113,12 @@ class Behaviour:
     """Forget every request: generate nothing, and do not mention it in heartbeats."""
     omit_logprobs: bool = False
     """Report no log-probabilities, as an engine of another release might."""
+    label_logprobs: Callable[[wire.Submit], Sequence[float]] = lambda submit: [
+        -1.0 - number for number in range(len(submit.logprob_token_ids))
+    ]
+    """Returns the log-probabilities of the tokens that a request names."""
+    ignores_named_tokens: bool = False
+    """Report the most likely tokens in their place, as an engine of an older release does."""
     skip_token: bool = False
     """Lose one token of every request."""
 
@@ -327,7 +333,11 @@ class ScriptedEngine:
                 cached_ram_tokens=self.behaviour.cached_tokens,
             )
         count, logprobs = running.submit.logprobs, None
-        if count is not None and not self.behaviour.omit_logprobs:
+        named = running.submit.logprob_token_ids
+        if named and not self.behaviour.ignores_named_tokens:
+            top = tuple(self.behaviour.label_logprobs(running.submit))
+            logprobs = [wire.TokenLogprobs(chosen=-9.0, top_ids=named, top=top) for _ in ids]
+        elif count is not None and not self.behaviour.omit_logprobs:
             logprobs = [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
         skipped = 1 if self.behaviour.skip_token and running.sent else 0
         end: dict[str, Any] = {"finish": finish, "stop_token": stop_token, "usage": usage}

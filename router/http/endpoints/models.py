@@ -59,11 +59,22 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created_at: str
 
 
+class DecisionModel(Struct, frozen=True, kw_only=True):
+    """A model that answers typed questions, as TypeSafe's clients read it."""
+
+    name: str
+    description: str
+    release_date: Annotated[str, Meta(description="The day on which it was first served here.")]
+
+
 class ModelList(Struct, frozen=True, kw_only=True):
     """All models; there are no further pages."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    models: Annotated[
+        list[DecisionModel], Meta(description="Those of `data` that answer typed questions.")
+    ]
     has_more: bool = False
     first_id: str | None
     last_id: str | None
@@ -81,7 +92,14 @@ async def list_models(http: Request) -> Response:
     adapters = router.adapters.listed
     data += [_adapter_card(router, each) for each in adapters if tenant.may_use(each.names)]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
+    models = [
+        DecisionModel(
+            name=card.id, description=card.description, release_date=card.created_at[:10]
+        )
+        for card in data
+        if "chat" in card.capabilities
+    ]
+    return json_response(ModelList(data=data, models=models, first_id=first_id, last_id=last_id))
 
 
 async def show_model(http: Request) -> Response:

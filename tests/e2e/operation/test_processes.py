@@ -127,6 +127,7 @@ NONSENSE: dict[str, list[Any]] = {
     "priority": [-(2**63), 2**63],
     "min_tokens": [-1, 2**63],
     "cache_salt": ["\x00" * 100_000],
+    "logprob_token_ids": [(5,) * 100_000],
 }
 NONSENSE_OF_SAMPLING: dict[str, list[Any]] = {
     "temperature": [NAN, math.inf, -1.0, 1e-300, 1e300],

@@ -86,6 +86,7 @@ TO_STORE: list[wire.Message] = [
 TO_ENGINE: list[wire.Message] = [
     wire.Ping(router_id="r"),
     submit("r", [5], max_tokens=1),
+    submit("n", [5], max_tokens=1, logprobs=0, logprob_token_ids=(5,) * 1000),
     submit("a", [5], max_tokens=1, adapter=ADAPTER),
     wire.CheckAdapter(name="\x00", path="/\x00" * 1000),
     DECISIONS,

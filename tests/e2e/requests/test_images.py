@@ -89,6 +89,28 @@ def test_requests_at_once_about_a_new_picture_encode_it_once(server: Server) -> 
     assert server.metric(ENCODED) == before + 1
 
 
+@pytest.mark.parametrize("model", ["idefics3", "qwen3_vl"], indirect=True)
+def test_questions_about_a_picture_encode_it_once(server: Server) -> None:
+    url = shown(88)["image_url"]["url"]
+    before = server.metric(ENCODED)
+    questions = {f"q{n}": {"type": "noul", "instructions": f"is it {n}?"} for n in range(6)}
+    body: dict[str, Any] = {"state": " state", "questions": questions}
+    found = server.answer("/v1/systemone", images=[url], **body)["answers"]
+    server.wait_until(lambda: server.metric(ENCODED) == before + 1, PATIENCE_S, "1 encoded")
+    content = {"base64": url.partition(",")[2], "content_type": "image/png"}
+    assert server.answer("/v1/systemone", images=[content], **body)["answers"] == found
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": " state"}]
+    listed = server.answer(
+        "/v1/decisions",
+        input=[{"role": "user", "content": parts}],
+        questions=[{"type": "predicate", "instructions": "is it 0?"}],
+    )
+    assert listed["answers"][0]["probability"] > 0
+    other = server.answer("/v1/systemone", **body)["answers"]
+    assert [each["noul"] for each in other.values()] != [each["noul"] for each in found.values()]
+    assert server.metric(ENCODED) == before + 1
+
+
 @pytest.mark.parametrize("model", ["qwen3_vl", "gemma4"], indirect=True)
 def test_a_stream_with_a_picture_outlives_its_engine(model: Path, server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4, scale=FAMILIES[model.name].scale)

@@ -320,7 +320,7 @@ def test_models_are_listed_with_what_is_known_of_them(
     details: dict[str, Any] = {"parent_model": "", "format": "safetensors", "parameter_size": ""}
     details |= {"family": "qwen3", "families": ["qwen3"], "quantization_level": "4-bit"}
     assert all(each["details"] == details and len(each["digest"]) == 64 for each in listed)
-    assert listed[0]["capabilities"] == ["completion", "tools", "thinking"]
+    assert listed[0]["capabilities"] == ["completion", "decision", "tools", "thinking"]
     info: dict[str, float] = {"context_length": 512, "vocab_size": 265, "block_count": 36}
     info |= {"embedding_length": 64, "attention.layer_norm_rms_epsilon": 1e-6}
     for fields in ({"model": "tiny"}, {"model": "tiny:latest"}, {"name": "small:4b"}):

@@ -33,6 +33,7 @@ COMPARISONS = {
     "crowded": "serving.crowds",
     "batches": "serving.batches",
     "growth": "serving.growth",
+    "decisions": "serving.decisions",
     "profile": "serving.host_time",
     "restart": "serving.restart",
     "prompts": "prompt_times.parts",

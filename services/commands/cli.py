@@ -21,6 +21,7 @@ PROG = "mlx-lm-server"
 COMMANDS = {
     "serve": ("supervision.local", "serve a model (the default)"),
     "chat": ("commands.chat.command", "chat with a model in the terminal"),
+    "decide": ("commands.decide", "ask typed questions about a text, answered with probabilities"),
     "status": ("commands.control:status", "show the state of a running server, live in a terminal"),
     "bench": ("commands.bench.command", "benchmark a server, or the cache"),
     "batch": ("commands.batch.command", "process a file of requests in the background"),
